@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 import valence
+from valence.lifecycle import models, scorers
 from valence.models import head
 from valence.models.flex import Visible
-from valence.training import build, judges, plan
+from valence.planning import plan
 
 CUDA, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
 aten = torch.ops.aten
@@ -371,7 +372,7 @@ def pretended() -> Iterator[list[str]]:
                 torch.cuda.amp.common, "amp_definitely_not_available", return_value=False
             )
         )
-        for module in (build, judges, plan):
+        for module in (models, scorers, plan):
             stack.enter_context(mock.patch.object(module, "best_device", return_value=CUDA))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))
         stack.enter_context(mock.patch.object(head, "has_triton", return_value=False))

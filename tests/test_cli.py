@@ -19,10 +19,10 @@ from tests.errors import check_error
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence.cli.common import NOTHING_BEGUN
+from valence.planning import plan
 from valence.reports.results import outputs
 from valence.reports.verdict import held_out_verdict
-from valence.training import plan
-from valence.training.methods import METHODS, ONLINE
+from valence.trainer.methods import METHODS, ONLINE
 from valence.types import plural
 
 __all__ = ["place"]
@@ -498,7 +498,7 @@ def test_a_second_run_in_the_same_folder_needs_a_word(
     log = (place / "runs/first/metrics.jsonl").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(
-            "valence.api.build_models",
+            "valence.lifecycle.start.build_models",
             lambda *_, **__: pytest.fail("a model is loaded for nothing"),
         )
         assert valence("train", "recipe.yaml") == 0

@@ -16,7 +16,7 @@ from tests.errors import check_error, raises_error
 from valence.config.load import load_recipe
 from valence.jobs.lines import Lines
 from valence.runs.folder import RunFolder
-from valence.training.methods import method_of
+from valence.trainer.methods import method_of
 
 __all__ = ["place"]
 

@@ -128,7 +128,7 @@ def test_arguments_win_over_the_recipe_and_overrides_over_both(place: Path) -> N
         }
         source, overrides = recipe_from_arguments(recipe, ["train.seed=3"], settings)
         from valence.config.load import load_recipe
-        from valence.training.methods import method_of
+        from valence.trainer.methods import method_of
 
         found = load_recipe(source, overrides, method_of=method_of, in_memory=["train"]).recipe
         assert (found.train.batch_size, found.train.seed, found.run.dir, found.loss["beta"]) == (

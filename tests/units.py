@@ -17,8 +17,8 @@ from valence.models.build import build_policy, build_reference
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.values import add_values
-from valence.training.methods import METHODS
-from valence.training.step import Objective
+from valence.trainer.methods import METHODS
+from valence.trainer.step import Objective
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 

@@ -7,21 +7,30 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from valence.version import __version__
+
 # Before torch starts its threads: by default they wait by spinning, which on a busy machine slows
 # everything several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
-    from valence.api import Run, build_run, logprobs, train
+    from valence.api import Run, Trainer, build_run, logprobs, train
     from valence.errors import UserError
     from valence.losses import LOSSES
 
-__all__ = ["LOSSES", "Run", "UserError", "__version__", "build_run", "logprobs", "train"]
+__all__ = [
+    "LOSSES",
+    "Run",
+    "Trainer",
+    "UserError",
+    "__version__",
+    "build_run",
+    "logprobs",
+    "train",
+]
 
 _HOMES = {
-    **dict.fromkeys(("train", "build_run", "logprobs", "Run"), "valence.api"),
+    **dict.fromkeys(("train", "build_run", "logprobs", "Run", "Trainer"), "valence.api"),
     "UserError": "valence.errors",
     "LOSSES": "valence.losses",
 }

@@ -17,7 +17,7 @@ import valence
 from benchmarks.checkpoint import THREADS
 from benchmarks.crash.cases import make_model
 from valence.models.build import load_tokenizer
-from valence.training.loop import Callback, Run
+from valence.trainer.trainer import Callback, Trainer
 
 ROWS, BATCH = 16, 2
 
@@ -65,7 +65,7 @@ def build(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     callbacks: tuple[Callback, ...] = (),
-) -> Run:
+) -> Trainer:
     """A run that saves when it is told to, and never ends by itself.
 
     In a folder with a checkpoint it goes on from there.

@@ -25,7 +25,7 @@ from benchmarks.checkpoint.cases import Case, build
 from benchmarks.step.memory import peak_above_idle
 from valence.runs import store
 from valence.runs.keeper import check
-from valence.training.loop import Run
+from valence.trainer.trainer import Trainer
 
 WARM, QUIET = 3, 4
 """Steps before anything is measured, and steps without a save before each save."""
@@ -83,7 +83,7 @@ def measured(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, round
     told: list[Generator[None, float, None]] = []
     ended = 0.0
 
-    def after_step(_: Run, __: Mapping[str, Any]) -> None:
+    def after_step(_: Trainer, __: Mapping[str, Any]) -> None:
         nonlocal ended
         try:
             told[0].send(time.perf_counter() - ended)
@@ -92,7 +92,7 @@ def measured(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, round
         ended = time.perf_counter()
 
     run = build(case, folder, tokenizer, (after_step,))
-    figures = Figures(sum(p.numel() for p in run.trained.values()))
+    figures = Figures(sum(p.numel() for p in run.state.trained_weights.values()))
     told.append(_script(run, folder, figures, rounds))
     next(told[0])
     with suppress(Enough):
@@ -104,7 +104,9 @@ def measured(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, round
     return figures
 
 
-def _script(run: Run, folder: Path, figures: Figures, rounds: int) -> Generator[None, float, None]:
+def _script(
+    run: Trainer, folder: Path, figures: Figures, rounds: int
+) -> Generator[None, float, None]:
     """What is done between steps.
 
     It is sent the seconds of each, and ends when all has been measured.
@@ -139,7 +141,7 @@ def _script(run: Run, folder: Path, figures: Figures, rounds: int) -> Generator[
     figures.size = sum(path.stat().st_size for path in _checkpoint(folder).iterdir())
 
 
-def _in_background(run: Run) -> None:
+def _in_background(run: Trainer) -> None:
     run.save(wait=False)
     while writing():
         time.sleep(0.01)
@@ -178,7 +180,7 @@ def _clocked(call: Callable[..., Any], name: str, spent: dict[str, float]) -> Ca
     return clocked
 
 
-def _resumed(run: Run, path: Path) -> tuple[float, float, float]:
+def _resumed(run: Trainer, path: Path) -> tuple[float, float, float]:
     """Seconds to check the files of a checkpoint, to read its state, and to take it up."""
     moments = [time.perf_counter()]
     check(path)

@@ -172,7 +172,7 @@ def _note(notes: Notes, stepped: Callable[[], None]) -> None:
     """Has the run tell its phase and its steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from valence.training.loop import Run
+    from valence.trainer.trainer import Trainer
 
     @contextmanager
     def during(phase: int, after: int | None = None):
@@ -180,16 +180,16 @@ def _note(notes: Notes, stepped: Callable[[], None]) -> None:
         yield
         notes.phase = before if after is None else after
 
-    fit, evaluate = Run.fit, Run.evaluate
+    fit, evaluate = Trainer.fit, Trainer.evaluate
 
-    def noted_fit(self: Run) -> dict[str, float]:
+    def noted_fit(self: Trainer) -> dict[str, float]:
         notes.ready = time.monotonic()
         with during(TRAINING, after=FINISHING):
             return fit(self)
 
-    def noted_evaluate(self: Run, rows: Any = None, *, name: str = "eval") -> Any:
+    def noted_evaluate(self: Trainer, rows: Any = None, *, name: str = "eval") -> Any:
         with during(EVALUATION):
             return evaluate(self, rows, name=name)
 
-    Run.fit, Run.evaluate = noted_fit, noted_evaluate
+    Trainer.fit, Trainer.evaluate = noted_fit, noted_evaluate
     register_optimizer_step_post_hook(lambda *_: stepped())

@@ -30,6 +30,7 @@ from benchmarks.step.floor import work_of
 from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import MAX_LENGTH, config_of, draw_sets
 from valence.distributed.single import Single
+from valence.lifecycle.models import best_device
 from valence.models import speed
 from valence.models.build import build_policy
 from valence.models.compiling import compile_layers, why_not
@@ -37,9 +38,8 @@ from valence.models.digest import Digests
 from valence.models.gradients import clear
 from valence.models.head import Head
 from valence.models.shape import shape_of
-from valence.training.build import best_device
-from valence.training.methods import METHODS
-from valence.training.step import Objective
+from valence.trainer.methods import METHODS
+from valence.trainer.step import Objective
 from valence.types import MicroBatch
 
 HEAD_BAR = 1.5

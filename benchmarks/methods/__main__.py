@@ -24,7 +24,7 @@ from benchmarks.methods.cases import CASES, QUICK, Case
 from examples.demo import assets
 from valence.api import build_run
 from valence.models.build import load_model, load_tokenizer
-from valence.training.methods import METHODS
+from valence.trainer.methods import METHODS
 
 QUICK_STEPS = 5
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from valence.training.methods import METHODS
+from valence.trainer.methods import METHODS
 
 Rows = Literal["thumbs", "pairs", "shown", "films", "stars"]
 

@@ -15,8 +15,8 @@ from benchmarks.parity.cases import ROWS
 from examples.demo import assets
 from valence.config.load import load_recipe
 from valence.models.build import load_model
-from valence.training.methods import method_of
-from valence.training.setup import prepare
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import prepare
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 VOCABULARY, EOS = 512, 2

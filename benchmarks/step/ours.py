@@ -23,8 +23,8 @@ from valence.models.build import build_policy, build_reference, load_model
 from valence.models.cache import CachedReference
 from valence.models.compiling import compile_layers, why_not
 from valence.models.gradients import clear
-from valence.training.methods import METHODS
-from valence.training.step import Objective
+from valence.trainer.methods import METHODS
+from valence.trainer.step import Objective
 from valence.types import TokenizedExample
 
 BUDGET = 4096  # tokens of a micro-batch: the default of a recipe

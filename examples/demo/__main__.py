@@ -17,7 +17,7 @@ from examples.demo.measure import mcnemar, share
 from examples.quickstart.judge import judge
 from examples.quickstart.make_feedback import MAX_NEW_TOKENS, TEMPERATURE, read_prompts
 from valence.rollouts import Sampling
-from valence.training.loop import Interrupted
+from valence.runs.signals import Interrupted
 from valence.types import Chat, Completion
 
 HERE = Path(__file__).parent

@@ -45,8 +45,8 @@ def quick_dtype() -> str:
     """The type in which this machine computes quickest: bfloat16, but for a processor that does not
     know it.
     """
+    from valence.lifecycle.models import best_device
     from valence.models import speed
-    from valence.training.build import best_device
 
     return "float32" if speed.slow(best_device(), torch.bfloat16) else "bfloat16"
 

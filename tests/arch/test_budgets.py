@@ -15,7 +15,7 @@ TAKES_ANYTHING = {
     "valence/reports/sinks.py": 1,
     "valence/runs/keeper.py": 1,
     "valence/rewards/threads.py": 1,
-    "valence/training/pages.py": 1,
+    "valence/trainer/pages.py": 1,
     "valence/network.py": 1,
 }
 """Files with a handler of every error, each of which says why."""

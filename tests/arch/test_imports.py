@@ -18,6 +18,7 @@ import pytest
 from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of, shown, tree
 
 LAYERS = (
+    "version",
     "checksums",
     "files",
     "types",
@@ -45,18 +46,22 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "batching": ("types",),
     "distributed": ("terminal",),
     "losses": ("types",),
-    "models": ("types", "network", "files"),
+    "models": ("types", "network", "files", "version"),
     "data": ("types",),
     "rollouts": ("types", "network", "files"),
-    "rewards": ("types", "network", "checksums", "files"),
-    "runs": ("types", "distributed", "checksums", "files", "terminal"),
+    "rewards": ("types", "network", "checksums", "files", "version"),
+    "runs": ("types", "distributed", "checksums", "files", "terminal", "version"),
     "reports": ("types", "distributed.protocol", "checksums", "files", "terminal"),
-    "training": (*LAYERS, "network"),
-    "jobs": (*LAYERS, "training"),
-    "api": (*LAYERS, "training"),
-    "cli": (*LAYERS, "network", "training", "jobs", "api"),
+    "trainer": LAYERS,
+    "online": (*LAYERS, "trainer"),
+    "planning": (*LAYERS, "trainer"),
+    "lifecycle": (*LAYERS, "trainer", "online", "planning"),
+    "jobs": (*LAYERS, "trainer", "lifecycle"),
+    "api": (*LAYERS, "trainer", "lifecycle"),
+    "cli": (*LAYERS, "network", "trainer", "online", "planning", "lifecycle", "jobs", "api"),
     "__main__": ("cli",),
-    "": ("api", "losses"),  # valence/__init__.py names them, and loads them on first use
+    "version": (),
+    "": ("api", "losses", "version"),  # valence/__init__.py names them, and loads them on first use
 }
 """Part of the package -> the parts it may import, besides itself and ``errors``."""
 
@@ -113,13 +118,70 @@ def test_imports_go_down_only() -> None:
         allowed = [
             f"valence.{name}" for name in (*MAY_IMPORT[part], "errors", *([part] if part else []))
         ]
-        allowed += ["valence.__version__"]
         wrong += [
             f"{shown(path)}:{line}: {name}"
             for line, name in imports(path)
             if is_in(name, "valence") and not any(is_in(name, prefix) for prefix in allowed)
         ]
     assert wrong == []
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = lowest[node] = len(index)
+        stack.append(node)
+        for other in sorted(graph[node]):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            found.extend([sorted(group)] if len(group) > 1 else [])
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def module_graph() -> dict[str, set[str]]:
+    """The modules that each module imports, also inside functions and for type checkers only."""
+    modules = {name_of(path) for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        names = [name for _, name in imports(path)]
+        targets = {name if name in modules else name.rpartition(".")[0] for name in names}
+        graph[name_of(path)] = (targets & modules) - {name_of(path)}
+    return graph
+
+
+def test_cycles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert sorted(cycles(graph)) == [["a", "b", "c"], ["d", "e"]]
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = module_graph()
+    assert len(graph) > 100
+    assert cycles(graph) == []
+
+
+def test_no_packages_import_each_other() -> None:
+    """valence/__init__.py names the public objects; everything else belongs to a package."""
+    package = {name: ".".join(name.split(".")[:2]) for name in module_graph()}
+    graph: dict[str, set[str]] = {name: set() for name in package.values()}
+    for name, targets in module_graph().items():
+        graph[package[name]] |= {package[t] for t in targets} - {package[name]}
+    assert cycles(graph) == []
 
 
 def test_losses_are_pure() -> None:
@@ -195,7 +257,7 @@ STATEMENTS = (
     "import valence",
     "import valence.config.load",
     "import valence.losses; [loss.settings for loss in valence.losses.LOSSES.values()]",
-    "from valence.training.methods import METHODS, ONLINE; [m.settings for m in "
+    "from valence.trainer.methods import METHODS, ONLINE; [m.settings for m in "
     "(*METHODS.values(), *ONLINE.values())]",
     "import valence.types, valence.errors",
 )

@@ -11,9 +11,10 @@ import torch
 from tests.errors import raises_error
 from valence.config.learning_rates import LEARNING_RATES
 from valence.config.load import LoadedRecipe, load_recipe
+from valence.lifecycle.resume import with_recorded
 from valence.models.speed import automatic_dtype
-from valence.training.choices import with_dtype, with_recorded
-from valence.training.methods import METHODS, ONLINE, method_of
+from valence.trainer.methods import METHODS, ONLINE, method_of
+from valence.trainer.prepare import with_dtype
 
 
 def loaded(method: str = "kto", online: bool = False, **sections: Any) -> LoadedRecipe:

@@ -18,10 +18,10 @@ from tests.tiny import tiny_tokenizer
 from valence.config.load import load_recipe
 from valence.distributed.single import Planned
 from valence.models.memory import Split
-from valence.training import plan
-from valence.training.methods import METHODS, ONLINE, method_in, method_of
-from valence.training.plan import Plan, make_plan
-from valence.training.setup import prepare
+from valence.planning import plan
+from valence.planning.plan import Plan, make_plan
+from valence.trainer.methods import METHODS, ONLINE, method_in, method_of
+from valence.trainer.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

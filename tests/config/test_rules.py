@@ -11,7 +11,7 @@ from tests.config.facts import GOOD, check_recipe_error, load_error
 from tests.errors import raises_error
 from valence.config.load import load_recipe
 from valence.losses.advantage import CREDITS
-from valence.training.methods import ONLINE, method_of
+from valence.trainer.methods import ONLINE, method_of
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,9 @@ from benchmarks.crash.trial import differences, newest
 from tests.command import command, command_error
 from tests.crash.rig import CASE, STEPS, Halt, Place, count_steps, frozen, in_step
 from tests.errors import check_error, raises_error
+from valence.lifecycle import saved_models
+from valence.lifecycle.restore import restore
 from valence.runs.keeper import Damaged, Saved, check
-from valence.training import restore
 
 CASES = KTO_LORA, WHOLE_MODELS = ("kto, lora", "sft, whole models")
 STOPPED_IN = 11
@@ -417,12 +418,14 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_read(
         return call
 
     if moment == "before it is checked":
-        monkeypatch.setattr(restore, "check", after_replacing(restore.check))
+        monkeypatch.setattr(saved_models, "check", after_replacing(saved_models.check))
     elif moment == "before it is loaded":
-        monkeypatch.setattr(restore.store, "load", after_replacing(restore.store.load))
+        monkeypatch.setattr(saved_models.store, "load", after_replacing(saved_models.store.load))
     else:
-        monkeypatch.setattr(restore, "load_weights", after_replacing(restore.load_weights))
-    assert restore.restore(run, quiet=True).step == last
+        monkeypatch.setattr(
+            saved_models, "load_weights", after_replacing(saved_models.load_weights)
+        )
+    assert restore(run, quiet=True).step == last
     assert done
 
 
@@ -437,6 +440,6 @@ def test_checkpoints_that_vanish_again_and_again_are_an_error(
         path.rename(path.with_name(f"step-{steps_there[0]}"))
         return check(path)
 
-    monkeypatch.setattr(restore, "check", check_removed)
+    monkeypatch.setattr(saved_models, "check", check_removed)
     with raises_error("checkpoints-pruned", where=str(run), fix="run.keep"):
-        restore.restore(run, quiet=True)
+        restore(run, quiet=True)

@@ -18,8 +18,8 @@ from tests.crash.rig import CASE, STEPS, Place, in_step
 from valence import api
 from valence.models.cache import CachedReference
 from valence.runs.store import Snapshot
-from valence.training import finish
-from valence.training.loop import Run
+from valence.trainer import model_files
+from valence.trainer.trainer import Trainer
 
 slow = pytest.mark.slow
 KTO = CASE["kto, lora"]
@@ -48,29 +48,29 @@ def before(
 
 def amid(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], name: str) -> None:
     """Calls ``act`` in the second evaluation of this name, between micro-batches."""
-    measured, seen = Run.evaluate, list[int]()
+    measured, seen = Trainer.evaluate, list[int]()
 
-    def evaluate(self: Run, rows: Any = None, *, name: str = "eval") -> Any:
+    def evaluate(self: Trainer, rows: Any = None, *, name: str = "eval") -> Any:
         seen.append(1) if name == wanted else None
         if name == wanted and (len(seen) == 2 or name == "test"):
             act()
         return measured(self, rows, name=name)
 
     wanted = name
-    monkeypatch.setattr(Run, "evaluate", evaluate)
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
 
 
 PHASES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Callable[[], None]], None], int | None]] = {
     "audit": (lambda patch, act: before(patch, api, "show_audit", act), None),
     "loading": (lambda patch, act: before(patch, api, "build_models", act), None),
-    "first sampling": (lambda patch, act: before(patch, Run, "sample", act), None),
+    "first sampling": (lambda patch, act: before(patch, Trainer, "sample", act), None),
     "training": (lambda patch, act: in_step(patch, 8, act), 8),
     "training, amid a step": (lambda patch, act: in_step(patch, 5, act, batch=1), 5),
     "evaluation": (lambda patch, act: amid(patch, act, "eval"), 4),
     "save": (lambda patch, act: before(patch, Snapshot, "write", act, 3), None),
     "test": (lambda patch, act: amid(patch, act, "test"), STEPS),
-    "second sampling": (lambda patch, act: before(patch, Run, "sample", act, 2), STEPS),
-    "export": (lambda patch, act: before(patch, finish, "export", act), STEPS),
+    "second sampling": (lambda patch, act: before(patch, Trainer, "sample", act, 2), STEPS),
+    "export": (lambda patch, act: before(patch, model_files, "export", act), STEPS),
 }
 """Phase -> how to act in it, and the step of the checkpoint that is there afterwards."""
 

@@ -20,8 +20,8 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.distributed.protocol import Group
 from valence.errors import UserError
+from valence.lifecycle.reference_cache import score
 from valence.runs.signals import Interrupted
-from valence.training.score import score
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ROWS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": "bad"} for i in range(6)]

@@ -24,18 +24,18 @@ from valence.config.load import load_recipe
 from valence.distributed.fsdp2 import full, local
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
+from valence.lifecycle import models as building
+from valence.lifecycle.models import build_models
 from valence.models.build import build_policy, load_model
 from valence.models.check import plain_batch
 from valence.models.memory import Split
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference, Reference, SyncedReference
-from valence.training import build as building
-from valence.training import plan as planning
-from valence.training.build import build_models
-from valence.training.methods import method_of
-from valence.training.plan import describe, make_plan
-from valence.training.setup import Prepared, prepare
-from valence.training.sharding import choose, least_free
+from valence.planning import plan as planning
+from valence.planning.memory import choose_split, least_free
+from valence.planning.plan import describe, make_plan
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import Prepared, prepare
 
 pytestmark = pytest.mark.dist
 slow = pytest.mark.slow
@@ -379,7 +379,9 @@ def test_how_weights_are_split(
     asked: dict[str, Any], size: int, before: Any, fits: bool, expected: Split
 ) -> None:
     assert (
-        choose(recipe_with(**asked), size, torch.device("cpu"), before=before, fits=lambda: fits)
+        choose_split(
+            recipe_with(**asked), size, torch.device("cpu"), before=before, fits=lambda: fits
+        )
         == expected
     )
 
@@ -397,9 +399,9 @@ def test_settings_that_split_weights_do_not_support_are_mistakes(
     asked: dict[str, Any], where: str
 ) -> None:
     cpu = torch.device("cpu")
-    assert choose(recipe_with(**asked), 2, cpu, before=None, fits=lambda: True).single
+    assert choose_split(recipe_with(**asked), 2, cpu, before=None, fits=lambda: True).single
     with raises_error("parallel-unsupported", where=where):
-        choose(recipe_with(**asked), 2, cpu, before=None, fits=lambda: False)
+        choose_split(recipe_with(**asked), 2, cpu, before=None, fits=lambda: False)
 
 
 def test_one_process_says_that_it_has_nothing_to_split_over(place: Path) -> None:

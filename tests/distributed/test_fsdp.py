@@ -20,10 +20,10 @@ from tests.units import objective, units_for
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.models.cache import CachedReference
-from valence.models.check import plain_batch
+from valence.models.check import check_layout, plain_batch
 from valence.models.memory import out_of_memory
 from valence.models.policy_model import PolicyModel
-from valence.training.step import final_out_of_memory, optimizer_step
+from valence.trainer.step import final_out_of_memory, optimizer_step
 from valence.types import MicroBatch
 
 pytestmark = pytest.mark.dist
@@ -181,7 +181,7 @@ def parts(group: Group) -> dict[str, Any]:
     with policy.stock(), torch.no_grad():
         alone = policy.outputs(tokens)
     split(policy, case, group)
-    policy.check_layout()
+    check_layout(policy)
     with policy.stock(), torch.no_grad():
         outputs = policy.outputs(tokens)
         inside = policy.within(lambda: policy.causal(input_ids=tokens[None]).logits[0])

@@ -25,7 +25,7 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.reports.metrics import repeatable
 from valence.runs.signals import Interrupted
-from valence.training.loop import Run
+from valence.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CASE = {case.name: case for case in CASES}
@@ -217,15 +217,15 @@ def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(
 
 def train_and_stop(group: Group, given: Mapping[str, Any]) -> list[str]:
     """As ``train``; rank 1 is sent SIGTERM after the test's evaluation, between phases."""
-    evaluate = Run.evaluate
+    evaluate = Trainer.evaluate
 
-    def act(self: Run, rows: Any = None, *, name: str = "eval") -> Any:
+    def act(self: Trainer, rows: Any = None, *, name: str = "eval") -> Any:
         outcome = evaluate(self, rows, name=name)
         if name == "test" and group.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return outcome
 
-    with mock.patch.object(Run, "evaluate", act):
+    with mock.patch.object(Trainer, "evaluate", act):
         return train(group, [given])
 
 

@@ -17,7 +17,7 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.losses import LOSSES
 from valence.reports.metrics import Meter
-from valence.training.step import optimizer_step
+from valence.trainer.step import optimizer_step
 
 pytestmark = pytest.mark.dist
 

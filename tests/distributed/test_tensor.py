@@ -31,6 +31,7 @@ from valence.distributed.tensor import WholeColumns, convert_layer, tensor_paral
 from valence.errors import UserError
 from valence.models import head
 from valence.models.build import build_policy
+from valence.models.check import check_layout
 from valence.models.head import Head
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import AdapterDisabledReference, FrozenReference
@@ -111,7 +112,7 @@ def built(case: Case, data: Any, group: Group) -> PolicyModel:
         if "lora_B" in key:
             nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(2))
     tensor_parallel(engine.model, group)
-    engine.eval().check_layout()
+    check_layout(engine.eval())
     assert engine.packs
     engine.train()
     if "fsdp" in case.how and data.size > 1:
@@ -366,7 +367,7 @@ def others(group: Group) -> dict[str, Tensor]:
     found |= {"copy after": apart(batch), "off after": AdapterDisabledReference(policy)(batch)}
     scorer = build_policy(reward_model(attributes=2), dtype=torch.float64, check=False)
     tensor_parallel(scorer.model, group)
-    scorer.eval().check_layout()
+    check_layout(scorer.eval())
     out = scorer(batch).score
     assert out is not None
     (out * torch.arange(1, 1 + out.numel()).view_as(out)).sum().backward()

@@ -15,7 +15,7 @@ from valence.config.describe import SettingRow, settings_table
 from valence.data.kinds import WORDS
 from valence.losses.advantage import CREDITS
 from valence.losses.modifiers import MODIFIERS
-from valence.training.methods import METHODS, ONLINE, Method
+from valence.trainer.methods import METHODS, ONLINE, Method
 
 PAGE = ROOT / "docs" / "losses.md"
 HEAD = """\

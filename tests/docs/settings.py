@@ -8,7 +8,7 @@ from functools import cache
 from tests.docs.blocks import ROOT
 from valence.config.describe import SettingRow, settings_table
 from valence.config.learning_rates import LEARNING_RATES
-from valence.training.methods import METHODS, ONLINE
+from valence.trainer.methods import METHODS, ONLINE
 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\

@@ -23,7 +23,7 @@ from valence.config.schema import Recipe, SourceSettings
 from valence.data.formats import FORMATS
 from valence.data.load import load
 from valence.reports import online_signs, signs
-from valence.training.methods import METHODS, ONLINE
+from valence.trainer.methods import METHODS, ONLINE
 
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 GUIDES = [

@@ -31,7 +31,7 @@ from valence.losses import LOSSES, Loss, preference
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS
 from valence.runs.signals import OUT_OF_TIME, SIGNALS
-from valence.training.methods import METHODS, Method, method_of
+from valence.trainer.methods import METHODS, Method, method_of
 
 PAGES = sorted(
     p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))

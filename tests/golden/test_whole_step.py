@@ -22,9 +22,9 @@ from valence.distributed.single import Single
 from valence.losses import LOSSES
 from valence.losses.modifiers import MODIFIERS
 from valence.reports.metrics import Meter
-from valence.training.evaluate import evaluate
-from valence.training.methods import METHODS
-from valence.training.step import Objective, optimizer_step
+from valence.trainer.evaluate import evaluate
+from valence.trainer.methods import METHODS
+from valence.trainer.step import Objective, optimizer_step
 from valence.types import Kind
 
 BUDGET, TOGETHER = 55, 10_000

@@ -21,7 +21,7 @@ from valence.models.attention import KeyValueMemory, attend, remembering
 from valence.models.flex import BLOCK, Visible
 from valence.models.layout import segments_of, split, table
 from valence.models.policy_model import filled
-from valence.training.plan import MOST
+from valence.planning.plan import MOST
 
 
 def attended(*given: Any) -> Tensor:

@@ -15,7 +15,7 @@ from tests.models.test_oracle import oracle, sequences
 from tests.tiny_models import tiny
 from valence.models.attention import KeyValueMemory
 from valence.models.build import build_policy
-from valence.models.check import CUT, PROMPT, PackingWarning, plain_batch
+from valence.models.check import CUT, PROMPT, PackingWarning, check_layout, plain_batch
 from valence.models.policy_model import PolicyModel
 
 ALONE = {
@@ -92,7 +92,7 @@ def test_a_leak_far_below_rounding_is_seen(dtype: torch.dtype) -> None:
     layer = model.model.layers[0]  # type: ignore[union-attr]
     layer.mlp = Leaky(layer.mlp, 1e-4)  # type: ignore[union-attr, arg-type]
     with pytest.warns(PackingWarning) as warned:
-        PolicyModel(model).check_layout()
+        check_layout(PolicyModel(model))
     assert codes(warned) == ["sequences-leak"]
 
 
@@ -100,7 +100,7 @@ def test_a_leak_far_below_rounding_is_seen(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mistral-window"])
 def test_rounding_is_no_leak(kind: str, dtype: torch.dtype) -> None:
     engine = PolicyModel(tiny(kind, dtype=dtype))
-    engine.check_layout()
+    check_layout(engine)
     assert engine.packs
 
 
@@ -108,7 +108,7 @@ def test_rounding_is_no_leak(kind: str, dtype: torch.dtype) -> None:
 def test_the_check_works_where_gradients_are_off() -> None:
     with torch.inference_mode(False):
         model = tiny(dtype=torch.float32)
-    PolicyModel(model).check_layout()
+    check_layout(PolicyModel(model))
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -122,7 +122,7 @@ def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(KeyValueMemory, "__call__", shuffled)
     with pytest.warns(PackingWarning) as warned:
-        PolicyModel(tiny(dtype=torch.float32)).check_layout()
+        check_layout(PolicyModel(tiny(dtype=torch.float32)))
     assert codes(warned) == ["layouts-differ"]
 
 
@@ -132,7 +132,7 @@ def test_a_table_of_few_positions_is_not_read_beyond_its_end(kind: str) -> None:
     have.
     """
     engine = PolicyModel(tiny(kind, dtype=torch.float32, max_position_embeddings=24))
-    engine.check_layout()
+    check_layout(engine)
     assert engine.packs
     rows = sequences()
     with engine.stock():

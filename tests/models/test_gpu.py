@@ -14,6 +14,7 @@ from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
 from valence.losses.stats import summed
 from valence.models.build import build_policy
+from valence.models.check import check_layout
 from valence.models.compiling import compile_layers
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch
@@ -83,7 +84,7 @@ def test_values_and_gradients_agree(
     found = []
     for device in (torch.device("cpu"), CUDA):
         engine = PolicyModel(wide(name, dtype=dtype).to(device))
-        engine.check_layout()
+        check_layout(engine)
         assert engine.packs
         found.append(measured(engine, moved(batch, device), along))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=tolerance, atol=tolerance)

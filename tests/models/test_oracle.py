@@ -23,7 +23,7 @@ from valence.batching.micro_batches import make_micro_batch
 from valence.batching.prefix_tree import TokenSequence
 from valence.models import attention, head
 from valence.models.build import build_policy, build_reference
-from valence.models.check import plain_batch
+from valence.models.check import check_layout, plain_batch
 from valence.models.compiling import compile_layers
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch, TokenizedExample
@@ -211,7 +211,7 @@ def test_soft_capping_is_not_left_out_one_by_one() -> None:
         wanted = model(tokens).logits  # by eager attention
         model.config._attn_implementation = "sdpa"
         engine = PolicyModel(model)
-        engine.check_layout()
+        check_layout(engine)
         assert engine.packs
         with engine.stock():
             assert torch.equal(model(tokens).logits, wanted)

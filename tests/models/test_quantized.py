@@ -24,7 +24,9 @@ from valence.config.load import load_recipe
 from valence.distributed.fsdp2 import full, local
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
-from valence.models.build import build_policy, load_model
+from valence.lifecycle.models import build_models
+from valence.lifecycle.restore import restore
+from valence.models.build import best_device, build_policy, load_model
 from valence.models.check import plain_batch
 from valence.models.digest import model_digest
 from valence.models.memory import predict
@@ -32,14 +34,11 @@ from valence.models.policy_model import PolicyModel
 from valence.models.quantized import compute_alike, states
 from valence.models.reference import FrozenReference, SyncedReference
 from valence.models.shape import shape_of, skeleton
+from valence.planning.plan import describe, make_plan
 from valence.reports.metrics import repeatable
-from valence.training.build import best_device, build_models
-from valence.training.finish import write_model
-from valence.training.loop import Run
-from valence.training.methods import method_of
-from valence.training.plan import describe, make_plan
-from valence.training.restore import restore
-from valence.training.setup import Prepared, prepare
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import Prepared, prepare
+from valence.trainer.trainer import Trainer
 
 THUMBS = [
     {
@@ -112,8 +111,8 @@ def said(model: Any) -> Tensor:
     return PolicyModel(compute_alike(model).to(DEVICE).eval())(BATCH).logp
 
 
-def weights(run: Run) -> dict[str, Tensor]:
-    return {name: full(p).detach() for name, p in run.trained.items()}
+def weights(run: Trainer) -> dict[str, Tensor]:
+    return {name: full(p).detach() for name, p in run.state.trained_weights.items()}
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -220,9 +219,9 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(
     class KilledError(BaseException):
         pass
 
-    def kill(run: Run, record: Any) -> None:
+    def kill(run: Trainer, record: Any) -> None:
         if record["step"] == 3:
-            run.whole = False  # no state is saved any more
+            run.state.is_consistent = False  # no state is saved any more
             raise KilledError
 
     sections: dict[str, Any] = {"train": {"epochs": 2}, "run": {"save_every": 2}}
@@ -276,7 +275,7 @@ def test_a_run_is_measured_and_exported_afterwards(place: Path, tmp_path: Path) 
     )
     found = restore(tmp_path / "run", quiet=True)
     assert found.evaluate().metrics["loss"] == run.evaluate().metrics["loss"]
-    write_model(found, tmp_path / "adapter", "adapter")
+    found.model_writer.write(tmp_path / "adapter", "adapter")
     put_on = PeftModel.from_pretrained(loaded(place), str(tmp_path / "adapter"))
     theirs = said(put_on)
     torch.testing.assert_close(theirs, found.policy.eval()(BATCH).logp)

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import valence
 from valence.config.load import load_recipe
-from valence.training.loop import Run
-from valence.training.methods import method_of
-from valence.training.setup import prepare
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import prepare
+from valence.trainer.trainer import Trainer
 from valence.types import TokenizedExample
 
 pytestmark = pytest.mark.real
@@ -33,7 +33,7 @@ STEPS = 2
 class Trained:
     """A finished run over a few rows, which are also what it was evaluated on."""
 
-    run: Run
+    run: Trainer
     folder: Path
 
     @property

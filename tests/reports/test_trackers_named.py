@@ -21,7 +21,7 @@ from valence.config.load import load_recipe
 from valence.errors import install_command
 from valence.reports import trackers as trackers_module
 from valence.reports.trackers import check
-from valence.training.methods import method_of
+from valence.trainer.methods import method_of
 
 __all__ = ["home"]
 

@@ -15,7 +15,7 @@ import valence
 from tests.training.test_run import logged, recipe
 from valence.errors import UserError
 from valence.reports.metrics import repeatable
-from valence.training.loop import Run
+from valence.trainer.trainer import Trainer
 
 
 class Killed(BaseException):
@@ -25,15 +25,15 @@ class Killed(BaseException):
 def until(step: int) -> Any:
     """A callback that kills after the record of this step."""
 
-    def kill(run: Run, record: Any) -> None:
+    def kill(run: Trainer, record: Any) -> None:
         if record["step"] == step:
-            run.whole = False  # no state is saved any more
+            run.state.is_consistent = False  # no state is saved any more
             raise Killed
 
     return kill
 
 
-def train(settings: dict[str, Any], **more: Any) -> tuple[Run, str]:
+def train(settings: dict[str, Any], **more: Any) -> tuple[Trainer, str]:
     """Train; return the run and what was printed."""
     console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     try:
@@ -64,8 +64,8 @@ def settings(folder: Path, tmp_path: Path) -> dict[str, Any]:
     return settings_for(folder, tmp_path)
 
 
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in run.trained.items()}
+def weights(run: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in run.state.trained_weights.items()}
 
 
 def facts(path: Path) -> dict[str, Any]:
@@ -83,9 +83,9 @@ class Undisturbed:
     """A finished run of ``settings``: its folder, and the run. Only to be read."""
 
     path: Path
-    run: Run
+    run: Trainer
 
-    def assert_same(self, other: Run, path: Path) -> None:
+    def assert_same(self, other: Trainer, path: Path) -> None:
         """The other run has the same weights and the same log, in its folder ``path``."""
         assert records(path) == records(self.path)
         ours, theirs = weights(self.run), weights(other)

@@ -24,12 +24,12 @@ from valence import cli
 from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.jobs.sample_rows import Draws, sample_rows
+from valence.lifecycle.restore import restore
+from valence.lifecycle.start import show_audit
 from valence.models.build import generation_stops
 from valence.rollouts.protocol import Sampling
-from valence.training.finish import write_model
-from valence.training.methods import method_of
-from valence.training.restore import restore
-from valence.training.setup import Prepared, prepare
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import Prepared, prepare
 
 PAIRS = [
     {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(6)
@@ -336,14 +336,14 @@ def test_every_end_token_is_used_everywhere(family: str, rows: str, place: Path)
             answer.ids[-1] == last and answer.mask[-1] and answer.complete
             for answer in unit.answers
         )
-    write_model(run, Path("out"), "auto")
+    run.model_writer.write(Path("out"), "auto")
     assert set(GenerationConfig.from_pretrained("out").eos_token_id) == set(encoder.end_ids)
     assert f"{end} ({last})" in _shown(run.prepared)
 
 
 def _shown(found: Prepared) -> str:
     console = Console(record=True, width=200)
-    valence.api.show_audit(found, console)
+    show_audit(found, console)
     return console.export_text()
 
 

@@ -11,12 +11,13 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
+from valence.lifecycle import models as building
+from valence.lifecycle.models import build_models
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference
-from valence.training import build as building
-from valence.training.build import build_models
-from valence.training.methods import method_of
-from valence.training.setup import prepare
+from valence.planning import plan
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import prepare
 
 ROWS = [
     {"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"}
@@ -35,7 +36,8 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PolicyMode
         "method: dpo\nmodel: {name: ./model}\ndata: {train: rows.jsonl, max_length: 128}\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(building, "why_not", lambda device: None)
+    for module in (building, plan):
+        monkeypatch.setattr(module, "why_not", lambda device: None)
     found: list[PolicyModel] = []
 
     def note(engine: PolicyModel) -> None:
@@ -71,14 +73,15 @@ def test_auto_compiles_what_is_long_enough(
     build()
     build("train.compile=off")
     assert compiled == []
-    monkeypatch.setitem(building.WORTH_COMPILING, "cpu", 1.0)
+    monkeypatch.setitem(plan.WORTH_COMPILING, "cpu", 1.0)
     assert build() == compiled
 
 
 def test_asked_for_without_a_compiler_is_an_error(
     compiled: list[PolicyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "why_not", lambda device: "there is no C++ compiler")
+    for module in (building, plan):
+        monkeypatch.setattr(module, "why_not", lambda device: "there is no C++ compiler")
     with raises_error("compile-unavailable", where="train.compile") as raised:
         build("train.compile=on")
     assert raised.error.what == "there is no C++ compiler"

@@ -17,8 +17,8 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.test_run import FinishedRuns, recipe
 from valence.errors import UserError
-from valence.training import finish
-from valence.training.restore import restore
+from valence.lifecycle.restore import restore
+from valence.trainer.model_files import ModelWriter
 
 
 def status(path: Path) -> str:
@@ -74,7 +74,7 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "valence.training.build.load_model",
+            "valence.lifecycle.models.load_model",
             lambda *_, **__: (_ for _ in ()).throw(
                 UserError("no weights", code="model-not-loadable")
             ),
@@ -103,12 +103,12 @@ def test_the_card_of_a_run_that_was_stopped_says_so(
     tmp_path: Path,
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(finish, "write_model", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(ModelWriter, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         valence.train(recipe(folder, tmp_path), quiet=True, command="valence train mine.yaml")
     monkeypatch.undo()
     run = restore(tmp_path / "run", overrides=["data.train=[]"], quiet=True)
-    finish.write_model(run, tmp_path / "out", "merged")
+    run.model_writer.write(tmp_path / "out", "merged")
     card = (tmp_path / "out/README.md").read_text()
     assert "valence train mine.yaml" in card
     assert "train.jsonl" in card
@@ -127,8 +127,8 @@ def test_a_state_is_saved_unless_the_weights_were_changing(
     step.
     """
     calls = {
-        "forward": "valence.training.step.Objective.run",
-        "update": "valence.training.optim.AdamW.step",
+        "forward": "valence.trainer.step.Objective.run",
+        "update": "valence.trainer.optim.AdamW.step",
     }
     target, name = calls[where].rsplit(".", 1)
     module, kind = target.rsplit(".", 1)

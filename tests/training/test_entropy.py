@@ -75,7 +75,7 @@ def test_records_of_a_run_have_it(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the steps that are logged compute it."""
-    from valence.training import step
+    from valence.trainer import step
 
     make(tmp_path)
     asked: list[bool] = []

@@ -25,9 +25,9 @@ from tests.training.resuming import (
 )
 from valence.api import build_run
 from valence.config.schema import Best, EarlyStop
-from valence.training.loop import Run
-from valence.training.step import Objective
-from valence.training.track import AnomalyDetector, BestMetricTracker, Budget
+from valence.trainer.step import Objective
+from valence.trainer.track import AnomalyDetector, BestMetricTracker, Budget
+from valence.trainer.trainer import Trainer
 
 
 def spy_on_objectives(
@@ -165,8 +165,8 @@ def test_a_resumed_run_keeps_the_step_from_which_the_smaller_number_holds(
         killed(settings, 6)
     again, _ = train(settings)
     assert (
-        again.budget.state_dict()
-        == whole.budget.state_dict()
+        again.state.budget.state_dict()
+        == whole.state.budget.state_dict()
         == [[0, "evaluation", 60], [5, "training", 30]]
     )
     assert records(tmp_path / "run") == records(tmp_path / "whole")
@@ -260,7 +260,7 @@ def test_training_goes_on_with_a_full_disk_until_too_many_saves_failed(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    def fill(_: Run, record: Any) -> None:
+    def fill(_: Trainer, record: Any) -> None:
         if record["step"] == 4:
             monkeypatch.setattr("valence.runs.store.save_file", full)
 

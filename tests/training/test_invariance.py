@@ -23,8 +23,8 @@ from valence.models.build import build_policy, build_reference
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference
 from valence.reports.metrics import Meter
-from valence.training.methods import METHODS
-from valence.training.step import optimizer_step
+from valence.trainer.methods import METHODS
+from valence.trainer.step import optimizer_step
 from valence.types import Kind, TokenizedExample
 
 ROWS = 14

@@ -14,10 +14,9 @@ from tests.errors import raises_error
 from tests.training.conftest import SharedRuns
 from tests.training.resuming import Killed, killed, records, settings, train
 from tests.training.test_run import ROWS, folder, written
+from valence.lifecycle.restore import restore
 from valence.runs import store
-from valence.training import measure
-from valence.training.loop import Run
-from valence.training.restore import restore
+from valence.trainer.trainer import Trainer
 
 __all__ = ["folder", "settings"]
 
@@ -66,14 +65,16 @@ def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
         4.0,
         4.0,
     ]  # that of step 4 is the best, and of step 2 before
-    monkeypatch.setattr(measure, "due", lambda run, step=None: True)
-    monkeypatch.setattr(measure, "evaluate_and_keep", lambda run: {"eval/loss": losses[run.step]})
+    monkeypatch.setattr(Trainer, "_is_evaluated", lambda run, step: True)
+    monkeypatch.setattr(
+        Trainer, "_evaluate_and_record", lambda run: {"eval/loss": losses[run.step]}
+    )
     really = store.save_file
 
     def none_left(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    def full(run: Run, record: dict[str, Any]) -> None:
+    def full(run: Trainer, record: dict[str, Any]) -> None:
         monkeypatch.setattr(store, "save_file", none_left if record["step"] == 4 else really)
 
     train(settings, callbacks=[full])
@@ -92,8 +93,8 @@ def test_the_best_of_other_rows_is_forgotten(settings: dict[str, Any], tmp_path:
     killed(settings, 6)
     written(tmp_path / "eval.jsonl", ROWS[5:9])
     run, _ = train(settings, allow=["data.eval"])
-    assert run.best.step is not None
-    assert run.best.step > 4  # the highest loss of all was the first
+    assert run.state.best.step is not None
+    assert run.state.best.step > 4  # the highest loss of all was the first
 
 
 def test_a_number_that_no_evaluation_has_is_named_at_the_first_one(
@@ -134,12 +135,12 @@ def test_a_run_that_is_killed_after_its_early_end_trains_no_further(
     """What comes after the last step is left then, and nothing else."""
     settings["run"]["early_stop"] = NO_BETTER
 
-    def kill(run: Run) -> None:
-        run.whole = False
+    def kill(run: Trainer) -> None:
+        run.state.is_consistent = False
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(measure, "evaluate_trained", kill)
+        patch.setattr(Trainer, "evaluate_training_rows", kill)
         with pytest.raises(Killed):
             train(settings, quiet=True)
     run, said = train(settings)

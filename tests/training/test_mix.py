@@ -21,10 +21,9 @@ from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.errors import UserError
 from valence.models.reference import SyncedReference
-from valence.training.loop import Callback, Run
-from valence.training.methods import method_of
-from valence.training.saving import load_weights
-from valence.training.step import AuxiliaryLoss, optimizer_step
+from valence.trainer.methods import method_of
+from valence.trainer.step import AuxiliaryLoss, optimizer_step
+from valence.trainer.trainer import Callback, Trainer
 
 THUMBS = [
     {"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0}
@@ -58,7 +57,7 @@ def run_of(
     folder: str = "run",
     callbacks: Sequence[Callback] = (),
     **sections: Any,
-) -> Run:
+) -> Trainer:
     tokenizer = tiny_tokenizer()
     model = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
     sections = {"run": {"dir": str(tmp_path / folder)}} | sections
@@ -115,7 +114,7 @@ def test_a_run_trains_with_a_mix_and_logs_it(tmp_path: Path) -> None:
     last = run.fit()
     assert run.step == 3
     assert last["loss"] > last["sft/loss"] * 0.5
-    assert run.counters.examples_seen == 12 + 5
+    assert run.state.counters.examples_seen == 12 + 5
 
 
 def test_a_mixed_method_trains_at_a_temperature_of_one() -> None:
@@ -161,10 +160,14 @@ def test_mistakes_in_a_mix_are_named(tmp_path: Path) -> None:
 
 def test_class_weights_auto_make_both_classes_count_the_same(tmp_path: Path) -> None:
     run = run_of(tmp_path, loss={"class_weights": "auto"})
-    assert run.objective.settings["desirable_weight"] == 2.0  # 4 up, 8 down
-    assert run.objective.settings["undesirable_weight"] == 1.0
+    assert run.state.objective.settings["desirable_weight"] == 2.0  # 4 up, 8 down
+    assert run.state.objective.settings["undesirable_weight"] == 1.0
     with raises_error("setting-no-effect", where="loss.desirable_weight", fix="loss.class_weights"):
         run_of(tmp_path, loss={"class_weights": "auto", "desirable_weight": 2.0})
+
+
+def copies_of_weights(run: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in run.state.trained_weights.items()}
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
@@ -173,9 +176,9 @@ def test_a_reference_that_follows_is_the_policy_of_the_last_sync(
 ) -> None:
     weights: dict[int, dict[str, torch.Tensor]] = {}
 
-    def compare(run: Run, record: Any) -> None:
+    def compare(run: Trainer, record: Any) -> None:
         assert isinstance(run.reference, SyncedReference)
-        weights[run.step] = {name: p.detach().clone() for name, p in run.trained.items()}
+        weights[run.step] = copies_of_weights(run)
         last_sync = weights[run.step - run.step % 2]
         assert all(torch.equal(p, last_sync[name]) for name, p in run.reference.weights.items())
 
@@ -187,7 +190,7 @@ def test_a_reference_that_follows_is_the_policy_of_the_last_sync(
         train={"batch_size": 3, "learning_rate": 1e-2},
         run={"dir": str(tmp_path / "run"), "log_every": 1},
     )
-    weights[0] = {name: p.detach().clone() for name, p in run.trained.items()}
+    weights[0] = copies_of_weights(run)
     run.fit()
     assert run.step == 4
     assert sorted(weights) == [0, 1, 2, 3, 4]
@@ -199,11 +202,12 @@ def test_a_soft_sync_goes_part_of_the_way(tmp_path: Path) -> None:
     assert isinstance(run.reference, SyncedReference)
     before = {name: p.clone() for name, p in run.reference.weights.items()}
     run.fit()
+    trained = copies_of_weights(run)
     for name, p in run.reference.weights.items():
         assert p.requires_grad is False
-        assert not torch.equal(p, run.trained[name])
+        assert not torch.equal(p, trained[name])
         assert not torch.equal(p, before[name])
-    expected = {name: 0.5 * before[name] + 0.5 * run.trained[name].detach() for name in before}
+    expected = {name: 0.5 * p + 0.5 * trained[name] for name, p in before.items()}
     run.reference.follow({n: 2 * expected[n] - p for n, p in run.reference.weights.items()}, 0.5)
     assert all(
         torch.allclose(p, expected[name], atol=1e-6) for name, p in run.reference.weights.items()
@@ -226,18 +230,20 @@ def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None
     }
     whole = run_of(tmp_path, **sections)
     whole.fit()
-    assert whole.objective.shift.steps == 3
-    assert whole.objective.shift.delta != 0 != whole.mixed[0][1].shift.delta
+    assert whole.state.objective.shift.steps == 3
+    assert whole.state.objective.shift.delta != 0 != whole.state.auxiliary[0][1].shift.delta
     first = run_of(tmp_path, "first", **sections)
-    first.total_steps = 2
+    first.state.total_steps = 2
     first.fit()
     state = first.state_dict()
     state = copy.deepcopy(state)
     second = run_of(tmp_path, "second", **sections)
     second.load_state_dict(state)
     second.fit()
-    assert [o.shift for o in second.objectives] == [o.shift for o in whole.objectives]
-    for one, other in zip(whole.trained.values(), second.trained.values(), strict=True):
+    assert [o.shift for o in second.state.objectives] == [o.shift for o in whole.state.objectives]
+    for one, other in zip(
+        whole.state.trained_weights.values(), second.state.trained_weights.values(), strict=True
+    ):
         assert torch.equal(one, other)
     assert isinstance(whole.reference, SyncedReference)
     assert isinstance(second.reference, SyncedReference)
@@ -251,11 +257,11 @@ def test_a_finished_run_is_measured_with_its_own_threshold(tmp_path: Path) -> No
     """bco's delta belongs to what a run is, also where nothing trains."""
     run = run_of(tmp_path, method="bco")
     run.fit()
-    load_weights(run, state := run.state_dict())
+    run.state.load_model(state := run.state_dict())
     before = run.evaluate(THUMBS).metrics["loss"]
     other = run_of(tmp_path, "other", method="bco")
-    load_weights(other, state)
-    assert run.objective.shift.delta != 0
+    other.state.load_model(state)
+    assert run.state.objective.shift.delta != 0
     assert other.evaluate(THUMBS).metrics["loss"] == pytest.approx(before, rel=1e-6)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.errors import raises_error
 from valence.runs import store
-from valence.training.optim import adamw, check_optimizer, schedule, warmup_steps
+from valence.trainer.optim import adamw, check_optimizer, schedule, warmup_steps
 
 # PyTorch's names for them, and those of bitsandbytes
 MOMENTS = (

@@ -15,12 +15,12 @@ import valence
 from tests.training.conftest import SharedRuns
 from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  (a fixture)
 from valence.errors import UserError
+from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.reports import page
 from valence.reports.html import write_aside
 from valence.reports.metrics import repeatable
-from valence.training import pages
-from valence.training.restore import restore
+from valence.trainer import pages
 
 
 class Clock:
@@ -47,7 +47,7 @@ def test_the_page_takes_a_small_share_of_the_time(written: tuple[Clock, list[str
     clock, found = written
     ours = pages.Pages(Path("run"), found.append, clock)
     while clock.now < 10_000:
-        ours.look()
+        ours.update()
         clock.now += 1
     assert 10_000 / (pages.SHARE * 2 + 4) - 1 < len(found) <= 10_000 / (pages.SHARE * 2)
 
@@ -56,7 +56,7 @@ def test_a_short_run_writes_none_on_the_way(written: tuple[Clock, list[str]]) ->
     clock, found = written
     ours = pages.Pages(Path("run"), found.append, clock)
     clock.now = pages.EVERY - 1
-    ours.look()
+    ours.update()
     assert found == []
 
 
@@ -103,7 +103,10 @@ def test_rows_that_cannot_be_measured_alone_are_told_of(folder: Path, tmp_path: 
         recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 1}}, quiet=True
     )
     assert not (tmp_path / "run" / "eval" / "train.json").exists()
-    assert sum(f"{tmp_path / 'train.jsonl'}:1" in note for note in run.facts["notes"]) == 1
+    assert (
+        sum(f"{tmp_path / 'train.jsonl'}:1" in note for note in run.model_writer.facts["notes"])
+        == 1
+    )
 
 
 def test_the_log_tells_of_time_and_memory(shared_runs: SharedRuns, tmp_path: Path) -> None:

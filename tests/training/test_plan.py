@@ -23,14 +23,15 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
 from valence.config.load import load_recipe
+from valence.lifecycle.restore import restore
 from valence.models import speed
+from valence.planning import plan
+from valence.planning.plan import LEAST, MARGIN, MOST, Plan, describe, make_plan
 from valence.reports.console import duration
 from valence.runs import store
-from valence.training import measure, plan
-from valence.training.methods import method_of
-from valence.training.plan import LEAST, MARGIN, MOST, Plan, describe, make_plan
-from valence.training.restore import restore
-from valence.training.setup import prepare
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import prepare
+from valence.trainer.trainer import Trainer
 
 WORDS = "one two three four five six seven eight nine ten"
 ROWS = [
@@ -91,18 +92,22 @@ def test_the_number_is_written_down_and_kept(
     """By a run that is taken up, and by one that is brought back, whatever is free then."""
     run = build_run(recipe, given=GIVEN, quiet=True)
     most = MOST["cpu"]
-    assert run.budget.at(0, "training") == run.facts["micro_batch_tokens"][0][2] == most
-    run.counters.step = 1
+    assert (
+        run.state.budget.at(0, "training")
+        == run.model_writer.facts["micro_batch_tokens"][0][2]
+        == most
+    )
+    run.state.counters.step = 1
     run.save()
     monkeypatch.setattr(plan, "free_memory", lambda _: 1)
     again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, given=GIVEN, quiet=True)
-    assert again.budget.at(0, "training") == LEAST
+    assert again.state.budget.at(0, "training") == LEAST
     again.load_state_dict(store.load(tmp_path / "run/checkpoints/step-1"))
-    assert again.budget.at(0, "training") == most
-    assert restore(tmp_path / "run", quiet=True).budget.at(1, "evaluation") == most
+    assert again.state.budget.at(0, "training") == most
+    assert restore(tmp_path / "run", quiet=True).state.budget.at(1, "evaluation") == most
     taken_up = build_run(recipe, given=GIVEN, quiet=True)
     assert taken_up.step == 1
-    assert taken_up.budget.at(1, "training") == most
+    assert taken_up.state.budget.at(1, "training") == most
 
 
 OWN = {
@@ -284,7 +289,8 @@ def test_evaluations_are_counted_as_the_run_makes_them(
     run: Any = SimpleNamespace(
         prepared=found.prepared, recipe=found.prepared.recipe, total_steps=total, ended_early=""
     )
-    assert found.evaluations == sum(measure.due(run, step) for step in range(total + 1)) > 0
+    made = sum(Trainer._is_evaluated(run, step) for step in range(total + 1))
+    assert found.evaluations == made > 0
     assert planned(recipe).evaluations == 0
 
 

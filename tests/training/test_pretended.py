@@ -15,7 +15,7 @@ from tests.pretend import CUDA, pretended
 from tests.tiny import tiny_tokenizer
 from tests.training.online import rig
 from tests.training.test_run import recipe
-from valence.training.restore import restore
+from valence.lifecycle.restore import restore
 
 LORA = {"lora": {"rank": 4}}
 

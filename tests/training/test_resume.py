@@ -27,7 +27,7 @@ from tests.training.resuming import (
 from valence.api import build_run
 from valence.runs.folder import RunFolder
 from valence.runs.signals import OUT_OF_TIME, Interrupted, Stop
-from valence.training.loop import Run
+from valence.trainer.trainer import Trainer
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(
@@ -60,7 +60,7 @@ def test_a_run_is_resumed_several_times_also_where_an_epoch_ends(
         killed(settings, step)
     run, _ = train(settings)
     assert resumed_steps(tmp_path / "run") == [2, 6, 8]
-    assert (run.tokens_seen, run.counters.examples_seen) == (undisturbed.run.tokens_seen, 36)
+    assert (run.tokens_seen, run.state.counters.examples_seen) == (undisturbed.run.tokens_seen, 36)
     undisturbed.assert_same(run, tmp_path / "run")
 
 
@@ -87,10 +87,14 @@ def test_without_a_checkpoint_a_run_starts_over_with_the_same_choices(
     killed(settings, 3)
     assert not (tmp_path / "run/checkpoints").exists()
     before = records(tmp_path / "run")
-    monkeypatch.setattr("valence.training.plan.free_memory", lambda _: 1)
+    monkeypatch.setattr("valence.planning.plan.free_memory", lambda _: 1)
     run, _ = train(settings)
     assert resumed_steps(tmp_path / "run") == [0]
-    assert run.budget.at(0, "training") == facts(tmp_path / "run")["micro_batch_tokens"][0][2] > 512
+    assert (
+        run.state.budget.at(0, "training")
+        == facts(tmp_path / "run")["micro_batch_tokens"][0][2]
+        > 512
+    )
     assert records(tmp_path / "run")[: len(before)] == before
     assert [row["step"] for row in records(tmp_path / "run")] == [0, 2, 3, 4, 6, 8, 9]
 
@@ -121,15 +125,15 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_next_start(
     undisturbed: Undisturbed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    evaluate = Run.evaluate
+    evaluate = Trainer.evaluate
 
-    def stopped(run: Run, *args: Any, **options: Any) -> Any:
+    def stopped(run: Trainer, *args: Any, **options: Any) -> Any:
         if run.step == 4:
             signal.raise_signal(signal.SIGTERM)
         return evaluate(run, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "evaluate", stopped)
+        patch.setattr(Trainer, "evaluate", stopped)
         with pytest.raises(Interrupted, match="SIGTERM.*step 4 of 9") as error:
             train(settings)
     assert error.value.status == 128 + signal.SIGTERM
@@ -149,16 +153,16 @@ def test_a_signal_in_the_test_evaluation_keeps_what_was_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What comes after the last step is left to the next start."""
-    evaluate = Run.evaluate
+    evaluate = Trainer.evaluate
 
-    def stopped(run: Run, rows: Any = None, *, name: str = "eval") -> Any:
+    def stopped(run: Trainer, rows: Any = None, *, name: str = "eval") -> Any:
         if name == "test":
             signal.raise_signal(signal.SIGTERM)
         return evaluate(run, rows, name=name)
 
     settings["data"]["test"] = settings["data"]["eval"]
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "evaluate", stopped)
+        patch.setattr(Trainer, "evaluate", stopped)
         with pytest.raises(KeyboardInterrupt):
             train(settings)
     assert facts(tmp_path / "run")["status"] == "interrupted"

@@ -19,8 +19,10 @@ from tests.tiny_models import tiny
 from tests.training.resuming import Undisturbed, facts, killed, records, train, weights
 from tests.training.test_run import ROWS, written
 from valence.config.learning_rates import LEARNING_RATES
-from valence.training import build, loop
-from valence.training.restore import restore
+from valence.lifecycle import models
+from valence.lifecycle.restore import restore
+from valence.planning import plan
+from valence.trainer import trainer
 
 # Settings
 
@@ -145,9 +147,9 @@ def test_steps_of_another_size_go_on_where_the_data_was(
     """
     settings["train"]["batch_size"] = 2
     run, _ = train(settings, allow=["train.batch_size"])
-    assert run.counters.first == 4 - 8
+    assert run.state.counters.first == 4 - 8
     assert run.step == run.total_steps == 4 + 10  # of 18 steps of two rows, 8 were behind it
-    assert run.counters.examples_seen == 36
+    assert run.state.counters.examples_seen == 36
     assert records(killed_run)[-1]["epoch"] == 3
 
 
@@ -197,7 +199,7 @@ def spy_on_steps(
     note: Callable[[list[Any], list[Any]], None],
 ) -> None:
     """note: called before each step with its units, and those of the recipe's other methods."""
-    step = loop.optimizer_step
+    step = trainer.optimizer_step
 
     def spied(
         objective: Any,
@@ -206,12 +208,12 @@ def spy_on_steps(
         following: Any,
         clip: Any,
         shares: Any,
-        *rest: Any,
+        **options: Any,
     ) -> Any:
         note(list(units), [unit for share in shares for unit in share.examples])
-        return step(objective, optimizer, units, following, clip, shares, *rest)
+        return step(objective, optimizer, units, following, clip, shares, **options)
 
-    monkeypatch.setattr(loop, "optimizer_step", spied)
+    monkeypatch.setattr(trainer, "optimizer_step", spied)
 
 
 @pytest.mark.usefixtures("killed_run")
@@ -225,7 +227,7 @@ def test_none_of_the_new_rows_is_skipped(
     ids: list[str] = []
     spy_on_steps(monkeypatch, lambda units, _: ids.extend(unit.id for unit in units))
     run, _ = train(settings, allow=["data.train"])
-    assert (run.step, run.counters.first) == (13, 4)
+    assert (run.step, run.state.counters.first) == (13, 4)
     assert len(ids) == 36
     assert len(set(ids)) == 12
     assert all(ids.count(name) == 3 for name in ids)
@@ -258,9 +260,17 @@ def test_rows_of_a_mix_begin_where_they_changed(
     ids.clear()
     run, _ = train(settings, allow=[changed])
     if changed.startswith("mix"):
-        assert (run.counters.first, run.counters.firsts, run.step) == (0, {"mix.0.train": 4}, 9)
+        assert (run.state.counters.first, run.state.counters.firsts, run.step) == (
+            0,
+            {"mix.0.train": 4},
+            9,
+        )
     else:
-        assert (run.counters.first, run.counters.firsts, run.step) == (4, {"mix.0.train": 0}, 13)
+        assert (run.state.counters.first, run.state.counters.firsts, run.step) == (
+            4,
+            {"mix.0.train": 0},
+            13,
+        )
     assert len(set(ids[:7])) == 7  # the next epoch of the old ones, or the first of the new
     assert set(ids).isdisjoint(old) is changed.startswith("mix")
 
@@ -321,9 +331,10 @@ def test_compiled_layers_are_no_part_of_the_model(
     """A run of compiled layers is opened without them, and goes on without them when that is
     allowed.
     """
-    monkeypatch.setattr(build, "why_not", lambda device: None)
+    for module in (models, plan):
+        monkeypatch.setattr(module, "why_not", lambda device: None)
     # noted, as they take time
-    monkeypatch.setattr(build, "compile_layers", lambda engine: setattr(engine, "compiled", True))
+    monkeypatch.setattr(models, "compile_layers", lambda engine: setattr(engine, "compiled", True))
     settings["model"]["lora"] = lora
     settings["train"]["compile"] = "on"
     killed(settings, 4)

@@ -21,11 +21,11 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence import cli
 from valence.config.load import load_recipe
-from valence.training.build import build_models
-from valence.training.methods import method_of
-from valence.training.plan import make_plan
-from valence.training.restore import restore
-from valence.training.setup import prepare
+from valence.lifecycle.models import build_models
+from valence.lifecycle.restore import restore
+from valence.planning.plan import make_plan
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import prepare
 
 FILMS = [
     {
@@ -212,7 +212,7 @@ def test_mistakes_are_named_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded")
+        "valence.lifecycle.models.load_model", lambda *_, **__: pytest.fail("a model was loaded")
     )
     made = recipe(folder, tmp_path, case)
     for section, values in changes.items():

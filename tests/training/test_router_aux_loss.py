@@ -76,12 +76,14 @@ def test_what_cannot_return_router_logits_is_an_error(
 def test_layers_are_not_compiled_of_their_own_accord(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from valence.training import build
+    from valence.lifecycle import models
+    from valence.planning import plan
 
-    monkeypatch.setattr(build, "WORTH_COMPILING", {"cpu": 0.0})
-    monkeypatch.setattr(build, "why_not", lambda _device: "")
+    monkeypatch.setattr(plan, "WORTH_COMPILING", {"cpu": 0.0})
+    for module in (models, plan):
+        monkeypatch.setattr(module, "why_not", lambda _device: "")
     compiled: list[Any] = []
-    monkeypatch.setattr(build, "compile_layers", compiled.append)
+    monkeypatch.setattr(models, "compile_layers", compiled.append)
     valence.train(made(tmp_path, "qwen3_moe", router_aux_loss=0.01), quiet=True)
     assert not compiled
     valence.train(

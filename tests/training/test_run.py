@@ -17,8 +17,8 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
-from valence.training.loop import Run
-from valence.training.restore import restore
+from valence.lifecycle.restore import restore
+from valence.trainer.trainer import Trainer
 
 ROWS = [
     {
@@ -74,7 +74,7 @@ FULL, LORA = None, {"rank": 4}
 METHOD_CASES = [("kto", LORA), ("dpo", FULL), ("sft", LORA)]
 ALL_CASES = [(method, lora) for method in DATA for lora in (FULL, LORA)]
 SLOW_CASES = [case for case in ALL_CASES if case not in METHOD_CASES]
-FinishedRuns = Callable[[str, bool], Run]
+FinishedRuns = Callable[[str, bool], Trainer]
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +82,7 @@ def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
     """A finished run of a method, with an adapter or not. Only to be read."""
 
     @cache
-    def train(method: str, adapter: bool) -> Run:
+    def train(method: str, adapter: bool) -> Trainer:
         model = {"lora": LORA} if adapter else {}
         samples = {"samples": {"prompts": 2, "max_new_tokens": 4}}
         return valence.train(
@@ -215,7 +215,7 @@ def test_objects_given_replace_those_of_the_recipe(folder: Path, tmp_path: Path)
         quiet=True,
     )
     assert seen == [0, 1, 2]
-    assert isinstance(run.optimizer, torch.optim.SGD)
+    assert isinstance(run.state.optimizer, torch.optim.SGD)
     assert logged(tmp_path / "run")[0]["eval/logratio/chosen"] != 0
 
 
@@ -230,12 +230,12 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_its_rows(
     def broken(batch: Any) -> torch.Tensor:
         return reference(batch) * float("nan")
 
-    run.objective.reference = broken  # type: ignore[assignment]
+    run.state.objective.reference = broken  # type: ignore[assignment]
     with raises_error("loss-not-finite", where="step 2"):
         run.fit()
     assert run.step == 2
     assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters())
-    assert not run.optimizer.state
+    assert not run.state.optimizer.state
     assert "train.jsonl:" in capsys.readouterr().err.replace("\n", "")
 
 
@@ -256,7 +256,7 @@ def test_mistakes_are_found_before_a_model_is_loaded(
     change: Any, code: str, where: str, folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(
-        "valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded")
+        "valence.lifecycle.models.load_model", lambda *_, **__: pytest.fail("a model was loaded")
     )
     settings = recipe(folder, tmp_path)
     for section, values in change.items():

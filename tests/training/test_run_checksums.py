@@ -19,10 +19,10 @@ from tests.training.resuming import killed, records, settings, train, weights
 from tests.training.scoring import invoke
 from tests.training.test_run import folder
 from valence.checksums import add_checksum, add_checksum_line, verify, verify_text
+from valence.lifecycle.restore import restore
 from valence.reports.rundata import read_run
 from valence.reports.runs import config_of, list_runs, place_of_run
 from valence.reports.sinks import JsonlSink
-from valence.training.restore import restore
 
 __all__ = ["folder", "settings"]
 
@@ -85,7 +85,7 @@ def test_run_json_does_not_override_a_checkpoint(
     other = {**facts, "micro_batch_tokens": [[0, "evaluation", 64]]}
     (tmp_path / "run/run.json").write_text(json.dumps(write(other)))
     again, _ = train(settings)
-    assert again.budget.at(9, "training") == tokens > 64
+    assert again.state.budget.at(9, "training") == tokens > 64
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
 
 
@@ -99,7 +99,7 @@ def test_memory_that_ran_out_after_the_checkpoint_is_known_from_run_json(
     facts["micro_batch_tokens"].append([5, "training", tokens // 2])
     (tmp_path / "run/run.json").write_text(json.dumps(add_checksum(facts)))
     again, _ = train(settings)
-    assert [again.budget.at(step, "training") for step in (4, 5, 8)] == [
+    assert [again.state.budget.at(step, "training") for step in (4, 5, 8)] == [
         tokens,
         tokens // 2,
         tokens // 2,

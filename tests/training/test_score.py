@@ -20,11 +20,11 @@ from tests.distributed.rig import run as together
 from tests.errors import raises_error
 from tests.programs import Program
 from valence.distributed.protocol import Group
+from valence.lifecycle import models
+from valence.lifecycle.reference_cache import score
+from valence.lifecycle.restore import restore
 from valence.models.reference import AdapterDisabledReference, FrozenReference, LazyReference
 from valence.reports.metrics import repeatable
-from valence.training import build
-from valence.training.restore import restore
-from valence.training.score import score
 
 COUNT = 13
 ROWS = [
@@ -330,9 +330,9 @@ def test_a_loss_without_a_reference_loads_none(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    load = build.load_model
+    load = models.load_model
     monkeypatch.setattr(
-        build, "load_model", lambda name, **how: loaded.append(name) or load(name, **how)
+        models, "load_model", lambda name, **how: loaded.append(name) or load(name, **how)
     )
     (place / "sft.jsonl").write_text(
         "".join(

@@ -26,7 +26,7 @@ from valence.checksums import add_checksum
 from valence.data.load import stream
 from valence.errors import UserError
 from valence.jobs import score_rows as module
-from valence.training.judges import LogProbJudge
+from valence.lifecycle.scorers import LogProbScorer
 from valence.types import MicroBatch
 
 # Stopping and going on
@@ -49,13 +49,13 @@ def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch)
     score()
     Path("out.jsonl").write_bytes(b"".join(expected.splitlines(keepends=True)[:13]))
     scored: list[int] = []
-    inner = LogProbJudge.__call__
+    inner = LogProbScorer.__call__
 
-    def watched(self: LogProbJudge, batch: MicroBatch) -> Any:
+    def watched(self: LogProbScorer, batch: MicroBatch) -> Any:
         scored.append(batch.sequences)
         return inner(self, batch)
 
-    monkeypatch.setattr(LogProbJudge, "__call__", watched)
+    monkeypatch.setattr(LogProbScorer, "__call__", watched)
     score()
     assert sum(scored) == 3 + 3 + 1 + 1 + 1  # of the rows from the 13th on: 12 are whole windows
     scored.clear()
@@ -153,7 +153,7 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(LogProbJudge, "__call__", fail)
+    monkeypatch.setattr(LogProbScorer, "__call__", fail)
     with raises_error("out-of-memory", where="judgement.jsonl:1", fix="--tokens"):
         score()
     monkeypatch.undo()
@@ -331,7 +331,7 @@ def test_facts_that_were_edited_are_refused(place: Path) -> None:
 def test_a_file_that_cannot_be_had_is_refused_before_a_model_is_loaded(
     out: str, code: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "load_judge", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(module, "load_scorer", lambda *_, **__: pytest.fail("a model was loaded"))
     with raises_error(code, where=out):
         score("scored.jsonl", out=out)
 
@@ -347,14 +347,14 @@ def test_two_programs_do_not_write_one_file(place: Path) -> None:
 def test_facts_that_change_while_a_model_is_loaded_are_seen(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = module.load_judge
+    inner = module.load_scorer
 
     def slow(*how: Any, **more: Any) -> Any:
-        monkeypatch.setattr(module, "load_judge", inner)
+        monkeypatch.setattr(module, "load_scorer", inner)
         score("scored.jsonl", target="other")
         return inner(*how, **more)
 
-    monkeypatch.setattr(module, "load_judge", slow)
+    monkeypatch.setattr(module, "load_scorer", slow)
     with raises_error("output-settings-differ", where="out.jsonl (model)"):
         score("scored.jsonl")
     score("scored.jsonl", target="other")

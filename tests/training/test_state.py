@@ -17,14 +17,14 @@ from tests.training.test_mix import PAIRS, SHOWN, run_of, written
 from tests.training.walk import walk
 from valence.runs.state import Registry, Through
 from valence.runs.store import Snapshot, load
-from valence.training.loop import Run
+from valence.trainer.trainer import Trainer
 
 NOT_STATE = {
     r"\.stop\b": "what asked this process to end",
-    r"\.(base|compared)$": "a digest, found when it is first needed",
+    r"\._(base|reference)_digest$": "a digest, found when it is first needed",
     r"\.saver\.saved\b": "where the newest checkpoint of this folder stands",
-    r"\.whole$|\._before_skips$": "true and empty between steps",
-    r"\.said\.members": "what this process has said",
+    r"\.is_consistent$|\.state_before_skips$": "true and empty between steps",
+    r"\._noted\.members": "what this process has printed",
     r"_orders\b": "the order of an epoch, computed when it is needed",
     r"\.(hits|misses|_trusted)\b": "what this process found in its cache",
     r"\.ledger\b|\._digest$": "a cache that is a folder of its own",
@@ -32,7 +32,7 @@ NOT_STATE = {
     r"grad$|\.grad_fn": "there is none between steps",
     r"_step_pre_hooks|_patched_|\._profile": "of torch, about this object alone",
     r"\.examples\b": "found when they are first needed",
-    r"_jsonl\b|\.log\b|\.facts\b|\.folder\b": "of this folder",
+    r"_jsonl\b|\._?log\b|\.facts\b|\.folder\b": "of this folder",
     r"\.optimizer\.(param_groups\[\d+\]|_opt_called|_step_count)$": "of torch",
 }
 """Paths that may differ, and why."""
@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(tmp_path: Path, name: str, folder: str) -> Run:
+def made(tmp_path: Path, name: str, folder: str) -> Trainer:
     sections = copy.deepcopy(CASES[name])
     if sections.get("mix"):
         sections["mix"] = [
@@ -87,10 +87,10 @@ def made(tmp_path: Path, name: str, folder: str) -> Run:
     return run_of(tmp_path, data=data, **sections)
 
 
-def trained(run: Run, steps: int) -> Run:
-    total, run.total_steps = run.total_steps, steps
+def trained(run: Trainer, steps: int) -> Trainer:
+    total, run.state.total_steps = run.total_steps, steps
     run.fit()
-    run.total_steps = total
+    run.state.total_steps = total
     return run
 
 
@@ -131,14 +131,14 @@ def test_what_changes_in_training_is_saved(name: str, tmp_path: Path) -> None:
                 name,
                 marks=pytest.mark.slow,
             )
-            for name in ("objective", "sampler", "reference")
+            for name in ("state", "examples", "reference")
         ),
     ],
 )
 def test_state_that_is_not_saved_is_found(place: str, tmp_path: Path) -> None:
     """Whatever part keeps count of something, without being registered."""
 
-    def spoilt(run: Run) -> None:
+    def spoilt(run: Trainer) -> None:
         owner = getattr(run, place)
         vars(owner)["remembered"] = [0]
 
@@ -167,7 +167,7 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
 
     wanted = drawn()
     drawn()
-    run.registry.parts["processes"].load_state_dict(state)
+    run.state.registry.parts["processes"].load_state_dict(state)
     assert drawn() == wanted
 
 

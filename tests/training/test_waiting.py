@@ -17,8 +17,8 @@ from tests.units import models_for, objective, units_for
 from valence.batching.micro_batches import make_micro_batch
 from valence.models.build import build_policy
 from valence.models.values import add_values
-from valence.training.methods import METHODS
-from valence.training.step import optimizer_step
+from valence.trainer.methods import METHODS
+from valence.trainer.step import optimizer_step
 from valence.types import sent
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")

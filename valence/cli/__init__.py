@@ -95,7 +95,7 @@ def _exit_with(error: UserError) -> NoReturn:
 
 def _version(asked: bool) -> None:
     if asked:
-        from valence import __version__
+        from valence.version import __version__
 
         print_message(console, __version__)
         raise typer.Exit

@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import torch
 
-from valence import __version__
 from valence.distributed.backends import backends
 from valence.errors import install_command
 from valence.models import speed
 from valence.models.memory import free_memory
 from valence.network import ask_hub
+from valence.version import __version__
 
 State = Literal["ok", "missing", "problem"]
 GB = 1e9

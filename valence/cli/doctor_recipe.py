@@ -19,7 +19,7 @@ from valence.models import speed
 from valence.models.loading import is_cached, must_exist
 from valence.network import DEADLINE, within
 from valence.reports.trackers import check
-from valence.training.methods import method_of
+from valence.trainer.methods import method_of
 
 OF_RULES = {"maths": "math_verify", "json_schema": "jsonschema", "vader": "vaderSentiment"}
 """What a rule imports."""

@@ -12,7 +12,7 @@ from valence.data.kinds import WORDS
 from valence.losses.average import Average
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS, Modifier
-from valence.training.methods import METHODS, ONLINE, Method, setting_docs
+from valence.trainer.methods import METHODS, ONLINE, Method, setting_docs
 
 AVERAGES: dict[Average, str] = {
     "token_mean": "over the trained tokens of the step",

@@ -14,12 +14,12 @@ from valence.config.load import LISTS, LoadedRecipe, load_recipe
 from valence.config.schema import SourceSettings
 from valence.data.encode import Encoder
 from valence.data.load import load, read_sources
+from valence.data.rendering import describe_rendering
 from valence.data.sources import Row
 from valence.errors import UserError
 from valence.reports.show import show_encoded, show_example, show_row
-from valence.training.methods import method_in, method_of
-from valence.training.rendering import describe_rendering
-from valence.training.setup import prepare
+from valence.trainer.methods import method_in, method_of
+from valence.trainer.prepare import prepare
 from valence.types import Example, Origin
 
 Stage = Literal["row", "example", "tokens", "all"]
@@ -65,7 +65,7 @@ def look(
         yield from map(show_example, examples)
     if stage in ("tokens", "all"):
         encoder = _encoder(source)
-        yield from map(Text, describe_rendering(encoder, data))
+        yield from map(Text, describe_rendering(encoder, data.chat_template))
         yield from _tokens(encoder, examples)
 
 

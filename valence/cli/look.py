@@ -14,7 +14,7 @@ from valence.terminal import print_message
 
 if TYPE_CHECKING:
     from valence.cli.explain import Doc
-    from valence.training.methods import Method
+    from valence.trainer.methods import Method
 
 
 @app.command()
@@ -57,7 +57,7 @@ def losses(
     `rejection`.
     """
     from valence.cli.explain import read_doc
-    from valence.training.methods import METHODS, ONLINE, method_of
+    from valence.trainer.methods import METHODS, ONLINE, method_of
     from valence.types import plural
 
     if name is not None:

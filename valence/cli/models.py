@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,7 +108,7 @@ def evaluate(
     ours = allow_remote_code(trust_remote_code, overrides)
     with processes(nproc) as group:
         from valence.reports.verdict import held_out_verdict
-        from valence.training.target import overrides_to_measure
+        from valence.trainer.targets import overrides_to_measure
 
         ours = [*overrides_to_measure(target, data or [], ours), *ours]
         run = _run_of(target, ours, step=step, group=group, rewards=True, trust_reward=trust_reward)
@@ -242,13 +243,13 @@ def export(
     """Write a run's weights as a folder that transformers loads and vLLM serves."""
     with processes(nproc) as group:
         from valence.distributed.together import by_first
-        from valence.training.finish import write_model
 
         by_first(group, partial(_check_can_be_made, to))
         ours = allow_remote_code(trust_remote_code, ["data.eval=[]"])
         run = _run_of(run_dir, ours, keeps=_needed_to_write(run_dir), step=step, group=group)
         _check_writes(run, run_dir, adapter)
-        write_model(run, to, "adapter" if adapter else "merged", log=run_dir / "metrics.jsonl")
+        writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
+        writer.write(to, "adapter" if adapter else "merged")
     print_message(console, str(to))
 
 
@@ -275,7 +276,7 @@ def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
     """Lists of rows without which a run's model cannot be written: a reward model's training rows
     say how it scores.
     """
-    from valence.training.restore import method_of_run
+    from valence.trainer.targets import method_of_run
 
     return ("train",) if method_of_run(run_dir).is_reward_model else ()
 
@@ -294,13 +295,13 @@ def _run_of(
     its first step. keeps: its own lists of rows that are read. rewards: load those that the recipe
     names; trust_reward: also those of a run's folder that are code or a server.
     """
-    from valence.training.target import of_folder, of_recipe
+    from valence.lifecycle.restore import open_recipe, restore
 
     ours = [*(f"data.{name}=[]" for name in ("train", "test") if name not in keeps), *overrides]
     how: dict[str, Any] = {"group": group, "at": _at(step), "console": console, "rewards": rewards}
     if target.is_dir():
-        return of_folder(target, ours, trust_reward=trust_reward, **how)
-    return of_recipe(target, ours, **how)
+        return restore(target, overrides=ours, trust_reward=trust_reward, **how)
+    return open_recipe(target, ours, **how)
 
 
 def _at(step: str | None) -> Any:

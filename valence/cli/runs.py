@@ -84,7 +84,7 @@ def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
     processes are started.
     """
     from valence.config.load import load_recipe
-    from valence.training.methods import method_of
+    from valence.trainer.methods import method_of
 
     with failing(as_json and os.environ.get("RANK", "0") == "0"):
         load_recipe(recipe, overrides, method_of=method_of)
@@ -92,7 +92,7 @@ def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
 
 def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
     with stoppable(NOTHING_BEGUN):
-        from valence.api import train_in_folder
+        from valence.lifecycle.start import train_in_folder
         from valence.reports.results import outputs
 
     with streaming(as_json, how["group"].rank) as stream:
@@ -202,15 +202,14 @@ def check(
     from, steps, predicted memory and time.
     """
     from valence.config.load import load_recipe
-    from valence.training.methods import method_of
+    from valence.trainer.methods import method_of
 
     source = load_recipe(recipe, overrides or [], method_of=method_of)  # before torch is imported
 
-    from valence.api import check_sinks, show_audit
     from valence.distributed.single import Planned
-    from valence.training.choices import with_dtype
-    from valence.training.plan import crowding, describe, make_plan
-    from valence.training.setup import prepare
+    from valence.lifecycle.start import check_sinks, show_audit
+    from valence.planning.plan import crowding, describe, make_plan
+    from valence.trainer.prepare import prepare, with_dtype
 
     source = with_dtype(source)
     check_sinks(source)
@@ -235,8 +234,8 @@ def _show_settings(source: LoadedRecipe, every: bool) -> None:
     """A table of the settings that are not at their defaults, or of all, with where each value
     is from.
     """
+    from valence.config.describe import shorten_value
     from valence.reports.console import exact
-    from valence.training.rendering import in_short
 
     table = table_of_settings("value", "from")
     shown = {
@@ -246,7 +245,7 @@ def _show_settings(source: LoadedRecipe, every: bool) -> None:
     }
     for name, setting in shown.items():
         style = "dim" if setting.is_default and not setting.is_automatic else ""
-        value = in_short(setting.value)
+        value = shorten_value(setting.value)
         value = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else exact(value)
         table.add_row(name, value, setting.origin, style=style)
     console.print(table)
@@ -377,7 +376,7 @@ def score(
                 any((data, out, reward, ours, beta, tokens, format, fresh, column != "valence")),
                 bool(reward),
             )
-            from valence.training.score import score as fill
+            from valence.lifecycle.reference_cache import score as fill
 
             fill(
                 target,
@@ -408,7 +407,7 @@ def _by_reward(
     Raises UserError for options of the latter.
     """
     from valence.config.load import load_recipe
-    from valence.training.methods import method_of
+    from valence.trainer.methods import method_of
 
     if not reward:
         is_recipe = target is not None and Path(target).suffix in (".yaml", ".yml")

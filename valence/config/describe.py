@@ -185,3 +185,10 @@ def _default(section: Node, name: str) -> str:
     if "default" not in node:  # a default that is made anew each time: an empty list or mapping
         return "[]" if node.get("type") == "array" else "{}"
     return as_yaml(node["default"])
+
+
+def shorten_value(value: object) -> object:
+    """The value of a setting for a table: a text of several lines is replaced by its size."""
+    if isinstance(value, str) and "\n" in value.strip():
+        return f"(text of {len(value.splitlines())} lines)"
+    return value

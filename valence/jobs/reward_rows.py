@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.console import Console
 
-from valence import __version__
 from valence.config.load import LISTS, load_recipe
 from valence.config.schema import RewardSettings as Spec
 from valence.config.schema import SourceSettings
@@ -29,16 +28,16 @@ from valence.distributed.together import gathered
 from valence.errors import UserError
 from valence.jobs.lines import ANEW, Lines, as_line, check_line
 from valence.jobs.score_rows import Tally, facts_of_tokens, refuse_inputs, say
+from valence.lifecycle.reward_models import reward_model
 from valence.reports.console import Progress
 from valence.rewards.build import identities, reward_of
 from valence.rewards.run import close, score_all
 from valence.runs.signals import Stop
 from valence.terminal import Terminal
-from valence.training.evaluate import as_text
-from valence.training.methods import method_of
-from valence.training.reward_models import reward_model
-from valence.training.setup import Prepared, prepare
-from valence.training.target import load_target, with_files
+from valence.trainer.evaluate import as_text
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import Prepared, prepare
+from valence.trainer.targets import load_target, with_files
 from valence.types import (
     Chat,
     Completion,
@@ -49,6 +48,7 @@ from valence.types import (
     Score,
     content_id,
 )
+from valence.version import __version__
 
 WINDOW = 128
 """Answers that are judged and written together: what is lost at most when the program is killed."""

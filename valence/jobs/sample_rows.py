@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from valence import __version__
 from valence.config.load import LoadedRecipe
 from valence.config.schema import Rollout, SourceSettings
 from valence.data.detect import COLUMNS
@@ -28,18 +27,20 @@ from valence.distributed.together import gathered, same
 from valence.errors import UserError
 from valence.jobs.lines import ANEW, Lines, as_line, check_line
 from valence.jobs.score_rows import refuse_inputs
+from valence.lifecycle.restore import open_run
+from valence.lifecycle.saved_models import At
 from valence.models.build import position_limit
 from valence.models.digest import model_digest
 from valence.reports.console import Progress, number
 from valence.rollouts.protocol import Sampling
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message
-from valence.training.evaluate import as_text
-from valence.training.loop import Run
-from valence.training.online.sources import InProcess
-from valence.training.restore import At
-from valence.training.target import load_target, open_run, with_files
+from valence.trainer.evaluate import as_text
+from valence.trainer.sampling import PolicySampler
+from valence.trainer.targets import load_target, with_files
+from valence.trainer.trainer import Trainer
 from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
+from valence.version import __version__
 
 SAME = ("model", "vocabulary", "template")
 """Facts that answers share which are appended to others."""
@@ -286,7 +287,7 @@ class _Writer:
     ``lines``: of rank 0.
     """
 
-    run: Run
+    run: Trainer
     prompts: Sequence[Prompt]
     n: int
     how: Sampling
@@ -300,14 +301,18 @@ class _Writer:
         run = self.run
         if run.prepared.method.is_reward_model:
             raise UserError(
-                "a reward model scores answers and gives none",
+                "reward models cannot generate text",
                 code="reward-model-cannot-generate",
                 where="sample",
                 fix="use `valence score`",
             )
         self.tokens = [self._encoded(prompt) for prompt in self.prompts]
-        self.sampler = InProcess(run)
-        self.sampler.generator.batch_size = self.at_once
+        self.sampler = PolicySampler(
+            run.policy,
+            run.prepared.encoder,
+            version=lambda: run.step,
+            batch_size=self.at_once,
+        )
         self.deals = self.group.size > 1 and not (run.policy.is_sharded or run.policy.shared)
         self._check_positions()
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from valence import __version__
 from valence.batching.micro_batches import StepPacker
 from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Recipe, SourceSettings
@@ -30,13 +29,14 @@ from valence.distributed.single import Single
 from valence.distributed.together import gathered, same
 from valence.errors import UserError
 from valence.jobs.lines import ANEW, Lines, as_line
+from valence.lifecycle.scorers import CompletionScorer, Numbers, load_scorer
 from valence.reports.console import Progress
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
-from valence.training.judges import Judge, Numbers, load_judge
-from valence.training.setup import prepare
-from valence.training.target import is_run, with_files
+from valence.trainer.prepare import prepare
+from valence.trainer.targets import is_run, with_files
 from valence.types import Example, Preference, Prompt, content_id
+from valence.version import __version__
 
 WINDOW = 32
 """Rows that are read, scored and written together: what is lost at most when the program is
@@ -228,10 +228,10 @@ def _judge(
     encoder: Encoder,
     beta: float | None,
     overrides: Sequence[str],
-) -> Judge:
+) -> CompletionScorer:
     run = Path(target) if is_run(target) else None
     empty = [*overrides, *(f"data.{name}=[]" for name in LISTS), "reference.cache=off"]
-    return load_judge(source, encoder.tokenizer, beta=beta, run=run, overrides=empty)
+    return load_scorer(source, encoder.tokenizer, beta=beta, run=run, overrides=empty)
 
 
 # Rows to lines
@@ -246,7 +246,7 @@ class _Writer:
 
     lines: Lines | None
     encoder: Encoder
-    judge: Judge
+    judge: CompletionScorer
     tokens: int
     column: str
     group: Group
@@ -319,7 +319,9 @@ class _Window:
         self.units = [unit for encoded in self.encoded if encoded for unit in encoded.units]
         self.numbers: list[list[Numbers]] = [[] for _ in window]
 
-    def score(self, judge: Judge, tokens: int, group: Group) -> Iterator[tuple[int, int]]:
+    def score(
+        self, judge: CompletionScorer, tokens: int, group: Group
+    ) -> Iterator[tuple[int, int]]:
         """Each process scores a share. Yields how many units and tokens were run, each time."""
         own: list[tuple[int, Numbers]] = []
         packer = StepPacker(self.units, device=judge.device)

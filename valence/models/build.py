@@ -30,6 +30,7 @@ from transformers.utils.logging import (
 
 from valence.errors import UserError
 from valence.models.adapters import go_on_without_dropout, with_adapter
+from valence.models.check import check_layout
 from valence.models.checkpointing import Checkpointing, recompute_layers
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.models.policy_model import PolicyModel
@@ -277,7 +278,7 @@ def build_policy(
     lora: rank, alpha, dropout, targets. dtype: of the computation. Weights that train are float32
     masters, whatever the type that the model comes in (float64 stays, and comes with float64);
     those under an adapter are cast to ``dtype``. checkpointing: as for ``recompute_layers``. check:
-    whether its layout is chosen here (``PolicyModel.check_layout``), which runs the model. Raises
+    whether its layout is chosen here (``check_layout``), which runs the model. Raises
     UserError when the model is not causal, the adapter does not fit, or layers cannot be recomputed
     as asked.
     """
@@ -302,7 +303,7 @@ def build_policy(
     )
     compute_alike(model)
     if check:
-        engine.eval().check_layout()  # dropout of an adapter would make any two passes differ
+        check_layout(engine.eval())  # dropout of an adapter would make any two passes differ
     return engine.train()
 
 
@@ -328,7 +329,7 @@ def build_reference(
         engine = PolicyModel(compute_alike(without_dropout(model)), compute=policy.compute)
         engine.temperature = policy.temperature
         if check:
-            engine.check_layout()
+            check_layout(engine)
         return FrozenReference(engine, name)
     if follows:
         return SyncedReference(policy)
@@ -346,3 +347,27 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for weight in model.parameters():
         if weight.is_floating_point() and id(weight) not in bytes_only:
             weight.data = weight.data.to(dtype)
+
+
+def best_device() -> torch.device:
+    """Return the first accelerator that is available, else the CPU."""
+    for name in ("cuda", "mps"):
+        if getattr(torch, name).is_available():
+            return torch.device(name)
+    return torch.device("cpu")
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """Number of tokens that the model has an embedding for."""
+    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError when the tokenizer has tokens for which the model has no embedding."""
+    if len(tokenizer) > vocabulary_size(model):
+        raise UserError(
+            f"the tokenizer knows {len(tokenizer)} tokens, the model only {vocabulary_size(model)}",
+            code="tokenizer-mismatch",
+            where="model.tokenizer",
+            fix="use the tokenizer that belongs to the model",
+        )

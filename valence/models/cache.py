@@ -15,12 +15,12 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from valence import __version__
 from valence.errors import UserError
 from valence.models.digest import Digests
 from valence.models.log_prob_store import Array, LogProbStore, entries_of
 from valence.models.reference import LazyReference, Reference
 from valence.types import MicroBatch, TokenizedExample, sent
+from valence.version import __version__
 
 DRIFT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Largest difference (root mean square over tokens, nats) that another packing or machine explains,

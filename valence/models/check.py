@@ -13,17 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from valence.errors import UserError
 from valence.models.attention import CannotPackError
+from valence.models.policy_model import PolicyModel, rotary_by_length
 from valence.types import MicroBatch, sent
-
-if TYPE_CHECKING:
-    from valence.models.policy_model import PolicyModel
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Largest difference (nats per token, or of a score) between the layouts that rounding explains.
@@ -51,9 +49,9 @@ class PackingWarning(UserWarning):
         self.code = code
 
 
-def check(engine: PolicyModel) -> None:
-    """Let the engine run one sequence at a time, with a PackingWarning, when packed sequences would
-    be another computation.
+def check_layout(engine: PolicyModel) -> None:
+    """Choose the layout of the engine: packed where that equals the model's own forward, else (with
+    a PackingWarning) one sequence at a time.
 
     Raises UserError when the model is not causal.
     """
@@ -80,12 +78,6 @@ def check(engine: PolicyModel) -> None:
     if engine.is_sharded:
         with torch.no_grad():
             said(engine, batch)
-
-
-def rotary_by_length(model: nn.Module) -> list[Any]:
-    """The modules whose rotary frequencies follow the longest position that they are given."""
-    kinds = [(module, str(getattr(module, "rope_type", ""))) for module in model.modules()]
-    return [module for module, kind in kinds if "dynamic" in kind or "longrope" in kind]
 
 
 def _check_causal(engine: PolicyModel, tokens: Tensor) -> None:

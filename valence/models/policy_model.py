@@ -8,14 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from valence.models.adapters import adapted, inputs_as_they_come
 from valence.models.attention import NAME, KeyValueMemory, remembering
-from valence.models.check import check, rotary_by_length
 from valence.models.flex import BLOCK, visible
 from valence.models.gradients import write_embedding_gradients
 from valence.models.head import Head, TargetLogProb, wide_product
@@ -27,9 +26,6 @@ from valence.models.router import (
     token_weights,
 )
 from valence.types import MicroBatch, PolicyOutput, sent
-
-if TYPE_CHECKING:
-    from valence.models.values import Critic
 
 _Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Rows, and what was found there: log-probability, entropy, sum of squared probabilities, value."""
@@ -389,13 +385,35 @@ class PolicyModel(nn.Module):
             module.inv_freq = module.original_inv_freq.to(module.inv_freq.device, copy=True)
             module.max_seq_len_cached = module.original_max_seq_len
 
-    def check_layout(self) -> None:
-        """Chooses the layout: packed where that is the same computation as the model's own forward,
-        else (with a warning) not.
 
-        Raises UserError when the model is not causal.
-        """
-        check(self)
+class Critic(nn.Module):
+    """V(state) = w . h + b, h being the last hidden state of the token that the state ends with:
+    the policy's own, or that of a trunk of its own (Schulman et al. 2016, arXiv 1506.02438; for
+    language models Ziegler et al. 2019, arXiv 1909.08593).
+    """
+
+    def __init__(self, policy: PolicyModel, trunk: PolicyModel | None) -> None:
+        super().__init__()
+        embedding = policy.causal.get_input_embeddings().weight
+        wide = torch.promote_types(torch.float32, embedding.dtype)
+        width: int = policy.causal.config.get_text_config().hidden_size
+        # Its own random start would be overwritten, and must not move the generator that later
+        # draws come from.
+        self.head: Any = nn.utils.skip_init(nn.Linear, width, 1, device=policy.device, dtype=wide)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.trunk = trunk
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N] of hidden[N, h], in float32 at least."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.head(hidden.to(self.head.weight.dtype)).squeeze(1)
+
+
+def rotary_by_length(model: nn.Module) -> list[Any]:
+    """The modules whose rotary frequencies follow the longest position that they are given."""
+    kinds = [(module, str(getattr(module, "rope_type", ""))) for module in model.modules()]
+    return [module for module, kind in kinds if "dynamic" in kind or "longrope" in kind]
 
 
 @contextmanager

@@ -5,39 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from valence.errors import UserError
-from valence.models.policy_model import PolicyModel
+from valence.models.policy_model import Critic, PolicyModel
 from valence.models.scores import Scorer
 
 PREFIX = "critic."
 """What the names of a critic's weights begin with among those of the policy."""
-
-
-class Critic(nn.Module):
-    """V(state) = w . h + b, h being the last hidden state of the token that the state ends with:
-    the policy's own, or that of a trunk of its own (Schulman et al. 2016, arXiv 1506.02438; for
-    language models Ziegler et al. 2019, arXiv 1909.08593).
-    """
-
-    def __init__(self, policy: PolicyModel, trunk: PolicyModel | None) -> None:
-        super().__init__()
-        embedding = policy.causal.get_input_embeddings().weight
-        wide = torch.promote_types(torch.float32, embedding.dtype)
-        width: int = policy.causal.config.get_text_config().hidden_size
-        # Its own random start would be overwritten, and must not move the generator that later
-        # draws come from.
-        self.head: Any = nn.utils.skip_init(nn.Linear, width, 1, device=policy.device, dtype=wide)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-        self.trunk = trunk
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[N] of hidden[N, h], in float32 at least."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.head(hidden.to(self.head.weight.dtype)).squeeze(1)
 
 
 def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> None:

@@ -4,6 +4,7 @@ has of a run already.
 
 from __future__ import annotations
 
+import netrc
 import os
 import re
 import secrets
@@ -12,15 +13,92 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from valence.errors import UserError
+from valence.files import refuse_links
 from valence.reports.console import exact, number
-from valence.reports.trackers import Backend, Opening, wandb_key, wandb_mode
 
 Rows = Sequence[Mapping[str, Any]]
+
+
+class Backend(Protocol):
+    """One library, opened for one run. All of it is called on one thread."""
+
+    def has(self, name: str, step: int) -> bool:
+        """Whether the tracker holds this number or table already; asked only of a run that is taken
+        up.
+        """
+        ...
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self, status: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a library is opened with.
+
+    ``settings``: of the sink, as the recipe has them; ``config``: every setting of the run, as JSON
+    has it; ``state``: what this tracker kept of the run before, which ``keep`` writes; ``last``:
+    the last step in the log of a run that is taken up, else -1.
+    """
+
+    settings: Mapping[str, Any]
+    config: Mapping[str, Any]
+    folder: Path
+    state: dict[str, Any]
+    keep: Callable[[], None]
+    last: int
+
+    @property
+    def name(self) -> str:
+        """Of the run in the tracker."""
+        return self.settings.get("name") or self.folder.resolve().name
+
+    @property
+    def project(self) -> str:
+        return self.settings.get("project") or "valence"
+
+    @property
+    def tags(self) -> list[str]:
+        return list(self.settings.get("tags") or ())
+
+    def place(self, default: str = "") -> Path:
+        """The folder for files."""
+        if self.settings.get("folder"):
+            return Path(self.settings["folder"]).absolute()
+        refuse_links(self.folder / default, self.folder)
+        return (self.folder / default).absolute()
+
+
+def wandb_mode(settings: Mapping[str, Any]) -> str:
+    """online or offline; auto where neither the recipe nor the environment says which."""
+    asked = settings.get("mode") or "auto"
+    if asked == "auto" and os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
+        return "offline"
+    return str(asked)
+
+
+def wandb_key() -> bool:
+    """Whether wandb can log in without asking: a key in the environment, or where `wandb login`
+    puts it.
+    """
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    try:
+        known = netrc.netrc(os.environ.get("NETRC") or Path("~/.netrc").expanduser()).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(name == host or name.endswith("wandb.ai") for name in known)
 
 
 class TensorBoard:

@@ -16,6 +16,7 @@ from valence.rewards.combine import Combined, RewardPart
 from valence.rewards.functions import Function, function_of
 from valence.rewards.http import Servers, addresses
 from valence.rewards.rules import RULES, Rules, rule_of
+from valence.types import Completion, Score
 
 NAMES_OF_OURS = ("mean", "std", "min", "max")
 """What the log says of the sum."""
@@ -101,6 +102,38 @@ def reward_of(
         reward = calls if identity is None else Cached(calls, Kept(cache, identity, keep))
         parts.append(RewardPart(reward, spec.weight, spec.clip, spec.gate))
     return Combined(tuple(parts))
+
+
+class _NotLoaded:
+    """Stands for a reward model where rewards are checked without loading models."""
+
+    @property
+    def identity(self) -> None:
+        return None
+
+    async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+def check_rewards(specs: Sequence[Spec]) -> None:
+    """Raise UserError for a reward that cannot be found or called, without loading models."""
+    if specs:
+        reward_of(specs, model=lambda name, settings, where: _NotLoaded())
+
+
+def list_reward_models(specs: Sequence[Spec]) -> list[tuple[str, Mapping[str, Any], str]]:
+    """The reward models among the rewards: folder or hub id, settings, and where these are set."""
+    entries: list[tuple[str, Mapping[str, Any], str]] = []
+
+    def record(*entry: Any) -> _NotLoaded:
+        entries.append(entry)
+        return _NotLoaded()
+
+    reward_of(specs, model=record)
+    return entries
 
 
 def identities(reward: Combined) -> list[Mapping[str, Any] | None]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from valence import __version__
 from valence.checksums import add_checksum, verify
 from valence.errors import UserError
 from valence.files import make_folder, open_file
 from valence.rewards.calls import Calls
 from valence.types import Completion, Score
+from valence.version import __version__
 
 HEAD = "scores of"
 """In the first line of a file: what the scores depend on besides the completions."""

@@ -387,7 +387,7 @@ def application(
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
 
-    from valence import __version__
+    from valence.version import __version__
 
     counts, batcher = service.counts, service.batcher
 

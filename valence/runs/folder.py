@@ -280,7 +280,7 @@ def versions() -> dict[str, str]:
     import torch
     import transformers
 
-    from valence import __version__
+    from valence.version import __version__
 
     return {
         "valence": __version__,

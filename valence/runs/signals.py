@@ -10,11 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
 
+from valence.distributed.protocol import Group
+from valence.distributed.together import gathered
 from valence.terminal import print_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -157,3 +159,39 @@ class Stop:
             self._listens, self._ends_at = False, float("inf")
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class SharedStop:
+    """The requests to stop of all processes of a run.
+
+    is_synchronized: whether all processes have reached the same place, so that they may save what
+    there is when something ends the run.
+    """
+
+    def __init__(self, local: Stop, world: Group) -> None:
+        self.local, self.world = local, world
+        self.is_synchronized = world.size == 1
+
+    def requested(self) -> bool:
+        """Whether any process was asked to stop; then all of them are. All processes call it.
+
+        A request that reaches this process later does not count: the others do not know of it.
+        """
+        is_requested = self.world.any(self.local.requested)
+        if is_requested and self.world.size > 1:
+            requests = gathered(self.world, [self.local.reason, self.local.status])
+            self.local.take_over(*next(request for request in requests if request[0]))
+            self.is_synchronized = True
+        return is_requested
+
+    def check(self) -> None:
+        """Raise Interrupted on all processes when any was asked to stop. All processes call it."""
+        if self.requested():
+            raise self.local.ended()
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Inside the block, signals are kept for the next ``check`` if there are other processes.
+
+        Those would wait for a process that ended alone.
+        """
+        return self.local.waiting() if self.world.size > 1 else nullcontext()

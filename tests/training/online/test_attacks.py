@@ -21,8 +21,8 @@ from tests.programs import Program
 from tests.training.online import rewards
 from tests.training.online.rig import PROMPTS, logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
-from valence.training.online.collect import Collector
-from valence.training.step import Objective
+from valence.online.collector import Collector
+from valence.trainer.step import Objective
 
 
 @pytest.fixture
@@ -191,15 +191,15 @@ def test_the_first_gradient_is_that_of_the_formulas(
     """
     prompts(place, [PROMPTS[0], PROMPTS[0], PROMPTS[1]])
     seen: dict[str, Any] = {}
-    judged, learn = Collector.judged, Objective.update_statistics
+    group, learn = Collector.group, Objective.update_statistics
 
     def keep(self: Collector, asked: Any, answers: Any, scores: Any, tally: Any) -> Any:
         worth = [[score.value for score in own] for own in scores]
         seen["groups"] = [
-            (each.unit.prompt_ids, own, own_worth)
+            (each.example.prompt_ids, own, own_worth)
             for each, own, own_worth in zip(asked, answers, worth, strict=True)
         ]
-        return judged(self, asked, answers, scores, tally)
+        return group(self, asked, answers, scores, tally)
 
     def note(self: Objective, outcome: Any) -> None:
         seen["loss"] = float(outcome.loss)
@@ -208,7 +208,7 @@ def test_the_first_gradient_is_that_of_the_formulas(
         }
         learn(self, outcome)
 
-    monkeypatch.setattr(Collector, "judged", keep)
+    monkeypatch.setattr(Collector, "group", keep)
     monkeypatch.setattr(Objective, "update_statistics", note)
     train(
         recipe_without_eval(

@@ -17,13 +17,13 @@ import torch
 from tests.errors import raises_error
 from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
+from valence.online.collector import distinct_ngrams, duplicates
 from valence.reports.comparison_markdown import run_markdown
 from valence.reports.online_signs import OnlineWatch
 from valence.reports.page import render
 from valence.reports.rundata import read_run
 from valence.reports.signs import signs
 from valence.rollouts import HFGenerator
-from valence.training.online.collect import distinct_ngrams, duplicates
 from valence.types import Completion
 
 CONSTANT = "tests.training.online.rewards:constant"

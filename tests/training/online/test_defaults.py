@@ -16,8 +16,8 @@ from tests.training.resuming import killed, train, weights
 from valence.config.load import load_recipe
 from valence.models.reference import AdapterDisabledReference, FrozenReference
 from valence.rollouts import HFGenerator
-from valence.training.methods import ONLINE, method_of, reads_reference
-from valence.training.online.sample_builders import RolloutGroup
+from valence.trainer.methods import ONLINE, method_of, reads_reference
+from valence.trainer.sample_builders import RolloutGroup
 from valence.types import Completion, Origin, TokenizedExample
 
 POLICY_GRADIENTS = [name for name in ONLINE if ONLINE[name].is_on_policy]

@@ -15,7 +15,7 @@ from tests.errors import raises_error
 from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
 from valence.rollouts import HFGenerator
-from valence.training.online.sample_builders import RolloutGroup, best_of_n, exclusion_reasons
+from valence.trainer.sample_builders import RolloutGroup, best_of_n, exclusion_reasons
 from valence.types import Completion, Origin, TokenizedExample
 
 BY_INDEX = "tests.training.online.rewards:by_index"
@@ -123,7 +123,7 @@ def test_the_log_and_the_summary_count_what_is_excluded(
     assert exclusions == {
         "truncated": 6, "low_reward": 12, "completions": 24, "prompts": 6, "prompts_without": 0,
     }  # fmt: skip
-    assert Counter(run.rounds.exclusions) == Counter(exclusions)  # type: ignore[union-attr]
+    assert Counter(run.examples.exclusions) == Counter(exclusions)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("reward", "rollout", "truncated", "setting", "fix"), [
@@ -162,10 +162,10 @@ def test_a_killed_run_counts_what_an_undisturbed_one_does(
     settings = recipe_without_eval(place, "rejection", **more)
     killed(settings, 4)
     again, _ = train(settings)
-    assert whole.rounds is not None
-    assert again.rounds is not None
-    assert again.rounds.exclusions == whole.rounds.exclusions
-    assert whole.rounds.exclusions["truncated"] == 9
+    assert whole.examples is not None
+    assert again.examples is not None
+    assert again.examples.exclusions == whole.examples.exclusions
+    assert whole.examples.exclusions["truncated"] == 9
     assert logged(place) == logged(place, "whole")
     assert all((p == weights(again)[name]).all() for name, p in weights(whole).items())
 

@@ -13,7 +13,7 @@ from tests.training.online.rig import PROMPTS, VOWELS, logged, make, recipe_with
 from tests.training.resuming import train
 from valence.jobs.reward_rows import score_by_reward
 from valence.jobs.sample_rows import Draws, sample_rows
-from valence.training.online.rounds import seed_of
+from valence.online.rounds import seed_of
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("grpo", {"convert": "scores_to_rankings"}, {}),
@@ -45,8 +45,8 @@ def test_a_round_gives_the_same_numbers_in_one_program_as_in_three(
     own = {"model": {"dtype": "float64"}, "train": {"batch_size": len(PROMPTS), "max_steps": 1}}
     online = recipe_without_eval(tmp_path, method, **own, **more)
     run, _ = train(online)
-    assert run.sampler is not None
-    first = [PROMPTS[i] for i in run.sampler.epoch(0)]
+    assert run.prepared.sampler is not None
+    first = [PROMPTS[i] for i in run.prepared.sampler.epoch(0)]
     (tmp_path / "first.jsonl").write_text("".join(json.dumps(row) + "\n" for row in first))
 
     offline = {"model": online["model"], "train": online["train"] | {"batch_size": 100}} | {

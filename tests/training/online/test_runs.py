@@ -19,9 +19,9 @@ from tests.training.online.rig import PROMPTS, logged, make, recipe, recipe_with
 from tests.training.resuming import facts, killed, resumed_steps, train, weights
 from tests.training.scoring import FILES, read, score, write
 from valence.errors import UserError
+from valence.online.collector import Collector
 from valence.rollouts import HFGenerator
-from valence.training.methods import ONLINE, method_of
-from valence.training.online.collect import Collector
+from valence.trainer.methods import ONLINE, method_of
 from valence.types import Completion
 
 LOGGED = (
@@ -139,7 +139,7 @@ def test_a_run_goes_on_where_its_prompts_were(
         how[section] = how[section] | values
     (name,) = [f"{section}.{key}" for section, values in change.items() for key in values]
     run, _ = train(recipe_without_eval(place, **how), allow=[name])
-    assert (run.counters.first, run.total_steps) == (first, total)
+    assert (run.state.counters.first, run.total_steps) == (first, total)
 
 
 def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,16 +156,16 @@ def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.Mon
     ]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ids: list[str] = []
-    answers = Collector.answers
+    sample = Collector.sample
 
     def spied(self: Collector, asked: Any, *args: Any, **options: Any) -> Any:
-        ids.extend(each.unit.id for each in asked)
-        return answers(self, asked, *args, **options)
+        ids.extend(each.example.id for each in asked)
+        return sample(self, asked, *args, **options)
 
-    monkeypatch.setattr(Collector, "answers", spied)
+    monkeypatch.setattr(Collector, "sample", spied)
     run, _ = train(settings, allow=["data.train"])
     assert run.step == run.total_steps
-    assert run.counters.first == 1
+    assert run.state.counters.first == 1
     assert len(set(ids[:7])) == 7
 
 
@@ -192,8 +192,8 @@ def test_what_steers_the_price_of_divergence_may_change(
     run, _ = train(recipe_without_eval(place, "ppo", loss=after), allow=["loss"])
     rows = [row for row in logged(place) if row["step"] > 2]
     assert ["kl_beta" in row for row in rows] == [steered] * len(rows)
-    assert run.rounds is not None
-    assert (run.rounds.kl_beta is not None) is steered
+    assert run.examples is not None
+    assert (run.examples.kl_beta is not None) is steered
     if "kl_beta" in after:
         # from where it is now said to begin
         assert rows[0]["kl_beta"] == pytest.approx(0.2, rel=0.05)
@@ -423,7 +423,7 @@ def test_mistakes_are_found_before_anything_is_sampled(
     changes: dict[str, Any], code: str, where: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "valence.api.build_models",
+        "valence.lifecycle.start.build_models",
         lambda *_, **__: pytest.fail("the model was loaded"),
     )
     method = changes.pop("method", "grpo")
@@ -449,7 +449,7 @@ def test_a_reward_that_cannot_be_had_is_found_before_the_model_loads(
     reward: Any, where: str, fix: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "valence.api.build_models", lambda *_, **__: pytest.fail("the model was loaded")
+        "valence.lifecycle.start.build_models", lambda *_, **__: pytest.fail("the model was loaded")
     )
     with pytest.raises(UserError) as info:
         valence.train(recipe(place) | {"reward": reward})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from valence.training.online.sample_builders import RolloutGroup, pairs, thumbs
+from valence.trainer.sample_builders import RolloutGroup, pairs, thumbs
 from valence.types import Completion, Origin, TokenizedExample
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from valence.online.engines import ServerEngine
 from valence.rollouts import Sampling
-from valence.training.online.sources import OnServer
 
 
 class Endless:
@@ -37,13 +37,11 @@ def test_answers_that_nobody_waits_for_are_given_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("valence.rollouts.openai.OpenAIGenerator", lambda *_, **__: client)
     rollout = SimpleNamespace(engine="openai", url="http://127.0.0.1:1", timeout=1.0)
     encoder = SimpleNamespace(end_ids=(), tokenizer=None, vocab=SimpleNamespace(prefix=()))
-    run: Any = SimpleNamespace(
-        recipe=SimpleNamespace(rollout=rollout),
-        divided=False,
-        prepared=SimpleNamespace(encoder=encoder),
-        warn=pytest.fail,
-    )
-    source = OnServer(run)
+    recipe = SimpleNamespace(rollout=rollout)
+    prepared: Any = SimpleNamespace(recipe=recipe, encoder=encoder)
+    state: Any = SimpleNamespace(has_split_weights=False, policy=None)
+    messages: Any = SimpleNamespace(warn=pytest.fail)
+    source = ServerEngine(prepared, state, messages, None)
     first = source.begin([(1,)], 1, Sampling())
     assert client.began.acquire(timeout=60)
     second = source.begin([(2,)], 1, Sampling())

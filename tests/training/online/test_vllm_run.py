@@ -10,7 +10,7 @@ import pytest
 from tests.rollouts.vllm_server import HERE, needs_vllm
 from tests.training.online.rig import logged, make, recipe
 from tests.training.resuming import train
-from valence.training.online.collect import Collector
+from valence.online.collector import Collector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -24,13 +24,15 @@ def test_a_server_is_started_kept_up_to_date_and_stopped(
     """
     make(tmp_path, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     rollout = {"engine": "vllm", "start": True, "python": str(HERE), "ahead": True}
-    begun, begin = list[int](), Collector.begin
+    begun, begin = list[int](), Collector.sample_ahead
     monkeypatch.setattr(
-        Collector, "begin", lambda self, *given: (begun.append(self.run.step), begin(self, *given))
+        Collector,
+        "sample_ahead",
+        lambda self, *given: (begun.append(self._state.step), begin(self, *given)),
     )
     run, _ = train(recipe(tmp_path, rollout=rollout))
-    assert run.rounds is not None
-    server = run.rounds.collector.generator.server  # type: ignore[attr-defined]
+    assert run.examples is not None
+    server = run.examples.collector.engine.server  # type: ignore[attr-defined]
     assert server.log.is_file()
     assert server.process is None
     rows = logged(tmp_path)[1:]

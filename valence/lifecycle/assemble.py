@@ -1,0 +1,142 @@
+"""Put a trainer together from its models, its state and its services."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from valence.data.audit_text import audited
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.lifecycle.reward_models import reward_model
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import Reference
+from valence.online.collector import Collector
+from valence.online.engines import make_engine, make_policy_engine
+from valence.online.rounds import Rounds
+from valence.reports.sinks import FanOut, JsonlSink, Sink
+from valence.reports.trackers import trackers
+from valence.rewards.build import reward_of
+from valence.rewards.combine import Combined
+from valence.runs.folder import RunFolder
+from valence.runs.messages import Messages
+from valence.runs.signals import SharedStop, Stop
+from valence.terminal import Terminal
+from valence.trainer.examples import StoredExamples
+from valence.trainer.memory import MemoryRetry
+from valence.trainer.model_files import ModelWriter
+from valence.trainer.optim import OptimizerLike, SchedulerLike
+from valence.trainer.prepare import Prepared
+from valence.trainer.saver import Saver
+from valence.trainer.state import TrainState
+from valence.trainer.trainer import Callback, Trainer
+
+
+def make_trainer(
+    prepared: Prepared,
+    policy: PolicyModel,
+    reference: Reference | None,
+    *,
+    micro_batch_tokens: int,
+    folder: RunFolder | None = None,
+    optimizer: OptimizerLike | None = None,
+    scheduler: SchedulerLike = None,
+    sinks: Sequence[Sink] = (),
+    callbacks: Sequence[Callback] = (),
+    console: Console | None = None,
+    quiet: bool = False,
+    stop: Stop | None = None,
+    first: int = 0,
+    finished: bool = False,
+    world: Group | None = None,
+    facts: Mapping[str, Any] | None = None,
+    audit: Mapping[str, Any] | None = None,
+    samples_in_process: bool = False,
+) -> Trainer:
+    """Return a trainer that stands at its first step.
+
+    first: the step from which on the present rows are trained on, when a run resumes with others.
+    finished: the run is only there to be measured. world: all processes. facts, audit: what is
+    known of a run without a ``folder``, for its model card. samples_in_process: ignore the
+    recipe's ``rollout.engine``.
+
+    Raises UserError for an optimizer of weights that are not the policy's.
+    """
+    world, console = world or Single(), console or Terminal()
+    group = world.split(prepared.recipe.parallel.tensor)[0]  # the processes with other rows
+    messages = Messages(console, quiet, folder)
+    jsonl = (
+        JsonlSink(folder.path / "metrics.jsonl", messages.warn)
+        if folder and folder.writes
+        else None
+    )
+    state = TrainState(
+        prepared, policy, reference, group,
+        micro_batch_tokens=micro_batch_tokens, first=first, optimizer=optimizer,
+        scheduler=scheduler, log=jsonl,
+    )  # fmt: skip
+    shared_stop = SharedStop(stop or Stop(console), world)
+    retry = MemoryRetry(state, messages, folder)
+    path = folder.path if folder else None
+    examples: StoredExamples | Rounds
+    if prepared.method.online:
+        collector = Collector(
+            prepared, state,
+            make_engine=partial(make_policy_engine, prepared, state)
+            if samples_in_process
+            else partial(make_engine, prepared, state, messages, path),
+            make_policy_engine=partial(make_policy_engine, prepared, state),
+            load_reward=partial(_load_reward, prepared, path),
+            world=world, stop=shared_stop, messages=messages, retry=retry,
+        )  # fmt: skip
+        examples = state.rounds = Rounds(prepared, state, collector, messages)
+    else:
+        examples = StoredExamples(prepared, state, shared_stop, messages, retry)
+    if audit is None:
+        audit = audited(prepared.corpora["train"].audit) if "train" in prepared.corpora else {}
+    model_writer = ModelWriter(
+        prepared, state, world, facts=folder.facts if folder else facts or {}, audit=audit,
+        log=path / "metrics.jsonl" if path else None,
+    )  # fmt: skip
+    return Trainer(
+        prepared, state, examples,
+        world=world, stop=shared_stop, messages=messages, retry=retry,
+        log=_log(prepared, messages, jsonl, sinks, world, has_folder=folder is not None),
+        model_writer=model_writer, folder=folder, jsonl=jsonl,
+        saver=Saver(state, folder, jsonl, model_writer, messages) if folder else None,
+        callbacks=callbacks, finished=finished,
+    )  # fmt: skip
+
+
+def _log(
+    prepared: Prepared,
+    messages: Messages,
+    jsonl: JsonlSink | None,
+    sinks: Sequence[Sink],
+    world: Group,
+    *,
+    has_folder: bool,
+) -> FanOut:
+    """The log file, the sinks given and those of the recipe."""
+    of_recipe = (
+        trackers([sink.model_dump() for sink in prepared.recipe.run.sinks], messages.note_once)
+        if has_folder
+        else []
+    )
+    return FanOut(
+        [jsonl] if jsonl else [],
+        [*sinks, *of_recipe] if world.rank == 0 else [],
+        messages.warn,
+    )
+
+
+def _load_reward(prepared: Prepared, folder: Path | None) -> Combined:
+    """The recipe's rewards. Scores that cannot change are kept in the run's folder."""
+    if not prepared.has_rewards:
+        raise ValueError("the run was opened without its rewards")
+    cache = folder / "scores" if folder else None
+    return reward_of(prepared.recipe.reward, model=reward_model, cache=cache)

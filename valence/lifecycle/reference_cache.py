@@ -1,0 +1,239 @@
+"""Compute the reference's log-probabilities of every sequence of a run before it starts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from valence.config.load import load_recipe
+from valence.config.schema import seconds_of
+from valence.data.sampler import canonical_order
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import gathered
+from valence.errors import UserError
+from valence.lifecycle.assemble import make_trainer
+from valence.lifecycle.models import build_models
+from valence.models.cache import CachedReference
+from valence.planning.plan import planned_tokens
+from valence.reports.console import Progress
+from valence.runs.folder import RunFolder, now
+from valence.runs.signals import Stop
+from valence.terminal import Terminal, print_message
+from valence.trainer.methods import method_in, method_of
+from valence.trainer.prepare import prepare
+from valence.trainer.step import Objective
+from valence.trainer.trainer import Trainer
+from valence.types import MicroBatch, TokenizedExample
+
+
+def score(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    verify: int = 0,
+    group: Group | None = None,
+    console: Console | None = None,
+    quiet: bool = False,
+    command: str = "valence.score(...)",
+) -> CachedReference:
+    """Fills the reference cache of a recipe, each process of the group with its share.
+
+    What is there already is not computed.
+
+    verify: of how many sequences the values are computed again afterwards and compared. Raises
+    UserError when the recipe keeps no cache, or what it keeps is not what the reference gives.
+    """
+    world, console = group or Single(), console or Terminal()
+    source = load_recipe(recipe, overrides, method_of=method_of)
+    where = source.recipe.reference.cache
+    with source.placing():
+        methods = [
+            method_in(source.recipe),
+            *(method_of(part.method) for part in source.recipe.mix),
+        ]
+        if methods[0].online:
+            what = f"{source.recipe.method} compares answers that are not there yet"
+            raise UserError(
+                what,
+                code="nothing-to-score",
+                where="method",
+                fix="to score stored answers, give --data and --out",
+            )
+        if not any(method.needs_reference for method in methods):
+            raise UserError(
+                f"{source.recipe.method} reads no reference",
+                code="nothing-to-score",
+                where="method",
+                fix="there is nothing to score",
+            )
+        if source.recipe.reference.sync_every is not None:
+            raise UserError(
+                "the reference moves with the policy",
+                code="nothing-to-score",
+                where="reference.sync_every",
+                fix="there is nothing to keep",
+            )
+        if where == "off":
+            raise UserError(
+                "there is no cache to fill",
+                code="nothing-to-score",
+                where="reference.cache",
+                fix="name a folder, or set it to auto",
+            )
+    warn = partial(print_message, console, style="yellow")
+    folder = (
+        RunFolder(Path(source.recipe.run.dir), say=warn, group=world) if where == "auto" else None
+    )
+    stop = Stop(console)
+    with stop.listening(), ExitStack() as ending:
+        if folder:
+            ending.callback(folder.close)
+            if folder.taken_up:
+                fix = "choose another run.dir, or name a folder in reference.cache"
+                raise UserError(
+                    "the folder holds a run already",
+                    code="run-exists",
+                    where=f"run.dir: {folder.path}",
+                    fix=fix,
+                )
+        stop.limit(seconds_of(source.recipe.run.max_time or ""))
+        prepared = prepare(source)
+        if folder:
+            folder.claim()
+            folder.state(command=command, started=now(), status="scored")
+        policy, cached = build_models(prepared, group=world, fills=True)
+        assert isinstance(cached, CachedReference)
+        trainer = make_trainer(
+            prepared,
+            policy,
+            cached,
+            micro_batch_tokens=planned_tokens(prepared, policy, world),
+            console=console,
+            quiet=quiet,
+            stop=stop,
+            world=world,
+        )
+        _fill(trainer, cached)
+        try:
+            cached.sync()
+        except OSError as error:
+            what = f"what was computed cannot be kept ({error.strerror})"
+            raise UserError(
+                what,
+                code="file-not-writable",
+                where=str(cached.folder),
+                fix="make room, and give the same command again",
+            ) from error
+        world.barrier("scored")  # what one has computed all can read
+    cached.hits, cached.misses = map(
+        sum, zip(*gathered(trainer.state.group, [cached.hits, cached.misses]), strict=True)
+    )
+    lines = [f"{cached.summary}; kept in {cached.folder}"]
+    if verify:
+        lines.append(_verify(trainer, cached, verify))
+    for line in lines if not quiet else []:
+        print_message(console, line)
+    return cached
+
+
+def passes(trainer: Trainer) -> Iterator[list[TokenizedExample]]:
+    """Yield the rows whose sequences a run compares with its reference, in groups that are
+    processed together.
+
+    The groups are those of each step that is left, of the evaluation, of the test, and of the
+    training rows that are measured afterwards. The KL pairs of a group come after it.
+    """
+    for objective, units, following in _objectives(trainer):
+        yield units
+        if objective.method.needs_kl_pairs:
+            yield objective.make_kl_pairs(units, following)[0]
+
+
+def _objectives(
+    trainer: Trainer,
+) -> Iterator[tuple[Objective, list[TokenizedExample], Iterator[TokenizedExample]]]:
+    """The rows of steps and evaluations, with their objective and the rows that follow them."""
+    state, prepared = trainer.state, trainer.prepared
+    samplers = (
+        [(state.objective, prepared.sampler, state.counters.first)]
+        if "train" in prepared.corpora
+        else []
+    )
+    samplers += [
+        (objective, part.sampler, state.counters.firsts.get(part.rows, 0))
+        for part, objective in state.auxiliary
+    ]
+    for objective, sampler, first in samplers:
+        for step in range(state.step, state.total_steps) if objective.reference else ():
+            indices, following = sampler.step(step - first)
+            yield (
+                objective,
+                [sampler.units[i] for i in indices],
+                map(sampler.units.__getitem__, following),
+            )
+    if not state.objective.reference:
+        return
+    for name, limit in (("eval", trainer.recipe.eval.max_examples), ("test", None)):
+        if name in prepared.corpora:
+            units = prepared.corpora[name].units[:limit]
+            yield state.objective, [units[i] for i in canonical_order(units, 0, 0)], iter(())
+    if rows := _measured_training_rows(trainer):
+        yield state.objective, rows, iter(())
+
+
+def _measured_training_rows(trainer: Trainer) -> list[TokenizedExample]:
+    """The training rows that are measured afterwards; none where they cannot be measured together,
+    because KL pairs cannot be made of them.
+    """
+    objective, units = trainer.state.objective, trainer.prepared.measured_training_rows
+    units = [units[i] for i in canonical_order(units, 0, 0)]
+    try:
+        if objective.method.needs_kl_pairs:
+            objective.make_kl_pairs(units, iter(()))
+    except UserError:
+        return []
+    return units
+
+
+def _fill(trainer: Trainer, cached: CachedReference) -> None:
+    """Compute the reference's values of every sequence that the run reads."""
+    num_processes, messages = trainer.state.group.size, trainer.messages
+    total = sum(
+        len(unit.answers) * (1 + objective.method.needs_kl_pairs)
+        for objective, units, _ in _objectives(trainer)
+        for unit in units
+    )
+    done = tokens = 0
+    with Progress(messages.console, "scoring", total, quiet=messages.quiet) as bar:
+
+        def score_batch(batch: MicroBatch) -> None:
+            nonlocal done, tokens
+            cached(batch)
+            done += batch.sequences * num_processes  # the others have done about as much
+            tokens += len(batch.tokens) * num_processes
+            bar.update(min(done, total), tokens=tokens)
+
+        objective = trainer.state.objective
+        for units in passes(trainer):
+            objective.run_micro_batches(objective.divide(units), score_batch, cached.beside)
+
+
+def _verify(trainer: Trainer, cached: CachedReference, number: int) -> str:
+    """Compute this many sequences again, drawn from all rows, and describe the differences.
+
+    Raises UserError when they differ from the cached values.
+    """
+    prepared, objective = trainer.prepared, trainer.state.objective
+    units = [unit for corpus in prepared.corpora.values() for unit in corpus.units]
+    chosen = random.Random(prepared.recipe.train.seed).sample(units, min(number, len(units)))
+    local = objective.run_micro_batches(objective.divide(chosen), cached.check, cached.beside)
+    results = [pair for pairs in gathered(trainer.state.group, local) for pair in pairs]
+    count = sum(count for count, _ in results)
+    largest = max(difference for _, difference in results)
+    return f"computed {count} sequences again: they differ by {largest:.2g} nats a token at most"

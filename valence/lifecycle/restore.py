@@ -1,0 +1,153 @@
+"""Open a finished or interrupted run, to measure, sample or export it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.config.parse import COMMAND_LINE
+from valence.config.schema import Recipe
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.errors import UserError
+from valence.lifecycle.assemble import make_trainer
+from valence.lifecycle.models import build_models
+from valence.lifecycle.saved_models import At, load_saved_models
+from valence.planning.plan import planned_tokens
+from valence.rewards.build import is_function, is_server
+from valence.runs.folder import read_object
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import prepare
+from valence.trainer.targets import is_run, recipe_of
+from valence.trainer.trainer import Trainer
+
+
+def restore(
+    run_dir: Path,
+    *,
+    overrides: Sequence[str] = (),
+    at: At = None,
+    console: Console | None = None,
+    quiet: bool = False,
+    group: Group | None = None,
+    rewards: bool = False,
+    trust_reward: bool = False,
+) -> Trainer:
+    """Return the run of a folder with its newest weights, or those of another checkpoint.
+
+    Nothing is written there. overrides: settings to change, such as the data to evaluate on.
+    group: the processes that measure it. rewards: load the rewards that the folder's recipe names,
+    which is needed to evaluate an online run. trust_reward: they may be code or a server.
+
+    Raises UserError when the folder holds no run, or names code that is not allowed to run.
+    """
+    world = group or Single()
+
+    def check_recipe(source: LoadedRecipe) -> None:
+        if rewards and not trust_reward:
+            _refuse_rewards(run_dir, source.recipe)
+
+    saved = load_saved_models(
+        run_dir, overrides, at=at, world=world, rewards=rewards, check_recipe=check_recipe
+    )
+    # The folder's recipe may name a program or an address to sample with.
+    is_trusted = saved.source.settings["rollout.engine"].origin == COMMAND_LINE
+    trainer = make_trainer(
+        saved.prepared,
+        saved.policy,
+        saved.reference,
+        console=console,
+        quiet=quiet,
+        micro_batch_tokens=saved.state["budget"][-1][2],
+        world=world,
+        facts=_read(run_dir / "run.json"),
+        audit=_read(run_dir / "audit.json").get("train", {}),
+        samples_in_process=not is_trusted,
+    )
+    trainer.state.load_progress(saved.state)
+    return trainer
+
+
+def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
+    """Raises UserError for a reward of a run's folder that is code, or a server that would be sent
+    prompts and completions.
+    """
+    for spec in recipe.reward:
+        code = "code-not-trusted"
+        if is_function(spec.reward) or spec.settings.get("trust_remote_code"):
+            what = f"this run would execute the reward {spec.reward}"
+        elif is_server(spec.reward):
+            what = f"this run would send prompts and completions to the reward server {spec.reward}"
+            code = "server-not-trusted"
+        else:
+            continue
+        fix = (
+            "read the reward's code, or ask who runs the server, then give --trust-reward to "
+            "allow it"
+        )
+        raise UserError(what, code=code, where=str(run_dir / "config.yaml"), fix=fix)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object of a run's folder; empty when it is not there.
+
+    Raises UserError when it is damaged.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        fix = "put the file back, or remove it: the model card then lacks its content"
+        raise UserError(
+            f"this file is damaged ({error})", code="file-damaged", where=str(path), fix=fix
+        ) from error
+
+
+def open_run(
+    target: str,
+    overrides: Sequence[str] = (),
+    *,
+    group: Group,
+    at: At = None,
+    console: Console | None = None,
+) -> Trainer:
+    """Return the run, recipe or model that a target names, without rows, to sample from it."""
+    overrides = [*(f"data.{name}=[]" for name in LISTS), *overrides]
+    if is_run(target):
+        return restore(Path(target), overrides=overrides, group=group, at=at, console=console)
+    return open_recipe(recipe_of(target), overrides, group=group, at=at, console=console)
+
+
+def open_recipe(
+    recipe: Path | dict[str, Any],
+    overrides: Sequence[str],
+    *,
+    group: Group,
+    at: At,
+    console: Console | None,
+    rewards: bool = False,
+) -> Trainer:
+    """Return the run of a recipe before its first step. rewards: load those that it names."""
+    if at is not None:
+        raise UserError(
+            "a recipe or a model has no checkpoints",
+            code="option-unused",
+            where="--step",
+            fix="name a run's folder",
+        )
+    source = load_recipe(recipe, overrides, method_of=method_of, training=False)
+    prepared = prepare(source, rewards=rewards)
+    policy, reference = build_models(prepared, group=group)
+    return make_trainer(
+        prepared,
+        policy,
+        reference,
+        micro_batch_tokens=planned_tokens(prepared, policy, group),
+        console=console,
+        world=group,
+    )

@@ -1,0 +1,450 @@
+"""Resume a run: find its newest checkpoint, compare its settings and rows, load its state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from valence.checksums import add_checksum, add_checksum_line
+from valence.config.describe import shorten_value
+from valence.config.load import LoadedRecipe
+from valence.data.audit_text import audited
+from valence.data.lengths import distributions
+from valence.distributed import shards
+from valence.distributed.together import by_first
+from valence.errors import UserError
+from valence.lifecycle.changes import (
+    OF_THE_ORDER,
+    ROWS,
+    changes,
+    differences,
+    hashes_of,
+    refuse,
+    rows_of,
+    settings_of,
+)
+from valence.planning.plan import planned_tokens
+from valence.reports.console import visible
+from valence.runs import store
+from valence.runs.folder import RunFolder, now, versions
+from valence.runs.keeper import Checkpoints, Saved
+from valence.trainer.prepare import Prepared
+from valence.trainer.state import HEAVY, TrainState
+from valence.trainer.trainer import Trainer
+
+OPTIMIZER_SETTINGS = {
+    "train.learning_rate": ("lr", "initial_lr"),
+    "train.weight_decay": ("weight_decay",),
+    "train.betas": ("betas",),
+    "value.learning_rate": ("lr", "initial_lr"),
+}
+"""The names of settings in the optimizer."""
+
+
+MAY_GO_ON = ("run.early_stop", "train.max_zero_gradient_steps", "rollout.", "reward", "loss.")
+"""Settings after whose change a run that ended early may go on."""
+
+
+@dataclass(frozen=True)
+class PreviousRun:
+    """What a run that is taken up was.
+
+    ``saved``: its newest whole checkpoint, if it came that far; ``changed``: settings and rows that
+    differ and may, and how.
+    """
+
+    folder: RunFolder
+    prepared: Prepared
+    saved: Saved | None
+    state: Mapping[str, Any] | None
+    was: Mapping[str, Any]
+    changed: Mapping[str, str]
+
+    @property
+    def step(self) -> int:
+        return self.state["counters"]["step"] if self.state else 0
+
+    @cached_property
+    def first(self) -> int:
+        """The step at which the present rows begin.
+
+        Where steps are made up otherwise, it is put so that as much of the data is behind the run
+        as it was.
+        """
+        if self.state is None:
+            return 0
+        first = self.state["counters"]["first"]
+        if "data.train" in self.changed:
+            return self.step
+        if not any(name in self.changed for name in OF_THE_ORDER):
+            return first
+        was, now = self.was["settings"], self.prepared.recipe
+        rows = self.was["rows"]["data.train"]["rows"]
+        if self.prepared.method.online:  # rounds do not end with an epoch
+            before = rows / was["train.batch_size"] * was["rollout.epochs"] * was["rollout.steps"]
+            after = rows / now.train.batch_size * now.rollout.steps_per_round
+        else:
+            full, rest = divmod(rows, was["train.batch_size"])
+            before, after = (
+                full + (rest > 0 and not was["train.drop_last"]),
+                self.prepared.steps_per_epoch,
+            )
+        return self._behind(first, before, after)
+
+    @cached_property
+    def firsts(self) -> dict[str, int]:
+        """Likewise of the rows of each part of `mix`, by their name."""
+        if self.state is None:
+            return {}
+        saved, was = self.state["counters"]["firsts"], self.was["settings"]
+        found: dict[str, int] = {}
+        for i, part in enumerate(self.prepared.mixed):
+            size = was.get(f"mix.{i}.batch_size") or was["train.batch_size"]
+            if part.rows in self.changed:
+                found[part.rows] = self.step
+            elif size == part.sampler.batch_size:
+                found[part.rows] = saved.get(part.rows, 0)
+            else:
+                before, after = -(-len(part.sampler.units) // size), part.sampler.steps_per_epoch
+                found[part.rows] = self._behind(saved.get(part.rows, 0), before, after)
+        return found
+
+    def _behind(self, first: int, before: float, after: float) -> int:
+        """The step at which rows begin that have been gone through as far as they were, with so
+        many steps an epoch before and after.
+        """
+        return self.step - round((self.step - first) / before * after)
+
+    @property
+    def total(self) -> int:
+        return self.prepared.steps_from(self.first)
+
+    @property
+    def finished(self) -> bool:
+        facts = self.folder.facts
+        longer = self.total > facts.get("total_steps", 0) or any(
+            name == "data.train" or name.startswith(MAY_GO_ON) for name in self.changed
+        )
+        enough = facts.get("steps", 0) >= self.total or (
+            bool(facts.get("ended_early")) and not longer
+        )
+        return facts.get("status") == "done" and enough
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        return self.was.get("choices") or {}
+
+    @property
+    def compiled(self) -> bool | None:
+        """Whether its layers were compiled; None where that is to be chosen anew."""
+        return None if "train.compile" in self.changed else self.choices.get("compiled")
+
+    @property
+    def sharded(self) -> bool | None:
+        """Whether the model was split over the processes; None where that was not chosen."""
+        return self.choices.get("sharded")
+
+    @property
+    def budget(self) -> Sequence[Sequence[Any]]:
+        """The tokens that ran at once, as Budget has them; empty where that is to be chosen
+        anew.
+        """
+        if "train.micro_batch_tokens" in self.changed:
+            return ()
+        noted = self.folder.facts.get("micro_batch_tokens") or []
+        if self.state is None:
+            return noted
+        # The checkpoint decides. run.json may only continue it: memory may have run out after the
+        # checkpoint was written.
+        saved = self.state["budget"]
+        return noted if noted[: len(saved)] == saved else saved
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        return self.budget[0][2] if self.budget else None
+
+    @property
+    def summary(self) -> str:
+        """What is printed before training continues."""
+        return visible(self._finished() if self.finished else self._going_on())
+
+    def _finished(self) -> str:
+        facts = self.folder.facts
+        how = (
+            f"it ended early: {facts['ended_early']}"
+            if facts.get("ended_early")
+            else f"{facts.get('steps')} steps"
+        )
+        when = f", {facts['finished']}" if facts.get("finished") else ""
+        return (
+            f"the run in {self.folder.path} is finished ({how}{when}): nothing to do\n"
+            "  to train longer, raise train.epochs or train.max_steps; to start over, use "
+            "`valence train RECIPE --fresh`"
+        )
+
+    def _going_on(self) -> str:
+        where = (
+            f"at step {self.step} of {self.total}"
+            if self.state
+            else "at step 0 (it has no checkpoint yet)"
+        )
+        if self.state and self.step >= self.total:
+            where += ": only the final evaluation and the model are left"
+        lines = [
+            f"resuming the run in {self.folder.path} {where}",
+            *(f"  with {said}" for said in self.changed.values()),
+        ]
+        before = self.folder.facts.get("total_steps")
+        if before and before != self.total:
+            lines.append(
+                f"  {self.total} steps instead of {before}: the learning-rate schedule is that "
+                f"of {self.total} steps from here on"
+            )
+        if self.state and "data.train" in self.changed:
+            lines.append(f"  from step {self.step} on, all rows of the new data are trained on")
+        return "\n".join(lines)
+
+
+def find_previous_run(
+    folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()
+) -> PreviousRun:
+    """The run in this folder.
+
+    Raises UserError, with a list of differences, when it is not the one that the recipe describes,
+    but for what is allowed by name (a setting, or a section with all in it).
+    """
+    place, was, changed = by_first(folder.group, partial(_find_checkpoint, folder, prepared, allow))
+    saved = Saved(Path(place[0]), place[1], was) if place else None
+    lazy = HEAVY if folder.group.size > 1 else ()
+    state = store.load(saved.path, shards.read, lazy) if saved and saved.has_state else None
+    prepared = _as_recorded(prepared, was)
+    found = PreviousRun(folder, prepared, saved, state, was, changed)
+    if found.finished:
+        if not state:
+            folder.say(f"no state of it is kept: its weights are those in {folder.path / 'model'}")
+    elif saved and not state:
+        raise UserError(
+            "the checkpoints of this run hold no state to go on from (run.save_state is false)",
+            code="checkpoint-without-state",
+            where=str(saved.path),
+            fix="start anew (`valence train RECIPE --fresh`), which moves it aside; its models "
+            "are in checkpoints/step-N/model",
+        )
+    elif found.step > found.total:
+        raise UserError(
+            f"the run has done {found.step} steps, more than the {found.total} that are asked "
+            f"for now",
+            code="run-beyond-steps",
+            where=f"run.dir: {folder.path}",
+            fix="raise train.epochs or train.max_steps, or use what is there (`valence export "
+            "RUN FOLDER`)",
+        )
+    return found
+
+
+def _find_checkpoint(
+    folder: RunFolder, prepared: Prepared, allow: Sequence[str]
+) -> tuple[tuple[str, int] | None, Mapping[str, Any], Mapping[str, str]]:
+    """Of the newest checkpoint where it is and its step; what the run was; what has changed
+    since.
+    """
+    checkpoints = Checkpoints(folder.path / "checkpoints", None)
+    checkpoints.tidy()
+    saved = checkpoints.newest(folder.say)
+    was = saved.facts if saved else folder.identity
+    prepared = _as_recorded(prepared, was)
+    changed = changes(folder.path, was, prepared)
+    refuse(changed, folder.facts, allow, prepared, folder.path)
+    return (str(saved.path), saved.step) if saved else None, was, changed
+
+
+def _as_recorded(prepared: Prepared, was: Mapping[str, Any]) -> Prepared:
+    """The run with the automatic settings that it had before."""
+    source = with_recorded(prepared.source, was.get("settings") or {})
+    return replace(prepared, source=source, recipe=source.recipe)
+
+
+def with_recorded(source: LoadedRecipe, settings: Mapping[str, Any]) -> LoadedRecipe:
+    """The recipe with the automatic settings that its run had before.
+
+    ``settings``: as the run recorded them.
+
+    Not those of ``data``: rows were encoded by them already, and a difference is refused on resume.
+    """
+    for name, setting in source.settings.items():
+        if name.startswith("data."):
+            continue
+        if setting.is_automatic and settings.get(name, setting.value) != setting.value:
+            source = source.with_automatic(name, settings[name], "as the run began")
+    return source
+
+
+def resume(trainer: Trainer, previous: PreviousRun) -> None:
+    """Continue where the previous run was saved last, or where it began if it has no checkpoint.
+
+    Raises UserError when the state is of another model, optimizer or schedule.
+    """
+    state = trainer.state
+    if state.policy.packs and previous.choices.get("packed") is False:
+        state.policy.lay_out(packed=False)
+    if differing := differences(previous.was, trainer.world):
+        trainer.messages.note_once(
+            visible(
+                f"last digits may differ from those of an undisturbed run: {', '.join(differing)}"
+            )
+        )
+    if trainer.finished or previous.state is None:
+        if previous.state:
+            state.load_model(previous.state)
+        elif not trainer.finished:
+            state.registry.parts["log"].load_state_dict({"bytes": 0})
+        return
+    fresh_groups = [dict(group) for group in state.optimizer.param_groups]
+    fresh_rates = getattr(state.scheduler, "base_lrs", [])
+    saved_settings = [sorted(group) for group in previous.state["optimizer"]["param_groups"]]
+    try:
+        if saved_settings != [sorted(group) for group in state.optimizer.param_groups]:
+            raise ValueError("it has other settings")
+        state.load_state_dict(previous.state)
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"the saved state is that of another optimizer or schedule ({error})",
+            code="optimizer-changed",
+            where="checkpoint",
+            fix="give those that the run began with, or start over (`valence train RECIPE "
+            "--fresh`)",
+        ) from error
+    counters = state.counters
+    is_longer = state.total_steps > counters.total
+    counters.first, counters.firsts = previous.first, previous.firsts
+    counters.total = state.total_steps
+    _resume_budget(trainer, previous)
+    _apply_changed_settings(state, previous, fresh_groups, fresh_rates)
+    _resume_best(trainer, previous, is_longer=is_longer)
+    trainer.examples.resume(previous.changed)
+    if trainer.prepared.method.online and (previous.changed or is_longer):
+        # Otherwise the run would end at once, as it did before.
+        counters.zero_gradient_steps = 0
+    assert trainer.saver is not None
+    if trainer.world.rank == 0:
+        try:
+            # The process that was killed may not have come to it.
+            trainer.saver.checkpoints.prune(state.best.step)
+        except OSError as error:
+            trainer.messages.warn(f"an old checkpoint could not be removed: {error}")
+    trainer.saver.saved = (
+        previous.state["counters"]["step"],
+        previous.state["counters"]["settled"],
+    )
+
+
+def _resume_budget(trainer: Trainer, previous: PreviousRun) -> None:
+    """Restore the sizes of micro-batches, unless that setting was changed."""
+    state = trainer.state
+    tokens = state.budget.at(0, "evaluation")
+    if "train.micro_batch_tokens" in previous.changed:
+        tokens = planned_tokens(trainer.prepared, state.policy, trainer.world)
+    changes = [list(change) for change in previous.budget]
+    state.budget.load_state_dict(changes or [[0, "evaluation", tokens]])
+
+
+def _apply_changed_settings(
+    state: TrainState,
+    previous: PreviousRun,
+    fresh_groups: Sequence[Mapping[str, Any]],
+    fresh_rates: Sequence[float],
+) -> None:
+    """Apply changed settings of the optimizer, and adapt the schedule to the number of steps.
+
+    fresh_groups, fresh_rates: parameter groups and base learning rates as the recipe has them.
+    """
+    names = [
+        name
+        for setting, names in OPTIMIZER_SETTINGS.items()
+        if setting in previous.changed and state.is_default_optimizer
+        for name in names
+    ]
+    for group, settings in zip(state.optimizer.param_groups, fresh_groups, strict=True):
+        group.update({name: settings[name] for name in names if name in settings})
+    scheduler = state.scheduler
+    if not isinstance(scheduler, LambdaLR):
+        return
+    if "lr" in names:
+        scheduler.base_lrs = list(fresh_rates)
+    for group, rate, factor in zip(
+        state.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = rate * factor(scheduler.last_epoch)
+
+
+def _resume_best(trainer: Trainer, previous: PreviousRun, *, is_longer: bool) -> None:
+    """Forget the best evaluation if later ones do not compare with it.
+
+    A run that stopped early continues if it is longer than when it was saved, or if its rows or
+    its criterion have changed.
+    """
+    state = trainer.state
+    patience = previous.was["settings"].get("run.early_stop.patience")
+    has_stopped = patience is not None and state.early_stop.since >= patience
+    if has_stopped and (
+        is_longer
+        or any(
+            name == "data.train" or name.startswith("run.early_stop") for name in previous.changed
+        )
+    ):
+        state.early_stop.since = 0
+    if any(
+        name == "data.eval" or name.startswith(("loss.", "eval.max_examples"))
+        for name in previous.changed
+    ):
+        trainer.messages.note_once(
+            "evaluations no longer compare with those before: the best so far is forgotten"
+        )
+        for tracker in (state.best, state.early_stop, state.anomalies):
+            tracker.reset()
+
+
+def record_start(
+    folder: RunFolder, prepared: Prepared, command: str, tokens: int, previous: PreviousRun | None
+) -> None:
+    """Write settings, rows and audit to the folder before the first step, or before the next one.
+
+    tokens: of a micro-batch.
+    """
+    folder.write("config.yaml", add_checksum_line(prepared.source.to_yaml()))
+    audits = {
+        name: audited(corpus.audit) | {"distributions": distributions(corpus.units)}
+        for name, corpus in prepared.corpora.items()
+    }
+    folder.write("audit.json", add_checksum(audits))
+    changed = [
+        {"setting": name, "value": shorten_value(setting.value), "origin": setting.origin}
+        for name, setting in prepared.source.settings.items()
+        if not setting.is_default
+    ]
+    facts: dict[str, Any] = {"command": command, "started": now()}
+    if previous:
+        resumed = {"at": now(), "step": previous.step, "with": list(previous.changed.values())}
+        facts = {"taken_up": [*folder.facts.get("taken_up", []), resumed], "ended_early": None}
+    folder.state(
+        **facts,
+        status="running",
+        changed=changed,
+        method=prepared.recipe.method,
+        cwd=os.getcwd(),
+        total_steps=prepared.steps_from(previous.first if previous else 0),
+        versions=versions(),
+        settings=settings_of(prepared),
+        rows=rows_of(prepared),
+        stop_ids=list(prepared.encoder.end_ids),
+        micro_batch_tokens=previous.budget
+        if previous and previous.budget
+        else [[0, "evaluation", tokens]],
+    )
+    folder.write(ROWS, hashes_of(prepared))

@@ -1,0 +1,202 @@
+"""Load the models of a run from one of its checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from valence.config.load import LoadedRecipe
+from valence.distributed import shards
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import by_first
+from valence.errors import UserError
+from valence.lifecycle.models import build_models
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import Reference
+from valence.runs import store
+from valence.runs.keeper import Checkpoints, Damaged, Saved, check
+from valence.trainer.prepare import Prepared, prepare
+from valence.trainer.state import HEAVY, load_weights
+from valence.trainer.targets import load_run_recipe
+
+At = int | Literal["best"] | None
+"""Which checkpoint: that of a step, of the best evaluation (run.keep_best), or the newest."""
+
+ATTEMPTS = 20
+"""How often a checkpoint is looked for while the run that writes them removes older ones."""
+
+
+@dataclass(frozen=True)
+class SavedModels:
+    """The models of a run as a checkpoint holds them.
+
+    state: of the checkpoint.
+    """
+
+    source: LoadedRecipe
+    prepared: Prepared
+    policy: PolicyModel
+    reference: Reference | None
+    state: Mapping[str, Any]
+
+
+def load_saved_models(
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    *,
+    at: At = None,
+    world: Group | None = None,
+    rewards: bool = False,
+    check_recipe: Callable[[LoadedRecipe], None] = lambda _: None,
+) -> SavedModels:
+    """Load the models of a run with the weights of a checkpoint.
+
+    overrides: settings to change, such as the data to evaluate on. rewards: whether the recipe's
+    rewards may be imported and called. check_recipe: called before anything is loaded.
+
+    Raises UserError when the folder holds no run or no checkpoint, or names code that is not
+    allowed to run.
+    """
+    world = world or Single()
+    source = load_run_recipe(run_dir, overrides)
+    # The run was trained by more processes than are here now.
+    if world.size % source.recipe.parallel.tensor:
+        source = load_run_recipe(run_dir, [*overrides, "parallel.tensor=1"])
+    check_recipe(source)
+
+    def read(place: Path) -> Mapping[str, Any]:
+        return store.load(place, shards.read, HEAVY)
+
+    place, state = _read_checkpoint(run_dir, at, world, read)
+    prepared = prepare(source, rewards=rewards)
+    policy, reference = build_models(prepared, group=world)
+
+    def load(found: Path) -> Mapping[str, Any]:
+        saved = state if found == place else read(found)
+        load_weights(policy, reference, saved)
+        return saved
+
+    _, state = _read_checkpoint(run_dir, at, world, load, checked=place)
+    return SavedModels(source, prepared, policy, reference, state)
+
+
+# Find a checkpoint
+
+
+def _read_checkpoint(
+    run_dir: Path, at: At, world: Group, read: Callable[[Path], Any], *, checked: Path | None = None
+) -> tuple[Path, Any]:
+    """A checkpoint and the result of ``read`` on it.
+
+    The run may still be training and remove old checkpoints: when the folder is gone before all of
+    it is read, the next one is used. checked: a checkpoint that is known to be whole, tried first.
+
+    All processes call it. Raises UserError when no checkpoint can be read.
+    """
+    place = checked
+    for _ in range(ATTEMPTS):
+        place = place or Path(by_first(world, lambda: str(_find_checkpoint(run_dir, at).path)))
+        result, failure = None, None
+        try:
+            result = read(place)
+        except UserError as error:
+            failure = error
+        if not world.any(failure is not None and not place.is_dir()):
+            if failure is not None:
+                raise failure
+            return place, result
+        place = None
+    raise _removed_too_fast(run_dir)
+
+
+def _find_checkpoint(run_dir: Path, at: At) -> Saved:
+    """A checkpoint of a run that is whole: the one asked for, or the newest.
+
+    Raises UserError when there is none.
+    """
+    checkpoints = Checkpoints(run_dir / "checkpoints", None)
+    for _ in range(ATTEMPTS):
+        steps = checkpoints.steps()
+        try:
+            found = _checked(checkpoints, steps, at, run_dir)
+        except UserError:
+            if steps == checkpoints.steps():
+                raise
+            continue  # the run has removed or written a checkpoint meanwhile
+        if not found.has_state:
+            fix = "use the model in it, which transformers loads"
+            raise UserError(
+                "this checkpoint holds no state (run.save_state was false)",
+                code="checkpoint-without-state",
+                where=str(found.path),
+                fix=fix,
+            )
+        return found
+    raise _removed_too_fast(run_dir)
+
+
+def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Path) -> Saved:
+    """One of these checkpoints, if it is whole."""
+    if not steps:
+        raise UserError(
+            "the run has no checkpoint",
+            code="checkpoint-not-found",
+            where=str(run_dir),
+            fix="name a run that finished or was interrupted",
+        )
+    if at is None:
+        return _newest_whole(checkpoints, steps)
+    step = at
+    if step == "best":
+        step = store.load(_newest_whole(checkpoints, steps).path, lazy=HEAVY)["best"]["step"]
+        if step is None:
+            raise UserError(
+                "no checkpoint is the best one",
+                code="checkpoint-not-found",
+                where=str(run_dir),
+                fix="set run.keep_best before training",
+            )
+    if step not in steps:
+        kept = ", ".join(map(str, steps))
+        raise UserError(
+            f"the run has no checkpoint of step {step}",
+            code="checkpoint-not-found",
+            where=str(run_dir),
+            fix=f"name one of {kept}",
+        )
+    return check(checkpoints.path(step))
+
+
+def _newest_whole(checkpoints: Checkpoints, steps: Sequence[int]) -> Saved:
+    """The newest of these checkpoints that is whole, with a warning that names newer ones that are
+    not. Raises Damaged when there is none, or when the run removes the one that is being read.
+    """
+    damaged: list[Damaged] = []
+    for step in reversed(steps):
+        try:
+            found = check(checkpoints.path(step))
+        except Damaged as error:
+            if not checkpoints.path(step).is_dir():
+                raise
+            damaged.append(error)
+            continue
+        for error in damaged:
+            warnings.warn(
+                f"{error.where}: {error.what}; {found.path.name} is used instead", stacklevel=2
+            )
+        return found
+    raise damaged[0]
+
+
+def _removed_too_fast(run_dir: Path) -> UserError:
+    what = "checkpoints of the run are removed faster than they can be read"
+    return UserError(
+        what,
+        code="checkpoints-pruned",
+        where=str(run_dir),
+        fix="raise run.keep, or wait until the run has ended",
+    )

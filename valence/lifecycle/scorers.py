@@ -1,0 +1,288 @@
+"""What says numbers about answers: a model's log-probabilities, alone or against a reference, or a
+reward model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from valence.config.load import LoadedRecipe
+from valence.config.schema import Model
+from valence.errors import UserError
+from valence.lifecycle.saved_models import load_saved_models
+from valence.losses.metrics import Reward, log_ratio
+from valence.models.adapters import with_adapter
+from valence.models.build import (
+    DTYPES,
+    best_device,
+    build_reference,
+    check_vocabulary,
+    load_model,
+    load_tokenizer,
+    position_limit,
+    without_dropout,
+)
+from valence.models.check import check_layout
+from valence.models.digest import model_digest
+from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import Reference
+from valence.models.scores import Scorer, widen_head
+from valence.trainer.methods import method_in
+from valence.trainer.prepare import with_dtype
+from valence.types import MicroBatch
+
+BETA = 0.1
+"""Of the reward, where neither the call nor the recipe says it."""
+SCALES = ("beta", "tau")
+"""Settings of losses that an implicit reward may read."""
+Numbers = dict[str, float | dict[str, float]]
+"""What is said of one answer, by name; of a reward model's attributes, each by its own name."""
+
+
+class CompletionScorer(Protocol):
+    """Gives each sequence of a micro-batch its numbers, by name. ``facts``: what they depend on."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __call__(self, batch: MicroBatch) -> list[Numbers]: ...
+
+
+@dataclass(frozen=True)
+class LogProbScorer:
+    """Sums over an answer's tokens, in nats: ``logp`` under the model, ``ref`` under the reference;
+    ``mean_logp`` per token; ``logratio``: their difference; ``reward``: what ``implicit`` makes of
+    them under these settings of a loss.
+    """
+
+    policy: PolicyModel
+    reference: Reference | None
+    implicit: Reward | None
+    settings: Mapping[str, Any]
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {"model": model_digest(self.policy, adapter=True)}
+        found["reference"] = None if self.reference is None else self.reference.digests().model
+        if self.implicit is not None:
+            found["reward"] = self.implicit.__name__
+            found |= {name: self.settings[name] for name in SCALES if name in self.settings}
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.device
+
+    @torch.no_grad()
+    def __call__(self, batch: MicroBatch) -> list[Numbers]:
+        logp, n = _sums(batch, self.policy(batch).logp), _counts(batch)
+        columns, sums = {"logp": logp, "tokens": n, "mean_logp": logp / n}, {"logp": logp, "n": n}
+        if self.reference is not None:
+            sums["ref"] = _sums(batch, self.reference(batch))
+            columns |= {"ref": sums["ref"], "logratio": logp - sums["ref"]}
+        if self.implicit is not None:
+            columns["reward"] = self.implicit(sums, self.settings)
+        rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+@dataclass(frozen=True)
+class RewardModelScorer:
+    """A reward model's ``score``, and ``normalised`` by the mean and standard deviation that are
+    saved with it; of several attributes, by their names.
+    """
+
+    engine: Scorer
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {"model": model_digest(self.engine, adapter=True), "reference": None}
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @torch.no_grad()
+    def __call__(self, batch: MicroBatch) -> list[Numbers]:
+        config, score = self.engine.causal.config, self.engine(batch).score
+        assert score is not None
+        names, values = list(config.id2label.values()), score.cpu().double()
+        found = {"score": values}
+        mean, std = (
+            torch.tensor(getattr(config, name, None) or []).double()
+            for name in ("reward_mean", "reward_std")
+        )
+        if len(mean) == len(std) == len(names) and bool((std > 0).all()):
+            found["normalised"] = (values - mean) / std
+        counts = _counts(batch).tolist()
+        return [
+            {
+                **{name: _by_attribute(names, of[s].tolist()) for name, of in found.items()},
+                "tokens": counts[s],
+            }
+            for s in range(batch.sequences)
+        ]
+
+
+def _by_attribute(names: Sequence[str], values: Sequence[float]) -> float | dict[str, float]:
+    return values[0] if len(names) == 1 else dict(zip(names, values, strict=True))
+
+
+def _counts(batch: MicroBatch) -> Tensor:
+    """Tokens of each sequence that are measured: [S]."""
+    return torch.bincount(batch.cpu_scored[1], minlength=batch.sequences)
+
+
+def _sums(batch: MicroBatch, logp: Tensor) -> Tensor:
+    """logp[T] summed over each sequence: [S]."""
+    values = logp[batch.scored].cpu().double()
+    return torch.zeros(batch.sequences, dtype=torch.float64).index_add_(
+        0, batch.cpu_scored[1], values
+    )
+
+
+def load_scorer(
+    source: LoadedRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    beta: float | None,
+    run: Path | None,
+    overrides: Sequence[str],
+) -> CompletionScorer:
+    """The model of a recipe and what it is compared with, if anything. run: the folder of the run
+    whose weights it has.
+
+    A recipe's own starting model is no reference; a run has the reward that it trains. Raises
+    UserError when a model cannot be loaded or has other tokens.
+    """
+    source = with_dtype(source)
+    recipe = source.recipe
+    own = None if run is None else method_in(recipe).loss.reward
+    if own is not None and beta is not None:
+        raise UserError(
+            f"a run of {recipe.method} is scored with the reward that it trains, under its own "
+            f"settings",
+            code="beta-unused",
+            where="--beta",
+            fix="leave it out, or score the model that the run wrote, with --reference",
+        )
+    with source.placing():
+        reference = None
+        if run is not None:
+            saved = load_saved_models(run, overrides)
+            policy, reference = saved.policy, saved.reference
+        else:
+            policy = _policy(recipe.model, method_in(recipe).is_reward_model)
+            check_vocabulary(policy.causal, tokenizer)
+        _check_positions(policy, recipe.data.max_length)
+        other = recipe.reference.model
+        if other is not None and isinstance(policy, Scorer):
+            raise UserError(
+                "a reward model is compared with no other",
+                code="reference-unused",
+                where="reference.model",
+                fix="leave it out",
+            )
+        if reference is None and other is not None:
+            reference = _reference(policy, other, recipe.model, tokenizer)
+    if reference is None and beta is not None:
+        raise UserError(
+            "there is no reward without a reference",
+            code="beta-needs-reference",
+            where="--beta",
+            fix="give --reference, or leave out --beta",
+        )
+    policy.eval()
+    if isinstance(policy, Scorer):
+        return RewardModelScorer(policy)
+    if own is not None:
+        return LogProbScorer(policy, reference, own, recipe.loss)
+    settings = {"beta": recipe.loss.get("beta", BETA) if beta is None else beta}
+    return LogProbScorer(policy, reference, None if reference is None else log_ratio, settings)
+
+
+def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:
+    """A model as it is, in the type asked for: nothing trains, so there are no masters."""
+    dtype, attributes = DTYPES[spec.dtype], _attributes(spec)
+    if is_reward_model and attributes is None:
+        fix = "name a run's folder, or the model that it wrote"
+        raise UserError(
+            "a reward model without training has a random head",
+            code="reward-model-untrained",
+            where="model.name",
+            fix=fix,
+        )
+    model = load_model(
+        spec.name,
+        dtype=dtype,
+        attributes=attributes,
+        gguf_file=spec.gguf_file,
+        trust_remote_code=spec.trust_remote_code,
+    )
+    model.to(best_device())
+    if attributes is not None:
+        widen_head(model)
+    model, compute = without_dropout(model), None
+    if spec.adapter is not None:  # its weights are wide, whatever those below it are
+        model, compute = (
+            with_adapter(model, None, spec.adapter),
+            torch.bfloat16 if dtype == torch.bfloat16 else None,
+        )
+    engine = (PolicyModel if attributes is None else Scorer)(model, compute=compute).eval()
+    check_layout(engine)
+    return engine
+
+
+def _attributes(spec: Model) -> list[str] | None:
+    """What a saved reward model scores; None for another model."""
+    must_exist(spec.name, "model.name")
+    if spec.gguf_file is not None:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(spec.name, trust_remote_code=spec.trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise cannot_load("model", spec.name, error) from error
+    labels: Any = config.id2label
+    is_one = any("ForSequenceClassification" in kind for kind in config.architectures or [])
+    return list(labels.values()) if is_one else None
+
+
+def _reference(
+    policy: PolicyModel, name: str, spec: Model, tokenizer: PreTrainedTokenizerBase
+) -> Reference:
+    """A model of its own. Raises UserError when its tokens are not the policy's."""
+    if not Path(name).is_dir() or any(Path(name).glob("tokenizer*")):
+        theirs = load_tokenizer(name, trust_remote_code=spec.trust_remote_code)
+        if theirs.get_vocab() != tokenizer.get_vocab():
+            raise UserError(
+                "model and reference have different tokenizers: their log-probabilities do not "
+                "compare",
+                code="tokenizer-mismatch",
+                where=f"reference.model: {name}",
+                fix="use a reference with the model's tokenizer",
+            )
+    dtype = policy.causal.get_input_embeddings().weight.dtype
+    model = load_model(name, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+    check_vocabulary(model, tokenizer)
+    return build_reference(policy, fresh_adapter=False, model=model.to(policy.device), name=name)
+
+
+def _check_positions(policy: PolicyModel, max_length: int) -> None:
+    """Raises UserError when rows may be longer than a table of positions."""
+    limit, learned = position_limit(policy.causal) or (max_length, False)
+    if learned and limit < max_length:
+        raise UserError(
+            f"the model has positions for {limit} tokens",
+            code="max-length-too-large",
+            where="data.max_length",
+            fix=f"give --max-length {limit}",
+        )

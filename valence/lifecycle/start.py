@@ -1,0 +1,280 @@
+"""Start or resume a run: from a recipe to a trainer that is ready to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from valence.config.load import LoadedRecipe, load_recipe
+from valence.config.schema import Recipe, seconds_of
+from valence.data.audit_text import render, warnings_of
+from valence.data.objects import PathOrPaths, Rows, as_overrides
+from valence.data.rendering import describe_rendering
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import by_first, same
+from valence.errors import UserError
+from valence.lifecycle.assemble import make_trainer
+from valence.lifecycle.changes import choices_of, settings_of
+from valence.lifecycle.finish import run_to_end
+from valence.lifecycle.models import build_models
+from valence.lifecycle.resume import PreviousRun, find_previous_run, record_start, resume
+from valence.models.digest import model_digest
+from valence.planning.plan import crowding, describe, make_plan
+from valence.reports.trackers import check
+from valence.runs.folder import RunFolder, refuse_own_inputs
+from valence.runs.signals import Stop
+from valence.terminal import Terminal, print_message, warn_on_stderr
+from valence.trainer.methods import method_of
+from valence.trainer.prepare import Prepared, class_weight_warning, prepare, with_dtype
+from valence.trainer.trainer import Trainer
+
+
+def train_in_folder(
+    recipe: str | Path | Mapping[str, Any],
+    *,
+    overrides: Sequence[str],
+    console: Console,
+    group: Group,
+    **how: Any,
+) -> Path:
+    """As ``train``, with its arguments, for who wants what it writes and not the model: of a run
+    that is finished nothing is loaded. Returns the run's folder; raises what ``train`` does.
+    """
+    stop = Stop(console)
+    with stop.listening():
+        try:
+            trainer = build_run(
+                recipe,
+                overrides,
+                console=console,
+                group=group,
+                stop=stop,
+                loads_finished=False,
+                **how,
+            )
+        except _FinishedError as finished:
+            return finished.folder
+        return run_to_end(trainer).directory
+
+
+class _FinishedError(Exception):
+    """There is nothing to do in this folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+
+def terminal_of(group: Group) -> Console:
+    """What rank 0 prints on; the others print nothing."""
+    return Terminal(quiet=group.rank > 0)
+
+
+def build_run(
+    recipe: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    given: Mapping[str, Rows | PathOrPaths | None] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    model: nn.Module | None = None,
+    reference: nn.Module | None = None,
+    console: Console | None = None,
+    quiet: bool = False,
+    fresh: bool = False,
+    allow: Sequence[str] = (),
+    command: str = "valence.train(...)",
+    stop: Stop | None = None,
+    group: Group | None = None,
+    loads_finished: bool = True,
+    **parts: Any,
+) -> Trainer:
+    """Return a trainer that is ready to ``fit``.
+
+    Rows are read and audited (the audit is printed), models are loaded, the folder is claimed, and
+    the state of a run that is there is loaded. loads_finished: load the model of a finished run;
+    else raises _FinishedError.
+    """
+    world = group or Single()
+    given, overrides = as_overrides(given or {}, overrides)
+    console = console or terminal_of(world)
+    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=_given(given))
+    checked = source.recipe
+    _refuse_own_inputs(checked)
+    (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
+    say = partial(print_message, console)
+    folder = RunFolder(
+        Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world
+    )
+    with ExitStack() as failing:
+        failing.callback(folder.close)
+        prepared = prepare(
+            with_dtype(source, world), tokenizer=tokenizer, given=given, policy=model
+        )
+        same(world, lambda: settings_of(prepared), "give all processes the same recipe")
+        previous = find_previous_run(folder, prepared, allow) if folder.taken_up else None
+        prepared = previous.prepared if previous else prepared
+        tokens, sharded = _announced(prepared, model, previous, console, quiet, world)
+        finished = _nothing_to_do(previous, folder, stop, loads_finished)
+        if not finished:
+            by_first(world, partial(check_sinks, source))
+            folder.claim()
+            failing.callback(_gave_up, folder)
+            if previous is None:
+                record_start(folder, prepared, command, tokens, None)
+        if not quiet and model is None:
+            say(f"loading and checking {checked.model.name}")
+        policy, frozen = build_models(
+            prepared, group=world, model=model, reference=reference, fills=not finished,
+            compiled=previous.compiled if previous else None, sharded=sharded,
+        )  # fmt: skip
+        trainer = make_trainer(
+            prepared,
+            policy,
+            frozen,
+            folder=None if finished else folder,
+            console=console,
+            quiet=quiet,
+            stop=stop,
+            micro_batch_tokens=tokens,
+            first=previous.first if previous else 0,
+            finished=finished,
+            world=world,
+            facts=folder.facts,
+            **parts,
+        )
+        if previous:
+            resume(trainer, previous)
+        if not finished:
+            start = _starting_weights(trainer, folder) if model is not None else None
+            if previous:
+                record_start(folder, prepared, command, tokens, previous)
+            folder.state(choices=choices_of(policy, world), start=start)
+        failing.pop_all()
+    if finished:
+        folder.close()
+    return trainer
+
+
+def _nothing_to_do(
+    previous: PreviousRun | None, folder: RunFolder, stop: Stop, loads_finished: bool
+) -> bool:
+    """Whether the run is finished. Raises _FinishedError if its model is not wanted then."""
+    if previous is None or not previous.finished:
+        return False
+    if not loads_finished:
+        raise _FinishedError(folder.path)
+    stop.no_limit()
+    return True
+
+
+def check_sinks(source: LoadedRecipe) -> None:
+    """Raises UserError for a tracker that cannot be had."""
+    with source.placing():
+        for sink in source.recipe.run.sinks:
+            check(sink.model_dump())
+
+
+def _given(rows: Mapping[str, Rows | None]) -> list[str]:
+    return [name for name, given in rows.items() if given is not None]
+
+
+def _starting_weights(trainer: Trainer, folder: RunFolder) -> str | None:
+    """A digest of a model that was given, as it is before its first step.
+
+    Raises UserError when it is not as it was at the first
+    start: in one process it may have been trained since.
+    """
+    known = folder.facts.get("start")
+    if trainer.step > 0:
+        return known
+    found = model_digest(trainer.policy, adapter=True)
+    if folder.taken_up and found != known:
+        fix = "give it as it was then, or start anew with fresh=True"
+        raise UserError(
+            "the model given is not as it was when this run began",
+            code="model-changed",
+            where="model",
+            fix=fix,
+        )
+    return found
+
+
+def _refuse_own_inputs(checked: Recipe) -> None:
+    refuse_own_inputs(
+        Path(checked.run.dir),
+        {
+            "model.name": checked.model.name,
+            "model.adapter": checked.model.adapter,
+            "model.tokenizer": checked.model.tokenizer,
+            "reference.model": checked.reference.model,
+            "reference.cache": checked.reference.cache,
+        },
+    )
+
+
+def _gave_up(folder: RunFolder) -> None:
+    """A run that did not come to its training."""
+    if folder.facts.get("status") == "running":
+        folder.state(status="failed")
+
+
+def _announced(
+    prepared: Prepared,
+    model: nn.Module | None,
+    previous: PreviousRun | None,
+    console: Console,
+    quiet: bool,
+    group: Group,
+) -> tuple[int, bool | None]:
+    """Says what is going to be done.
+
+    Returns how many tokens run at once, and whether weights are split over processes.
+    """
+    say = partial(print_message, console)
+    if crowded := crowding(group.size):
+        say(crowded, style="yellow")
+    if previous:
+        if not quiet:
+            say(previous.summary)
+        if previous.micro_batch_tokens:
+            return previous.micro_batch_tokens, previous.sharded
+    elif quiet:
+        _warn_of_data(prepared, console)
+    else:
+        show_audit(prepared, console)
+    plan = make_plan(prepared, model, group, sharded=previous.sharded if previous else None)
+    for line in describe(plan) if not (quiet or previous) else ():
+        say(line)
+    return plan.micro_batch_tokens, plan.split.ways > 1
+
+
+def show_audit(prepared: Prepared, console: Console) -> None:
+    """What is in the data, and how rows become text, on screen."""
+    for name, corpus in prepared.corpora.items():
+        console.rule(name if name.startswith("mix") else f"data.{name}", align="left")
+        print_message(console, render(corpus.audit, training=name == "train"))
+    if warning := class_weight_warning(prepared):
+        print_message(console, warning, "yellow")
+    console.rule("how rows become text", align="left")
+    for line in describe_rendering(prepared.encoder, prepared.recipe.data.chat_template):
+        print_message(console, line)
+
+
+def _warn_of_data(prepared: Prepared, console: Console) -> None:
+    """Print the audit's warnings on standard error, where ``--quiet`` leaves everything else
+    out.
+    """
+    for name, corpus in prepared.corpora.items():
+        where = name if name.startswith("mix") else f"data.{name}"
+        for warning in warnings_of(corpus.audit):
+            warn_on_stderr(console, f"{where}: {warning}")
+    if warning := class_weight_warning(prepared):
+        warn_on_stderr(console, warning)

@@ -1,0 +1,649 @@
+"""The phases of a round of online training: sample completions, score and measure them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import pstdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from valence.distributed.protocol import Group
+from valence.distributed.together import gathered
+from valence.errors import UserError
+from valence.losses.policy import k1, k3
+from valence.models.memory import out_of_memory
+from valence.models.reference import FrozenReference
+from valence.online.engines import RolloutEngine
+from valence.reports.console import Progress
+from valence.rewards.build import digests
+from valence.rewards.combine import Combined
+from valence.rewards.run import Stopped, close, score_all
+from valence.rollouts.protocol import Sampling
+from valence.runs.messages import Messages
+from valence.runs.signals import Interrupted, SharedStop
+from valence.trainer.evaluate import Evaluation, as_text
+from valence.trainer.memory import MemoryRetry
+from valence.trainer.methods import read_of_tokens
+from valence.trainer.prepare import Corpus, Prepared
+from valence.trainer.sample_builders import EXCLUSIONS, RolloutGroup
+from valence.trainer.sampling import sampling_failed
+from valence.trainer.state import TrainState
+from valence.types import Chat, Completion, Mean, MicroBatch, Prompt, Score, TokenizedExample
+
+EMPTY_COMPLETION = Score(None, error="the answer has no tokens")
+
+
+@dataclass
+class RoundTally:
+    """Measurements of the completions of a round.
+
+    totals: sum and count of each metric, over completions or prompts. seconds: of each phase.
+    rewards: of all completions. kl_estimates: of each completion the sum of k1, in nats.
+    exclusions: completions that must not be trained on, by reason; with `completions`, `prompts`
+    and `prompts_without` (those that give no example), which they are counted among.
+    """
+
+    totals: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    failures: list[str] = field(default_factory=list[str])
+    rewards: list[float] = field(default_factory=list[float])
+    kl_estimates: list[float] = field(default_factory=list[float])
+    exclusions: Counter[str] = field(default_factory=Counter[str])
+
+    def add(self, name: str, values: Sequence[float]) -> None:
+        total, count = self.totals.get(name, (0.0, 0.0))
+        self.totals[name] = total + sum(values), count + len(values)
+
+    @property
+    def means(self) -> dict[str, Mean]:
+        """The metrics for a meter. reward/std, reward/max, reward/min: over all completions."""
+        if len(self.rewards) > 1:
+            self.totals["reward/std"] = pstdev(self.rewards), 1.0
+        if self.rewards:
+            self.totals["reward/max"] = max(self.rewards), 1.0
+            self.totals["reward/min"] = min(self.rewards), 1.0
+        seconds = {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.seconds.items()}
+        return {
+            name: Mean(*(torch.tensor(each, dtype=torch.float64) for each in pair))
+            for name, pair in (self.totals | seconds).items()
+        }
+
+    def exclude(
+        self, groups: Sequence[RolloutGroup], excluded: Mapping[str, int], num_unused: int
+    ) -> None:
+        """Count the completions of these groups that must not be trained on, by reason, and the
+        groups of which nothing is."""
+        num_completions = sum(len(group.answers) for group in groups)
+        for reason in EXCLUSIONS:
+            count = excluded.get(reason, 0)
+            self.add(f"excluded/{reason}", [1.0] * count + [0.0] * (num_completions - count))
+        self.add("excluded/prompts", [1.0] * num_unused + [0.0] * (len(groups) - num_unused))
+        self.exclusions.update(excluded)
+        self.exclusions.update(
+            completions=num_completions, prompts=len(groups), prompts_without=num_unused
+        )
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
+
+
+@dataclass(frozen=True)
+class RolloutPrompt:
+    """A prompt to sample completions of: its tokens, and its row."""
+
+    example: TokenizedExample
+    row: Prompt
+
+
+class Collector:
+    """Samples completions of prompts, scores them, and measures their log-probabilities.
+
+    latest: a prompt, one of its latest completions, and its reward, to be shown.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        state: TrainState,
+        *,
+        make_engine: Callable[[], RolloutEngine],
+        make_policy_engine: Callable[[], RolloutEngine],
+        load_reward: Callable[[], Combined],
+        world: Group,
+        stop: SharedStop,
+        messages: Messages,
+        retry: MemoryRetry,
+    ) -> None:
+        """make_engine: returns what samples the completions to train on. make_policy_engine:
+        returns what samples the policy itself, for held-out prompts. load_reward: loads the
+        rewards of the recipe. All are called on first use.
+        """
+        self._prepared, self._state = prepared, state
+        self._make_engine, self._make_policy_engine = make_engine, make_policy_engine
+        self._load_reward = load_reward
+        self._world, self._stop, self._messages, self._retry = world, stop, messages, retry
+        self._rollout = prepared.recipe.rollout
+        self._ahead: tuple[list[tuple[int, ...]], int, Future[list[list[Completion]]]] | None = None
+        self.latest: tuple[str, str, float | None] | None = None
+        if prepared.method.is_on_policy:
+            state.policy.temperature = self._rollout.temperature
+
+    @cached_property
+    def reward(self) -> Combined:
+        return self._load_reward()
+
+    @cached_property
+    def reward_digests(self) -> dict[str, str]:
+        """A digest of each reward as it was loaded, by its name."""
+        return digests(self.reward)
+
+    @cached_property
+    def engine(self) -> RolloutEngine:
+        return self._make_engine()
+
+    @cached_property
+    def policy_engine(self) -> RolloutEngine:
+        is_other_model = self._rollout.engine == "openai"
+        return self._make_policy_engine() if is_other_model else self.engine
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """What the method reads of the tokens of a completion: `old`, `ref`, `value`."""
+        has_reference = self._state.reference is not None
+        return read_of_tokens(self._prepared.recipe, reference=has_reference)
+
+    def close(self) -> None:
+        """Release connections, and stop processes that were started."""
+        if "engine" in self.__dict__:
+            self.engine.close()
+        if "reward" in self.__dict__:
+            close(self.reward)
+
+    # Sampling
+
+    def sample(
+        self,
+        prompts: Sequence[RolloutPrompt],
+        n: int,
+        seed: int,
+        tally: RoundTally,
+        *,
+        held_out: bool = False,
+    ) -> list[list[Completion]]:
+        """Return n completions of each prompt, with everything that a reward reads.
+
+        All processes return all of them.
+        """
+        engine = self.policy_engine if held_out else self.engine
+        phase = "answering (held out)" if held_out else "sampling"
+        local = self._local_prompts(len(prompts), engine)
+        token_ids = [prompts[k].example.prompt_ids for k in local]
+        messages, num_ended = self._messages, 0
+        with (
+            tally.timing("rollout"),
+            Progress(
+                messages.console, phase, n * len(local), quiet=messages.quiet, brief=True
+            ) as bar,
+        ):
+
+            def advance(count: int) -> None:
+                nonlocal num_ended
+                num_ended += count
+                bar.update(num_ended)
+                self._check_stop()
+
+            records: list[list[Any]] | None = None
+            with self._stop.deferred(), self._convert_errors(), self._unless_stopped():
+                completions = self._take_ahead(token_ids, n) if local and not held_out else None
+                if completions is None and local:
+                    completions = engine.generate(
+                        token_ids, n, self._sampling(seed), first=local.start, progress=advance
+                    )
+                records = [[_to_record(c) for c in group] for group in completions or []]
+        gathered_records = self._gather(records)
+        if self._state.has_split_weights:  # all processes have sampled the same
+            gathered_records = gathered_records[:1]
+        groups = [group for part in gathered_records for group in part]
+        return [
+            [self._from_record(prompt, k, *record) for k, record in enumerate(group)]
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+
+    def sample_ahead(self, prompts: Sequence[RolloutPrompt], n: int, seed: int) -> None:
+        """Start to sample completions that the next call of ``sample`` returns."""
+        token_ids = [prompt.example.prompt_ids for prompt in prompts]
+        if self._world.rank == 0:
+            self._ahead = token_ids, n, self.engine.begin(token_ids, n, self._sampling(seed))
+
+    def _take_ahead(
+        self, token_ids: Sequence[tuple[int, ...]], n: int
+    ) -> list[list[Completion]] | None:
+        """Return completions that were sampled ahead, if they are of these prompts."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[:2] != (list(token_ids), n):
+            return None
+        while not ahead[2].done():
+            wait([ahead[2]], timeout=0.2)
+            self._check_stop()
+        return ahead[2].result()
+
+    def _sampling(self, seed: int) -> Sampling:
+        rollout = self._rollout
+        return Sampling(
+            temperature=rollout.temperature,
+            max_new_tokens=rollout.max_new_tokens,
+            top_p=rollout.top_p,
+            seed=seed,
+        )
+
+    def _local_prompts(self, count: int, engine: RolloutEngine) -> range:
+        """The prompts that this process samples.
+
+        All of them where weights are split: processes then need each other for every token.
+        """
+        world = self._world
+        if self._state.has_split_weights:
+            return range(count)
+        if engine.is_server:  # rank 0 asks
+            return range(count if world.rank == 0 else 0)
+        share, rest = divmod(count, world.size)
+        start = world.rank * share + min(world.rank, rest)
+        return range(start, start + share + (world.rank < rest))
+
+    def _check_stop(self) -> None:
+        """Raise Interrupted when this process was asked to stop, unless others need it."""
+        is_free = self._world.size == 1 or not self._state.has_split_weights
+        if is_free and self._stop.local.requested:
+            raise self._stop.local.ended()
+
+    @contextmanager
+    def _convert_errors(self) -> Iterator[None]:
+        """Raise UserError for out of memory, and for logits that are not finite."""
+        try:
+            yield
+        except FloatingPointError as error:
+            raise sampling_failed(error, self._state.step) from error
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                "out of memory while sampling",
+                code="out-of-memory",
+                where=f"rollout.at_once: {self._rollout.at_once}",
+                fix="lower it, or rollout.max_new_tokens",
+            ) from error
+
+    @contextmanager
+    def _unless_stopped(self) -> Iterator[None]:
+        """Leave the block when this process is asked to stop; ``_gather`` then tells the others."""
+        try:
+            yield
+        except Interrupted as error:
+            if error.at_once:
+                raise
+
+    def _gather(self, local: list[Any] | None) -> list[list[Any]]:
+        """Return the parts of all processes. None: this process was stopped.
+
+        Raises Interrupted on all processes when one was stopped.
+        """
+        parts: list[list[Any] | None] = gathered(self._world, local)
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
+            self._stop.requested()
+            raise self._stop.local.ended()
+        return present
+
+    def _from_record(self, prompt: RolloutPrompt, index: int, *record: Any) -> Completion:
+        tokens, logps, text, stop, version, versions = record
+        content, tokenizer = prompt.row.prompt, self._prepared.tokenizer
+        return Completion(
+            prompt_id=prompt.example.id,
+            tokens=tuple(tokens),
+            logps=tuple(logps),
+            text=text,
+            stop=stop,
+            version=version,
+            versions=tuple(versions),
+            index=index,
+            prompt=content.messages if isinstance(content, Chat) else as_text(content, tokenizer),
+            rendered=str(tokenizer.decode(list(prompt.example.prompt_ids))),
+            info=prompt.row.info,
+            tools=content.tools if isinstance(content, Chat) else (),
+        )
+
+    # Scoring
+
+    def score(
+        self, completions: Sequence[Sequence[Completion]], tally: RoundTally
+    ) -> list[list[Score]]:
+        """Return the score of each completion, in the same order.
+
+        Raises UserError when the rewards fail too often.
+        """
+        flat = [completion for group in completions for completion in group]
+        rank, size = self._world.rank, self._world.size
+        local = flat[len(flat) * rank // size : len(flat) * (rank + 1) // size]
+        messages = self._messages
+        with (
+            tally.timing("reward"),
+            Progress(
+                messages.console, "judging", len(local), quiet=messages.quiet, brief=True
+            ) as bar,
+        ):
+            local_scores = self._score_local(local, bar)
+        parts = self._gather(
+            None
+            if local_scores is None
+            else [[score.value, dict(score.parts), score.error] for score in local_scores]
+        )
+        scores = [Score(value, parts, error) for part in parts for value, parts, error in part]
+        # A server that returns text alone may return a completion without tokens, which cannot
+        # become more or less likely.
+        scores = [
+            score if completion.tokens else EMPTY_COMPLETION
+            for completion, score in zip(flat, scores, strict=True)
+        ]
+        self._check_failures(scores, tally)
+        remaining = iter(scores)
+        return [[next(remaining) for _ in group] for group in completions]
+
+    def _score_local(self, completions: Sequence[Completion], bar: Progress) -> list[Score] | None:
+        """Return the scores; None if this process was asked to stop."""
+        num_scored = 0
+
+        def advance(count: int) -> None:
+            nonlocal num_scored
+            num_scored += count
+            bar.update(num_scored)
+
+        stop = self._stop.local
+        try:
+            with self._stop.deferred(), self._unless_stopped():
+                return score_all(
+                    self.reward, completions, progress=advance, stop=lambda: stop.requested
+                )
+        except Stopped:
+            pass
+        return None
+
+    def _check_failures(self, scores: Sequence[Score], tally: RoundTally) -> None:
+        """Raise UserError when more scores failed than the recipe allows."""
+        failures = [score.error for score in scores if score.value is None]
+        tally.failures += failures
+        is_strict = self._rollout.on_failure == "stop"
+        limit = 0.0 if is_strict else self._rollout.max_failed
+        if len(failures) <= limit * len(scores):
+            return
+        allowed = (
+            "and rollout.on_failure is stop"
+            if is_strict
+            else f"more than rollout.max_failed: {limit:g} of them"
+        )
+        self._stop.is_synchronized = True
+        raise UserError(
+            f"{len(failures)} of {len(scores)} answers have no score, {allowed}; the first: "
+            f"{failures[0]}",
+            code="reward-failed" if is_strict else "reward-failures",
+            where="reward",
+            fix="fix the reward, then run the same command again to resume from the last step",
+        )
+
+    def group(
+        self,
+        prompts: Sequence[RolloutPrompt],
+        completions: Sequence[Sequence[Completion]],
+        scores: Sequence[Sequence[Score]],
+        tally: RoundTally,
+    ) -> list[RolloutGroup]:
+        """Return each prompt with those of its completions that have a score."""
+        groups: list[RolloutGroup] = []
+        if prompts:
+            text = as_text(prompts[0].row.prompt, self._prepared.tokenizer)
+            self.latest = text, completions[0][0].text, scores[0][0].value
+        for prompt, sampled, scored in zip(prompts, completions, scores, strict=True):
+            places = [i for i, score in enumerate(scored) if score.value is not None]
+            if len(places) < len(sampled) and self._rollout.on_failure == "drop_group":
+                places = []
+            rewards = [scored[i].value or 0.0 for i in places]
+            self._count(sampled, [scored[i] for i in places], rewards, tally)
+            if places:
+                shaped = tuple(
+                    reward - self._overlong_penalty(len(sampled[i].tokens))
+                    for i, reward in zip(places, rewards, strict=True)
+                )
+                kept = tuple(sampled[i] for i in places)
+                groups.append(RolloutGroup(prompt.example, kept, shaped))
+        tally.add("rollout/tied", [float(group.tied) for group in groups])
+        tally.add("rollout/duplicates", duplicates([c.tokens for g in completions for c in g]))
+        return groups
+
+    def _overlong_penalty(self, length: int) -> float:
+        """Penalty of a completion of this many tokens: 0, rising to 1 within the buffer before the
+        limit. Yu et al. 2025, arXiv 2503.14476, Eq. 13.
+        """
+        buffer, limit = self._rollout.overlong_buffer, self._rollout.max_new_tokens
+        return max(0.0, (length - (limit - buffer)) / buffer) if buffer else 0.0
+
+    @staticmethod
+    def _count(
+        completions: Sequence[Completion],
+        scores: Sequence[Score],
+        rewards: Sequence[float],
+        tally: RoundTally,
+    ) -> None:
+        """Add the metrics of the completions of a prompt."""
+        tally.add("reward/mean", rewards)
+        tally.rewards += rewards
+        if len(rewards) > 1:
+            tally.add("reward/std_of_prompt", [pstdev(rewards)])
+        for score in scores:
+            for name, value in score.parts.items():
+                tally.add(f"reward/{name}", [value])
+        tally.add("rollout/length", [float(len(c.tokens)) for c in completions])
+        shares = (distinct_ngrams(c.tokens) for c in completions)
+        tally.add("rollout/distinct_4grams", [share for share in shares if share is not None])
+        tally.add("rollout/truncated", [float(c.stop == "length") for c in completions])
+        num_failed = len(completions) - len(scores)
+        tally.add("rollout/failed", [0.0] * len(scores) + [1.0] * num_failed)
+
+    # Measuring
+
+    def measure(
+        self, groups: Sequence[RolloutGroup], names: Sequence[str], tally: RoundTally
+    ) -> list[RolloutGroup]:
+        """Return the groups with token columns of these names.
+
+        `old`: log-probabilities of the policy as it is now; `ref`: of the reference; `value`.
+        """
+        if not names or not groups:
+            return list(groups)
+        units = [
+            group.unit("demonstration", i) for group in groups for i in range(len(group.answers))
+        ]
+        with tally.timing("measuring"):
+            columns = self._retry.run("training", lambda: self._measure(units, names))
+        builder = self._prepared.method.makes
+        assert builder is not None
+        if "ref_t" in builder.reads and "ref" not in names:
+            # The divergence has no weight in the loss, so that there is no reference.
+            columns = [each | {"ref": each["old"]} for each in columns]
+        remaining = iter(columns)
+        return [
+            replace(group, columns=tuple(next(remaining) for _ in group.answers))
+            for group in groups
+        ]
+
+    @torch.no_grad()
+    def _measure(
+        self, units: Sequence[TokenizedExample], names: Sequence[str]
+    ) -> list[dict[str, tuple[float, ...]]]:
+        objective, messages = self._state.objective, self._messages
+        num_measured, num_processes = 0, self._state.group.size
+        policy = self._state.policy.eval()
+        try:
+            with (
+                Progress(
+                    messages.console, "measuring", len(units), quiet=messages.quiet, brief=True
+                ) as bar,
+                self._at_sampling_temperature(),
+            ):
+
+                def measure(batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
+                    return batch, [column[batch.scored] for column in self._columns(batch, names)]
+
+                def advance(batch: MicroBatch | None) -> None:
+                    nonlocal num_measured
+                    num_measured += (0 if batch is None else batch.sequences) * num_processes
+                    bar.update(min(num_measured, len(units)))
+
+                parts = objective.run_micro_batches(
+                    objective.divide(units),
+                    measure,
+                    lambda dummy: self._columns(dummy, names),
+                    advance,
+                )
+        finally:
+            policy.train()
+        # Only now does the host wait for the device.
+        local = [row for batch, columns in parts for row in _split_by_unit(batch, columns)]
+        rows = [row for rows in gathered(self._state.group, local) for row in rows]
+        by_unit = {int(unit): values for unit, values in rows}
+        return [dict(zip(names, map(tuple, by_unit[i]), strict=True)) for i in range(len(units))]
+
+    @contextmanager
+    def _at_sampling_temperature(self) -> Iterator[None]:
+        """Inside the block, policy and reference have the temperature of sampling."""
+        reference, temperature = self._state.reference, self._rollout.temperature
+        tempered_reference = (
+            reference.engine.tempered(temperature)
+            if isinstance(reference, FrozenReference)
+            else nullcontext()
+        )
+        with self._state.policy.tempered(temperature), tempered_reference:
+            yield
+
+    def _columns(self, batch: MicroBatch, names: Sequence[str]) -> list[Tensor]:
+        """Token columns of these names [T]."""
+        columns: dict[str, Tensor] = {}
+        if "old" in names or "value" in names:
+            out = self._state.policy(batch, ("value",) if "value" in names else ())
+            columns["old"] = out.logp
+            if out.value is not None:
+                columns["value"] = out.value
+        if "ref" in names:
+            assert self._state.reference is not None
+            columns["ref"] = self._state.reference(batch)
+        return [columns[name] for name in names]
+
+    def record_kl(self, groups: Sequence[RolloutGroup], tally: RoundTally) -> None:
+        """Estimate KL(policy || reference) of each completion in nats, at the temperature of
+        sampling.
+
+        The metric is the mean of sum_t k3, which is unbiased and less noisy than k1. The sums of
+        k1 are for the adaptive coefficient.
+        """
+        if self._state.reference is None:
+            return
+        for group in groups:
+            for completion, columns in zip(group.answers, group.columns, strict=True):
+                logps = torch.tensor(columns.get("old", completion.logps), dtype=torch.float64)
+                ref_logps = torch.tensor(columns["ref"], dtype=torch.float64)
+                tally.add("kl", [k3(logps, ref_logps).sum().item()])
+                tally.kl_estimates.append(k1(logps, ref_logps).sum().item())
+
+    # Held-out prompts
+
+    def evaluate(self, corpus: Corpus, limit: int | None) -> Evaluation:
+        """Sample one completion of each prompt and score it; none is selected.
+
+        Every evaluation of a run draws the same random numbers.
+        """
+        tally = RoundTally()
+        prompts = [
+            RolloutPrompt(unit, row)
+            for unit in corpus.units[:limit]
+            if isinstance(row := corpus.examples[unit.id], Prompt)
+        ]
+        seed = self._prepared.recipe.train.seed
+        completions = self.sample(prompts, 1, seed, tally, held_out=True)
+        scores = self.score(completions, tally)
+        groups = self.group(prompts, completions, scores, tally)
+        columns = [name for name in self.token_columns if name != "value"]
+        self.record_kl(self.measure(groups, columns, tally), tally)
+        tally.seconds.clear()
+        metrics = {
+            name: (mean.total / mean.count).item()
+            for name, mean in tally.means.items()
+            if mean.count
+        }
+        metrics.pop("rollout/tied", None)
+        rows = [
+            self._row(prompt, sampled[0], scored[0])
+            for prompt, sampled, scored in zip(prompts, completions, scores, strict=True)
+        ]
+        return Evaluation(dict(sorted(metrics.items())), rows)
+
+    def _row(self, prompt: RolloutPrompt, completion: Completion, score: Score) -> dict[str, Any]:
+        example = prompt.example
+        row: dict[str, Any] = {"id": example.id, "origin": str(example.origin)}
+        if example.source:
+            row["source"] = example.source
+        row |= {"tokens": len(completion.tokens), "stop": completion.stop}
+        row |= {"error": score.error} if score.value is None else {"reward": score.value}
+        if score.parts:
+            row["parts"] = dict(score.parts)
+        return row | {
+            "prompt": as_text(prompt.row.prompt, self._prepared.tokenizer),
+            "completion": completion.text,
+        }
+
+
+def distinct_ngrams(tokens: Sequence[int], n: int = 4, at_least: int = 8) -> float | None:
+    """The share of distinct n-grams among all of a completion; None where it has fewer than
+    ``at_least`` tokens."""
+    if len(tokens) < at_least:
+        return None
+    ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(ngrams)) / len(ngrams)
+
+
+def duplicates(completions: Sequence[tuple[int, ...]]) -> list[float]:
+    """For each completion 1 where another one has the same tokens, else 0."""
+    counts = Counter(completions)
+    return [float(counts[tokens] > 1) for tokens in completions]
+
+
+def _split_by_unit(batch: MicroBatch, columns: Sequence[Tensor]) -> list[Any]:
+    """The unit of each sequence of a micro-batch, and its columns [N]."""
+    on_host = [column.cpu().double() for column in columns]
+    sequences = batch.cpu_scored[1]
+    return [
+        [unit, [column[sequences == s].tolist() for column in on_host]]
+        for s, unit in enumerate(batch.unit.tolist())
+    ]
+
+
+def _to_record(completion: Completion) -> list[Any]:
+    """A completion in a form that processes can exchange."""
+    return [
+        list(completion.tokens),
+        list(completion.logps),
+        completion.text,
+        completion.stop,
+        completion.version,
+        list(completion.versions),
+    ]

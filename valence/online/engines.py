@@ -1,0 +1,310 @@
+"""What samples completions in online training: the policy itself, or a server."""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from valence.batching.micro_batches import make_micro_batches
+from valence.errors import UserError
+from valence.models.adapters import adapted, largest_rank
+from valence.rollouts import Sampling
+from valence.rollouts.protocol import Named, Pair, Served
+from valence.runs.messages import Messages
+from valence.trainer.prepare import Prepared
+from valence.trainer.sampling import PolicySampler
+from valence.trainer.state import TrainState
+from valence.types import Completion, Origin, TokenizedCompletion, TokenizedExample
+
+if TYPE_CHECKING:
+    from valence.rollouts.servers import Server
+    from valence.rollouts.transports import WeightTransfer
+
+Completions = list[list[Completion]]
+
+
+class RolloutEngine(Protocol):
+    """Samples completions of the prompts of a run.
+
+    is_server: rank 0 asks a server for all of them; else each process samples some.
+    """
+
+    is_server: bool
+
+    def generate(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        *,
+        first: int,
+        progress: Callable[[int], None],
+    ) -> Completions:
+        """Return n completions of each prompt. first: the position of the first prompt in its
+        round. progress: called with the number of completions that have ended since the last call.
+        """
+        ...
+
+    def begin(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
+    ) -> Future[Completions]:
+        """Start to sample in the background. A later call cancels an earlier one."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ServerEngine:
+    """Samples from a server. Before that it sends the policy's weights if they have changed, to a
+    server that accepts any.
+
+    folder: of the run, for the server's log and for weights.
+    """
+
+    is_server = True
+
+    def __init__(
+        self, prepared: Prepared, state: TrainState, messages: Messages, folder: Path | None
+    ) -> None:
+        self._prepared, self._state, self._messages = prepared, state, messages
+        self._recipe, self._policy = prepared.recipe, state.policy
+        self.rollout = prepared.recipe.rollout
+        self._run_folder = folder
+        if state.has_split_weights:
+            raise UserError(
+                "weights that are split over processes are not sent to a server",
+                code="rollout-engine-unsupported",
+                where="rollout.engine",
+                fix="set it to hf, or parallel.shard: off and parallel.tensor: 1",
+            )
+        self.server: Server | None = None
+        self.generator = self._generator()
+        self._sent_step = -1
+        self._has_agreed = False
+        self._thread = ThreadPoolExecutor(1, "valence-rollout")
+        self._cancelled = Event()
+
+    def generate(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        *,
+        first: int,
+        progress: Callable[[int], None],
+    ) -> Completions:
+        assert first == 0
+        self._sync(sampling)
+        return self.generator.generate(prompts, n, sampling, progress=progress)
+
+    def begin(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
+    ) -> Future[Completions]:
+        self._cancelled.set()
+        self._sync(sampling)
+        cancelled = self._cancelled = Event()
+
+        def check_cancelled(_: int) -> None:
+            if cancelled.is_set():
+                raise CancelledError
+
+        return self._thread.submit(
+            self.generator.generate, prompts, n, sampling, progress=check_cancelled
+        )
+
+    def close(self) -> None:
+        """Cancel sampling, close connections, and stop the server if it was started here."""
+        self._cancelled.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.generator.close()
+        if self.server is not None:
+            self.server.stop()
+
+    # Weights
+
+    def _sync(self, sampling: Sampling) -> None:
+        """Send the weights if they are new, and compare the log-probabilities of both sides."""
+        state, policy = self._state, self._policy
+        if self.rollout.engine != "vllm" or self._sent_step == state.step:
+            return
+        self.generator.sync(
+            state.step, self._weights, self._save_adapter if adapted(policy.model) else None
+        )
+        self._sent_step = state.step
+        if not self.rollout.check_prompts:
+            return
+        from valence.rollouts.check import Evidence, check
+
+        # The longest prompts: in short ones, a prefix that was cached by mistake does not show.
+        prompts = sorted(
+            {unit.prompt_ids for unit in self._prepared.corpora["train"].units},
+            key=lambda ids: (-len(ids), ids),
+        )[: self.rollout.check_prompts]
+        config = policy.causal.config.get_text_config()
+        evidence = Evidence(
+            dtypes=(self._recipe.model.dtype, ""),
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+            agreed=self._has_agreed,
+            adapter=adapted(policy.model),
+        )
+        check(self.generator, prompts, sampling, self._measure, self._mismatch, evidence=evidence)
+        self._has_agreed = True
+
+    @cached_property
+    def _mismatch(self) -> float:
+        """Allowed difference in nats per token.
+
+        An output head with outdated values was seen to differ by 0.06, and bfloat16 by 0.03.
+        """
+        if self.rollout.max_mismatch is not None:
+            return self.rollout.max_mismatch
+        is_float32 = self._recipe.model.dtype == "float32" and (
+            self.server is not None or self.generator.dtype == "float32"
+        )
+        return 0.005 if is_float32 else 0.1
+
+    def _weights(self) -> Named:
+        return self._policy.causal.named_parameters()
+
+    def _save_adapter(self, folder: Path) -> None:
+        model: Any = self._policy.model
+        model.save_pretrained(str(folder))
+
+    @torch.no_grad()
+    def _measure(self, pairs: Sequence[Pair], temperature: float) -> list[list[float]]:
+        """The policy's log-probability of each token of each completion (nats)."""
+        policy = self._policy
+        units = [_as_example(*pair) for pair in pairs]
+        logps: dict[int, list[float]] = {}
+        policy.eval()
+        try:
+            with policy.tempered(temperature):
+                size = self._state.objective.micro_batch_tokens
+                for batch in make_micro_batches(units, size, policy.device):
+                    values = policy(batch).logp[batch.scored].cpu()
+                    for s, i in enumerate(batch.unit.tolist()):
+                        logps[i] = values[batch.cpu_scored[1] == s].tolist()
+        finally:
+            policy.train()
+        return [logps[i] for i in range(len(units))]
+
+    # The server
+
+    def _generator(self) -> Served:
+        rollout, encoder = self.rollout, self._prepared.encoder
+        options: dict[str, Any] = {
+            "end_ids": encoder.end_ids,
+            "timeout": rollout.timeout,
+            "say": self._messages.warn,
+        }
+        if rollout.engine == "openai":
+            from valence.rollouts.openai import OpenAIGenerator
+
+            return cast(
+                "Served",
+                OpenAIGenerator(
+                    rollout.url or "", encoder.tokenizer, prefix=encoder.vocab.prefix, **options
+                ),
+            )
+        from valence.rollouts.vllm import VLLMGenerator
+
+        name = self._transfer_name()
+        if rollout.start:
+            self.server = self._start(name)
+            options["revive"] = self.server.revive
+        url = rollout.url or (self.server.url if self.server else "")
+        return VLLMGenerator(url, self._transfer(name), encoder.tokenizer, **options)
+
+    def _transfer_name(self) -> str:
+        if self.rollout.transport != "auto":
+            return self.rollout.transport
+        if adapted(self._policy.model):
+            return "lora"
+        return "nccl" if self._policy.device.type == "cuda" else "disk"
+
+    def _transfer(self, name: str) -> WeightTransfer:
+        from valence.rollouts import transports
+
+        if name in ("disk", "lora"):
+            # Several runs may name the same folder. Each has a subfolder, where it removes what
+            # an earlier process left.
+            digest = zlib.crc32(str(self._folder.absolute()).encode())
+            shared = self.rollout.folder
+            folder = (
+                Path(shared) / f"{self._folder.name}-{digest:08x}"
+                if shared
+                else self._folder / "weights"
+            )
+            return (
+                transports.LoraTransfer(folder)
+                if name == "lora"
+                else transports.DiskTransfer(folder)
+            )
+        if name == "gloo":
+            return transports.GlooTransfer(self.rollout.timeout)
+        return transports.NcclTransfer(self.rollout.timeout, self._policy.device)
+
+    def _start(self, transport: str) -> Server:
+        from valence.rollouts.servers import Server, located
+
+        recipe = self._recipe
+        extra = ["--trust-remote-code"] if recipe.model.trust_remote_code else []
+        if named := recipe.model.tokenizer:
+            extra += ["--tokenizer", located(named)]
+        dtype = "bfloat16" if recipe.model.dtype == "bfloat16" else "float32"
+        server = Server(
+            recipe.model.name,
+            folder=self._folder / "server",
+            python=self.rollout.python,
+            transport=transport,
+            rank=largest_rank(self._policy.model),
+            dtype=dtype,
+            length=recipe.data.max_length,
+            timeout=self.rollout.timeout,
+            extra=extra,
+        )
+        self._messages.note_once(f"starting a vLLM server ({server.log})")
+        return server.start()
+
+    @cached_property
+    def _folder(self) -> Path:
+        return self._run_folder or Path(tempfile.mkdtemp(prefix="valence-"))
+
+
+def _as_example(prompt: Sequence[int], completion: Sequence[int]) -> TokenizedExample:
+    ids = tuple(prompt)
+    return TokenizedExample(
+        id="compared",
+        origin=Origin("", 0),
+        kind="demonstration",
+        prompt_ids=ids,
+        prompt_mask=(False,) * len(ids),
+        answers=(TokenizedCompletion(tuple(completion), (True,) * len(completion)),),
+    )
+
+
+def make_engine(
+    prepared: Prepared, state: TrainState, messages: Messages, folder: Path | None
+) -> RolloutEngine:
+    """Return the engine that ``rollout.engine`` names."""
+    if prepared.recipe.rollout.engine == "hf":
+        return make_policy_engine(prepared, state)
+    return ServerEngine(prepared, state, messages, folder)
+
+
+def make_policy_engine(prepared: Prepared, state: TrainState) -> PolicySampler:
+    """Return an engine that samples from the policy in this process."""
+    return PolicySampler(
+        state.policy,
+        prepared.encoder,
+        version=lambda: state.step,
+        batch_size=prepared.recipe.rollout.at_once,
+    )

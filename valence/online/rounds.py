@@ -1,0 +1,358 @@
+"""Online training: the rounds of a run, and the examples that each optimizer step trains on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from valence.batching.kl_pairs import make_kl_pairs
+from valence.data.sampler import canonical_order
+from valence.errors import UserError
+from valence.losses.advantage import adapted
+from valence.online.collector import Collector, RolloutPrompt, RoundTally
+from valence.online.packed import packed, unpacked
+from valence.runs.messages import Messages
+from valence.trainer.evaluate import Evaluation
+from valence.trainer.examples import NothingToLearnError, StepExamples
+from valence.trainer.prepare import Corpus, Prepared
+from valence.trainer.sample_builders import EXCLUSIONS, Exclusion, RolloutGroup
+from valence.trainer.state import TrainState
+from valence.types import Prompt, TokenizedExample
+
+TIED = (
+    "the answers to each prompt are worth the same",
+    "look at the reward and the prompts, or raise rollout.num_rollouts or rollout.temperature",
+)
+UNPAIRED = (
+    "their answers are all to one prompt or all alike, and each is measured behind a prompt of "
+    "another one",
+    "raise train.batch_size, or give more prompts; online_apo_zero_unpaired does without",
+)
+"""Why a round cannot be trained on, and what would help."""
+
+FIXES: dict[Exclusion, str] = {
+    "tied": TIED[1],
+    "truncated": "raise rollout.max_new_tokens, or set rollout.mask_truncated: false",
+    "low_reward": "lower rollout.min_reward, or sample more (rollout.num_rollouts)",
+    "worst": TIED[1],
+}
+"""What would help where most completions are excluded for one reason."""
+
+
+class Rounds:
+    """The rounds of a run: each samples completions, scores them, and makes examples of them.
+
+    num_rounds: rounds that were sampled. num_prompts: prompts that were sampled, over all epochs.
+    units: the examples of the present round. steps: for each optimizer step that is left of the
+    round, the indices of its units. kl_beta: the adaptive KL coefficient, if it is adapted.
+    reward_digests: of each reward, what it was when it scored last. exclusions: of all rounds, see
+    ``RoundTally``.
+    """
+
+    def __init__(
+        self, prepared: Prepared, state: TrainState, collector: Collector, messages: Messages
+    ) -> None:
+        self.collector = collector
+        self._prepared, self._state, self._messages = prepared, state, messages
+        self._sampler = prepared.sampler if "train" in prepared.corpora else None
+        loss = prepared.recipe.loss
+        self.num_rounds = self.num_prompts = 0
+        self._set_units([])
+        self.steps: list[list[int]] = []
+        self.kl_beta: float | None = loss["kl_beta"] if loss.get("kl_target") else None
+        self.reward_digests: dict[str, str] = {}
+        self.exclusions: Counter[str] = Counter()
+
+    # The interface of ExampleSource
+
+    @property
+    def latest_completion(self) -> tuple[str, str, float | None] | None:
+        return self.collector.latest
+
+    def prepare_step(self) -> None:
+        """Sample the next round when the present one has been trained on.
+
+        Raises Interrupted, which leaves everything as it was; NothingToLearnError when too many
+        rounds in a row had nothing to train on; UserError when rewards failed.
+        """
+        if self.steps:
+            return
+        recipe, state = self._prepared.recipe, self._state
+        tally, num_prompts = RoundTally(), self.num_prompts
+        try:
+            self._set_units(self._sample_round(tally))
+            num_prompts = self.num_prompts
+        finally:
+            self.num_prompts = num_prompts
+        self.num_rounds += 1
+        self.exclusions.update(tally.exclusions)
+        self._warn_of_changed_rewards()
+        if self._prepared.method.fills:
+            self._sample_ahead(seed_of(recipe.train.seed, "rollout", self.num_rounds, "ahead"))
+        if self.kl_beta is not None and tally.kl_estimates:
+            self.kl_beta = adapted(
+                self.kl_beta,
+                fmean(tally.kl_estimates),
+                recipe.loss["kl_target"],
+                recipe.loss["kl_horizon"],
+                len(tally.kl_estimates),
+            )
+        self.steps = self._split_into_steps(self.units)
+        if state.group.rank == 0:
+            means = tally.means
+            if self._prepared.method.needs_kl_pairs and "kl" in means:
+                means["rollout/kl"] = means.pop("kl")  # for KTO, kl is the reference point
+            state.window.meter.add(means)
+        if tally.failures:
+            self._messages.warn(
+                f"round {self.num_rounds}: {len(tally.failures)} answers have no score; the "
+                f"first: {tally.failures[0]}"
+            )
+
+    def next_step(self) -> StepExamples:
+        """Return the examples of the next optimizer step, and the others of the round."""
+        indices = set(self.steps[0])
+        others = [unit for i, unit in enumerate(self.units) if i not in indices]
+        return [self.units[i] for i in self.steps[0]], others
+
+    def finish_step(self) -> None:
+        self.steps.pop(0)
+        if not self.steps:
+            self._set_units([])
+
+    def evaluate(self, corpus: Corpus, limit: int | None, phase: str) -> Evaluation:
+        return self.collector.evaluate(corpus, limit)
+
+    @property
+    def epoch(self) -> float:
+        return self.num_prompts / len(self._prepared.corpora["train"].units)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        adaptive = {} if self.kl_beta is None else {"kl_beta": self.kl_beta}
+        return {"rounds": self.num_rounds, "prompts": self.num_prompts, **adaptive}
+
+    def resume(self, changed: Collection[str]) -> None:
+        if "data.train" in changed:
+            self.num_prompts = 0
+        # The round in progress was measured at the old temperature.
+        if "data.train" in changed or "rollout.temperature" in changed:
+            self.steps = []
+            self._set_units([])
+        if "loss.kl_beta" in changed and self.kl_beta is not None:
+            self.kl_beta = self._prepared.recipe.loss["kl_beta"]
+
+    def close(self) -> None:
+        self.collector.close()
+
+    # A round
+
+    def _set_units(self, units: list[TokenizedExample]) -> None:
+        """Set the examples of the present round.
+
+        They are packed once, because the state is read at every step.
+        """
+        self.units, self._packed = units, packed(units)
+
+    def _sample_round(self, tally: RoundTally) -> list[TokenizedExample]:
+        """Return the examples of a new round.
+
+        Prompts that teach nothing are replaced by others where the method asks for that, or where
+        nothing else is left.
+        """
+        recipe, method = self._prepared.recipe, self._prepared.method
+        rollout, batch_size = recipe.rollout, recipe.train.batch_size
+        assert method.makes is not None
+        groups: list[RolloutGroup] = []
+        reason: tuple[str, str] = TIED
+        for attempt in range(rollout.max_resample + 1):
+            sampled = self._sample_groups(
+                self._next_prompts(batch_size - len(groups)), attempt, tally
+            )
+            groups += [group for group in sampled if not (method.fills and group.tied)]
+            self._count_excluded(sampled, tally)
+            is_last = attempt == rollout.max_resample
+            if method.fills and len(groups) < batch_size and not is_last:
+                continue
+            units = (
+                method.makes(self._measure(groups, tally), rollout, self._loss_settings)
+                if groups
+                else []
+            )
+            if units and self._has_kl_pairs(units):
+                return units
+            groups, reason = [], UNPAIRED if units else TIED
+        if tally.exclusions and reason is TIED:
+            reason = describe_exclusions(tally.exclusions), _fix_for(tally.exclusions)
+        raise NothingToLearnError(
+            f"{rollout.max_resample + 1} rounds in a row had nothing to teach: {reason[0]}",
+            code="nothing-to-learn",
+            where=f"step {self._state.step}",
+            fix=reason[1],
+        )
+
+    def _next_prompts(self, count: int) -> list[RolloutPrompt]:
+        """Return the next prompts, which are shuffled in each epoch.
+
+        A round may reach into the next epoch.
+        """
+        corpus = self._prepared.corpora["train"]
+        assert self._sampler is not None
+        prompts: list[RolloutPrompt] = []
+        for _ in range(count):
+            epoch, position = divmod(self.num_prompts, len(corpus.units))
+            unit = corpus.units[self._sampler.epoch(epoch)[position]]
+            row = corpus.examples[unit.id]
+            assert isinstance(row, Prompt)
+            prompts.append(RolloutPrompt(unit, row))
+            self.num_prompts += 1
+        return prompts
+
+    def _sample_groups(
+        self, prompts: Sequence[RolloutPrompt], attempt: int, tally: RoundTally
+    ) -> list[RolloutGroup]:
+        recipe, collector = self._prepared.recipe, self.collector
+        seed = seed_of(recipe.train.seed, "rollout", self.num_rounds, attempt)
+        completions = collector.sample(prompts, recipe.rollout.num_rollouts, seed, tally)
+        if not self._prepared.method.fills:  # else this round may need more prompts first
+            self._sample_ahead(seed)
+        return collector.group(prompts, completions, collector.score(completions, tally), tally)
+
+    def _sample_ahead(self, seed: int) -> None:
+        """Start to sample the next round, if there is one, while this one is trained on."""
+        recipe, state = self._prepared.recipe, self._state
+        rollout = recipe.rollout
+        if not rollout.ahead or state.step + rollout.steps_per_round >= state.total_steps:
+            return
+        num_prompts = self.num_prompts
+        prompts = self._next_prompts(recipe.train.batch_size)
+        self.collector.sample_ahead(prompts, rollout.num_rollouts, seed + 1)
+        self.num_prompts = num_prompts
+
+    def _measure(self, groups: Sequence[RolloutGroup], tally: RoundTally) -> list[RolloutGroup]:
+        """Return the groups with the token columns that the method reads.
+
+        Completions of another model are not measured.
+        """
+        if self._prepared.recipe.rollout.engine == "openai":
+            return list(groups)
+        measured = self.collector.measure(groups, self.collector.token_columns, tally)
+        self.collector.record_kl(measured, tally)
+        return measured
+
+    @property
+    def _loss_settings(self) -> dict[str, Any]:
+        """The settings of the loss, with the adapted KL coefficient."""
+        adaptive = {} if self.kl_beta is None else {"kl_beta": self.kl_beta}
+        return {**self._prepared.recipe.loss, **adaptive}
+
+    def _count_excluded(self, groups: Sequence[RolloutGroup], tally: RoundTally) -> None:
+        """Count what the method must not train on, where it excludes completions one by one."""
+        builder, rollout = self._prepared.method.makes, self._prepared.recipe.rollout
+        assert builder is not None
+        if builder.excludes is None:
+            return
+        by_group = [builder.excluded([group], rollout) for group in groups]
+        num_unused = sum(
+            counts.total() == len(group.answers)
+            for group, counts in zip(groups, by_group, strict=True)
+        )
+        tally.exclude(groups, sum(by_group, Counter[str]()), num_unused)
+
+    def _has_kl_pairs(self, units: Sequence[TokenizedExample]) -> bool:
+        """Whether each completion can be paired with a prompt of another one, if the method does
+        that.
+        """
+        if not self._prepared.method.needs_kl_pairs:
+            return True
+        try:
+            make_kl_pairs(units, max_length=self._prepared.recipe.data.max_length)
+        except UserError:
+            return False
+        return True
+
+    def _split_into_steps(self, units: Sequence[TokenizedExample]) -> list[list[int]]:
+        """Return the units of each optimizer step of the round.
+
+        Each pass over the round shuffles the prompts and divides them among its steps.
+        """
+        train, rollout = self._prepared.recipe.train, self._prepared.recipe.rollout
+        by_prompt: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for i, unit in enumerate(units):
+            by_prompt.setdefault((str(unit.origin), unit.prompt_ids), []).append(i)
+        steps: list[list[int]] = []
+        for epoch in range(rollout.num_epochs):
+            number = self.num_rounds * rollout.num_epochs + epoch
+            order = sorted(by_prompt, key=lambda key: seed_of(train.seed, "order", number, *key))
+            num_steps = min(rollout.steps, len(order))
+            for k in range(num_steps):
+                keys = order[k * len(order) // num_steps : (k + 1) * len(order) // num_steps]
+                indices = [i for key in keys for i in by_prompt[key]]
+                shuffled = canonical_order([units[i] for i in indices], train.seed, number)
+                steps.append([indices[i] for i in shuffled])
+        return steps
+
+    def _warn_of_changed_rewards(self) -> None:
+        """Warn of rewards that have changed since they scored last, as no setting shows it."""
+        before, self.reward_digests = self.reward_digests, self.collector.reward_digests
+        for name in before.keys() & self.reward_digests.keys():
+            if before[name] != self.reward_digests[name]:
+                self._messages.warn(
+                    f"reward {name} has changed: answers from round {self.num_rounds} on are "
+                    f"judged by what it is now"
+                )
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "done": self.num_rounds,
+            "consumed": self.num_prompts,
+            "kl_beta": self.kl_beta,
+            "units": self._packed,
+            "steps": [list(step) for step in self.steps],
+            "judges": self.reward_digests,
+            "exclusions": dict(self.exclusions),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_rounds, self.num_prompts = state["done"], state["consumed"]
+        # None: it is not adapted, or was not until now.
+        if self.kl_beta is not None and state["kl_beta"] is not None:
+            self.kl_beta = state["kl_beta"]
+        self.reward_digests = state.get("judges", {})
+        self.exclusions = Counter(state.get("exclusions", {}))
+        self.units, self.steps = unpacked(state["units"]), [list(step) for step in state["steps"]]
+        self._packed = state["units"]
+
+
+def describe_exclusions(exclusions: Mapping[str, int]) -> str:
+    """How many completions were not trained on, and why: what a round or a run has excluded."""
+    reasons = [
+        f"{exclusions[reason]} {words}"
+        for reason, words in EXCLUSIONS.items()
+        if exclusions.get(reason)
+    ]
+    excluded = f": {', '.join(reasons)}" if reasons else ""
+    return (
+        f"{exclusions['prompts_without']} of {exclusions['prompts']} prompts gave no example; "
+        f"{sum(exclusions.get(reason, 0) for reason in EXCLUSIONS)} of "
+        f"{exclusions['completions']} completions were excluded{excluded}"
+    )
+
+
+def _fix_for(exclusions: Mapping[str, int]) -> str:
+    return FIXES[max(EXCLUSIONS, key=lambda reason: exclusions.get(reason, 0))]
+
+
+def seed_of(*parts: object) -> int:
+    """A number below 2**63 that depends on these alone."""
+    return (
+        int.from_bytes(
+            hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little"
+        )
+        >> 1
+    )

@@ -1,0 +1,213 @@
+"""How the weights of a run are split over processes, and the memory that each of them needs."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from valence.config.schema import Recipe
+from valence.data.targets import ONE
+from valence.distributed.protocol import Group
+from valence.errors import UserError
+from valence.models.build import DTYPES
+from valence.models.memory import Memory, Split, predict, sampled, with_values
+from valence.models.shape import Shape, skeleton, skeleton_of
+from valence.planning.reward_models import (
+    RewardModelSettings,
+    load_reward_recipe,
+    parse_settings,
+    placed_at_reward,
+)
+from valence.rewards.build import list_reward_models
+from valence.trainer.prepare import Prepared
+from valence.trainer.targets import is_run
+
+MARGIN = 0.8  # share of the free memory that `auto` may plan to take
+LEAST = 512  # tokens that run at once, where `auto` finds little memory
+
+
+def choose_split(
+    recipe: Recipe,
+    size: int,
+    device: torch.device,
+    *,
+    before: bool | None,
+    fits: Callable[[], bool],
+) -> Split:
+    """How the weights are split over so many processes. before: whether they were, where `auto`
+    chose it before; fits: whether one process could hold all that a run needs, which all agree on.
+
+    Raises UserError when the optimizer, the compiler or the device does not go along with it.
+    """
+    parallel = recipe.parallel
+    if size % parallel.tensor:
+        what = f"{size} processes are not a multiple of {parallel.tensor}"
+        raise UserError(
+            what,
+            code="tensor-size-mismatch",
+            where="parallel.tensor",
+            fix=f"give --nproc a multiple of {parallel.tensor}, or set it to 1",
+        )
+    ways = size // parallel.tensor
+    if parallel.shard == "auto":
+        shards = ways > 1 and (not fits() if before is None else before)
+    else:
+        shards = parallel.shard == "full"
+    if not shards or ways == 1:
+        split = Split(tensor=parallel.tensor)
+    else:
+        each = trains_whole(recipe) if parallel.sync == "auto" else parallel.sync == "micro_batch"
+        split = Split(
+            ways, parallel.tensor, reshard=parallel.reshard, each=each, offload=parallel.offload
+        )
+    if split.single:
+        return split
+    if recipe.train.optimizer == "adamw_8bit":
+        raise _not_with_split(
+            "moments of 8 bits cannot be split over processes",
+            "train.optimizer",
+            "set train.optimizer: adamw",
+        )
+    if recipe.train.compile == "on":
+        raise _not_with_split(
+            "layers that are split over processes are not compiled", "train.compile", "remove it"
+        )
+    if recipe.train.router_aux_loss:
+        what = "the load-balancing loss is not computed where weights are split over processes"
+        raise _not_with_split(what, "train.router_aux_loss", "remove it")
+    if split.offload:
+        check_offload(recipe, device)
+    return split
+
+
+def check_offload(recipe: Recipe, device: torch.device) -> None:
+    """Raise UserError where weights would be moved out of the memory of a device that there is
+    not.
+    """
+    if recipe.parallel.offload and device.type != "cuda":
+        what = "weights are in the host's memory already: there is no CUDA device"
+        raise UserError(
+            what, code="parallel-unsupported", where="parallel.offload", fix="remove it"
+        )
+
+
+def _not_with_split(what: str, where: str, fix: str) -> UserError:
+    return UserError(
+        what,
+        code="parallel-unsupported",
+        where=where,
+        fix=f"{fix}, or set parallel.shard: off and parallel.tensor: 1",
+    )
+
+
+def trains_whole(recipe: Recipe) -> bool:
+    """Whether all weights train."""
+    return recipe.model.lora is None and recipe.model.adapter is None
+
+
+def at_rest(recipe: Recipe) -> torch.dtype:
+    """Of the weights as they are kept.
+
+    All that train are masters: narrower, they would have lost their last bits.
+    """
+    dtype = DTYPES[recipe.model.dtype]
+    return torch.promote_types(dtype, torch.float32) if trains_whole(recipe) else dtype
+
+
+def sampled_in(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """Of products, keys and values while answers are sampled (see ``PolicyModel.sampling``)."""
+    return at_rest(recipe) if device.type == "cpu" else DTYPES[recipe.model.dtype]
+
+
+def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
+    """Return the model given, or the recipe's model, without weights."""
+    if model is not None:
+        return skeleton_of(model)
+    spec = prepared.recipe.model
+    scores = len(spec.attributes or ONE) if prepared.method.is_reward_model else None
+    return skeleton(
+        spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file, scores=scores
+    )
+
+
+def memory_of(
+    prepared: Prepared, shape: Shape, device: torch.device, split: Split, *, compiled: bool = False
+) -> Memory:
+    """What each process of a run will need."""
+    recipe = prepared.recipe
+    apart = recipe.model.lora is None or recipe.reference.model is not None
+    # where nothing is split, its copy shares the policy's frozen weights
+    moves = recipe.reference.sync_every is not None
+    width = DTYPES[recipe.model.dtype].itemsize
+    predicted = partial(
+        predict,
+        shape,
+        width=width,
+        frozen_copy=prepared.needs_reference and (apart or (moves and not split.single)),
+        checkpointing=recipe.train.checkpointing,
+        optimizer=recipe.train.optimizer,
+        device=device,
+        split=split,
+    )
+    found = predicted(compiled=compiled)
+    if prepared.values_apart:
+        found = with_values(found, predicted(), shape, width)
+    if prepared.rollouts:
+        rows, prompt, new = prepared.rollouts
+        found = replace(
+            found,
+            sampling=sampled(shape, rows, prompt + new, sampled_in(recipe, device).itemsize)
+            // split.tensor,
+        )
+    if recipe.reward:
+        found = replace(found, judges=bytes_of_rewards(recipe))
+    return found
+
+
+def fits_whole(prepared: Prepared, shape: Shape, device: torch.device, free: int | None) -> bool:
+    """Whether a process with this much free memory could hold all weights, and what else it takes
+    to train.
+    """
+    asked = prepared.recipe.train.micro_batch_tokens
+    needs = memory_of(prepared, shape, device, Split(tensor=prepared.recipe.parallel.tensor))
+    return free is None or needs.total(LEAST if asked == "auto" else asked) <= MARGIN * free
+
+
+def least_free(free: int | None, device: torch.device, group: Group) -> int | None:
+    """Bytes that each process has, when this one's device has so many: the least of all.
+
+    Those on a host share its memory.
+    """
+    if group.size == 1:
+        return free
+    host = zlib.crc32(socket.gethostname().encode())
+    hosts, sizes = group.gather(torch.tensor([[host, -1 if free is None else free]])).unbind(1)
+    if device.type != "cuda":
+        sizes = sizes // (hosts[:, None] == hosts).sum(0)
+    return None if bool((sizes < 0).any()) else int(sizes.min())
+
+
+def bytes_of_rewards(recipe: Recipe) -> int:
+    """Bytes of the weights of all reward models of a recipe, before any is loaded.
+
+    Raises UserError when one of them does not exist.
+    """
+    return sum(
+        _bytes_of_reward_model(target, parse_settings(target, settings, where), where)
+        for target, settings, where in list_reward_models(recipe.reward)
+    )
+
+
+def _bytes_of_reward_model(target: str, settings: RewardModelSettings, where: str) -> int:
+    with placed_at_reward(target, where):
+        source, _ = load_reward_recipe(target, settings)
+        spec = source.recipe.model
+        dtype = at_rest(source.recipe) if is_run(target) else DTYPES[spec.dtype]
+        layers = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, scores=1)
+        return sum(p.numel() for p in layers.parameters()) * dtype.itemsize

@@ -1,0 +1,90 @@
+"""The settings of reward models in a recipe, and the recipe that each of them is loaded by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from valence.config.load import LISTS, LoadedRecipe
+from valence.config.schema import Dtype
+from valence.errors import UserError
+from valence.rewards.build import KINDS
+from valence.rewards.rules import code_of, said
+from valence.trainer.targets import load_target
+
+
+class RewardModelSettings(BaseModel):
+    """The settings of a reward model in a recipe's reward section."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    attribute: str | dict[str, float] | None = None
+    """For a model with several attributes: the one that counts, or the weight of each."""
+    normalised: bool = False
+    """Scale scores to mean 0 and standard deviation 1 over the model's training rows."""
+    max_length: int = Field(2048, gt=0)
+    """Longest prompt with its answer, in tokens; longer ones have no score."""
+    as_chat: Literal["auto"] | bool | None = None
+    """Whether a prompt that is plain text becomes a user message, as data.as_chat.
+
+    Default: as the run that trained the model did; of a model's folder, exactly when its tokenizer
+    has a chat template.
+    """
+    tokens: int = Field(8192, gt=0)
+    """Tokens that run at once."""
+    dtype: Dtype | None = None
+    """Type of the weights. Default: that of the run that trained the model, else float32."""
+    trust_remote_code: bool = False
+    """Run the code that the model comes with."""
+
+
+def parse_settings(target: str, settings: Mapping[str, Any], where: str) -> RewardModelSettings:
+    """Return the settings of a reward model. where: of its entry in the recipe.
+
+    Raises UserError for an unknown name or a wrong value.
+    """
+    try:
+        return RewardModelSettings(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, names = (
+            ".".join(map(str, (where, "settings", *first["loc"]))),
+            ", ".join(RewardModelSettings.model_fields),
+        )
+        raise UserError(
+            f"{said(first)} (reward model {target})",
+            code=code_of(first),
+            where=place,
+            fix=f"its settings are {names}",
+        ) from error
+
+
+@contextmanager
+def placed_at_reward(target: str, where: str) -> Iterator[None]:
+    """Inside the block, a UserError names the entry of the recipe that names the reward model."""
+    try:
+        yield
+    except UserError as error:
+        fix = error.fix if Path(target).exists() or "/" in target else f"name {KINDS}"
+        raise UserError(
+            error.what, code=error.code, where=f"{where}.reward: {target} ({error.where})", fix=fix
+        ) from error
+
+
+def load_reward_recipe(
+    target: str, settings: RewardModelSettings
+) -> tuple[LoadedRecipe, list[str]]:
+    """Return the recipe of a reward model, and the overrides that it was loaded with."""
+    model = {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code or None}
+    overrides = [
+        f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None
+    ]
+    overrides += [f"data.max_length={settings.max_length}", "reference.cache=off"]
+    if settings.as_chat is not None:
+        overrides.append(f"data.as_chat={str(settings.as_chat).lower()}")
+    overrides += [f"data.{name}=[]" for name in LISTS]
+    return load_target(target, overrides), overrides

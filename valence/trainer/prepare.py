@@ -1,0 +1,626 @@
+"""From a recipe to a prepared run: rows are read, tokenized, audited and checked.
+
+No weights are loaded for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from valence.batching.kl_pairs import make_kl_pairs
+from valence.config.load import LISTS, LoadedRecipe, Setting
+from valence.config.messages import all_of
+from valence.config.schema import Data, Recipe
+from valence.data.audit import Audit, audit, overlap
+from valence.data.encode import EncodedSet, Encoder
+from valence.data.load import Loaded, load, sources_from
+from valence.data.objects import Rows
+from valence.data.sampler import Sampler, canonical_order
+from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
+from valence.data.template import with_template
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import by_first
+from valence.errors import UserError
+from valence.models.build import DTYPES, generation_stops, load_tokenizer, stops_of
+from valence.models.loading import must_exist
+from valence.models.quantized import check_library
+from valence.models.speed import automatic_dtype
+from valence.rewards.build import check_rewards
+from valence.trainer.methods import Method, method_in, method_of, reads_reference
+from valence.trainer.optim import check_optimizer, up
+from valence.types import Chat, Example, TokenizedCompletion, TokenizedExample
+
+KEYS_CODES = ("keys-missing-column", "keys-unknown-column")
+"""Mistakes in the ``keys`` of a file, which are often the same for all files of a recipe."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One list of a recipe's data (train, eval or test): its rows, their tokens, and what was found
+    in them.
+    """
+
+    loaded: Loaded
+    encoded: EncodedSet
+    audit: Audit
+
+    @property
+    def units(self) -> tuple[TokenizedExample, ...]:
+        return self.encoded.units
+
+    @cached_property
+    def examples(self) -> dict[str, Example]:
+        """The examples by content id."""
+        return {example.id: example for example in (*self.loaded.examples, *self.encoded.parts)}
+
+
+@dataclass(frozen=True)
+class AuxiliaryPart:
+    """What `mix` adds to every step: a method, and examples of its own.
+
+    ``name``: of its numbers in the log; ``rows``: of its corpus.
+    """
+
+    name: str
+    rows: str
+    method: Method
+    settings: Mapping[str, Any]
+    weight: float
+    sampler: Sampler
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything of a run short of its weights.
+
+    ``corpora``: train, eval, test, and mix.0.train and so on.
+    """
+
+    recipe: Recipe
+    source: LoadedRecipe
+    method: Method
+    encoder: Encoder
+    corpora: Mapping[str, Corpus]
+    has_rewards: bool = True
+    """Whether the recipe's rewards may be imported and called."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.encoder.tokenizer
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether the prompts of the run go through the chat template; without rows, whether plain
+        text would.
+        """
+        if not self.encoder.template.exists:
+            return False
+        prompts = [
+            example.prompt for corpus in self.corpora.values() for example in corpus.loaded.examples
+        ]
+        if any(isinstance(prompt, Chat) for prompt in prompts):
+            return True
+        return self.encoder.as_chat and (
+            not prompts or any(isinstance(prompt, str) for prompt in prompts)
+        )
+
+    @property
+    def sampler(self) -> Sampler:
+        train = self.recipe.train
+        return Sampler(
+            self.corpora["train"].units,
+            train.batch_size,
+            train.seed,
+            train.drop_last,
+            self.recipe.data.stratify,
+        )
+
+    @cached_property
+    def mixed(self) -> tuple[AuxiliaryPart, ...]:
+        """What `mix` adds to a step."""
+        train, names = self.recipe.train, [part.method for part in self.recipe.mix]
+        return tuple(
+            AuxiliaryPart(
+                part.method if names.count(part.method) == 1 else f"{part.method}{i}",
+                _mix(i),
+                method_of(part.method),
+                part.loss,
+                part.weight,
+                Sampler(
+                    self.corpora[_mix(i)].units, part.batch_size or train.batch_size, train.seed
+                ),
+            )
+            for i, part in enumerate(self.recipe.mix)
+        )
+
+    @cached_property
+    def planned(self) -> Sampler:
+        """The steps of the run as they are known beforehand: of own answers that there will be,
+        each as long as it may be.
+        """
+        if not self.method.online:
+            return self.sampler
+        rollout = self.recipe.rollout
+        most = TokenizedCompletion((0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens)
+        sides = 2 if self.method.loss.view == "pair" else 1
+        each = {"rejection": rollout.top_n}.get(
+            self.method.name, 1 if sides == 2 else rollout.num_rollouts
+        )
+        units = tuple(
+            replace(unit, answers=(most,) * sides)
+            for unit in self.corpora["train"].units
+            for _ in range(each)
+        )
+        return Sampler(
+            units, each * -(-self.recipe.train.batch_size // rollout.steps), self.recipe.train.seed
+        )
+
+    @property
+    def values_apart(self) -> bool:
+        """Whether a model of its own says what answers are worth."""
+        return (
+            self.method.online
+            and bool(self.recipe.loss.get("value"))
+            and self.recipe.value.trunk == "separate"
+        )
+
+    @cached_property
+    def rollouts(self) -> tuple[int, int, int] | None:
+        """Where this process samples: how many answers at once, and the most tokens of a prompt and
+        of an answer.
+        """
+        rollout = self.recipe.rollout
+        if not self.method.online or rollout.engine != "hf" or "train" not in self.corpora:
+            return None
+        prompts = min(self.recipe.train.batch_size, max(1, rollout.at_once // rollout.num_rollouts))
+        longest = max(len(unit.prompt_ids) for unit in self.corpora["train"].units)
+        return prompts * rollout.num_rollouts, longest, rollout.max_new_tokens
+
+    @property
+    def needs_reference(self) -> bool:
+        return reads_reference(self.recipe) or any(
+            method_of(part.method).needs_reference for part in self.recipe.mix
+        )
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Optimizer steps from one evaluation to the next."""
+        every = self.recipe.eval.every
+        return round(every) if every >= 1 else max(1, round(every * self.steps_per_epoch))
+
+    @property
+    def measured_training_rows(self) -> list[TokenizedExample]:
+        """The training rows that are measured after training, in the order of the data.
+
+        ``eval.train_examples`` of them, drawn from all.
+        """
+        number = self.recipe.eval.train_examples
+        if self.method.online or not number or "train" not in self.corpora:
+            return []
+        units = self.corpora["train"].units
+        order = canonical_order(units, self.recipe.train.seed, 0)
+        return [units[i] for i in sorted(order[:number])]
+
+    def method_for(self, corpus: str) -> Method:
+        """The method that reads the rows of a corpus."""
+        return next(
+            (method_of(part.method) for i, part in enumerate(self.recipe.mix) if corpus == _mix(i)),
+            self.method,
+        )
+
+    def origins(self, ids: Sequence[str], most: int = 8) -> str:
+        """Where training rows with these content ids are from, the first of them by name."""
+        trained_on = (corpus for name, corpus in self.corpora.items() if name.endswith("train"))
+        found = [
+            str(unit.origin)
+            for corpus in trained_on
+            for unit in corpus.units
+            if unit.id in set(ids)
+        ]
+        more = f" and {len(found) - most} more" if len(found) > most else ""
+        return ", ".join(found[:most]) + more
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass over the training rows: of a round of own answers those of
+        all its passes.
+        """
+        rollout = self.recipe.rollout
+        return self.sampler.steps_per_epoch * (rollout.steps_per_round if self.method.online else 1)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps_from(0)
+
+    def steps_from(self, first: int) -> int:
+        """Optimizer steps of the whole run when these rows come in after the first so many."""
+        train, rollout = self.recipe.train, self.recipe.rollout
+        if self.method.online:  # rounds do not end with an epoch
+            rounds = up(train.epochs * len(self.corpora["train"].units) / train.batch_size)
+            steps = first + rounds * rollout.steps_per_round
+        else:
+            steps = first + up(train.epochs * self.steps_per_epoch)
+        return steps if train.max_steps is None else min(steps, train.max_steps)
+
+    @property
+    def ends_early(self) -> str:
+        """What to say when train.max_steps is never reached."""
+        most = self.recipe.train.max_steps
+        if most is None or self.total_steps >= most:
+            return ""
+        return f"train.epochs ends after {self.total_steps} steps, before train.max_steps: {most}"
+
+
+def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe:
+    """Replace ``model.dtype: auto`` by the type that suits rank 0's machine, for all of group."""
+    if source.recipe.model.dtype != "auto":
+        return source
+    return source.with_automatic("model.dtype", *by_first(group or Single(), automatic_dtype))
+
+
+def prepare(
+    source: LoadedRecipe,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    given: Mapping[str, Rows | None] | None = None,
+    policy: Any = None,
+    rewards: bool = True,
+) -> Prepared:
+    """Read, encode and audit all rows of a recipe.
+
+    given: rows in memory that replace the recipe's train or eval files. policy: a model that
+    replaces the recipe's, for the tokens at which it stops. rewards: False leaves the recipe's
+    reward functions out; nothing of them is imported, and they cannot be called later. Raises
+    UserError for a mistake in the recipe or the data.
+    """
+    with source.placing():
+        source = with_dtype(source)
+        recipe = source.recipe
+        model, data = recipe.model, recipe.data
+        method = method_in(recipe)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(
+                model.tokenizer or model.name,
+                gguf_file=None if model.tokenizer else model.gguf_file,
+                trust_remote_code=model.trust_remote_code,
+            )
+        tokenizer = with_template(tokenizer, data.chat_template)
+        how: dict[str, Any] = {
+            "long_rows": data.long_rows,
+            "train_on": data.train_on,
+            "as_chat": data.as_chat,
+            "chat_template_kwargs": data.chat_template_kwargs,
+            "stop_ids": _stop_ids(recipe, policy),
+        }
+        answers = recipe.rollout.max_new_tokens if method.online else 0
+        _check_room(data.max_length, answers)
+        encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **how)
+        if data.as_chat == "auto":
+            why = (
+                "the tokenizer has a chat template"
+                if encoder.as_chat
+                else "the tokenizer has no chat template"
+            )
+            source = source.with_automatic("data.as_chat", encoder.as_chat, why)
+        corpora: dict[str, Corpus] = {}
+        wrong_keys: list[UserError] = []
+        for name in LISTS:
+            rows = (given or {}).get(name)
+            if rows is not None or getattr(data, name):
+                try:
+                    corpora[name] = read_corpus(
+                        rows if rows is not None else getattr(data, name), method, data, encoder
+                    )
+                except UserError as error:
+                    if error.code not in KEYS_CODES and not wrong_keys:
+                        raise
+                    wrong_keys += (
+                        [_placed_at_keys(error, name, source)] if error.code in KEYS_CODES else []
+                    )
+            if name in corpora and name != "train" and "train" in corpora:
+                corpora[name] = _compared(corpora[name], corpora["train"])
+        if wrong_keys:
+            raise all_of(wrong_keys, source.settings["method"].origin.split(":")[0])
+        for i, part in enumerate(recipe.mix if "train" in corpora else ()):
+            own = data.model_copy(update={"convert": part.convert, "threshold": part.threshold})
+            corpora[_mix(i)] = read_corpus(
+                part.train,
+                method_of(part.method),
+                own,
+                Encoder(tokenizer, max_length=data.max_length, **how),
+            )
+        corpora = {
+            name: _with_advice(corpus, source.recipe, name) for name, corpus in corpora.items()
+        }
+        source = _named(_balanced(source, corpora), corpora)
+        if method.kind == "scored":
+            corpora = {
+                name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()
+            }
+        prepared = Prepared(source.recipe, source, method, encoder, corpora, rewards)
+        _check(prepared)
+        return prepared
+
+
+def _placed_at_keys(error: UserError, name: str, source: LoadedRecipe) -> UserError:
+    """A mistake in the ``keys`` of a file, with the place where the recipe sets them."""
+    for index, file in enumerate(getattr(source.recipe.data, name)):
+        keys = f"data.{name}.{index}.keys"
+        if file.path == error.where and keys in source.settings:
+            where = f"{source.settings[keys].origin} ({keys})"
+            return UserError(
+                f"{error.where}: {error.what}", code=error.code, where=where, fix=error.fix
+            )
+    return error
+
+
+def _stop_ids(recipe: Recipe, policy: Any) -> tuple[int, ...]:
+    """Tokens at which the model stops, by its generation config."""
+    if policy is not None:
+        return stops_of(getattr(policy, "generation_config", None) or policy.config)
+    model = recipe.model
+    return generation_stops(
+        model.name, gguf_file=model.gguf_file, trust_remote_code=model.trust_remote_code
+    )
+
+
+def _check_room(max_length: int, answers: int) -> None:
+    """Raises UserError when answers of so many tokens leave no room for their prompts."""
+    if max_length - answers < 1:
+        what = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
+        raise UserError(
+            what,
+            code="max-length-too-small",
+            where="data.max_length",
+            fix="raise it, or lower rollout.max_new_tokens",
+        )
+
+
+def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
+    """The recipe with every `class_weights: auto` replaced by the weights that the training rows
+    ask for.
+    """
+    recipe, settings = source.recipe, dict(source.settings)
+    if "train" in corpora and recipe.loss.get("class_weights") == "auto":
+        found = _weights(recipe.method, corpora["train"].units)
+        recipe = recipe.model_copy(update={"loss": recipe.loss | found})
+        settings |= {
+            f"loss.{name}": Setting(value, "loss.class_weights: auto", False)
+            for name, value in found.items()
+        }
+    mix = [
+        part.model_copy(update={"loss": part.loss | _weights(part.method, corpora[_mix(i)].units)})
+        if part.loss.get("class_weights") == "auto" and _mix(i) in corpora
+        else part
+        for i, part in enumerate(recipe.mix)
+    ]
+    for i, part in enumerate(mix):
+        if part is not recipe.mix[i]:
+            settings[f"mix.{i}.loss"] = Setting(part.loss, "loss.class_weights: auto", False)
+    return LoadedRecipe(recipe.model_copy(update={"mix": mix}), settings)
+
+
+def _with_advice(corpus: Corpus, recipe: Recipe, name: str) -> Corpus:
+    """With advice on class weights only where the recipe could follow it."""
+    follows = _loss_of(recipe, name).get("class_weights") == "given"
+    return corpus if follows else replace(corpus, audit=replace(corpus.audit, weights=None))
+
+
+def _weights(method: str, units: Sequence[TokenizedExample]) -> dict[str, Any]:
+    """Settings of a loss in place of `class_weights: auto`."""
+    balances = method_of(method).loss.balances
+    assert balances is not None
+    ups = sum(unit.label is True for unit in units)
+    up, down = balances(ups, len(units) - ups)
+    return {"class_weights": "given", "desirable_weight": up, "undesirable_weight": down}
+
+
+def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
+    """The recipe of a reward model with what it learns of a row, and the names of what it
+    scores.
+    """
+    recipe = source.recipe
+    if not method_in(recipe).is_reward_model or not corpora:
+        return source
+    units = corpora.get("train", next(iter(corpora.values()))).units
+    kind = recipe.loss.get("verdict", "score")
+    if kind == "auto":
+        first = recipe.loss["error"] == "cross_entropy"
+        kind = verdict(
+            units, ("label", "score", "attributes") if first else ("score", "attributes", "label")
+        )
+    names = recipe.model.attributes or list(attribute_names(units) if kind == "attributes" else ONE)
+    if kind != "attributes" and len(names) > 1:
+        what = f"{recipe.method} learns one number of each answer here, and these are {len(names)}"
+        raise UserError(what, code="attributes-unused", where="model.attributes", fix="remove it")
+    loss = recipe.loss | ({"verdict": kind} if "verdict" in recipe.loss else {})
+    found = {"model.attributes": names, **({"loss.verdict": kind} if "verdict" in loss else {})}
+    settings = {
+        **source.settings,
+        **{name: Setting(value, "the rows", False) for name, value in found.items()},
+    }
+    model = recipe.model.model_copy(update={"attributes": names})
+    return LoadedRecipe(recipe.model_copy(update={"model": model, "loss": loss}), settings)
+
+
+def _with_targets(corpus: Corpus, recipe: Recipe) -> Corpus:
+    """Rows of a reward model that learns from single answers."""
+    levels, error = recipe.loss.get("levels"), recipe.loss.get("error")
+    units = with_targets(
+        corpus.units, recipe.loss.get("verdict", "score"), recipe.model.attributes or ONE
+    )
+    if levels:
+        what = f"{recipe.method} reads whole numbers from 1 to {levels}"
+        fix = (
+            "number them from 1, set loss.levels to the largest; or use pointwise with "
+            "loss.error: squared"
+        )
+        check_range(units, 1, levels, True, what, fix)
+    elif error == "cross_entropy":
+        what = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
+        check_range(units, 0, 1, False, what, "set loss.error: squared or huber")
+    return replace(corpus, encoded=replace(corpus.encoded, units=units))
+
+
+def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
+    """Rows in memory as a run's own are read and checked.
+
+    Raises UserError for a mistake in them.
+    """
+    corpus = read_corpus(rows, prepared.method, prepared.recipe.data, prepared.encoder)
+    if prepared.method.kind == "scored":
+        corpus = _with_targets(corpus, prepared.recipe)
+    _check_columns(prepared.method, corpus.units)
+    return corpus
+
+
+def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
+    """Rows of files (``Source`` sections or paths) or in memory, as examples of the method's kind,
+    as tokens, audited.
+    """
+    how = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
+    how |= {"mask_truncated": data.mask_truncated}
+    how |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
+    loaded = load(sources_from(rows), method.kind, **how)
+    encoded = encoder.encode_all(loaded.examples, loaded.sources)
+    bad = [row for row in encoded.unusable if not row.dropped]
+    if bad and data.on_bad_row == "stop":
+        raise UserError(
+            bad[0].reason,
+            code=bad[0].code,
+            where=str(bad[0].origin),
+            fix=_bad_row_remedy(bad[0].fix),
+        )
+    if not encoded.units:
+        raise UserError(
+            f"none of the {len(loaded.examples)} rows can be used: {encoded.unusable[0].reason}",
+            code="no-usable-rows",
+            where=str(encoded.unusable[0].origin),
+            fix=encoded.unusable[0].fix or "see the audit (`valence check RECIPE`)",
+        )
+    return Corpus(loaded, encoded, audit(loaded, encoded, encoder))
+
+
+def _compared(corpus: Corpus, train: Corpus) -> Corpus:
+    """The same with the audit also saying which of the rows are trained on."""
+    shared = overlap(train.loaded.examples, corpus.loaded.examples)
+    return replace(
+        corpus, audit=replace(corpus.audit, findings={**corpus.audit.findings, **shared})
+    )
+
+
+def _bad_row_remedy(fix: str | None) -> str:
+    skip = "`data.on_bad_row: skip` leaves such rows out, counts and lists them"
+    return f"{fix}; {skip}" if fix else skip
+
+
+def _check(prepared: Prepared) -> None:
+    """What can be known to fail before a model is loaded."""
+    recipe = prepared.recipe
+    for setting, named in (
+        ("model.adapter", recipe.model.adapter),
+        ("reference.model", recipe.reference.model),
+    ):
+        if named:
+            must_exist(named, setting)
+    if prepared.has_rewards:
+        check_rewards(recipe.reward)
+    check_optimizer(recipe.train.optimizer, DTYPES[recipe.model.dtype])
+    if recipe.model.quantize:
+        check_library()
+    kept = recipe.reference.cache
+    if kept not in ("auto", "off") and Path(kept).exists() and not Path(kept).is_dir():
+        raise UserError(
+            f"{kept} is a file",
+            code="path-is-file",
+            where="reference.cache",
+            fix="name a folder, new or old",
+        )
+    for name, corpus in prepared.corpora.items():
+        method = prepared.method_for(name)
+        _check_columns(method, corpus.units)
+        if name.endswith("train") and not any(unit.weight for unit in corpus.units):
+            raise UserError(
+                "all rows have the weight 0",
+                code="rows-weight-zero",
+                where=str(corpus.units[0].origin),
+                fix="give some of them a weight",
+            )
+        if (
+            method.needs_kl_pairs
+            and not method.online
+            and _loss_of(recipe, name)["z0_scope"] == "step"
+        ):
+            most = prepared.recipe.eval.max_examples if name == "eval" else None
+            # raises when a row has no partner
+            make_kl_pairs(corpus.units[:most], max_length=prepared.recipe.data.max_length)
+    if "train" in prepared.corpora and prepared.total_steps == 0:
+        raise UserError(
+            f"{len(prepared.corpora['train'].units)} rows are fewer than one step of "
+            f"{prepared.recipe.train.batch_size}",
+            code="step-larger-than-data",
+            where="train.drop_last",
+            fix="set train.drop_last: false, or a smaller train.batch_size",
+        )
+
+
+def _mix(i: int) -> str:
+    return f"mix.{i}.train"
+
+
+def _loss_of(recipe: Recipe, corpus: str) -> Mapping[str, Any]:
+    return next((part.loss for i, part in enumerate(recipe.mix) if corpus == _mix(i)), recipe.loss)
+
+
+def _check_columns(method: Method, units: Sequence[TokenizedExample]) -> None:
+    """No row has a column that the method would ignore."""
+    for column, reads, has in (
+        ("margin", "margin", [unit for unit in units if unit.margin != 0]),
+        ("soft label", "wrong", [unit for unit in units if unit.soft is not None]),
+    ):
+        if has and reads not in method.loss.reads:
+            raise UserError(
+                f"the row has a {column}, which {method.name} does not read",
+                code="row-column-unused",
+                where=str(has[0].origin),
+                fix="remove the column, or use a method that reads it (dpo)",
+            )
+    even = next((unit for unit in units if unit.soft == 0.5), None)
+    if even is not None and method.name == "robust_dpo":  # it divides by 1 - 2e
+        raise UserError(
+            "a soft label of 0.5 says nothing, and robust_dpo divides by that",
+            code="row-soft-label-even",
+            where=str(even.origin),
+            fix="leave the row out",
+        )
+
+
+def class_weight_warning(prepared: Prepared) -> str | None:
+    """What to say when class weights that the recipe sets leave the range that the KTO paper
+    advises, else None.
+
+    At the default weights the audit of the training rows says what is advised.
+    """
+    settings = prepared.recipe.loss
+    given = [
+        name
+        for name, s in prepared.source.settings.items()
+        if name.endswith("desirable_weight") and not s.is_default
+    ]
+    if not given or "train" not in prepared.corpora:
+        return None
+    from valence.data.audit import advised_weights
+
+    ups = sum(unit.label is True for unit in prepared.corpora["train"].units)
+    downs = len(prepared.corpora["train"].units) - ups
+    return advised_weights(
+        ups, downs, settings["desirable_weight"], settings["undesirable_weight"]
+    ).warning

@@ -1,0 +1,85 @@
+"""Sample completions from the policy in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from valence.data.encode import Encoder
+from valence.errors import UserError
+from valence.models.policy_model import PolicyModel
+from valence.rollouts import HFGenerator, Sampling
+from valence.types import Completion
+
+NOT_FINITE_FIX = "lower train.learning_rate, or use model.dtype: float32"
+"""What helps against a policy whose weights or logits are not finite."""
+
+
+class PolicySampler:
+    """Samples from the policy with the weights that it has. It is one of the rollout engines.
+
+    version: the number of optimizer steps that completions are marked with.
+    """
+
+    is_server = False
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        encoder: Encoder,
+        *,
+        version: Callable[[], int],
+        batch_size: int | None = None,
+    ) -> None:
+        """batch_size: completions that are sampled at once."""
+        model: Any = policy.model
+        size = {} if batch_size is None else {"batch_size": batch_size}
+        self.policy, self._version = policy, version
+        self.generator = HFGenerator(model, encoder.tokenizer, end_ids=encoder.end_ids, **size)
+
+    def generate(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        *,
+        first: int = 0,
+        progress: Callable[[int], None],
+    ) -> list[list[Completion]]:
+        """Return n completions of each prompt. first: the position of the first prompt, which
+        random numbers depend on. progress: called with the number of completions that have ended
+        since the last call.
+
+        Raises FloatingPointError when the policy's logits are not finite.
+        """
+        self.generator.version = self._version()
+        with self.policy.sampling():
+            return self.policy.within(
+                lambda: self.generator.generate(
+                    prompts, n, sampling, first=first, progress=progress
+                )
+            )
+
+    def begin(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
+    ) -> Future[list[list[Completion]]]:
+        raise UserError(
+            "the process that trains samples too, and cannot do both at once",
+            code="rollout-ahead-unsupported",
+            where="rollout.ahead",
+            fix="remove it",
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def sampling_failed(error: FloatingPointError, step: int) -> UserError:
+    """The error for a policy whose logits are not finite."""
+    return UserError(
+        f"the policy cannot be sampled: {error}",
+        code="sampling-failed",
+        where=f"step {step}",
+        fix=NOT_FINITE_FIX,
+    )

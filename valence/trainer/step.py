@@ -1,0 +1,763 @@
+"""One optimizer step: divide, count, estimate z0, forward, loss, backward, clip, update.
+
+``Objective.run`` computes the loss of a step and its gradient; ``optimizer_step`` applies it.
+Nothing else changes a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from valence.batching.kl_pairs import make_kl_pairs, make_kl_pairs_in_groups
+from valence.batching.micro_batches import (
+    RankBatches,
+    StepPacker,
+    balance_across_ranks,
+    round_robin,
+)
+from valence.distributed.protocol import Group
+from valence.errors import UserError
+from valence.losses import stats
+from valence.losses.average import Average, counts, divisors
+from valence.losses.metrics import mean
+from valence.losses.views import seq_view, sides, token_columns
+from valence.models.cache import CachedReference
+from valence.models.gradients import clear
+from valence.models.memory import out_of_memory
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import Reference
+from valence.models.router import ROUTER_AUX_LOSS, num_trained_tokens
+from valence.models.scores import Scorer
+from valence.trainer.methods import Method
+from valence.types import Mean, MicroBatch, PolicyOutput, Ranked, TokenizedExample, sent
+
+Progress = Callable[[MicroBatch | None], None]
+"""Called after each micro-batch; with None where this process had none."""
+Result = TypeVar("Result")
+
+
+def no_progress(batch: MicroBatch | None) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True)
+class SequenceResult:
+    """Measurements of one sequence.
+
+    logp, ref: sums of log-probabilities (nats). reward: the implicit one, if the loss has one, or
+    the score of a reward model. tokens: those that a loss reads. scores: of a reward model with
+    several outputs.
+    """
+
+    unit: int
+    side: int
+    logp: float | None
+    ref: float | None
+    reward: float | None
+    tokens: int
+    scores: tuple[float, ...] = ()
+
+
+@dataclass
+class StepResult:
+    """Measurements of a step.
+
+    ``loss``, ``micro_batches``, ``tokens_of`` and ``largest`` are those of all processes;
+    ``metrics``, ``checks`` and ``rows`` are this process's, to be pooled or gathered.
+
+    num_unique_tokens: tokens that any layout has to run. largest: tokens of the largest
+    micro-batch. tokens_of: tokens that ran through the policy, for each process. class_sums: for
+    the reward shift of BCO. router_aux_loss: the load-balancing loss of routers without its
+    weight, which is not part of ``loss``: the mean of the micro-batches' values, weighted by
+    their tokens (None: not computed).
+    """
+
+    loss: Tensor
+    num_unique_tokens: int
+    micro_batches: int = 0
+    largest: int = 0
+    tokens_of: list[int] = field(default_factory=list[int])
+    metrics: dict[str, list[Mean | Ranked]] = field(default_factory=dict[str, list[Mean | Ranked]])
+    checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(
+        default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]]
+    )
+    rows: list[SequenceResult] = field(default_factory=list[SequenceResult])
+    class_sums: Tensor | None = None
+    router_aux_loss: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that ran through the policy, on all processes together."""
+        return sum(self.tokens_of)
+
+    def not_finite(self) -> list[str]:
+        """Content ids of the rows whose log-probability is not finite.
+
+        All rows of a micro-batch when only its loss is not finite.
+        """
+        names: list[str] = []
+        for ids, is_finite, is_loss_finite in self.checks:
+            if not bool(is_loss_finite):
+                bad = [row for row, fine in zip(ids, is_finite.tolist(), strict=True) if not fine]
+                names += bad or ids
+        return sorted(set(names))
+
+
+@dataclass
+class Objective:
+    """A method with its settings, a policy and a reference.
+
+    Split invariance: counts and statistics of the whole step, over all processes, are known
+    before the first forward pass with a gradient. ``micro_batch_tokens`` changes no result.
+
+    shift: the running statistic of BCO. router_aux_loss: weight of the load-balancing loss of
+    routers. That loss is a product of means over the tokens of one micro-batch, so that above 0
+    the loss of a step depends on ``micro_batch_tokens``.
+    """
+
+    method: Method
+    settings: dict[str, Any]
+    policy: PolicyModel
+    reference: Reference | None
+    group: Group
+    micro_batch_tokens: int
+    max_length: int
+    shift: stats.RewardShift = field(default_factory=stats.RewardShift)
+    router_aux_loss: float = 0.0
+
+    def run(
+        self,
+        examples: Sequence[TokenizedExample],
+        following: Iterable[TokenizedExample] = (),
+        *,
+        backward: bool,
+        rows: bool = False,
+        weight: float = 1.0,
+        is_last: bool = True,
+        entropy: bool = False,
+        progress: Progress = no_progress,
+        router_tokens: int | None = None,
+    ) -> StepResult:
+        """Compute the loss of a step and its metrics; with ``backward`` also the gradient.
+
+        examples: those of the whole step, in canonical order. following: later examples of the
+        epoch, for KL pairs. rows: return the measurements of each sequence. weight: factor of the
+        loss in the gradient. is_last: no other loss of this step follows. entropy: measure that
+        of the policy. router_tokens: tokens over which the load-balancing loss of routers is
+        averaged, if not those of these examples.
+        """
+        # Build the prefix tree of the step, and divide it into micro-batches.
+        kl_pairs: list[TokenizedExample] = []
+        groups: list[int] | None = None
+        if self.method.needs_kl_pairs:
+            kl_pairs, groups = self.make_kl_pairs(examples, following)
+        packer = StepPacker(examples, kl_pairs, groups, self.policy.device)
+        is_joined = backward and self._fits_one_micro_batch(packer)
+        if is_joined:
+            batches = RankBatches(
+                [packer.micro_batch(packer.example_indices, packer.kl_indices)], 1
+            )
+        else:
+            batches = self._divide(packer, packer.example_indices)
+        result = StepResult(torch.zeros(()), packer.num_unique_tokens)
+
+        # Count over the whole step: averages divide by these.
+        trained = [batch.part(requires_grad=True) for batch in batches.local]
+        names = self.method.loss.averages(self.settings)
+        count = divisors(names, self.group.sum(counts(names, trained)))
+        shared = self._shared_statistics(trained, result)
+
+        # Estimate z0 of KTO, without a gradient. Joined KL pairs are measured in the pass below.
+        num_tokens = [len(batch.tokens) for batch in batches.local]
+        largest = max(num_tokens, default=0)
+        if kl_pairs and not is_joined:
+            kl_batches = self._divide(packer, packer.kl_indices)
+            num_tokens += [len(batch.tokens) for batch in kl_batches.local]
+            shared |= self._estimate_z0(kl_batches, max(groups or [0]) + 1, result, progress)
+
+        # Forward, loss and backward of each micro-batch.
+        step = _Step(
+            self, result, batches, count, shared, weight=weight, backward=backward, rows=rows,
+            is_last=is_last, entropy=entropy and not self.method.is_reward_model, progress=progress,
+            router_tokens=(router_tokens or total_tokens(examples))
+            if backward and self.router_aux_loss
+            else 0,
+        )  # fmt: skip
+        if self.method.loss.couples and (batches.num_rounds > 1 or self.group.size > 1):
+            losses = [step.run_coupled()]
+        else:
+            losses = step.run_separately()
+
+        self._add_up(result, losses, len(batches.local), sum(num_tokens), largest)
+        if step.router_tokens:
+            local = result.router_aux_loss
+            zero = torch.zeros((), device=self.policy.device)
+            result.router_aux_loss = self.group.sum(_wide(zero if local is None else local))
+        return result
+
+    # Dividing a step
+
+    def make_kl_pairs(
+        self, examples: Sequence[TokenizedExample], following: Iterable[TokenizedExample]
+    ) -> tuple[list[TokenizedExample], list[int]]:
+        """Return the KL pairs of a step, and which reference point each example belongs to."""
+        scope = self.settings["z0_scope"]
+        if scope == "step":
+            pairs = make_kl_pairs(examples, following, max_length=self.max_length)
+            return pairs, [0] * len(examples)
+        size = scope["group"]
+        pairs = make_kl_pairs_in_groups(
+            examples, size, scope["pairing"], max_length=self.max_length
+        )
+        return pairs, [i // size for i in range(len(examples))]
+
+    def _fits_one_micro_batch(self, packer: StepPacker) -> bool:
+        """Whether examples and KL pairs can share one micro-batch.
+
+        Their prompts are then run once, and the KL pairs read the keys and values of these.
+        """
+        return (
+            bool(packer.kl_pairs)
+            and self.policy.packs
+            and self.group.size == 1
+            and packer.num_unique_tokens <= self.micro_batch_tokens
+        )
+
+    def divide(self, examples: Sequence[TokenizedExample]) -> RankBatches:
+        """Return this rank's micro-batches of these examples."""
+        packer = StepPacker(examples, device=self.policy.device)
+        return self._divide(packer, packer.example_indices)
+
+    def _divide(self, packer: StepPacker, indices: Sequence[int]) -> RankBatches:
+        """Divide into micro-batches so small that each rank may have one, and balance the ranks."""
+        size, is_sharded = self.group.size, self.policy.is_sharded
+        share = -(-packer.num_tokens(indices) // size)
+        packed = packer.pack(indices, max(1, min(self.micro_batch_tokens, share)))
+        hidden: int = self.policy.causal.config.get_text_config().hidden_size
+        costs = [packer.attention_cost(rows, hidden) if size > 1 else 1.0 for rows in packed]
+        ranks = (round_robin if is_sharded else balance_across_ranks)(costs, size)
+        num_rounds = max(map(len, ranks))
+        local = [packer.micro_batch(packed[k]) for k in ranks[self.group.rank]]
+        dummy = None
+        if len(local) < num_rounds and (is_sharded or (self.method.loss.couples and not local)):
+            shortest = min(indices, key=lambda i: packer.example(i).tokens)
+            dummy = packer.micro_batch([shortest])
+        return RankBatches(local, num_rounds, dummy)
+
+    # Statistics of the step
+
+    def _shared_statistics(
+        self, batches: Sequence[MicroBatch], result: StepResult
+    ) -> dict[str, Tensor]:
+        """Statistics of the whole step that need no forward pass."""
+        loss, device = self.method.loss, self.policy.device
+        shared: dict[str, Tensor] = {}
+        if loss.shifts:
+            shared["delta"] = torch.full((), self.shift.delta, device=device)
+            if self.group.rank == 0:  # the value is the same on all processes
+                result.metrics["delta"] = [mean(shared["delta"][None])]
+        if loss.credit is not None:
+            targets = [batch.target[:, 0] for batch in batches if batch.target is not None]
+            scores = _wide(torch.cat(targets) if targets else torch.zeros(0, device=device))
+            shared["moments"] = stats.moments(self.group.sum(stats.powers(scores)))
+        return shared
+
+    @torch.no_grad()
+    def _estimate_z0(
+        self, batches: RankBatches, num_groups: int, result: StepResult, progress: Progress
+    ) -> dict[str, Tensor]:
+        """Estimate the reference points of KTO from KL pairs in micro-batches of their own."""
+
+        def measure(batch: MicroBatch) -> Tensor:
+            ref = self.reference_logps(batch)
+            return self._kl_sums(batch, self.policy(batch), ref)
+
+        sums = self.run_micro_batches(batches, measure, self.join_collectives, progress)
+        is_double = next(self.policy.parameters()).dtype == torch.float64
+        dtype = torch.float64 if is_double else torch.float32
+        zero = torch.zeros(2, num_groups, device=self.policy.device, dtype=dtype)
+        return self._reference_points(torch.stack(sums or [zero]).sum(0), result)
+
+    @torch.no_grad()
+    def _kl_sums(self, batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> Tensor:
+        """Sums and counts of log-ratios of the KL pairs, by reference point: [2, groups]."""
+        assert self.method.loss.statistic is not None
+        _, sums = self.method.loss.read(batch, out, ref, self.settings, view="seq")
+        return self.method.loss.statistic(sums["logp"], sums["ref"], batch.group, batch.num_groups)
+
+    def _reference_points(self, sums: Tensor, result: StepResult) -> dict[str, Tensor]:
+        """Return z0 [groups] (nats), and record it with its unclamped value."""
+        z0, unclamped = stats.reference_point(self.group.sum(sums))
+        if self.group.rank == 0:  # the value is the same on all processes
+            result.metrics |= {"kl": [mean(z0)], "kl/raw": [mean(unclamped)]}
+        return {"z0": z0}
+
+    # Running micro-batches
+
+    def run_micro_batches(
+        self,
+        batches: RankBatches,
+        run: Callable[[MicroBatch], Result],
+        join_collectives: Callable[[MicroBatch], object],
+        progress: Progress = no_progress,
+    ) -> list[Result]:
+        """Run this rank's micro-batches, as often as the rank with the most.
+
+        join_collectives: what a rank runs on the dummy batch while others run theirs, where
+        weights are sharded and every forward is collective.
+
+        Out of memory: where forwards are collective the rank raises UserError. Elsewhere all
+        ranks raise together, after the last round, an error that ``out_of_memory`` recognizes.
+        """
+        is_sharded = self.policy.is_sharded
+        results: list[Result] = []
+        failure: BaseException | None = None
+        for k in range(batches.num_rounds):
+            batch = batches.local[k] if k < len(batches.local) and failure is None else None
+            place = self.group.at("a micro-batch") if is_sharded else nullcontext()
+            try:
+                with final_out_of_memory(self.policy.shared or is_sharded), place:
+                    if batch is not None:
+                        results.append(run(batch))
+                    elif is_sharded and batches.dummy is not None:
+                        join_collectives(batches.dummy)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                failure, batch = error, None
+            progress(batch)
+        if not is_sharded and self.group.any(failure is not None):
+            raise failure or torch.OutOfMemoryError("another process ran out of memory")
+        return results
+
+    def reference_logps(self, batch: MicroBatch, *, is_dummy: bool = False) -> Tensor | None:
+        """Log-probabilities of the reference, if there is one. Dummy rows are not cached."""
+        if is_dummy and isinstance(self.reference, CachedReference):
+            return self.reference.beside(batch)
+        return self.reference(batch) if self.reference else None
+
+    @torch.no_grad()
+    def join_collectives(self, dummy: MicroBatch) -> None:
+        """Take part in forward passes of other ranks, without a gradient."""
+        self.reference_logps(dummy, is_dummy=True)
+        self.policy(dummy)
+
+    # Results
+
+    def _add_up(
+        self,
+        result: StepResult,
+        losses: Sequence[Tensor],
+        micro_batches: int,
+        tokens: int,
+        largest: int,
+    ) -> None:
+        """Add up the loss over the processes, and gather how much each of them ran."""
+        size, rank, device = self.group.size, self.group.rank, self.policy.device
+        tokens_of, largest_of = [0] * size, [0] * size
+        tokens_of[rank], largest_of[rank] = tokens, largest
+        loss = _wide(torch.stack(list(losses)).sum() if losses else torch.zeros((), device=device))
+        sizes = torch.tensor([micro_batches, *tokens_of, *largest_of], dtype=loss.dtype)
+        totals = self.group.sum(torch.cat([loss[None], sent(sizes, loss.device)]))
+        result.loss = totals[0]
+        if size == 1:  # no need to wait for the device
+            all_sizes = [micro_batches, tokens, largest]
+        else:
+            all_sizes = [int(each) for each in totals[1:].tolist()]
+        result.micro_batches = all_sizes[0]
+        result.tokens_of = all_sizes[1 : 1 + size]
+        result.largest = max(all_sizes[1 + size :])
+        if self.method.loss.shifts:
+            sums = result.class_sums
+            sums = torch.zeros(2, 2, device=device) if sums is None else sums
+            result.class_sums = self.group.sum(_wide(sums))
+
+    def update_statistics(self, result: StepResult) -> None:
+        """Update the running statistics after the step was applied."""
+        if result.class_sums is not None:
+            self.shift = self.shift.after(result.class_sums, self.settings["beta"])
+
+
+@dataclass
+class _Step:
+    """Forward, loss and backward of the micro-batches of one step. Fields: see ``Objective.run``.
+
+    count: what each average divides by. shared: statistics of the step. router_tokens: 0 if the
+    load-balancing loss is off.
+    """
+
+    objective: Objective
+    result: StepResult
+    batches: RankBatches
+    count: dict[Average, Tensor]
+    shared: dict[str, Tensor]
+    weight: float
+    backward: bool
+    rows: bool
+    is_last: bool
+    entropy: bool
+    progress: Progress
+    router_tokens: int
+
+    def __post_init__(self) -> None:
+        self._num_left = self.batches.num_rounds
+        loss, settings = self.objective.method.loss, self.objective.settings
+        self._outputs = (*loss.wants(settings), *(["entropy"] if self.entropy else []))
+        self._router_outputs = (ROUTER_AUX_LOSS,) if self.router_tokens else ()
+
+    def run_separately(self) -> list[Tensor]:
+        """Run each micro-batch forward and backward. Returns the loss of each."""
+
+        def join(dummy: MicroBatch) -> None:
+            self.objective.reference_logps(dummy, is_dummy=True)
+            self._backward_through_logps(dummy, None)
+
+        return self.objective.run_micro_batches(
+            self.batches, self._forward_backward, join, self.progress
+        )
+
+    def _forward_backward(self, batch: MicroBatch) -> Tensor:
+        objective, loss = self.objective, self.objective.method.loss
+        ref = objective.reference_logps(batch)
+        with torch.set_grad_enabled(self.backward):
+            out = objective.policy(batch, (*self._outputs, *self._router_outputs))
+            if not all(batch.requires_grad):  # KL pairs are part of this micro-batch
+                sums = objective._kl_sums(batch.part(requires_grad=False), out, ref)
+                self.shared |= objective._reference_points(sums, self.result)
+                batch = batch.part(requires_grad=True)
+            plain, view = loss.read(batch, out, ref, objective.settings, self._statistics(batch))
+            part = loss.total(plain, view, objective.settings, self.count)
+            self._backward(self._with_router_loss(self.weight * part, batch, out))
+        self._record(batch, out, ref, plain, view, part.detach())
+        return part.detach()
+
+    def run_coupled(self) -> Tensor:
+        """Run a loss that depends on the sequences of all micro-batches together.
+
+        The gradient with respect to every log-probability comes first. Each micro-batch then runs
+        once more, backward through sum(logp * gradient). Returns this process's share.
+        """
+        objective, group = self.objective, self.objective.group
+        loss, settings = objective.method.loss, objective.settings
+        is_idle = not self.batches.local
+        leaves: list[Tensor] = []
+
+        def read(batch: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            ref = objective.reference_logps(batch, is_dummy=is_idle)
+            with torch.no_grad():
+                out = objective.policy(batch, self._outputs)
+            out = replace(out, logp=out.logp.detach().requires_grad_(self.backward))
+            views = loss.read(batch, out, ref, settings, self._statistics(batch))
+            if not is_idle:
+                leaves.append(out.logp)
+                self._record(batch, out, ref, *views, torch.zeros(()))
+            return views
+
+        batches = self.batches
+        if is_idle and batches.dummy is not None:
+            batches = replace(batches, local=[batches.dummy])
+        progress: Progress = (lambda _: self.progress(None)) if is_idle else self.progress
+        reads = objective.run_micro_batches(batches, read, objective.join_collectives, progress)
+        plain, view = (_join([each[side] for each in reads], group, is_idle) for side in (0, 1))
+        part = loss.total(plain, view, settings, self.count)
+        if self.backward:
+            (self.weight * part).backward()
+            gradients = iter(leaves)
+            objective.run_micro_batches(
+                self.batches,
+                lambda batch: self._backward_through_logps(batch, next(gradients).grad),
+                lambda dummy: self._backward_through_logps(dummy, None),
+            )
+        return part.detach() / group.size  # every process has computed the same loss
+
+    def _backward_through_logps(self, batch: MicroBatch, gradient: Tensor | None) -> None:
+        """Run backward from the gradient of the log-probabilities; None: add nothing."""
+        with torch.set_grad_enabled(self.backward):
+            out = self.objective.policy(batch, () if gradient is None else self._router_outputs)
+            values = out.logp if out.score is None else out.score
+            part = (values * (0 if gradient is None else gradient)).sum()
+            self._backward(self._with_router_loss(part, batch, out))
+
+    def _backward(self, part: Tensor) -> None:
+        """Add the gradient. Sharded gradients are added up over processes with the last one."""
+        if not self.backward:
+            return
+        self._num_left -= 1
+        if self.objective.policy.is_sharded:
+            from valence.distributed.fsdp2 import sync_gradients
+
+            sync_gradients(self.objective.policy, self.is_last and self._num_left == 0)
+        part.backward()
+
+    def _with_router_loss(self, part: Tensor, batch: MicroBatch, out: PolicyOutput) -> Tensor:
+        """Add this micro-batch's share of the load-balancing loss to ``part``, and record it."""
+        loss = out.router_aux_loss
+        if loss is None:
+            return part
+        num_tokens = num_trained_tokens(batch)
+        share = num_tokens / self.router_tokens
+        detached, total = loss.detach(), self.result.router_aux_loss
+        record = Mean(num_tokens * detached, torch.full_like(detached, num_tokens))
+        self.result.metrics.setdefault(ROUTER_AUX_LOSS, []).append(record)
+        self.result.router_aux_loss = share * detached + (0 if total is None else total)
+        return part + self.objective.router_aux_loss * share * loss
+
+    def _statistics(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """Statistics of the step, and the reference point of each sequence."""
+        statistics = {
+            name: values[batch.group] if name == "z0" else values
+            for name, values in self.shared.items()
+        }
+        if "thresholds" in self.objective.method.loss.reads:
+            # New for each micro-batch, as each runs backward through them.
+            assert isinstance(self.objective.policy, Scorer)
+            assert self.objective.policy.thresholds is not None
+            statistics["thresholds"] = self.objective.policy.thresholds
+        return statistics
+
+    def _record(
+        self,
+        batch: MicroBatch,
+        out: PolicyOutput,
+        ref: Tensor | None,
+        plain: dict[str, Tensor],
+        view: dict[str, Tensor],
+        part: Tensor,
+    ) -> None:
+        """Record metrics, finiteness, and the measurements of each sequence."""
+        loss, result = self.objective.method.loss, self.result
+        out = replace(out, logp=out.logp.detach())
+        sums = seq_view(batch, token_columns(batch, out, ref))
+        is_finite = torch.isfinite(sums["logp"] - sums["ref"] if "ref" in sums else sums["logp"])
+        if out.score is not None:
+            is_finite &= torch.isfinite(out.score.detach()).all(1)
+        result.checks.append((batch.ids, is_finite, torch.isfinite(part) & is_finite.all()))
+        measured = loss.measure(batch, out, ref, plain, view, self.objective.settings)
+        for name, metric in measured.items():
+            result.metrics.setdefault(name, []).append(metric)
+        if out.entropy is not None:
+            entropy = mean(out.entropy.detach()[batch.scored])
+            result.metrics.setdefault("entropy", []).append(entropy)
+        if loss.shifts:
+            class_sums, total = stats.class_sums(view), result.class_sums
+            result.class_sums = class_sums if total is None else total + class_sums
+        if self.rows:
+            result.rows += _sequence_results(
+                batch, sums, out.score, loss.rewards(view, self.objective.settings)
+            )
+
+
+def _sequence_results(
+    batch: MicroBatch,
+    sums: dict[str, Tensor],
+    scores: Tensor | None,
+    rewards: Sequence[Tensor] | None,
+) -> list[SequenceResult]:
+    """Measurements of each sequence. rewards: [S], or those of both sides of pairs."""
+    columns = batch.unit.tolist(), batch.side.tolist(), map(int, sums["n"].tolist())
+    if scores is not None:
+        return [
+            SequenceResult(unit, side, None, None, row[0], n)
+            if len(row) == 1
+            else SequenceResult(unit, side, None, None, None, n, tuple(row))
+            for unit, side, n, row in zip(*columns, scores.detach().tolist(), strict=True)
+        ]
+    no_values: list[None] = [None] * batch.sequences
+    refs = sums["ref"].tolist() if "ref" in sums else no_values
+    if rewards is None:
+        by_sequence = no_values
+    elif len(rewards) == 1:
+        by_sequence = rewards[0].tolist()
+    else:
+        both = torch.cat(list(rewards))
+        by_sequence = torch.empty_like(both).index_put((torch.cat(sides(batch)),), both).tolist()
+    values = zip(*columns, sums["logp"].tolist(), refs, by_sequence, strict=True)
+    return [SequenceResult(unit, side, logp, r, rw, n) for unit, side, n, logp, r, rw in values]
+
+
+def _join(views: Sequence[dict[str, Tensor]], group: Group, is_idle: bool) -> dict[str, Tensor]:
+    """Join the views of all micro-batches of all processes, in the order of the step.
+
+    The order breaks ties. Values without an axis hold for all. Only this process's part has a
+    gradient.
+    """
+    joined = {
+        name: torch.cat([view[name] for view in views])
+        for name, value in sorted(views[0].items())
+        if value.ndim
+    }
+    if group.size > 1:
+        joined = _gather({n: v[:0] if is_idle else v for n, v in joined.items()}, group)
+    order = joined["unit"].argsort(stable=True)
+    return {
+        name: joined[name][order] if name in joined else value for name, value in views[0].items()
+    }
+
+
+def _gather(local: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Gather the values [S, ...] of all processes. This process's part keeps its gradient.
+
+    They are sent as one table in float64, which represents every float32 and every index exactly.
+    """
+    widths = [math.prod(value.shape[1:]) for value in local.values()]
+    parts = [
+        value.detach().double().reshape(len(value), width)
+        for value, width in zip(local.values(), widths, strict=True)
+    ]
+    table = torch.cat(parts, 1)
+    ends = group.gather(torch.tensor([len(table)], device=table.device)).cumsum(0).tolist()
+    start, end = ends[group.rank] - len(table), ends[group.rank]
+    gathered: dict[str, Tensor] = {}
+    columns = group.gather(table).split(widths, 1)
+    for (name, value), column in zip(local.items(), columns, strict=True):
+        everyone = column.reshape(-1, *value.shape[1:]).to(value.dtype)
+        gathered[name] = torch.cat([everyone[:start], value, everyone[end:]])
+    return gathered
+
+
+@dataclass(frozen=True)
+class AuxiliaryLoss:
+    """A second loss of a step: ``weight`` times its objective over examples of its own.
+
+    name: prefix of its metrics.
+    """
+
+    name: str
+    objective: Objective
+    weight: float
+    examples: Sequence[TokenizedExample]
+    following: Iterable[TokenizedExample]
+
+
+def optimizer_step(
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    examples: Sequence[TokenizedExample],
+    following: Iterable[TokenizedExample],
+    clip_norm: float | None,
+    auxiliary: Sequence[AuxiliaryLoss] = (),
+    entropy: bool = False,
+) -> tuple[StepResult, float, bool]:
+    """Update the policy once.
+
+    Returns the measurements, the norm of the gradient before clipping, and whether the update was
+    applied. A loss or gradient that is not finite leaves weights and optimizer unchanged.
+
+    entropy: measure that of the policy over the trained tokens of ``examples``.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    clear(parameters)
+
+    # Loss and gradient of the objective and of auxiliary losses.
+    router_tokens = total_tokens(examples) + sum(total_tokens(aux.examples) for aux in auxiliary)
+    result = objective.run(
+        examples, following, backward=True, is_last=not auxiliary, entropy=entropy,
+        router_tokens=router_tokens,
+    )  # fmt: skip
+    results = [(objective, result)]
+    for aux in auxiliary:
+        # Their examples are stored ones, whatever the temperature of sampling.
+        with aux.objective.policy.tempered(1.0):
+            aux_result = aux.objective.run(
+                aux.examples, aux.following, backward=True, weight=aux.weight,
+                is_last=aux is auxiliary[-1], router_tokens=router_tokens,
+            )  # fmt: skip
+        results.append((aux.objective, aux_result))
+        result = _with_auxiliary(result, aux, aux_result)
+    if result.router_aux_loss is not None:
+        router_loss = objective.router_aux_loss * result.router_aux_loss
+        result = replace(result, loss=result.loss + router_loss)
+
+    # Clip and update.
+    with final_out_of_memory(objective.group.size > 1):
+        objective.group.reduce_gradients(parameters)
+        norm = objective.group.norm(parameters)
+        if clip_norm is not None:
+            clip_gradients(parameters, clip_norm, norm)
+    # The only place in a step that waits for the device.
+    norm_value, loss_value = torch.stack([norm.to(result.loss), result.loss]).tolist()
+    is_applied = math.isfinite(norm_value) and math.isfinite(loss_value)
+    if is_applied:
+        _update(optimizer)
+        for each, each_result in results:
+            each.update_statistics(each_result)
+    clear(parameters)
+    return result, norm_value, is_applied
+
+
+def _with_auxiliary(result: StepResult, aux: AuxiliaryLoss, aux_result: StepResult) -> StepResult:
+    """Add the measurements of an auxiliary loss, whose metrics keep names of their own."""
+    is_first = aux.objective.group.rank == 0
+    loss_metric = {"loss": [mean(aux_result.loss[None])]} if is_first else {}
+    metrics = {f"{aux.name}/{n}": parts for n, parts in (aux_result.metrics | loss_metric).items()}
+    router_losses = [
+        each.router_aux_loss for each in (result, aux_result) if each.router_aux_loss is not None
+    ]
+    return replace(
+        result,
+        loss=result.loss + aux.weight * aux_result.loss,
+        micro_batches=result.micro_batches + aux_result.micro_batches,
+        tokens_of=[a + b for a, b in zip(result.tokens_of, aux_result.tokens_of, strict=True)],
+        num_unique_tokens=result.num_unique_tokens + aux_result.num_unique_tokens,
+        largest=max(result.largest, aux_result.largest),
+        metrics=result.metrics | metrics,
+        checks=result.checks + aux_result.checks,
+        router_aux_loss=torch.stack(router_losses).sum() if router_losses else None,
+    )
+
+
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients of this norm to at most ``max_norm``."""
+    # Tensors that are split over different processes cannot be scaled in one call.
+    for mesh in {getattr(p, "device_mesh", None) for p in parameters}:
+        group = [p for p in parameters if getattr(p, "device_mesh", None) == mesh]
+        clip_grads_with_norm_(group, max_norm, norm)
+
+
+def _update(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        raise UserError(
+            "the optimizer does not support a parameter group with both sharded and whole weights",
+            code="optimizer-mixes-weights",
+            where="optimizer",
+            fix="give weights with fewer than 2 dimensions a parameter group of their own, or "
+            "set parallel.shard: off",
+        ) from error
+
+
+@contextmanager
+def final_out_of_memory(is_collective: bool) -> Iterator[None]:
+    """Raise UserError for out of memory in a collective operation, which one rank cannot retry."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_collective or not out_of_memory(error):
+            raise
+        raise UserError(
+            "out of memory in a collective operation",
+            code="out-of-memory",
+            where="train.micro_batch_tokens",
+            fix="halve it, or set train.checkpointing: full, then rerun the same command to resume",
+        ) from error
+
+
+def total_tokens(examples: Sequence[TokenizedExample]) -> int:
+    """Tokens of all sequences, a shared prompt once for each of them."""
+    return sum(example.tokens for example in examples)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """In float64 where the device has it, so that sums do not depend on how a step is divided."""
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64)

@@ -1,0 +1,631 @@
+"""The training loop: steps, evaluations, the log, and when the run is saved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from valence.config.schema import Recipe
+from valence.distributed.protocol import Group
+from valence.distributed.together import gathered
+from valence.errors import UserError
+from valence.models import speed
+from valence.models.build import DTYPES
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import Reference, SyncedReference
+from valence.reports.console import Progress, number
+from valence.reports.live import Dashboard
+from valence.reports.results import FILES, read_history
+from valence.reports.sinks import SAMPLES, FanOut, JsonlSink
+from valence.rollouts import Sampling
+from valence.runs.folder import RunFolder
+from valence.runs.messages import Messages
+from valence.runs.signals import SharedStop
+from valence.trainer.evaluate import Evaluation
+from valence.trainer.examples import ExampleSource, NothingToLearnError, StoredExamples
+from valence.trainer.memory import MemoryRetry, peak_memory
+from valence.trainer.model_files import ModelWriter
+from valence.trainer.optim import warmup_steps
+from valence.trainer.pages import Pages
+from valence.trainer.prepare import AuxiliaryPart, Prepared, rows_to_measure
+from valence.trainer.sampling import PolicySampler, sampling_failed
+from valence.trainer.saver import Saver
+from valence.trainer.state import LightState, TrainState
+from valence.trainer.step import AuxiliaryLoss, Objective, StepResult, optimizer_step
+from valence.types import Chat, Completion, Content, Mean
+
+Callback = Callable[["Trainer", Mapping[str, Any]], None]
+
+SHOWN = ("loss", "reward/mean", "eval/loss", "eval/rewards/accuracies", "eval/rewards/auc", "kl")
+"""Metrics in the ``repr`` of a trainer, if its log has them."""
+
+PRINTED = (
+    "loss",
+    "reward/mean",
+    "rewards/margins",
+    "rewards/accuracies",
+    "rewards/auc",
+    "rewards/spearman",
+    "logps/token",
+    "kl",
+    "rollout/length",
+)
+"""Metrics of an evaluation that are printed as soon as they are known."""
+
+
+class Trainer:
+    """Trains a policy, and measures and samples it.
+
+    ``fit`` trains to the end; ``evaluate`` measures any rows; ``state_dict`` and
+    ``load_state_dict`` move a run to another process, which continues exactly as the first would
+    have. Without a ``folder`` nothing is written.
+
+    ended: a message if training ends before its last step because nothing is left to learn.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        state: TrainState,
+        examples: ExampleSource,
+        *,
+        world: Group,
+        stop: SharedStop,
+        messages: Messages,
+        retry: MemoryRetry,
+        log: FanOut,
+        model_writer: ModelWriter,
+        folder: RunFolder | None = None,
+        jsonl: JsonlSink | None = None,
+        saver: Saver | None = None,
+        callbacks: Sequence[Callback] = (),
+        finished: bool = False,
+    ) -> None:
+        """world: all processes. log: where records go. jsonl: the log file, in the process that
+        writes it. finished: the run is only here to be measured.
+        """
+        self.prepared, self.state, self.examples = prepared, state, examples
+        self.world, self.stop, self.messages, self.retry = world, stop, messages, retry
+        self.log, self.model_writer, self.folder, self.saver = log, model_writer, folder, saver
+        self.callbacks, self.finished = tuple(callbacks), finished
+        self._jsonl = jsonl
+        self.pages = (
+            Pages(folder.path, messages.warn) if folder is not None and folder.writes else None
+        )
+        self.nothing_to_learn = ""
+
+    # What users look at
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.prepared.recipe
+
+    @property
+    def policy(self) -> PolicyModel:
+        return self.state.policy
+
+    @property
+    def reference(self) -> Reference | None:
+        return self.state.reference
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.step
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.state.total_steps
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that ran through the policy in training."""
+        return self.state.counters.tokens_seen
+
+    @property
+    def evaluations(self) -> dict[int, dict[str, float]]:
+        """Metrics on the rows of ``data.eval``, by step."""
+        return self.state.evaluations
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder."""
+        return Path(self.recipe.run.dir)
+
+    @property
+    def report(self) -> Path:
+        """The page with curves, samples and warnings."""
+        return self.directory / FILES["report"]
+
+    @property
+    def model_dir(self) -> Path:
+        """The trained model: a folder that transformers loads, written at the end of the run."""
+        return self.directory / FILES["model"]
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of the log, oldest first, in a form that ``pandas.DataFrame`` accepts."""
+        return read_history(self.directory)
+
+    def __repr__(self) -> str:
+        latest = dict[str, Any]()
+        for record in self.history:
+            latest |= record
+        metrics = [
+            f"{name}={number(latest[name])}"
+            for name in SHOWN
+            if isinstance(latest.get(name), int | float)
+        ]
+        steps = f"steps={self.step}/{max(self.step, self.total_steps)}"
+        method, folder = f"method={self.recipe.method!r}", f"folder={str(self.directory)!r}"
+        return f"Trainer({', '.join([method, steps, *metrics, folder])})"
+
+    # Training
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last step, evaluating and saving on the way.
+
+        Returns the last evaluation (or the last record).
+
+        Raises Interrupted after a signal or run.max_time, with the step finished; UserError when
+        too many steps in a row were not finite, or too many saves failed.
+        """
+        if "train" not in self.prepared.corpora:
+            raise UserError(
+                "there is nothing to train on",
+                code="train-data-missing",
+                where="data.train",
+                fix="name a file of rows",
+            )
+        self._note_settings()
+        settings = {name: setting.value for name, setting in self.prepared.source.settings.items()}
+        self.log.start(
+            settings,
+            self.folder.path if self.folder else None,
+            self.folder is not None and self.folder.taken_up,
+        )
+        counters = self.state.counters
+        last: dict[str, Any] = {}
+        num_tokens, start = 0, (counters.step, counters.settled)
+        facts = self.model_writer.facts
+        bar = Dashboard(
+            self.messages.console, "training", self.total_steps, start=self.step,
+            quiet=self.messages.quiet, warnings=lambda: facts.get("warnings", ()),
+        )  # fmt: skip
+        if self._jsonl and self.step:
+            bar.recall(self._jsonl.path)
+        with self.stop.local.waiting(), bar:
+            while True:
+                last = self._settle(bar) or last
+                if num_tokens:
+                    bar.update(self.step, tokens=num_tokens)
+                is_stopped = self.stop.requested()
+                if is_stopped or self.step >= self.total_steps or self.ended_early:
+                    break
+                if not self._prepare_step():
+                    last = self._evaluate_at_end(bar) or last
+                    break
+                if self.examples.latest_completion:
+                    bar.answer(*self.examples.latest_completion)
+                num_tokens += self._train_step().tokens
+                self.stop.local.where = f"stopped after step {self.step} of {self.total_steps}"
+        if is_stopped:
+            if self.stop.local.out_of_time and (counters.step, counters.settled) == start:
+                raise UserError(
+                    "nothing was done within run.max_time",
+                    code="max-time-too-short",
+                    where="run.max_time",
+                    fix="make it longer",
+                )
+            raise self.stop.local.ended()
+        return self.evaluations.get(self.step, last)
+
+    def _note_settings(self) -> None:
+        """Note settings whose effect may surprise."""
+        recipe = self.recipe
+        depends = "is above 0: the loss of a step depends on how it is cut into micro-batches"
+        if recipe.model.lora is not None and recipe.model.lora.dropout > 0:
+            self.messages.note_once(f"model.lora.dropout {depends}")
+        if recipe.train.router_aux_loss > 0:
+            self.messages.note_once(f"train.router_aux_loss {depends}")
+        for note in (
+            self.prepared.ends_early,
+            speed.slow(self.policy.device, DTYPES[recipe.model.dtype]),
+        ):
+            if note:  # printed with the plan
+                self.messages.record_note(note)
+        if warmup_steps(recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
+            self.messages.note_once(
+                "train.warmup lasts as long as the run: the learning rate never falls, and may "
+                "never reach its peak"
+            )
+
+    def _prepare_step(self) -> bool:
+        """Return whether there are examples to train on.
+
+        Raises NothingToLearnError before the first step, or when train.max_zero_gradient_steps is
+        null.
+        """
+        try:
+            self.examples.prepare_step()
+        except NothingToLearnError as error:
+            if self.step == 0 or self.recipe.train.max_zero_gradient_steps is None:
+                raise
+            self.nothing_to_learn = f"{error.what} ({error.fix})"
+            return False
+        return True
+
+    @property
+    def ended_early(self) -> str:
+        """Why training ends before its last step; empty if it does not."""
+        return self.state.early_stop.exhausted or self.nothing_to_learn or self._without_gradient
+
+    @property
+    def _without_gradient(self) -> str:
+        limit = self.recipe.train.max_zero_gradient_steps
+        count = self.state.counters.zero_gradient_steps
+        if limit is None or count < limit:
+            return ""
+        return f"the last {count} steps had no gradient (train.max_zero_gradient_steps: {limit})"
+
+    def _train_step(self) -> StepResult:
+        """Make one optimizer step, and update counters and the metrics window."""
+        start = time.monotonic()
+        state, counters, window = self.state, self.state.counters, self.state.window
+        before = state.light()
+        learning_rate = float(state.optimizer.param_groups[0]["lr"])
+        result, norm, is_applied, num_examples = self.retry.run("training", self._update)
+        state.scheduler.step()
+        counters.step += 1
+        self.examples.finish_step()
+        if is_applied:
+            self._sync_reference()
+        counters.tokens_seen += result.tokens
+        counters.examples_seen += num_examples
+        if is_applied:
+            window.meter.pool(result.metrics)
+        if state.group.rank == 0:  # these are known for all processes together
+            if is_applied:
+                window.meter.add({"loss": _one(result.loss), "grad_norm": _one(torch.tensor(norm))})
+            waste = torch.tensor(result.tokens - result.num_unique_tokens)
+            window.meter.add(
+                {
+                    "waste": Mean(waste, torch.tensor(result.tokens)),
+                    "skipped": _one(torch.tensor(float(not is_applied))),
+                }
+            )
+        window.ran(result.tokens_of)
+        window.last = {"lr": learning_rate, "micro_batches": result.micro_batches}
+        window.seconds += time.monotonic() - start
+        state.is_consistent = True
+        if self.prepared.method.online and is_applied:
+            counters.zero_gradient_steps = counters.zero_gradient_steps + 1 if norm == 0 else 0
+        self._check_finite(result, norm, is_applied, before)
+        limit = state.objective.micro_batch_tokens
+        if result.largest > limit:
+            self.messages.note_once(
+                f"some rows have more than train.micro_batch_tokens ({limit}) tokens: each of "
+                f"them runs alone"
+            )
+        return result
+
+    def _sync_reference(self) -> None:
+        """Move a reference that follows the policy, every ``reference.sync_every`` steps."""
+        reference, settings = self.state.reference, self.recipe.reference
+        if not isinstance(reference, SyncedReference) or not settings.sync_every:
+            return
+        if self.step % settings.sync_every == 0:
+            reference.follow(self.state.trained_weights, settings.sync_mix)
+
+    def _update(self) -> tuple[StepResult, float, bool, int]:
+        """Return the measurements of a step, the norm of its gradient, whether it was applied, and
+        the number of examples.
+        """
+        state = self.state
+        examples, following = self.examples.next_step()
+        auxiliary = [self._auxiliary_loss(*each) for each in state.auxiliary]
+        result, norm, is_applied = optimizer_step(
+            state.objective,
+            state.optimizer,
+            examples,
+            following,
+            self.recipe.train.clip_norm,
+            auxiliary,
+            entropy=self._is_logged(self.step + 1),
+        )
+        num_examples = len(examples) + sum(len(aux.examples) for aux in auxiliary)
+        return result, norm, is_applied, num_examples
+
+    def _auxiliary_loss(self, part: AuxiliaryPart, objective: Objective) -> AuxiliaryLoss:
+        """The loss of a method of `mix` in this step."""
+        first = self.state.counters.firsts.get(part.rows, 0)
+        indices, following = part.sampler.step(self.step - first)
+        units = part.sampler.units
+        return AuxiliaryLoss(
+            part.name,
+            objective,
+            part.weight,
+            [units[i] for i in indices],
+            (units[i] for i in following),
+        )
+
+    def _is_logged(self, step: int) -> bool:
+        """Whether the log has a record of this step."""
+        every = self.recipe.run.log_every
+        return step % every == 0 or step == self.total_steps or self._is_evaluated(step)
+
+    def _check_finite(
+        self, result: StepResult, norm: float, is_applied: bool, before: LightState
+    ) -> None:
+        """Report a step that was not finite.
+
+        before: the state before the step. Raises UserError when too many in a row were not finite.
+        """
+        state, counters = self.state, self.state.counters
+        if is_applied:
+            counters.skipped_in_a_row, state.state_before_skips = 0, None
+            return
+        counters.skipped_in_a_row += 1
+        state.state_before_skips = state.state_before_skips or before
+        names = sorted(
+            {name for names in gathered(state.group, result.not_finite()) for name in names}
+        )
+        where = self.prepared.origins(names) if names else "no single row (the gradient overflowed)"
+        self.messages.warn(
+            f"step {self.step} was skipped: loss {float(result.loss):.4g}, gradient norm "
+            f"{norm:.4g}; rows: {where}"
+        )
+        if counters.skipped_in_a_row >= self.recipe.train.max_skipped:
+            self.stop.is_synchronized = True
+            raise UserError(
+                f"{counters.skipped_in_a_row} steps in a row had a loss or gradient that is not "
+                f"finite",
+                code="loss-not-finite",
+                where=f"step {self.step}",
+                fix="look at the rows named above, use model.dtype: float32, or lower "
+                "train.learning_rate (with --allow "
+                "train.learning_rate the run goes on from before these steps)",
+            )
+
+    # After a step
+
+    def _settle(self, bar: Dashboard) -> dict[str, Any]:
+        """Evaluate, log and save what is due after a step. Returns the record that was logged.
+
+        An interruption on the way leaves it undone; a run that resumes there begins with it.
+        """
+        state, step = self.state, self.step
+        if state.counters.settled >= step:
+            return {}
+        metrics: dict[str, float] = {}
+        if self._is_evaluated(step):
+            with bar.pause(), state.window.timing("evaluation"):
+                metrics = self._evaluate_and_record()
+        record: dict[str, Any] = {}
+        is_last = step == self.total_steps or bool(self.ended_early)
+        if step and (metrics or step % self.recipe.run.log_every == 0 or is_last):
+            record = self._record() | metrics
+        elif metrics:
+            record = {"step": 0, **self._system_metrics()} | metrics
+        is_best = self._compare_evaluation(metrics) if metrics else False
+        if record:
+            self.log.log(record)
+            bar.record(record)
+            state.window.clear()
+        state.counters.settled = step
+        self._warn_of_anomalies(record)
+        for callback in self.callbacks if record else ():
+            callback(self, record)
+        if self.pages is not None:
+            self.pages.update()
+        if step and (is_best or step % self.recipe.run.save_every == 0 or is_last):
+            with bar.during("saving"):
+                self.save(wait=False)
+        elif self.saver is not None:
+            self.saver.check_failures()
+        return record
+
+    def _evaluate_at_end(self, bar: Dashboard) -> dict[str, Any]:
+        """Evaluate and log where training ends because nothing is left to learn."""
+        if not self._is_evaluated(self.step) or self.step in self.evaluations:
+            return {}
+        with bar.pause(), self.state.window.timing("evaluation"):
+            record = {"step": self.step, **self._evaluate_and_record()}
+        self.log.log(record)
+        bar.record(record)
+        return record
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether the rows of ``data.eval`` are measured after this step."""
+        if "eval" not in self.prepared.corpora:
+            return False
+        if step == 0:
+            return self.recipe.eval.at_start
+        return (
+            step % self.prepared.evaluation_interval == 0
+            or step == self.total_steps
+            or bool(self.ended_early)
+        )
+
+    def _evaluate_and_record(self) -> dict[str, float]:
+        """Evaluate, and write the result. Returns the metrics by their names in the log."""
+        found = self.evaluate()
+        if self.folder:
+            self.folder.evaluation(self.step, found.metrics, found.rows)
+        self.evaluations[self.step] = found.metrics
+        self.log.table(SAMPLES, self.step, found.rows)
+        shown = "  ".join(
+            f"{name} {found.metrics[name]:.4g}" for name in PRINTED if name in found.metrics
+        )
+        self.messages.print(f"step {self.step}, held out: {shown}")
+        return {f"eval/{name}": value for name, value in found.metrics.items()}
+
+    def _compare_evaluation(self, metrics: Mapping[str, float]) -> bool:
+        """Compare with earlier evaluations. Returns whether this one is the best so far."""
+        state, is_best = self.state, False
+        if self.saver is not None:
+            self.saver.check_best()
+        # While steps are skipped, the state that would be saved is not that of this evaluation.
+        if state.state_before_skips is None:
+            is_best = state.best.see(self.step, metrics)
+        state.early_stop.see(self.step, metrics)
+        return is_best
+
+    def _warn_of_anomalies(self, record: Mapping[str, Any]) -> None:
+        for message in self.state.anomalies.see(record):
+            self.messages.warn(f"step {self.step}: {message}")
+        if record and self.prepared.method.online:
+            for sign in self.state.online_anomalies.see(record):
+                self.messages.warn(f"step {self.step}: {sign.said} {sign.do}")
+
+    def _record(self) -> dict[str, float]:
+        """The record of the steps since the last one."""
+        state, window, tokens_of = self.state, self.state.window, self.state.window.tokens_of
+        tokens, num_ranks = sum(tokens_of), state.group.size
+        ranks = {
+            "ranks": num_ranks,
+            "tokens/rank_max": max(tokens_of),
+            "tokens/rank_min": min(tokens_of),
+        }
+        return {
+            "step": self.step,
+            "epoch": self.examples.epoch,
+            **window.meter.reduce(state.group),
+            **window.last,
+            "tokens": tokens,
+            "tokens_seen": state.counters.tokens_seen,
+            "examples_seen": state.counters.examples_seen,
+            "tokens/s": tokens / window.seconds if window.seconds > 0 else 0.0,
+            "seconds": window.seconds,
+            **self._system_metrics(),
+            **(ranks if num_ranks > 1 else {}),
+            **self.examples.metrics,
+        }
+
+    def _system_metrics(self) -> dict[str, float]:
+        seconds = {f"seconds/{phase}": spent for phase, spent in self.state.window.spent.items()}
+        return seconds | {"memory": peak_memory(self.policy.device)}
+
+    # Measuring and sampling
+
+    def evaluate(self, rows: Any = None, *, name: str = "eval") -> Evaluation:
+        """Measure the policy as it is, on rows in memory or on the recipe's ``eval``, ``test`` or
+        ``train`` rows.
+
+        Raises UserError when there are no such rows.
+        """
+        if rows is not None:
+            corpus = rows_to_measure(self.prepared, rows)
+            name = "the given rows"
+        elif name in self.prepared.corpora:
+            corpus = self.prepared.corpora[name]
+        else:
+            raise UserError(
+                f"there are no rows under data.{name}",
+                code="rows-missing",
+                where=f"data.{name}",
+                fix="name a file of rows",
+            )
+        limit = self.recipe.eval.max_examples if name == "eval" else None
+        return self.examples.evaluate(corpus, limit, f"evaluating ({name})")
+
+    def evaluate_training_rows(self) -> Evaluation | None:
+        """Measure some of the training rows (``eval.train_examples``), drawn from all of them.
+
+        None where there are none to measure. Raises UserError where these few cannot be measured
+        together, such as judgements of KTO that share one prompt.
+        """
+        rows = self.prepared.measured_training_rows
+        if not rows:
+            return None
+        assert isinstance(self.examples, StoredExamples)
+        corpus = self.prepared.corpora["train"]
+        return self.examples.measure(rows, corpus, "measuring training rows")
+
+    def sample(
+        self, prompts: Sequence[Content], sampling: Sampling, n: int = 1, *, quiet: bool = True
+    ) -> list[list[Completion]]:
+        """Sample n completions of each prompt from the policy as it is.
+
+        Prompts are tokenized, and completions end, as in training. quiet: show no progress.
+
+        Raises UserError for a reward model, or when the policy's logits are not finite.
+        """
+        if self.prepared.method.is_reward_model:
+            raise UserError(
+                "reward models cannot generate text",
+                code="reward-model-cannot-generate",
+                where="sample",
+                fix="use `valence score`",
+            )
+        encoder = self.prepared.encoder
+        sampler = PolicySampler(self.policy, encoder, version=lambda: self.step)
+        token_ids = [encoder.encode_prompt(prompt) for prompt in prompts]
+        total, num_ended = n * len(token_ids), 0
+        console = self.messages.console
+        with Progress(console, "answering prompts", total, quiet=quiet, brief=True) as bar:
+
+            def advance(count: int) -> None:
+                nonlocal num_ended
+                num_ended += count
+                bar.update(num_ended)
+
+            try:
+                return sampler.generate(token_ids, n, sampling, progress=advance)
+            except FloatingPointError as error:
+                raise sampling_failed(error, self.step) from error
+
+    def ask(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> str:
+        """Answer a prompt with the policy as it is now.
+
+        prompt: text or chat messages. Text becomes a user message if it does in training
+        (``data.as_chat``). temperature: 0 takes the most likely token each time.
+
+        Raises UserError for a reward model.
+        """
+        content: Content = (
+            prompt if isinstance(prompt, str) else Chat(tuple(dict(message) for message in prompt))
+        )
+        sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+        return self.sample([content], sampling)[0][0].text
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the rest of the run depends on. All processes call it."""
+        return self.state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was called.
+
+        Raises UserError when the state is of another model or another version.
+        """
+        self.state.load_state_dict(state)
+
+    def save(self, *, wait: bool = True) -> None:
+        """Write a checkpoint into the run's folder, if it has one. All processes call it.
+
+        Raises UserError when it cannot be written; with ``wait=False`` only when saves failed too
+        often.
+        """
+        if self.saver is not None:
+            with self.state.window.timing("saving"):
+                self.saver.prepare()
+                self.saver.save(self.state_dict(), wait=wait)
+                self.saver.check_failures(is_last=wait)
+
+
+def _one(value: torch.Tensor) -> Mean:
+    return Mean(value, torch.ones(()))
