@@ -31,6 +31,7 @@ from tests.docs.walk import (
 )
 
 NOT_RUN: dict[str, dict[str, str]] = {
+    "docs/architecture.md": {"*": "`tests/docs/test_architecture.py` compares its output"},
     "docs/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
     "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
 }

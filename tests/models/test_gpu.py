@@ -12,7 +12,7 @@ import torch
 from tests.models.test_oracle import PATTERNS, forest_of, one_by_one
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
-from valence.losses.stats import summed
+from valence.losses.views import sum_by_index
 from valence.models.build import build_policy
 from valence.models.check import check_layout
 from valence.models.compiling import compile_layers
@@ -124,8 +124,10 @@ def test_no_more_rows_are_filled_in_than_the_model_has_positions() -> None:
 def test_sums_are_those_of_the_cpu_and_always_the_same() -> None:
     """A run that is taken up is to end bit for bit as it would have."""
     values, place = torch.randn(2, 100_000), torch.randint(0, 7, (100_000,))
-    found = summed(values.to(CUDA), place.to(CUDA), 7)
+    found = sum_by_index(values.to(CUDA), place.to(CUDA), 7)
     torch.testing.assert_close(
-        found.cpu().double(), summed(values.double(), place, 7), rtol=1e-4, atol=1e-2
+        found.cpu().double(), sum_by_index(values.double(), place, 7), rtol=1e-4, atol=1e-2
     )
-    assert all(torch.equal(found, summed(values.to(CUDA), place.to(CUDA), 7)) for _ in range(5))
+    assert all(
+        torch.equal(found, sum_by_index(values.to(CUDA), place.to(CUDA), 7)) for _ in range(5)
+    )

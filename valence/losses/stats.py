@@ -12,6 +12,7 @@ from annotated_types import Ge
 from typing_extensions import TypedDict  # pydantic reads this one on Python 3.11
 
 from valence.losses.lazy import Tensor, torch
+from valence.losses.views import sum_by_index
 
 
 class GroupScope(TypedDict):
@@ -44,23 +45,7 @@ def mismatched_kl(
         order.
     """
     del z0_scope  # says how sequences were grouped and paired, which has happened by now
-    return summed(torch.stack([(logp - ref).detach(), torch.ones_like(logp)]), group, groups)
-
-
-def summed(values: Tensor, place: Tensor, count: int) -> Tensor:
-    """Adds up values[..., N] by their place[N]: [..., count].
-
-    Always in the same order, for a run that is taken up is to end bit for bit as it would have: on
-    CUDA ``index_add`` adds in the order in which its threads come.
-    """
-    blank = values.new_zeros(*values.shape[:-1], count)
-    if not values.is_cuda:
-        return blank.index_add(-1, place, values)
-    return (
-        blank.movedim(-1, 0)
-        .index_put((place,), values.movedim(-1, 0), accumulate=True)
-        .movedim(0, -1)
-    )
+    return sum_by_index(torch.stack([(logp - ref).detach(), torch.ones_like(logp)]), group, groups)
 
 
 def reference_point(sums: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from valence.losses.lazy import Tensor
-from valence.losses.stats import summed
 from valence.types import MicroBatch, PolicyOutput
 
 View = Literal["token", "answer", "seq", "pair", "score", "score_pair"]
@@ -45,9 +44,25 @@ def token_columns(batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> N
     return columns
 
 
+def sum_by_index(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """Sum values[..., N] by index[N]: [..., count].
+
+    The order of summation is always the same, so that a resumed run ends bit for bit as an
+    undisturbed one would. On CUDA, ``index_add`` adds in the order in which its threads run.
+    """
+    blank = values.new_zeros(*values.shape[:-1], count)
+    if not values.is_cuda:
+        return blank.index_add(-1, index, values)
+    return (
+        blank.movedim(-1, 0)
+        .index_put((index,), values.movedim(-1, 0), accumulate=True)
+        .movedim(0, -1)
+    )
+
+
 def seq_sum(values: Tensor, batch: MicroBatch) -> Tensor:
     """Sums a token column [N] over each sequence: [S]."""
-    return summed(values, batch.sequence_ids[batch.scored], batch.sequences)
+    return sum_by_index(values, batch.sequence_ids[batch.scored], batch.sequences)
 
 
 def lengths(batch: MicroBatch, like: Tensor) -> Tensor:

@@ -1,3 +1,1 @@
-"""Learning from the policy's own answers: rounds of sampling, judging, and steps on what was made
-of the answers.
-"""
+"""Rounds of online training: sample completions, score them, make examples of them."""

@@ -1,1 +1,1 @@
-"""Training: the table of methods, the step, and the loop around it."""
+"""The table of methods, the optimizer step, the state of a run, and the training loop."""

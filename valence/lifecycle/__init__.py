@@ -1,0 +1,1 @@
+"""Put runs together: start, resume, open a finished run, train to the end."""
