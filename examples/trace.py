@@ -47,8 +47,8 @@ from valence.types import (
 
 ROW_DATA = (
     Row, Judgement, Demonstration, Preference, Ranking, Prompt, TokenizedExample,
-    TokenizedCompletion, Loaded, EncodedSet, Corpus, StepPacker, PrefixTree, RankBatches, MicroBatch,
-    PolicyOutput, StepResult, RolloutPrompt, RolloutGroup, Completion, Score,
+    TokenizedCompletion, Loaded, EncodedSet, Corpus, StepPacker, PrefixTree, RankBatches,
+    MicroBatch, PolicyOutput, StepResult, RolloutPrompt, RolloutGroup, Completion, Score,
 )  # fmt: skip
 """The forms that a row takes on its way."""
 
