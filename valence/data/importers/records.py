@@ -1,0 +1,162 @@
+"""A vote as feedback tools record it, whatever the tool: what every reader yields."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from valence.types import Message, Origin, content_id
+
+Winner = Literal["this", "other", "tie", "both_bad"]
+"""The result of a comparison of two completions of one prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """What one rater said of one completion, or of two.
+
+    A reader yields one for each vote in an export, also where the vote contradicts an earlier one.
+
+    source: name of the tool. id: of the vote in the tool; a vote that was changed keeps its id.
+    updated_at: seconds since 1970 (UTC); 0 when unknown. rater: id in the tool, hashed when it is
+    written; "" when unknown. is_machine: given by a model or a program.
+
+    prompt: the chat turns before the rated completion. completion: the assistant's turn. message:
+    id of the completion in the tool. parent: id of the turn that it answers, which regenerated
+    completions share.
+
+    label: thumbs up or down. score, scale: a number, and the ends of its scale. other, winner: the
+    completion that it was compared with, and the result. correction: a better completion, written
+    by the rater. comment, tags: further words of the rater. model: that answered. session: id of
+    the conversation. info: other columns to keep.
+    """
+
+    source: str
+    id: str
+    updated_at: float = 0.0
+    rater: str = ""
+    is_machine: bool = False
+    prompt: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    completion: Message
+    message: str = ""
+    parent: str = ""
+    label: bool | None = None
+    score: float | None = None
+    scale: tuple[float, float] | None = None
+    other: Message | None = None
+    other_message: str = ""
+    other_model: str = ""
+    winner: Winner | None = None
+    correction: str | None = None
+    comment: str = ""
+    tags: tuple[str, ...] = ()
+    model: str = ""
+    session: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    origin: Origin
+
+    @property
+    def key(self) -> str:
+        """The same for all votes of one rater on one completion or comparison.
+
+        Of these, the last one counts. Votes of unknown raters are told apart by their ids.
+        """
+        rater = self.rater or f"vote {self.id}"
+        return content_id(self.source, rater, self.target)
+
+    @property
+    def target(self) -> str:
+        """Identifies the completion, or the two completions, that the vote is about."""
+        completion = self.message or content_id(
+            [dict(m) for m in self.prompt], dict(self.completion)
+        )
+        if self.other is None:
+            return content_id(self.source, self.session, completion)
+        other = self.other_message or content_id(dict(self.other))
+        return content_id(self.source, self.session, sorted([completion, other]))
+
+    @property
+    def rater_hash(self) -> str:
+        """What is written instead of the rater's id: 12 hexadecimal digits; "" when unknown."""
+        if not self.rater:
+            return ""
+        return hashlib.sha256(f"{self.source}/{self.rater}".encode()).hexdigest()[:12]
+
+
+SkipReason = Literal[
+    "machine",
+    "no_vote",
+    "withdrawn",
+    "no_conversation",
+    "message_missing",
+    "not_assistant",
+    "unfinished",
+    "failed",
+    "empty",
+    "image",
+    "multi_turn",
+    "draft",
+    "cancelled",
+    "no_consent",
+    "shape_unknown",
+    "other_model",
+    "before_since",
+    "disagreement",
+    "no_prompt",
+]
+
+SKIP_REASONS: dict[SkipReason, str] = {
+    "machine": "scores of a model or program, which are not feedback",
+    "no_vote": "without a vote",
+    "withdrawn": "votes that were withdrawn",
+    "no_conversation": "votes whose conversation is not in the export",
+    "message_missing": "votes on a message that is not in the conversation",
+    "not_assistant": "votes on a message that is not the assistant's",
+    "unfinished": "votes on a completion that had not ended",
+    "failed": "votes on a completion that failed",
+    "empty": "votes on an empty completion",
+    "image": "conversations with images or other files",
+    "multi_turn": "comparisons of conversations that differ before the last turn",
+    "draft": "annotations that were not submitted",
+    "cancelled": "annotations that were cancelled",
+    "no_consent": "conversations without consent",
+    "shape_unknown": "inputs or outputs in an unknown form",
+    "other_model": "completions of another model",
+    "before_since": "votes before --since",
+    "disagreement": "completions that as many raters liked as disliked",
+    "no_prompt": "completions without a prompt",
+}
+"""Why something in an export gives no row, in the words of the summary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Something in an export that gives no vote. example: what it looks like, for the message."""
+
+    reason: SkipReason
+    origin: Origin
+    example: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """What a reader may need to be told.
+
+    paths: where rows keep their parts, by part (prompt, completion, left, right, correction,
+    label), as dotted paths. score_names: names of the scores that are feedback. labels: categories
+    that mean thumbs up (True) or down (False). keeps_reasoning: leave blocks of reasoning in
+    completions.
+    """
+
+    paths: Mapping[str, str] = field(default_factory=dict[str, str])
+    score_names: tuple[str, ...] = ()
+    labels: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    includes_machine: bool = False
+    keeps_reasoning: bool = False
+
+
+Reader = Callable[[list[str], ReadOptions], Iterator[Vote | Skipped]]
+"""Reads the files of an export. Raises UserError for a file that is not such an export."""

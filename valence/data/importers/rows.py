@@ -1,0 +1,178 @@
+"""From votes to rows that train: thumbs, scores, pairs and demonstrations."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from statistics import fmean
+from typing import Any, Literal
+
+from valence.data.importers.records import SkipReason, Vote
+from valence.types import Message
+
+RowKind = Literal["thumbs", "scores", "pairs", "demonstrations"]
+Row = dict[str, Any]
+
+
+@dataclass
+class ImportedRows:
+    """The rows of each kind, and the votes that gave none, by reason.
+
+    num_replaced: votes that a later vote of the same rater replaced. num_disputed: completions
+    whose raters disagreed, and that a majority decided.
+    """
+
+    rows: dict[RowKind, list[Row]] = field(default_factory=dict[RowKind, list[Row]])
+    skipped: Counter[SkipReason] = field(default_factory=Counter[SkipReason])
+    num_replaced: int = 0
+    num_disputed: int = 0
+
+
+def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
+    """The last vote of each rater on each completion, in the order of the first ones.
+
+    Of votes with the same time, the later one in the export counts.
+    """
+    latest: dict[str, Vote] = {}
+    for vote in votes:
+        before = latest.get(vote.key)
+        if before is None or vote.updated_at >= before.updated_at:
+            latest[vote.key] = vote
+    return list(latest.values())
+
+
+def make_rows(votes: Sequence[Vote]) -> ImportedRows:
+    """Make rows of all votes.
+
+    - Thumbs of several raters on one completion are one row: the majority's label, weighted by the
+      size of the majority. Where there is none, the completion gives no row.
+    - Scores of several raters are averaged.
+    - A comparison gives a pair. Where raters disagree, or call it a tie, ``soft`` is the share of
+      votes for the chosen one. Two completions that are both bad give two thumbs down.
+    - Regenerated completions of one prompt, one liked and one disliked, give a pair as well.
+    - A correction gives a demonstration, and a pair in which it is preferred to the completion.
+    """
+    result = ImportedRows({"thumbs": [], "scores": [], "pairs": [], "demonstrations": []})
+    latest = latest_votes(votes)
+    result.num_replaced = len(votes) - len(latest)
+    groups: dict[str, list[Vote]] = defaultdict(list)
+    for vote in latest:
+        groups[vote.target].append(vote)
+    siblings: dict[tuple[str, ...], list[tuple[bool, list[Vote]]]] = defaultdict(list)
+    for group in groups.values():
+        compared = [vote for vote in group if vote.winner is not None]
+        if compared:
+            _add_comparison(compared, result)
+        rated = [vote for vote in group if vote.other is None and vote.label is not None]
+        label = _add_thumbs(rated, result) if rated else None
+        first = group[0]
+        if label is not None and first.parent:
+            siblings[first.source, first.session, first.parent].append((label, rated))
+        if scored := [vote for vote in group if vote.other is None and vote.score is not None]:
+            _add_score(scored, result)
+        for vote in group:
+            if vote.correction:
+                _add_correction(vote, vote.correction, result)
+    for rated_siblings in siblings.values():
+        liked = [votes for label, votes in rated_siblings if label]
+        disliked = [votes for label, votes in rated_siblings if not label]
+        for up in liked:
+            for down in disliked:
+                if up[0].prompt == down[0].prompt:
+                    row = _row(up[0], chosen=up[0].completion, rejected=down[0].completion)
+                    result.rows["pairs"].append(row | {"info": _info([*up, *down])})
+    return result
+
+
+def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
+    """Add the row of a completion. Returns its label; None if its raters are divided."""
+    balance = sum(1 if vote.label else -1 for vote in votes)
+    if balance == 0:
+        result.skipped["disagreement"] += len(votes)
+        return None
+    if abs(balance) < len(votes):
+        result.num_disputed += 1
+    row = _row(votes[0], completion=votes[0].completion) | {"label": balance > 0}
+    if abs(balance) != 1:
+        row["weight"] = float(abs(balance))
+    result.rows["thumbs"].append(row | {"info": _info(votes)})
+    return balance > 0
+
+
+def _add_score(votes: list[Vote], result: ImportedRows) -> None:
+    scores = [vote.score for vote in votes if vote.score is not None]
+    row = _row(votes[0], completion=votes[0].completion) | {"score": fmean(scores)}
+    result.rows["scores"].append(row | {"info": _info(votes)})
+
+
+def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
+    """Add the pair of two completions, or two thumbs down where most raters call both bad."""
+    first = votes[0]
+    assert first.other is not None
+    winners: Counter[str] = Counter()
+    for vote in votes:
+        is_same_side = vote.completion == first.completion
+        winner = vote.winner or "tie"
+        if not is_same_side and winner in ("this", "other"):
+            winner = "other" if winner == "this" else "this"
+        winners[winner] += 1
+    info = {"info": _info(votes)}
+    if winners["both_bad"] > len(votes) / 2:
+        for completion in (first.completion, first.other):
+            result.rows["thumbs"].append(
+                _row(first, completion=completion) | {"label": False} | info
+            )
+        return
+    num_votes = winners["this"] + winners["other"] + winners["tie"]
+    share = (winners["this"] + winners["tie"] / 2) / num_votes
+    if len(set(winners) - {"both_bad"}) > 1:
+        result.num_disputed += 1
+    chosen, rejected = first.completion, first.other
+    if share < 0.5:
+        chosen, rejected, share = rejected, chosen, 1 - share
+    row = _row(first, chosen=chosen, rejected=rejected)
+    if share < 1:
+        row["soft"] = share
+    result.rows["pairs"].append(row | info)
+
+
+def _add_correction(vote: Vote, correction: str, result: ImportedRows) -> None:
+    better: Message = {"role": "assistant", "content": correction}
+    info = {"info": _info([vote])}
+    result.rows["demonstrations"].append(_row(vote, completion=better) | info)
+    if correction.strip() != str(vote.completion.get("content") or "").strip():
+        row = _row(vote, chosen=better, rejected=vote.completion)
+        result.rows["pairs"].append(row | info)
+
+
+def _row(vote: Vote, **completions: Message) -> Row:
+    """The prompt and completions of a row. A completion that is text alone is written as text."""
+    row: Row = {"prompt": [dict(message) for message in vote.prompt]}
+    for name, message in completions.items():
+        is_text = set(message) <= {"role", "content"} and isinstance(message.get("content"), str)
+        row[name] = message["content"] if is_text else [dict(message)]
+    if vote.tools:
+        row["tools"] = [dict(tool) for tool in vote.tools]
+    return row
+
+
+def _info(votes: Sequence[Vote]) -> dict[str, Any]:
+    """Where a row is from. Nothing in it names a person."""
+    first = votes[0]
+    info: dict[str, Any] = {"source": first.source, "votes": [vote.id for vote in votes]}
+    unique: dict[str, list[str]] = {
+        "raters": [vote.rater_hash for vote in votes],
+        "model": [name for vote in votes for name in (vote.model, vote.other_model)],
+        "comment": [vote.comment for vote in votes],
+        "tags": [tag for vote in votes for tag in vote.tags],
+    }
+    for name, values in unique.items():
+        distinct = list(dict.fromkeys(value for value in values if value))
+        if distinct:
+            is_single = name in ("model", "comment") and len(distinct) == 1
+            info[name] = distinct[0] if is_single else distinct
+    if latest := max(vote.updated_at for vote in votes):
+        info["updated_at"] = datetime.fromtimestamp(latest, UTC).isoformat(timespec="seconds")
+    return {**dict(first.info), **info}
