@@ -15,7 +15,7 @@ import pytest
 from benchmarks.crash.trial import differences, newest
 from tests.command import command
 from tests.crash.rig import CASE, STEPS, Place, in_step
-from valence import api
+from valence.lifecycle import start
 from valence.models.cache import CachedReference
 from valence.runs.store import Snapshot
 from valence.trainer import model_files
@@ -61,8 +61,8 @@ def amid(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], name: str) ->
 
 
 PHASES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Callable[[], None]], None], int | None]] = {
-    "audit": (lambda patch, act: before(patch, api, "show_audit", act), None),
-    "loading": (lambda patch, act: before(patch, api, "build_models", act), None),
+    "audit": (lambda patch, act: before(patch, start, "show_audit", act), None),
+    "loading": (lambda patch, act: before(patch, start, "build_models", act), None),
     "first sampling": (lambda patch, act: before(patch, Trainer, "sample", act), None),
     "training": (lambda patch, act: in_step(patch, 8, act), 8),
     "training, amid a step": (lambda patch, act: in_step(patch, 5, act, batch=1), 5),

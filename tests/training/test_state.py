@@ -20,7 +20,7 @@ from valence.runs.store import Snapshot, load
 from valence.trainer.trainer import Trainer
 
 NOT_STATE = {
-    r"\.stop\b": "what asked this process to end",
+    r"\._?stop\b": "what asked this process to end",
     r"\._(base|reference)_digest$": "a digest, found when it is first needed",
     r"\.saver\.saved\b": "where the newest checkpoint of this folder stands",
     r"\.is_consistent$|\.state_before_skips$": "true and empty between steps",
@@ -31,7 +31,7 @@ NOT_STATE = {
     r"budget$": "of an objective: set before each use from that of the run",
     r"grad$|\.grad_fn": "there is none between steps",
     r"_step_pre_hooks|_patched_|\._profile": "of torch, about this object alone",
-    r"\.examples\b": "found when they are first needed",
+    r"corpora.*\.examples\b": "found when they are first needed",
     r"_jsonl\b|\._?log\b|\.facts\b|\.folder\b": "of this folder",
     r"\.optimizer\.(param_groups\[\d+\]|_opt_called|_step_count)$": "of torch",
 }

@@ -124,7 +124,7 @@ def test_a_killed_run_ends_at_the_same_step(place: Path) -> None:
     killed(settings, 5)
     again, _ = train(settings)
     assert again.step == whole.step == 6
-    assert again.online_watch.state_dict() == whole.online_watch.state_dict()
+    assert again.state.online_anomalies.state_dict() == whole.state.online_anomalies.state_dict()
     assert logged(place) == logged(place, "whole")
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
 
