@@ -483,10 +483,17 @@ def _add_routes(app: "FastAPI", service: Service, version: str) -> None:
     )(metrics)
 
 
-def listening(host: str, port: int, *, guarded: bool) -> socket.socket:
+def listening(
+    host: str,
+    port: int,
+    *,
+    guarded: bool,
+    danger: str = "other machines could have answers scored, and read the scores",
+) -> socket.socket:
     """A socket that takes connections.
 
-    Raises UserError when it cannot, or when others could reach it without a token.
+    guarded: requests need a token. danger: what could happen without one. Raises UserError when the
+    socket cannot be had, or when others could reach it without a token.
     """
     try:
         infos = socket.getaddrinfo(
@@ -498,7 +505,7 @@ def listening(host: str, port: int, *, guarded: bool) -> socket.socket:
         )
         if not guarded and not own:
             raise UserError(
-                "other machines could have answers scored, and read the scores",
+                danger,
                 code="server-token-missing",
                 where=f"--host {host}",
                 fix="give --token-env, or leave out --host",

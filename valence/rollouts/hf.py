@@ -34,6 +34,10 @@ drawn.
 """
 
 
+OnTokens = Callable[[list[int], list[int]], None]
+"""Called with the numbers of completions, and the token that each of them grew by."""
+
+
 class HFGenerator:
     """Samples from ``model`` with the weights and adapters that it has when ``generate`` is called.
 
@@ -75,6 +79,7 @@ class HFGenerator:
         *,
         progress: Callable[[int], None] = unheard,
         first: int = 0,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         """n completions of each prompt, in the order of the prompts.
 
@@ -82,8 +87,9 @@ class HFGenerator:
 
         first: the place of the first prompt in a longer list, of which these are a part: they are
         answered as they would be with the others (but for the rounding of what runs together).
-        progress: called after each token with the number of answers that ended with it. Raises
-        UserError for an empty prompt, and FloatingPointError when the model's logits are not
+        progress: called after each token with the number of answers that ended with it. on_tokens:
+        called after each token with the numbers of the completions that it was sampled for, and the
+        tokens; not for several chunks of prompts. Raises UserError for an empty prompt, and FloatingPointError when the model's logits are not
         finite.
         """
         if n < 1:
@@ -114,6 +120,7 @@ class HFGenerator:
                     torch.from_numpy(np.stack(draws)),
                     sampling,
                     progress,
+                    on_tokens,
                 )
                 for k, i in enumerate(chunk):
                     mine = enumerate(rows[k * n : (k + 1) * n])
@@ -178,6 +185,7 @@ class HFGenerator:
         draws: Tensor,
         sampling: Sampling,
         progress: Callable[[int], None],
+        on_tokens: OnTokens | None = None,
     ) -> list[tuple[list[int], list[float]]]:
         """Tokens and log-probabilities of each answer. draws[R, max_new_tokens]: R answers, the
         same number per prompt.
@@ -203,6 +211,8 @@ class HFGenerator:
         for step in range(most):
             token, logp = draw(logits, draws[alive, step], sampling)
             out[alive, step], logps[alive, step], lengths[alive] = token, logp, step + 1
+            if on_tokens is not None:
+                on_tokens(alive.tolist(), token.tolist())
             going = (~torch.isin(token, ends)).nonzero().squeeze(1)
             over = len(going) == 0 or step + 1 == most
             progress(len(alive) - (0 if over else len(going)))

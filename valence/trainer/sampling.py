@@ -10,6 +10,8 @@ from valence.data.encode import Encoder
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
 from valence.rollouts import HFGenerator, Sampling
+from valence.rollouts.hf import OnTokens
+from valence.rollouts.protocol import unheard
 from valence.types import Completion
 
 NOT_FINITE_FIX = "lower train.learning_rate, or use model.dtype: float32"
@@ -45,11 +47,12 @@ class PolicySampler:
         sampling: Sampling,
         *,
         first: int = 0,
-        progress: Callable[[int], None],
+        progress: Callable[[int], None] = unheard,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         """Return n completions of each prompt. first: the position of the first prompt, which
         random numbers depend on. progress: called with the number of completions that have ended
-        since the last call.
+        since the last call. on_tokens: see ``HFGenerator.generate``.
 
         Raises FloatingPointError when the policy's logits are not finite.
         """
@@ -57,7 +60,7 @@ class PolicySampler:
         with self.policy.sampling():
             return self.policy.within(
                 lambda: self.generator.generate(
-                    prompts, n, sampling, first=first, progress=progress
+                    prompts, n, sampling, first=first, progress=progress, on_tokens=on_tokens
                 )
             )
 

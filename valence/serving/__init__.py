@@ -1,0 +1,1 @@
+"""A web service for a model: chat, collect feedback, and an OpenAI-compatible interface."""
