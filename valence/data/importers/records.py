@@ -123,8 +123,8 @@ SkipReason = Literal[
     "other_model",
     "before_since",
     "disagreement",
-    "no_prompt",
     "identical",
+    "no_prompt",
 ]
 
 SKIP_REASONS: dict[SkipReason, str] = {
@@ -146,8 +146,8 @@ SKIP_REASONS: dict[SkipReason, str] = {
     "other_model": "completions of another model",
     "before_since": "votes before --since",
     "disagreement": "completions that as many raters liked as disliked",
+    "identical": "comparisons of two identical completions",
     "no_prompt": "completions without a prompt",
-    "identical": "pairs of the same completion twice",
 }
 """Why something in an export gives no row, in the words of the summary."""
 

@@ -146,13 +146,13 @@ def agreement(votes: Iterable[Vote]) -> tuple[int, float | None]:
     such votes that agree; None where there is no such pair.
     """
     verdicts: dict[str, list[object]] = defaultdict(list)
-    first: dict[str, Message] = {}
+    first: dict[str, str | Message] = {}
     for vote in votes:
-        completion = first.setdefault(vote.target, vote.completion)
+        side = vote.message or vote.completion
         if vote.winner is None:
             verdict: object = vote.label
         elif vote.winner in ("this", "other"):
-            verdict = (vote.winner == "this") is (vote.completion == completion)
+            verdict = (vote.winner == "this") is (side == first.setdefault(vote.target, side))
         else:
             verdict = vote.winner
         if verdict is not None:
@@ -190,7 +190,8 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     assert first.other is not None
     winners: Counter[str] = Counter()
     for vote in votes:
-        is_same_side = vote.completion == first.completion
+        # the texts of a message may have been edited between two votes
+        is_same_side = (vote.message or vote.completion) == (first.message or first.completion)
         winner = vote.winner or "tie"
         if not is_same_side and winner in ("this", "other"):
             winner = "other" if winner == "this" else "this"
