@@ -10,8 +10,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from tests.arch.source import ROOT
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
 from valence.data.importers import sources
-from valence.data.importers.records import ReadOptions, Vote
+from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.jobs import import_rows
 from valence.jobs.import_rows import ImportSummary, import_feedback
 from valence.jobs.import_store import ImportStore, merge_votes
 from valence.types import Origin
@@ -366,6 +368,38 @@ def test_either_files_or_a_url_are_read(files: list[str]) -> None:
 def test_a_tool_without_a_server_has_no_url() -> None:
     with raises_error("source-not-pullable"):
         import_feedback(NAME, [], OUT, url="http://host")
+
+
+def test_a_server_is_asked_for_votes_from_since_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+
+    def pull(
+        name: str,
+        url: str,
+        options: ReadOptions,
+        since: float,
+        *,
+        token_env: str | None,
+        progress: Callable[[int], None],
+    ) -> Iterator[Vote | Skipped]:
+        asked.append((name, url, since, token_env))
+        progress(5)
+        yield a_vote("a", 7.0, "person", "answer", True)
+        yield Skipped("no_vote", Origin("https://user:key@host/path?key=1", 1))
+
+    module = ModuleType("valence.data.importers.pull")
+    module.pull = pull  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(import_rows, "EVERY", 0.0)
+    url = "https://host"
+    for since in (None, "last"):
+        summary = import_feedback("langfuse", [], OUT, url=url, token_env="KEY", since=since)
+        assert summary.skipped["no_vote"].place == "https://host/path:1"
+    assert asked == [("langfuse", url, 0.0, "KEY"), ("langfuse", url, 7.0, "KEY")]
+    assert "5 read" in capsys.readouterr().out
+    assert b"person" not in b"".join(contents().values())
 
 
 def test_outputs_are_not_inputs() -> None:

@@ -60,6 +60,15 @@ def import_(
         str | None,
         typer.Option("--url", help="Read from the tool's server instead of files."),
     ] = None,
+    token_env: Annotated[
+        str | None,
+        typer.Option(
+            "--token-env",
+            metavar="NAME",
+            help="With --url: the environment variable that has the server's key. Default: the "
+            "tool's own, as LANGSMITH_API_KEY.",
+        ),
+    ] = None,
     prompt: Annotated[str | None, _part("prompt", "the prompt")] = None,
     completion: Annotated[str | None, _part("completion", "the rated completion")] = None,
     left: Annotated[str | None, _part("left", "the first of two compared completions")] = None,
@@ -138,6 +147,7 @@ def import_(
                 files or [],
                 out,
                 url=url,
+                token_env=token_env,
                 since=since,
                 model=model,
                 options=options,

@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,6 +109,7 @@ def import_feedback(
     out: Path,
     *,
     url: str | None = None,
+    token_env: str | None = None,
     since: str | None = None,
     model: str | None = None,
     options: ReadOptions | None = None,
@@ -121,7 +122,8 @@ def import_feedback(
 
     ``out`` gets the rows of the source's main kind, and files beside it the others; see
     ``ImportStore``. files: of the export. url: of the tool's server, from which the votes are read
-    instead. since: an ISO date, or "last" for the newest vote of this source in ``out``; older
+    instead. token_env: the variable of the environment that has the server's key, by default the
+    tool's own. since: an ISO date, or "last" for the newest vote of this source in ``out``; older
     votes are left out. model: leave out votes on completions of others. overwrite: replace files of
     rows that somebody edited.
 
@@ -141,8 +143,13 @@ def import_feedback(
     _refuse_inputs(store, files)
     with store.locked():
         start = _start(since, [vote for vote in store.votes if vote.source == name])
-        read = pull_votes(name, url, options, start) if url else read_votes(name, files, options)
-        votes, skipped = _chosen(_announced(read, console, quiet), start, model)
+        count = (lambda _: None) if quiet else _counter(console)
+        read = (
+            pull_votes(name, url, options, start, token_env=token_env, progress=count)
+            if url
+            else _counted(read_votes(name, files, options), count)
+        )
+        votes, skipped = _chosen(read, start, model)
         merged, counts = merge_votes(store.votes, votes)
         is_up_to_date = bool(merged) and any(each.reason == "before_since" for each in skipped)
         imported = make_rows(merged)
@@ -207,15 +214,24 @@ def _start(since: str | None, stored: Sequence[Vote]) -> float:
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
-def _announced(
-    items: Iterable[Vote | Skipped], console: Console, quiet: bool
+def _counter(console: Console) -> Callable[[int], None]:
+    """A function that prints now and then how many there are: nobody knows how many there will be."""
+    printed = time.monotonic()
+
+    def count(number: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= EVERY:
+            printed = time.monotonic()
+            print_message(console, f"{number:,} read")
+
+    return count
+
+
+def _counted(
+    items: Iterable[Vote | Skipped], count: Callable[[int], None]
 ) -> Iterator[Vote | Skipped]:
-    """The same items. How many there are is not known, so a message counts them."""
-    said = time.monotonic()
     for number, item in enumerate(items, 1):
-        if not quiet and time.monotonic() - said >= EVERY:
-            said = time.monotonic()
-            print_message(console, f"read {number:,} votes")
+        count(number)
         yield item
 
 

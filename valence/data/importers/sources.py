@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -173,12 +173,20 @@ def read_votes(
 
 
 def pull_votes(
-    name: str, url: str, options: ReadOptions | None = None, since: float = 0.0
+    name: str,
+    url: str,
+    options: ReadOptions | None = None,
+    since: float = 0.0,
+    *,
+    token_env: str | None = None,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Vote | Skipped]:
     """The votes on the server of a tool, and what was skipped. Raters are hashed.
 
-    since: seconds since 1970 of the first votes that are asked for; 0 for all. Raises UserError for
-    a tool that cannot be read this way.
+    since: seconds since 1970 of the first votes that are asked for; 0 for all. token_env: the
+    variable of the environment that has the server's key; None for the tool's own. progress: called
+    with the number of rows that the server has sent. Raises UserError for a tool that cannot be
+    read this way.
     """
     name, options = source_name(name), options or ReadOptions()
     if not SOURCES[name].is_pullable:
@@ -189,7 +197,8 @@ def pull_votes(
             fix=f"export files, and name them: {SOURCES[name].files}",
         )
     pull = import_module("valence.data.importers.pull").pull
-    return checked_votes(pull(name, url, options, since), options)
+    votes = pull(name, url, options, since, token_env=token_env, progress=progress)
+    return checked_votes(votes, options)
 
 
 def checked_votes(
