@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -386,7 +387,7 @@ def test_a_server_is_asked_for_votes_from_since_on(
     ) -> Iterator[Vote | Skipped]:
         asked.append((name, url, since, token_env))
         progress(5)
-        yield a_vote("a", 7.0, "person", "answer", True)
+        yield replace(a_vote("a", 7.0, "person", "answer", True), source=name)
         yield Skipped("no_vote", Origin("https://user:key@host/path?key=1", 1))
 
     module = ModuleType("valence.data.importers.pull")

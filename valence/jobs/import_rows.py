@@ -215,7 +215,7 @@ def _start(since: str | None, stored: Sequence[Vote]) -> float:
 
 
 def _counter(console: Console) -> Callable[[int], None]:
-    """A function that prints now and then how many there are: nobody knows how many there will be."""
+    """A function that prints how many there are, now and then; the total is not known."""
     printed = time.monotonic()
 
     def count(number: int) -> None:

@@ -46,7 +46,7 @@ SOURCES: dict[str, FeedbackSource] = {
     "librechat": FeedbackSource(
         module="librechat",
         description="LibreChat: thumbs",
-        files="mongoexport of the collection messages, with all messages of each conversation",
+        files="mongoexport of the collection messages (all of them), and of conversations",
         columns=("messageId conversationId isCreatedByUser",),
     ),
     "chat_ui": FeedbackSource(
@@ -57,7 +57,7 @@ SOURCES: dict[str, FeedbackSource] = {
     "chainlit": FeedbackSource(
         module="chainlit",
         description="Chainlit: thumbs",
-        files="the tables feedbacks and steps, as CSV or JSON",
+        files="the tables feedbacks, steps and threads as JSON or CSV, or the SQLite file",
         columns=("forId threadId value",),
     ),
     "gradio": FeedbackSource(
@@ -69,7 +69,7 @@ SOURCES: dict[str, FeedbackSource] = {
     "fastchat": FeedbackSource(
         module="fastchat",
         description="FastChat and Chatbot Arena: battles and thumbs",
-        files="conversation logs of the server, or cleaned battles",
+        files="conversation logs of the server, cleaned battles, or published arena data",
         main="pairs",
         columns=("tstamp type states", "tstamp type state", "model_a model_b winner"),
     ),
@@ -123,7 +123,7 @@ SOURCES: dict[str, FeedbackSource] = {
     "argilla": FeedbackSource(
         module="argilla",
         description="Argilla: rankings, ratings and corrections",
-        files="flat records as JSON, Parquet or CSV",
+        files="records as JSON, Parquet or CSV, flat if there are drafts",
         main="pairs",
         columns=("fields responses suggestions",),
     ),
