@@ -18,7 +18,7 @@ from valence.errors import UserError
 from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
 # Each registers its commands, in the order of the help.
-from valence.cli import runs, report, models, look, rewards, serve, doctor  # isort: skip
+from valence.cli import runs, report, models, look, imports, rewards, serve, doctor  # isort: skip
 
 arrange(app)
 
@@ -118,6 +118,7 @@ __all__ = [
     "app",
     "console",
     "doctor",
+    "imports",
     "look",
     "main",
     "models",

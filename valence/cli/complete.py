@@ -82,6 +82,17 @@ def rules(incomplete: str) -> list[str]:
     return [name for name in RULES if name.startswith(incomplete)]
 
 
+def feedback_sources(incomplete: str) -> list[tuple[str, str]]:
+    """Names of tools whose exports are read."""
+    from valence.data.importers.sources import SOURCES, command_name
+
+    return [
+        (command_name(name), escape(source.description))
+        for name, source in SOURCES.items()
+        if command_name(name).startswith(incomplete)
+    ]
+
+
 def _below(incomplete: str) -> Iterator[tuple[str, Path]]:
     """Files that begin with the word so far, also in folders below: as the word would name each,
     and its path.

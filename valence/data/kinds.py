@@ -135,6 +135,26 @@ def of_kind(
     return found, [*failed, *unused]
 
 
+def imported_examples(
+    examples: Sequence[Example], kind: Kind, conversion: Conversion | None
+) -> list[Example]:
+    """Of the Examples that the votes of a feedback tool made, those that a method and its
+    conversion read.
+
+    Where there are scores, a method of scored answers reads these and no thumbs. Prompts are those
+    of all Examples, each once.
+    """
+    if kind == "prompt":
+        prompts: dict[str, Example] = {}
+        for e in examples:
+            prompts.setdefault(content_id(e.prompt), Prompt(prompt=e.prompt, origin=e.origin))
+        return list(prompts.values())
+    scores = [e for e in examples if isinstance(e, Judgement) and e.score is not None]
+    if kind == "scored" and conversion is None and scores:
+        return list(scores)
+    return [e for e in examples if _is(e, kind) or (conversion and conversion.takes(e))]
+
+
 def _without_failed(
     examples: Sequence[Example],
 ) -> tuple[list[Example], list[tuple[Example, Unused]]]:

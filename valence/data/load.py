@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Literal, Protocol, TypeVar
 
 from valence.data import values
-from valence.data.convert import Unused
 from valence.data.detect import COLUMNS, detect, did_you_mean, is_another_format, listed, nearest
 from valence.data.formats import FORMATS, columns_read, lookup, read_example
-from valence.data.kinds import conversion_to, of_kind
+from valence.data.importers.records import SKIP_REASONS, ReadOptions
+from valence.data.importers.rows import ROW_KINDS, ImportedRows, import_votes
+from valence.data.importers.sources import (
+    PARTS,
+    SOURCES,
+    command_name,
+    is_source,
+    likely_source,
+    read_votes,
+    source_name,
+)
+from valence.data.kinds import conversion_to, imported_examples, of_kind
 from valence.data.objects import Rows, paths_from, rows_from
 from valence.data.ratings import RATING, part_of, rated_format
 from valence.data.sources import BadRow, Row, read_rows
@@ -66,7 +76,7 @@ class InMemory:
     Their origin is ``path`` and their number; Examples keep their own.
     """
 
-    rows: Rows
+    rows: Rows | Sequence[Row]
     path: str = "rows in memory"
     split: str | None = None
     subset: str | None = None
@@ -80,7 +90,7 @@ class InMemory:
             origin = Origin(self.path, number)
             if isinstance(value, Mapping):
                 yield Row(dict(value), origin)
-            elif isinstance(value, Example):
+            elif isinstance(value, Example | Row):
                 yield value
             else:
                 yield BadRow(
@@ -179,6 +189,14 @@ def load(
     rows are of another kind than asked for; and when nothing remains.
     """
     conversion = conversion_to(kind, convert, threshold, top_n, mask_truncated)
+    skipped: list[tuple[Origin, str]] = []
+
+    def select(imported: ImportedRows) -> list[Example]:
+        skipped.extend((each.origin, SKIP_REASONS[each.reason]) for each in imported.skipped)
+        examples = [example for _, example in _located(imported)]
+        return imported_examples(examples, kind, conversion)
+
+    sources = _with_exports(sources, select)
     read: list[tuple[list[File], list[Example], list[BadRow]]] = []
     for source in sources:
         left = (
@@ -200,18 +218,21 @@ def load(
         [e for _, made, _ in read for e in made], kind, conversion, threshold
     )
     bad = tuple(row for _, _, rows in read for row in rows)
+    left_out = (*((e.origin, str(why)) for e, why in unused), *skipped)
     if not examples:
-        raise _nothing_left(files, bad, unused)
+        raise _nothing_left(files, bad, left_out)
     made = Counter(e.origin.path for e in examples)
+    num_skipped = Counter(origin.path for origin, _ in skipped)
     return Loaded(
         examples=examples,
         bad=bad,
-        unused=tuple((e.origin, why) for e, why in unused),
+        unused=left_out,
         files=tuple(
             replace(
                 f,
+                rows=f.rows + num_skipped[f.path],
                 examples=made[f.path],
-                unused=dict(Counter(why for e, why in unused if e.origin.path == f.path)),
+                unused=dict(Counter(why for origin, why in left_out if origin.path == f.path)),
             )
             for f in files
         ),
@@ -225,6 +246,7 @@ def read_sources(
     sources: Sequence[Source], limit: int | None = None
 ) -> Iterator[Row | BadRow | Example]:
     """The rows of these files as they are read, before anything is made of them."""
+    sources = _with_exports(sources, lambda imported: [row for row, _ in _located(imported)])
     return islice(chain.from_iterable(_rows(source, source.limit) for source in sources), limit)
 
 
@@ -233,8 +255,12 @@ def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
     read when it is asked for.
 
     Raises UserError where the file as a whole is at fault; when ``keys`` name a column of no row,
-    at its end.
+    at its end. Of the export of a feedback tool, the rows that are made of its votes.
     """
+    if is_source(source.format):
+        for row, example in islice(_located(_read_export([source])), source.limit):
+            yield row, _weighted(example, source.weight)
+        return
     head, rest = _head(
         read_rows(source.path, split=source.split, subset=source.subset, limit=source.limit), "skip"
     )
@@ -277,6 +303,8 @@ def fitting_mapping(
 
 def _fits(head: Sequence[Mapping[str, object]], name: str | None, keys: Mapping[str, str]) -> bool:
     """Whether rows have all columns that a format needs; without a name, those of any format."""
+    if is_source(name):
+        return False
     try:
         name = name or detect(head, keys)
         columns_read(name, keys)
@@ -287,6 +315,62 @@ def _fits(head: Sequence[Mapping[str, object]], name: str | None, keys: Mapping[
 
 def _has_column(head: Sequence[Mapping[str, object]], path: str) -> bool:
     return any(lookup(value, path) is not None for value in head)
+
+
+def _with_exports(
+    sources: Sequence[Source], select: Callable[[ImportedRows], list[Example] | list[Row]]
+) -> list[Source]:
+    """The sources, with rows in memory in place of exports of feedback tools.
+
+    Files that differ in nothing but their path are read together: some tools write the votes and
+    the conversations into different ones.
+    """
+    exports: dict[tuple[object, ...], list[Source]] = {}
+    for number, source in enumerate(sources):
+        settings = (source.format, source.weight, source.limit, *sorted(source.keys.items()))
+        exports.setdefault(settings if is_source(source.format) else (number,), []).append(source)
+    return [
+        InMemory(
+            select(_read_export(group)),
+            path=group[0].path,
+            format=source_name(group[0].format),
+            weight=group[0].weight,
+            limit=group[0].limit,
+        )
+        if group[0].format and is_source(group[0].format)
+        else group[0]
+        for group in exports.values()
+    ]
+
+
+def _read_export(sources: Sequence[Source]) -> ImportedRows:
+    """The rows that are made of the votes in an export. Raises UserError as its reader does."""
+    first = sources[0]
+    for name, value in (("split", first.split), ("subset", first.subset)):
+        if value is not None:
+            raise UserError(
+                f"{name} is set for the export of a feedback tool",
+                code="split-not-a-hub-dataset",
+                where=first.path,
+                fix=f"remove {name}",
+            )
+    for part in first.keys:
+        if part not in PARTS:
+            raise UserError(
+                f"keys: exports of feedback tools have no part {part!r}",
+                code="keys-unknown-column",
+                where=first.path,
+                fix=f"use the names {', '.join(PARTS)}",
+            )
+    options = ReadOptions(paths=dict(first.keys))
+    return import_votes(read_votes(first.format or "", [s.path for s in sources], options))
+
+
+def _located(imported: ImportedRows) -> Iterator[tuple[Row, Example]]:
+    """All rows that votes made, each with its place and its Example."""
+    for kind in ROW_KINDS:
+        for value, example in zip(imported.rows[kind], imported.examples[kind], strict=True):
+            yield Row(value, example.origin), example
 
 
 def _rows(
@@ -308,7 +392,7 @@ def _read(
     notes: list[str] = []
     head, rest = _head(_rows(source, limit, notes), on_bad_row)
     layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
-    columns = columns_read(layout.format, layout.keys) if layout.format else {}
+    columns = columns_read(layout.format, layout.keys) if layout.format in FORMATS else {}
     zeros = _Zeros(columns.get("label"))
     examples: list[Example] = []
     bad: list[BadRow] = []
@@ -349,7 +433,7 @@ def _read(
         raise _no_such_columns(path, absent, seen)
     zeros.check()
     # a Prompt's info has its other columns
-    carried = layout.format is not None and FORMATS[layout.format].gives == "prompt"
+    carried = layout.format in FORMATS and FORMATS[layout.format].gives == "prompt"
     known = {part for column in columns.values() for part in (column, column.partition(".")[0])}
     ignored = {} if carried else {column: n for column, n in seen.items() if column not in known}
     refused = Counter(row.origin.path for row in bad)
@@ -436,13 +520,15 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
 
     Of a file with ratings all rows are read to decide what these are.
     """
-    if source.format is not None and source.format not in FORMATS:
-        near = difflib.get_close_matches(source.format, FORMATS, n=1)
+    is_export = is_source(source.format) and not head  # whose rows are Examples already
+    if source.format is not None and source.format not in FORMATS and not is_export:
+        names = (*FORMATS, *SOURCES)
+        near = difflib.get_close_matches(source.format, names, n=1)
         raise UserError(
             f"there is no format {source.format!r}",
             code="format-unknown",
             where=source.path,
-            fix=f"did you mean {near[0]}?" if near else f"use one of {', '.join(FORMATS)}",
+            fix=f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}",
         )
     keys, named, rating = source.keys, source.format is not None, None
     if not head:
@@ -468,8 +554,15 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
             raise _no_such_columns(
                 source.path, absent, (name for value in head for name in value)
             ) from error
+        export = likely_source(head) if error.code == "format-unknown-columns" else None
+        fix = (
+            f"this looks like an export of {command_name(export)}: set format: {export}, or run "
+            f"`valence import {command_name(export)} {source.path}`"
+            if export
+            else error.fix
+        )
         raise UserError(
-            error.what, code=error.code, where=error.where or source.path, fix=error.fix
+            error.what, code=error.code, where=error.where or source.path, fix=fix
         ) from error
     return _Layout(name, keys, source.weight, named, rating)
 
@@ -572,12 +665,12 @@ def _weighted(example: Example, weight: float) -> Example | BadRow:
 
 
 def _nothing_left(
-    files: Sequence[File], bad: Sequence[BadRow], unused: Sequence[tuple[Example, Unused]]
+    files: Sequence[File], bad: Sequence[BadRow], unused: Sequence[tuple[Origin, str]]
 ) -> UserError:
     reasons = Counter([*(row.reason for row in bad), *(why for _, why in unused)])
     why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
     where = (
-        str(bad[0].origin if bad else unused[0][0].origin)
+        str(bad[0].origin if bad else unused[0][0])
         if bad or unused
         else ", ".join(f.path for f in files)
     )

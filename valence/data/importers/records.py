@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from valence.types import Message, Origin, content_id
@@ -85,6 +85,24 @@ class Vote:
             return ""
         return hashlib.sha256(f"{self.source}/{self.rater}".encode()).hexdigest()[:12]
 
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold, without fields that have their default."""
+        found: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            is_required = each.default is each.default_factory is MISSING
+            if is_required or value not in (each.default, (), {}):
+                found[each.name] = value
+        return {**found, "origin": {"path": self.origin.path, "line": self.origin.line}}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Vote:
+        """The vote of which ``to_dict`` gave this. Raises TypeError or KeyError if none did."""
+        given = {
+            name: tuple(each) if isinstance(each, list) else each for name, each in value.items()
+        }
+        return cls(**{**given, "origin": Origin(**value["origin"])})
+
 
 SkipReason = Literal[
     "machine",
@@ -105,6 +123,7 @@ SkipReason = Literal[
     "other_model",
     "before_since",
     "disagreement",
+    "identical",
     "no_prompt",
 ]
 
@@ -127,6 +146,7 @@ SKIP_REASONS: dict[SkipReason, str] = {
     "other_model": "completions of another model",
     "before_since": "votes before --since",
     "disagreement": "completions that as many raters liked as disliked",
+    "identical": "comparisons of two identical completions",
     "no_prompt": "completions without a prompt",
 }
 """Why something in an export gives no row, in the words of the summary."""

@@ -6,28 +6,69 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import combinations
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from valence.data.importers.records import SkipReason, Vote
-from valence.types import Message
+from valence.data.formats import read_example
+from valence.data.importers.records import Skipped, SkipReason, Vote
+from valence.errors import UserError
+from valence.types import Example, Kind, Message
 
 RowKind = Literal["thumbs", "scores", "pairs", "demonstrations"]
 Row = dict[str, Any]
 
+ROW_KINDS: tuple[RowKind, ...] = get_args(RowKind)
+FORMAT_OF: dict[RowKind, str] = {
+    "thumbs": "judgement",
+    "scores": "scored",
+    "pairs": "preference",
+    "demonstrations": "demonstration",
+}
+"""The format of the rows of each kind."""
+KIND_OF: dict[RowKind, Kind] = {
+    "thumbs": "judgement",
+    "scores": "scored",
+    "pairs": "preference",
+    "demonstrations": "demonstration",
+}
+"""The kind of rows that methods read."""
+UNUSABLE: dict[str, SkipReason] = {"row-pair-identical": "identical"}
+"""Why a row is of no use, by the code of the error that reading it raises."""
+
 
 @dataclass
 class ImportedRows:
-    """The rows of each kind, and the votes that gave none, by reason.
+    """The rows of each kind, the same as Examples, and what gave none.
 
-    num_replaced: votes that a later vote of the same rater replaced. num_disputed: completions
-    whose raters disagreed, and that a majority decided.
+    The origin of an Example is that of its first vote. num_replaced: votes that a later vote of
+    the same rater replaced. num_disputed: completions whose raters disagreed, and that a majority
+    decided.
     """
 
-    rows: dict[RowKind, list[Row]] = field(default_factory=dict[RowKind, list[Row]])
-    skipped: Counter[SkipReason] = field(default_factory=Counter[SkipReason])
+    rows: dict[RowKind, list[Row]] = field(default_factory=lambda: {kind: [] for kind in ROW_KINDS})
+    examples: dict[RowKind, list[Example]] = field(
+        default_factory=lambda: {kind: [] for kind in ROW_KINDS}
+    )
+    skipped: list[Skipped] = field(default_factory=list[Skipped])
     num_replaced: int = 0
     num_disputed: int = 0
+
+    def add(self, kind: RowKind, row: Row, votes: Sequence[Vote]) -> None:
+        """Add a row that is made of these votes. One that no method could read is skipped."""
+        row = row | {"info": _info(votes)}
+        origin = votes[0].origin
+        if not row["prompt"]:
+            self.skipped.append(Skipped("no_prompt", origin))
+            return
+        try:
+            example = read_example(FORMAT_OF[kind], row, origin)
+        except UserError as error:
+            reason = UNUSABLE.get(error.code, "shape_unknown")
+            self.skipped.append(Skipped(reason, origin, error.what))
+            return
+        self.rows[kind].append(row)
+        self.examples[kind].append(example)
 
 
 def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
@@ -44,7 +85,7 @@ def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
 
 
 def make_rows(votes: Sequence[Vote]) -> ImportedRows:
-    """Make rows of all votes.
+    """Make rows of all votes, whose raters are hashed already.
 
     - Thumbs of several raters on one completion are one row: the majority's label, weighted by the
       size of the majority. Where there is none, the completion gives no row.
@@ -54,7 +95,7 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
     - Regenerated completions of one prompt, one liked and one disliked, give a pair as well.
     - A correction gives a demonstration, and a pair in which it is preferred to the completion.
     """
-    result = ImportedRows({"thumbs": [], "scores": [], "pairs": [], "demonstrations": []})
+    result = ImportedRows()
     latest = latest_votes(votes)
     result.num_replaced = len(votes) - len(latest)
     groups: dict[str, list[Vote]] = defaultdict(list)
@@ -82,29 +123,65 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
             for down in disliked:
                 if up[0].prompt == down[0].prompt:
                     row = _row(up[0], chosen=up[0].completion, rejected=down[0].completion)
-                    result.rows["pairs"].append(row | {"info": _info([*up, *down])})
+                    result.add("pairs", row, [*up, *down])
     return result
+
+
+def import_votes(items: Iterable[Vote | Skipped]) -> ImportedRows:
+    """The rows of what a reader yields; what it skipped comes first in ``skipped``."""
+    votes: list[Vote] = []
+    skipped: list[Skipped] = []
+    for item in items:
+        if isinstance(item, Vote):
+            votes.append(item)
+        else:
+            skipped.append(item)
+    imported = make_rows(votes)
+    imported.skipped[:0] = skipped
+    return imported
+
+
+def agreement(votes: Iterable[Vote]) -> tuple[int, float | None]:
+    """How many completions or comparisons several raters voted on, and the share of all pairs of
+    such votes that agree; None where there is no such pair.
+    """
+    verdicts: dict[str, list[object]] = defaultdict(list)
+    first: dict[str, str | Message] = {}
+    for vote in votes:
+        side = vote.message or vote.completion
+        if vote.winner is None:
+            verdict: object = vote.label
+        elif vote.winner in ("this", "other"):
+            verdict = (vote.winner == "this") is (side == first.setdefault(vote.target, side))
+        else:
+            verdict = vote.winner
+        if verdict is not None:
+            verdicts[vote.target].append(verdict)
+    shared = [group for group in verdicts.values() if len(group) > 1]
+    pairs = [a == b for group in shared for a, b in combinations(group, 2)]
+    return len(shared), fmean(pairs) if pairs else None
 
 
 def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
     """Add the row of a completion. Returns its label; None if its raters are divided."""
     balance = sum(1 if vote.label else -1 for vote in votes)
     if balance == 0:
-        result.skipped["disagreement"] += len(votes)
+        example = f"{len(votes)} votes"
+        result.skipped.append(Skipped("disagreement", votes[0].origin, example))
         return None
     if abs(balance) < len(votes):
         result.num_disputed += 1
     row = _row(votes[0], completion=votes[0].completion) | {"label": balance > 0}
     if abs(balance) != 1:
         row["weight"] = float(abs(balance))
-    result.rows["thumbs"].append(row | {"info": _info(votes)})
+    result.add("thumbs", row, votes)
     return balance > 0
 
 
 def _add_score(votes: list[Vote], result: ImportedRows) -> None:
     scores = [vote.score for vote in votes if vote.score is not None]
     row = _row(votes[0], completion=votes[0].completion) | {"score": fmean(scores)}
-    result.rows["scores"].append(row | {"info": _info(votes)})
+    result.add("scores", row, votes)
 
 
 def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
@@ -113,17 +190,15 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     assert first.other is not None
     winners: Counter[str] = Counter()
     for vote in votes:
-        is_same_side = vote.completion == first.completion
+        # the texts of a message may have been edited between two votes
+        is_same_side = (vote.message or vote.completion) == (first.message or first.completion)
         winner = vote.winner or "tie"
         if not is_same_side and winner in ("this", "other"):
             winner = "other" if winner == "this" else "this"
         winners[winner] += 1
-    info = {"info": _info(votes)}
     if winners["both_bad"] > len(votes) / 2:
         for completion in (first.completion, first.other):
-            result.rows["thumbs"].append(
-                _row(first, completion=completion) | {"label": False} | info
-            )
+            result.add("thumbs", _row(first, completion=completion) | {"label": False}, votes)
         return
     num_votes = winners["this"] + winners["other"] + winners["tie"]
     share = (winners["this"] + winners["tie"] / 2) / num_votes
@@ -135,16 +210,14 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     row = _row(first, chosen=chosen, rejected=rejected)
     if share < 1:
         row["soft"] = share
-    result.rows["pairs"].append(row | info)
+    result.add("pairs", row, votes)
 
 
 def _add_correction(vote: Vote, correction: str, result: ImportedRows) -> None:
     better: Message = {"role": "assistant", "content": correction}
-    info = {"info": _info([vote])}
-    result.rows["demonstrations"].append(_row(vote, completion=better) | info)
+    result.add("demonstrations", _row(vote, completion=better), [vote])
     if correction.strip() != str(vote.completion.get("content") or "").strip():
-        row = _row(vote, chosen=better, rejected=vote.completion)
-        result.rows["pairs"].append(row | info)
+        result.add("pairs", _row(vote, chosen=better, rejected=vote.completion), [vote])
 
 
 def _row(vote: Vote, **completions: Message) -> Row:
@@ -163,7 +236,7 @@ def _info(votes: Sequence[Vote]) -> dict[str, Any]:
     first = votes[0]
     info: dict[str, Any] = {"source": first.source, "votes": [vote.id for vote in votes]}
     unique: dict[str, list[str]] = {
-        "raters": [vote.rater_hash for vote in votes],
+        "raters": [vote.rater for vote in votes],
         "model": [name for vote in votes for name in (vote.model, vote.other_model)],
         "comment": [vote.comment for vote in votes],
         "tags": [tag for vote in votes for tag in vote.tags],

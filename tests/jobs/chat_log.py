@@ -1,0 +1,91 @@
+"""A feedback tool for tests: its export, its reader, and its place in the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.data.importers.sources import SOURCES, FeedbackSource
+from valence.types import Message, Origin
+
+NAME = "chat_log"
+MODULE = f"valence.data.importers.{NAME}"
+
+
+def entry(number: int, vote: Any = True, **changes: Any) -> dict[str, Any]:
+    """A line of the export: a vote on a completion of its own, by a rater of its own."""
+    return {
+        "id": f"v{number}",
+        "at": 1000 + number,
+        "rater": f"person{number}@example.org",
+        "question": f"question {number}",
+        "answer": f"answer {number}",
+        "message": f"m{number}",
+        "vote": vote,
+        "model": "tiny",
+    } | changes
+
+
+def write_export(path: Path, *entries: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(each) + "\n" for each in entries))
+    return str(path)
+
+
+def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
+    for path in paths:
+        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+            yield _vote(json.loads(line), Origin(path, number))
+
+
+def _vote(row: dict[str, Any], origin: Origin) -> Vote | Skipped:
+    verdicts = ("vote", "score", "winner", "better")
+    if all(row.get(name) is None for name in verdicts):
+        return Skipped("no_vote", origin, row["answer"])
+    other: Message | None = (
+        {"role": "assistant", "content": row["other"]} if row.get("other") else None
+    )
+    return Vote(
+        source=NAME,
+        id=row["id"],
+        updated_at=row["at"],
+        rater=row["rater"],
+        is_machine=row.get("machine", False),
+        prompt=({"role": "user", "content": row["question"]},),
+        completion={"role": "assistant", "content": row["answer"]},
+        message=row["message"],
+        parent=row.get("parent", ""),
+        label=row["vote"],
+        score=row.get("score"),
+        other=other,
+        winner=row.get("winner"),
+        correction=row.get("better"),
+        comment=row.get("comment", ""),
+        model=row["model"],
+        other_model=row.get("other_model", ""),
+        origin=origin,
+    )
+
+
+def install() -> None:
+    """Put the tool into the table, until this process ends."""
+    module = ModuleType(MODULE)
+    module.read = read  # type: ignore[attr-defined]
+    sys.modules[MODULE] = module
+    SOURCES[NAME] = FeedbackSource(
+        module=NAME, description="a log of chats", files="a log", columns=("question answer vote",)
+    )
+
+
+@pytest.fixture
+def chat_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool in the table, until the test ends."""
+    monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
+    monkeypatch.setitem(SOURCES, NAME, SOURCES["open_webui"])
+    install()

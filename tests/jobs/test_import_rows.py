@@ -1,0 +1,640 @@
+"""Imports of feedback: what is written, what a second import changes, and what a killed one
+leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.arch.source import ROOT
+from tests.errors import raises_error
+from tests.jobs.chat_log import NAME, chat_log, entry, write_export
+from valence.data.importers import sources
+from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.jobs import import_rows
+from valence.jobs.import_rows import ImportSummary, import_feedback
+from valence.jobs.import_store import ImportStore, merge_votes
+from valence.types import Origin
+
+__all__ = ["chat_log"]
+
+pytestmark = pytest.mark.usefixtures("chat_log")
+
+OUT = Path("feedback.jsonl")
+EVERY_KIND = (
+    entry(1),
+    entry(2, False),
+    entry(3, None, score=4.0),
+    entry(4, None, other="other 4", winner="other", other_model="large"),
+    entry(5, None, better="better 5"),
+)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def do_import(*entries: dict[str, Any], **how: Any) -> ImportSummary:
+    """Import these entries of the log."""
+    file = write_export(Path("log.jsonl"), *entries)
+    return import_feedback(NAME, [file], OUT, quiet=True, **how)
+
+
+def rows(path: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def contents(folder: Path = Path()) -> dict[str, bytes]:
+    """All that imports wrote."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name.startswith("feedback.")}
+
+
+def counts(summary: ImportSummary) -> tuple[int, int, int, int]:
+    found = summary.counts
+    return found.new, found.replaced, found.unchanged, found.superseded
+
+
+# What is written
+
+
+def test_each_kind_of_rows_has_a_file() -> None:
+    summary = do_import(*EVERY_KIND)
+    assert {(file.path, file.kind, file.rows) for file in summary.files} == {
+        ("feedback.jsonl", "thumbs", 2),
+        ("feedback.scores.jsonl", "scores", 1),
+        ("feedback.pairs.jsonl", "pairs", 2),
+        ("feedback.demonstrations.jsonl", "demonstrations", 1),
+    }
+    assert [(row["completion"], row["label"]) for row in rows(OUT)] == [
+        ("answer 1", True),
+        ("answer 2", False),
+    ]
+    assert rows("feedback.scores.jsonl")[0]["score"] == 4.0
+    assert [(row["chosen"], row["rejected"]) for row in rows("feedback.pairs.jsonl")] == [
+        ("other 4", "answer 4"),
+        ("better 5", "answer 5"),
+    ]
+    assert rows("feedback.demonstrations.jsonl")[0]["completion"] == "better 5"
+    assert counts(summary) == (5, 0, 0, 0)
+    assert (summary.votes, summary.total, summary.num_raters) == (5, 5, 5)
+
+
+def test_where_pairs_are_the_main_kind_thumbs_have_a_file_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = sources.FeedbackSource(module=NAME, description="", files="", main="pairs")
+    monkeypatch.setitem(sources.SOURCES, NAME, source)
+    do_import(*EVERY_KIND)
+    assert [row["chosen"] for row in rows(OUT)] == ["other 4", "better 5"]
+    assert [row["label"] for row in rows("feedback.thumbs.jsonl")] == [True, False]
+    assert not Path("feedback.pairs.jsonl").exists()
+
+
+def test_the_description_has_checksums_and_names_no_person_or_folder(tmp_path: Path) -> None:
+    inside = tmp_path / "work"
+    inside.mkdir()
+    os.chdir(inside)
+    file = write_export(tmp_path / "log.jsonl", *EVERY_KIND)
+    import_feedback(NAME, [file], OUT, quiet=True)
+    about = json.loads(Path("feedback.about.json").read_text())
+    assert about["sources"] == {NAME: {"files": ["log.jsonl"], "votes": 5}}
+    assert (about["votes"], about["raters"]) == (5, 5)
+    assert (about["from"], about["to"]) == (
+        "1970-01-01T00:16:41+00:00",
+        "1970-01-01T00:16:45+00:00",
+    )
+    assert {name: each["sha256"] for name, each in about["files"].items()} == {
+        name: hashlib.sha256(content).hexdigest()
+        for name, content in contents().items()
+        if name != "feedback.about.json"
+    }
+    everything = b"".join(contents().values())
+    assert b"person" not in everything
+    assert str(tmp_path).encode() not in everything
+    assert {row["rater"] for row in rows("feedback.votes.jsonl")} == {
+        rater for name in ("", ".scores", ".pairs") for row in rows(f"feedback{name}.jsonl")
+        for rater in row["info"]["raters"]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["half \ud800", float("nan")], ids=["surrogate", "nan"])
+def test_a_vote_that_json_cannot_hold_is_skipped(text: Any) -> None:
+    bad = entry(2, None, score=text) if isinstance(text, float) else entry(2, answer=text)
+    summary = do_import(entry(1), bad)
+    assert summary.skipped["shape_unknown"].place == "log.jsonl:2"
+    assert len(rows(OUT)) == 1
+
+
+def test_votes_of_machines_are_left_out_unless_asked_for() -> None:
+    found = do_import(entry(1), entry(2, machine=True))
+    assert (found.votes, found.skipped["machine"].count) == (1, 1)
+    found = do_import(entry(1), entry(2, machine=True), options=ReadOptions(includes_machine=True))
+    assert (found.votes, found.skipped) == (2, {})
+
+
+def test_raters_who_disagree_are_counted() -> None:
+    def vote(number: int, target: int, label: bool) -> dict[str, Any]:
+        same = {name: entry(target)[name] for name in ("question", "answer", "message")}
+        return entry(number, label, **same)
+
+    summary = do_import(
+        vote(1, 1, True), vote(2, 1, True), vote(3, 1, False), vote(4, 4, True), vote(5, 4, False)
+    )
+    (row,) = rows(OUT)
+    assert (row["label"], row.get("weight", 1.0)) == (True, 1.0)
+    assert (summary.num_shared, summary.agreement) == (2, 0.25)
+    assert (summary.skipped["disagreement"].count, summary.skipped["disagreement"].place) == (
+        1,
+        "log.jsonl:4",
+    )
+
+
+# Again, and newer
+
+
+def test_the_same_export_again_changes_nothing() -> None:
+    do_import(*EVERY_KIND)
+    before, times = contents(), {p.name: p.stat().st_mtime_ns for p in Path().glob("feedback.*")}
+    summary = do_import(*EVERY_KIND)
+    assert counts(summary) == (0, 0, 5, 0)
+    assert contents() == before
+    assert {p.name: p.stat().st_mtime_ns for p in Path().glob("feedback.*")} == times
+    other = write_export(Path("renamed.jsonl"), *EVERY_KIND)
+    import_feedback(NAME, [other], OUT, quiet=True)
+    assert contents() == before
+
+
+def test_a_newer_vote_replaces_an_older_one_in_its_place() -> None:
+    do_import(entry(1), entry(2), entry(3))
+    summary = do_import(entry(2, False, at=5000), entry(4))
+    assert counts(summary) == (1, 1, 0, 0)
+    votes = [(vote["message"], vote["label"]) for vote in rows("feedback.votes.jsonl")]
+    assert votes == [("m1", True), ("m2", False), ("m3", True), ("m4", True)]
+    assert {row["completion"]: row["label"] for row in rows(OUT)} == {
+        "answer 1": True,
+        "answer 2": False,
+        "answer 3": True,
+        "answer 4": True,
+    }
+
+
+def test_an_older_vote_does_not_replace_a_newer_one() -> None:
+    do_import(entry(1, True, at=5000))
+    before = contents()
+    assert counts(do_import(entry(1, False, at=4000))) == (0, 0, 1, 0)
+    assert contents() == before
+
+
+def test_a_vote_of_the_same_rater_on_the_same_completion_replaces_one_with_another_id() -> None:
+    first = entry(1, True)
+    second = first | {"id": "v2", "at": 5000, "vote": False}
+    assert counts(do_import(first, second)) == (1, 0, 0, 1)
+    assert counts(do_import(first, second)) == (0, 0, 1, 1)
+    assert [row["label"] for row in rows(OUT)] == [False]
+
+
+def test_a_vote_that_moved_to_another_completion_leaves_the_first_one() -> None:
+    do_import(entry(1), entry(2))
+    assert counts(do_import(entry(1, False, at=5000, message="m9", answer="answer 9"))) == (
+        0,
+        1,
+        0,
+        0,
+    )
+    assert {row["completion"] for row in rows(OUT)} == {"answer 2", "answer 9"}
+
+
+def test_comparisons_of_one_vote_with_several_completions_are_all_kept() -> None:
+    votes = [entry(1, None, other=f"other {n}", winner="this") for n in range(3)]
+    assert counts(do_import(*votes)) == (3, 0, 0, 0)
+    assert len(rows("feedback.pairs.jsonl")) == 3
+    assert counts(do_import(*votes)) == (0, 0, 3, 0)
+    assert counts(do_import(*[vote | {"at": 5000} for vote in votes[:2]])) == (0, 2, 0, 0)
+    assert [row["rejected"] for row in rows("feedback.pairs.jsonl")] == ["other 0", "other 1"]
+
+
+def test_a_file_whose_last_row_goes_is_removed() -> None:
+    do_import(entry(1), entry(2, None, score=1.0))
+    assert Path("feedback.scores.jsonl").exists()
+    do_import(entry(2, True, at=5000))
+    assert not Path("feedback.scores.jsonl").exists()
+    assert set(json.loads(Path("feedback.about.json").read_text())["files"]) == {
+        "feedback.jsonl",
+        "feedback.votes.jsonl",
+    }
+
+
+def a_vote(id: str, at: float, rater: str, target: str, label: bool) -> Vote:
+    return Vote(
+        source=NAME,
+        id=id,
+        updated_at=at,
+        rater=rater,
+        prompt=({"role": "user", "content": "question"},),
+        completion={"role": "assistant", "content": target},
+        label=label,
+        origin=Origin("log", 1),
+    )
+
+
+VOTES = st.lists(
+    st.builds(
+        a_vote,
+        st.sampled_from("abc"),
+        st.sampled_from((0.0, 1.0, 2.0)),
+        st.sampled_from(("", "x", "y")),
+        st.sampled_from("mn"),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+@given(VOTES, VOTES)
+def test_merging_twice_changes_nothing(earlier: list[Vote], later: list[Vote]) -> None:
+    stored, first = merge_votes([], earlier)
+    assert (first.new, first.replaced) == (len(stored), 0)
+    once, counted = merge_votes(stored, later)
+    twice, again = merge_votes(once, later)
+    assert twice == once
+    assert (again.new, again.replaced) == (0, 0)
+    for found, votes in ((counted, later), (again, later), (first, earlier)):
+        assert found.new + found.replaced + found.unchanged + found.superseded == len(votes)
+    assert len({vote.key for vote in once}) == len(once)
+    for vote in (*earlier, *later):
+        rivals = [v for v in (*earlier, *later) if v is not vote and vote.key == v.key]
+        rivals += [v for v in (*earlier, *later) if v is not vote and vote.id == v.id]
+        if all(vote.updated_at > rival.updated_at for rival in rivals):
+            assert vote in once
+
+
+# Filters
+
+
+def test_since_leaves_out_older_votes_and_last_is_the_newest_one_that_is_stored() -> None:
+    log = [entry(n) for n in range(6)]
+    found = do_import(*log, since="1970-01-01T00:16:42")
+    assert (found.votes, found.skipped["before_since"].count) == (4, 2)
+    found = do_import(*log, entry(9), since="last")
+    assert (found.counts.new, found.counts.unchanged, found.skipped["before_since"].count) == (
+        1,
+        1,
+        5,
+    )
+    before = contents()
+    found = do_import(*log, since="last")
+    assert (found.votes, found.skipped["before_since"].count) == (0, 6)
+    assert contents() == before
+    with raises_error("date-invalid", where="--since"):
+        do_import(*log, since="yesterday")
+
+
+def test_votes_without_a_time_pass_since() -> None:
+    assert do_import(entry(1, at=0), since="2020-01-01").votes == 1
+
+
+def test_model_leaves_out_completions_of_others() -> None:
+    log = [
+        entry(1),
+        entry(2, model="large"),
+        entry(3, None, other="other", winner="this", model="large", other_model="tiny"),
+    ]
+    assert do_import(*log, model="tiny").skipped["other_model"].example == "large"
+    assert [row["completion"] for row in rows(OUT)] == ["answer 1"]
+    assert len(rows("feedback.pairs.jsonl")) == 1
+    assert do_import(*log).models == {"large": 2, "tiny": 1}
+
+
+def test_the_weights_that_kto_advises_are_in_the_summary() -> None:
+    found = do_import(*(entry(n, n == 0) for n in range(4)))
+    assert found.weights is not None
+    assert (found.weights.n_up, found.weights.n_down) == (1, 3)
+    assert found.weights.change == "desirable_weight"
+    assert found.to_dict()["weights"]["advice"] == found.weights.remedy
+    assert found.files[0].command == (
+        "valence check recipe.yaml method=kto data.train=feedback.jsonl loss.class_weights=auto"
+    )
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("log", "how", "reason", "fix"),
+    [
+        ([entry(1, None)], {}, "without a vote", ""),
+        ([entry(1, machine=True)], {}, "model or program", "--include-machine"),
+        ([entry(1)], {"model": "large"}, "another model", "--model"),
+        ([entry(1)], {"since": "2020-01-01"}, "--since", "--since"),
+        ([], {}, "no votes", ""),
+    ],
+    ids=["no vote", "machine", "model", "since", "empty"],
+)
+def test_nothing_is_written_where_nothing_is_imported(
+    log: list[dict[str, Any]], how: dict[str, Any], reason: str, fix: str
+) -> None:
+    with raises_error("nothing-imported", where="log.jsonl", fix=fix) as raised:
+        do_import(*log, **how)
+    assert reason in raised.error.what
+    assert contents() == {}
+
+
+def test_an_unknown_source_is_refused_with_the_nearest_one() -> None:
+    with raises_error("source-unknown", fix="open-webui"):
+        import_feedback("open-webiu", ["log.jsonl"], OUT)
+
+
+@pytest.mark.parametrize("files", [[], ["log.jsonl"]])
+def test_either_files_or_a_url_are_read(files: list[str]) -> None:
+    with raises_error("import-input"):
+        import_feedback("open_webui", files, OUT, url="http://host" if files else None)
+
+
+def test_a_tool_without_a_server_has_no_url() -> None:
+    with raises_error("source-not-pullable"):
+        import_feedback(NAME, [], OUT, url="http://host")
+
+
+def test_a_server_is_asked_for_votes_from_since_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+
+    def pull(
+        name: str,
+        url: str,
+        options: ReadOptions,
+        since: float,
+        *,
+        token_env: str | None,
+        progress: Callable[[int], None],
+    ) -> Iterator[Vote | Skipped]:
+        asked.append((name, url, since, token_env))
+        progress(5)
+        yield replace(a_vote("a", 7.0, "person", "answer", True), source=name)
+        yield Skipped("no_vote", Origin("https://user:key@host/path?key=1", 1))
+
+    module = ModuleType("valence.data.importers.pull")
+    module.pull = pull  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(import_rows, "EVERY", 0.0)
+    url = "https://host"
+    for since in (None, "last"):
+        summary = import_feedback("langfuse", [], OUT, url=url, token_env="KEY", since=since)
+        assert summary.skipped["no_vote"].place == "https://host/path:1"
+    assert asked == [("langfuse", url, 0.0, "KEY"), ("langfuse", url, 7.0, "KEY")]
+    assert "5 read" in capsys.readouterr().out
+    assert b"person" not in b"".join(contents().values())
+
+
+def test_outputs_are_not_inputs() -> None:
+    do_import(entry(1))
+    with raises_error("output-is-input"):
+        import_feedback(NAME, ["feedback.votes.jsonl"], OUT)
+
+
+def test_rows_that_were_edited_are_not_lost() -> None:
+    do_import(entry(1), entry(2))
+    original = contents()
+    OUT.write_text("mine\n")
+    with raises_error("output-edited", where="feedback.jsonl", fix="--overwrite"):
+        do_import(entry(3))
+    assert OUT.read_text() == "mine\n"
+    assert do_import(entry(1), entry(2), overwrite=True).counts.unchanged == 2
+    assert contents() == original
+
+
+def test_a_file_that_no_import_wrote_is_not_replaced() -> None:
+    Path("feedback.pairs.jsonl").write_text("mine\n")
+    do_import(entry(1))
+    with raises_error("output-foreign", where="feedback.pairs.jsonl", fix="--overwrite"):
+        do_import(entry(2, None, better="better"))
+    assert Path("feedback.pairs.jsonl").read_text() == "mine\n"
+    assert [row["completion"] for row in rows(OUT)] == ["answer 1"]
+    do_import(entry(2, None, better="better"), overwrite=True)
+    assert rows("feedback.pairs.jsonl")[0]["chosen"] == "better"
+
+
+def change_vote() -> None:
+    path = Path("feedback.votes.jsonl")
+    path.write_text(path.read_text().replace("answer 1", "answer 9"))
+
+
+def remove_about() -> None:
+    Path("feedback.about.json").unlink()
+
+
+def remove_votes() -> None:
+    Path("feedback.votes.jsonl").unlink()
+
+
+def damage_about() -> None:
+    path = Path("feedback.about.json")
+    path.write_text(path.read_text().replace('"votes": 1', '"votes": 2'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (change_vote, "output-edited"),
+        (remove_votes, "output-lines-missing"),
+        (remove_about, "output-foreign"),
+        (damage_about, "output-state-damaged"),
+    ],
+)
+def test_damaged_votes_are_never_replaced(damage: Callable[[], None], code: str) -> None:
+    do_import(entry(1))
+    damage()
+    before = contents()
+    for overwrite in (False, True):
+        with raises_error(code):
+            do_import(entry(1), overwrite=overwrite)
+        assert contents() == before
+
+
+def test_rows_that_were_deleted_are_made_again() -> None:
+    do_import(entry(1))
+    before = contents()
+    OUT.unlink()
+    do_import(entry(1))
+    assert contents() == before
+
+
+@pytest.mark.parametrize(
+    ("out", "code"),
+    [
+        ("feedback.json", "output-not-jsonl"),
+        ("nowhere/feedback.jsonl", "path-invalid-output"),
+        ("link.jsonl", "path-is-symlink"),
+    ],
+)
+def test_the_output_must_be_a_file_of_json_lines(out: str, code: str) -> None:
+    Path("link.jsonl").symlink_to("elsewhere.jsonl")
+    file = write_export(Path("log.jsonl"), entry(1))
+    with raises_error(code):
+        import_feedback(NAME, [file], Path(out), quiet=True)
+
+
+def test_a_second_import_at_the_same_time_is_refused() -> None:
+    with ImportStore(OUT).locked(), raises_error("output-locked", where="feedback.jsonl"):
+        do_import(entry(1))
+    do_import(entry(1))
+    assert sorted(p.name for p in Path().iterdir() if p.name.startswith(".")) == []
+
+
+# Killed
+
+
+class Halt(BaseException):
+    """The end of the program."""
+
+
+STEPS = 13
+"""Changes on the disk of the second import below: four files and the description twice are written
+and put in place, and one file is removed.
+"""
+OLD = (*EVERY_KIND, entry(6, None, score=1.0))
+NEW = (entry(1, False, at=5000), entry(7), entry(3, True, at=5000), entry(6, True, at=5000))
+
+
+def halt_at(step: int, monkeypatch: pytest.MonkeyPatch, halt: Callable[[], None]) -> list[int]:
+    """Halt before change number ``step`` (from 1) on the disk; the changes that were made."""
+    made: list[int] = []
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            path = args[1] if isinstance(args[0], ImportStore) else args[0]
+            is_change = function.__name__ != "unlink" or path.exists()
+            if is_change and not path.name.endswith(".lock"):
+                made.append(1)
+                if len(made) == step:
+                    halt()
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(Path, "replace", counted(Path.replace))
+    monkeypatch.setattr(Path, "unlink", counted(Path.unlink))
+    monkeypatch.setattr(ImportStore, "_prepare", counted(ImportStore._prepare))
+    return made
+
+
+def raise_halt() -> None:
+    raise Halt
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """What the imports below write when nothing halts them: old, new, and of the new ones alone."""
+    from tests.jobs.chat_log import install
+
+    install()
+    before = Path.cwd()
+    found = {}
+    for name, imports in (("old", [OLD]), ("new", [OLD, NEW]), ("alone", [NEW])):
+        os.chdir(tmp_path_factory.mktemp(name))
+        for entries in imports:
+            do_import(*entries)
+        found[name] = contents()
+    os.chdir(before)
+    return found
+
+
+def check_state(states: dict[str, dict[str, bytes]]) -> None:
+    """Each file is that of the old or the new state, and the next import repairs all."""
+    for name, content in contents().items():
+        if name != "feedback.about.json":
+            assert content in (states["old"].get(name), states["new"].get(name)), name
+    halted = contents()
+    do_import(*OLD)
+    repaired = contents()
+    assert repaired in (states["old"], states["new"])
+    if halted["feedback.votes.jsonl"] == states["new"]["feedback.votes.jsonl"]:
+        assert repaired == states["new"]
+    do_import(*NEW)
+    assert contents() == states["new"]
+    assert [p.name for p in Path().iterdir() if p.name.endswith(".part")] == []
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_an_import_that_ends_anywhere_leaves_the_old_or_the_new_state(
+    step: int, states: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_import(*OLD)
+    with monkeypatch.context() as patch:
+        halt_at(step, patch, raise_halt)
+        with pytest.raises(Halt):
+            do_import(*NEW)
+    check_state(states)
+
+
+def test_all_changes_on_the_disk_are_tried(
+    states: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_import(*OLD)
+    with monkeypatch.context() as patch:
+        made = halt_at(0, patch, raise_halt)
+        do_import(*NEW)
+    assert len(made) == STEPS
+    assert contents() == states["new"]
+
+
+def test_a_first_import_that_ends_anywhere_can_be_repeated(
+    states: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, STEPS):
+        with monkeypatch.context() as patch:
+            halt_at(step, patch, raise_halt)
+            try:
+                do_import(*NEW)
+            except Halt:
+                assert step < STEPS
+        do_import(*NEW)
+        assert contents() == states["alone"]
+        for path in Path().glob("feedback.*"):
+            path.unlink()
+
+
+KILLED = """
+import os, signal, sys
+import pytest
+from tests.jobs.chat_log import install
+from tests.jobs.test_import_rows import NEW, do_import, halt_at
+
+install()
+with pytest.MonkeyPatch.context() as patch:
+    halt_at(int(sys.argv[1]), patch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    do_import(*NEW)
+"""
+
+
+@pytest.mark.parametrize(
+    "step", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 6, 7, 9, 11, 13))]
+)
+def test_a_killed_import_leaves_the_old_or_the_new_state(
+    step: int, states: dict[str, dict[str, bytes]]
+) -> None:
+    do_import(*OLD)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(step)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    check_state(states)

@@ -1,0 +1,141 @@
+"""`valence import`: what it prints, and what programs get."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command import command as valence
+from tests.command import command_error
+from tests.errors import check_error
+from tests.jobs.chat_log import chat_log, entry, write_export
+from valence import cli
+from valence.cli import complete
+from valence.data.importers.records import SKIP_REASONS
+from valence.data.importers.sources import SOURCES
+
+__all__ = ["chat_log"]
+
+pytestmark = pytest.mark.usefixtures("chat_log")
+
+LOG = (entry(1), entry(2, False), entry(3), entry(4, None), entry(5, None, better="better"))
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.console, "width", 160)
+    write_export(Path("log.jsonl"), *LOG)
+    return tmp_path
+
+
+def test_the_summary_says_what_was_read_written_and_skipped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert valence("import", "chat-log", "log.jsonl") == 0
+    shown = capsys.readouterr().out
+    assert "4 votes read: 4 new, 0 replaced, 0 unchanged" in shown
+    assert [line.split() for line in shown.splitlines() if line.startswith("feedback.")] == [
+        ["feedback.jsonl", "3", "thumbs"],
+        ["feedback.pairs.jsonl", "1", "pairs"],
+        ["feedback.demonstrations.jsonl", "1", "demonstrations"],
+    ]
+    assert f"1  {SKIP_REASONS['no_vote']}  log.jsonl:4 (answer 4)" in shown
+    assert "2 up, 1 down" in shown
+    assert "tiny 100%" in shown
+    assert "valence check recipe.yaml method=kto data.train=feedback.jsonl" in shown
+    assert "valence check recipe.yaml method=dpo data.train=feedback.pairs.jsonl" in shown
+    assert valence("import", "chat_log", "log.jsonl") == 0
+    assert "4 votes read: 0 new, 0 replaced, 4 unchanged" in capsys.readouterr().out
+
+
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("import", "chat-log", "log.jsonl", "--out", "a.jsonl", "--quiet") == 0
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "")
+    assert Path("a.jsonl").exists()
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("import", "chat-log", "log.jsonl", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["votes"], found["counts"]["new"]) == ("done", 4, 4)
+    assert found["skipped"] == {
+        "no_vote": {"count": 1, "place": "log.jsonl:4", "example": "answer 4"}
+    }
+    assert {file["path"]: file["rows"] for file in found["files"]} == {
+        "feedback.jsonl": 3,
+        "feedback.pairs.jsonl": 1,
+        "feedback.demonstrations.jsonl": 1,
+    }
+
+
+def test_json_says_why_nothing_was_imported(capsys: pytest.CaptureFixture[str]) -> None:
+    error = command_error("import", "chat-log", "log.jsonl", "--model", "large", "--json")
+    check_error(error, "nothing-imported", where="log.jsonl", fix="--model")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["code"]) == ("failed", "nothing-imported")
+
+
+def test_options_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    from valence.jobs import import_rows
+
+    asked: list[object] = []
+
+    def read_votes(name: str, files: list[str], options: object) -> object:
+        asked.append((name, files, options))
+        return iter(())
+
+    monkeypatch.setattr(import_rows, "read_votes", read_votes)
+    words = (
+        "--prompt a.b --completion c --left l --right r --correction d --label v "
+        "--score-name x --score-name y --category good=up --category so=so=down "
+        "--include-machine --keep-reasoning"
+    )
+    command_error("import", "chat-log", "one", "two", *words.split())
+    from valence.data.importers.records import ReadOptions
+
+    assert asked == [
+        (
+            "chat_log",
+            ["one", "two"],
+            ReadOptions(
+                paths={
+                    "prompt": "a.b",
+                    "completion": "c",
+                    "left": "l",
+                    "right": "r",
+                    "correction": "d",
+                    "label": "v",
+                },
+                score_names=("x", "y"),
+                labels={"good": True, "so=so": False},
+                includes_machine=True,
+                keeps_reasoning=True,
+            ),
+        )
+    ]
+
+
+@pytest.mark.parametrize("category", ["good", "good=yes", "=up"])
+def test_a_category_is_up_or_down(category: str) -> None:
+    error = command_error("import", "chat-log", "log.jsonl", "--category", category)
+    check_error(error, "category-invalid", where="--category")
+
+
+def test_a_source_must_be_named() -> None:
+    check_error(command_error("import"), "import-input", fix="--list")
+    check_error(command_error("import", "chat-log"), "import-input")
+
+
+def test_the_list_has_every_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("import", "--list") == 0
+    shown = capsys.readouterr().out
+    names = {line.split()[0] for line in shown.splitlines() if line[:1].strip()}
+    assert {name.replace("_", "-") for name in SOURCES} <= names
+
+
+def test_a_shell_completes_sources() -> None:
+    assert [name for name, _ in complete.feedback_sources("lang")] == ["langfuse", "langsmith"]

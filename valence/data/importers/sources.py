@@ -1,0 +1,225 @@
+"""The feedback tools whose exports are read: a row of a table for each, and a reader of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from valence.data.formats import lookup
+from valence.data.importers.records import Reader, ReadOptions, Skipped, Vote
+from valence.data.importers.rows import RowKind
+from valence.errors import UserError
+
+PARTS = ("prompt", "completion", "left", "right", "correction", "label")
+"""Parts of a row whose place a reader can be told (``ReadOptions.paths``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedbackSource:
+    """A tool that exports feedback.
+
+    module: of its reader, below ``valence.data.importers``; imported on first use. description,
+    files: what it is, and which files of it are read, for people. main: the kind of most of its
+    rows. is_pullable: whether it can be read from its server. columns: dotted paths by which a row
+    of its export is recognized; each text holds those of one kind of export.
+    """
+
+    module: str
+    description: str
+    files: str
+    main: RowKind = "thumbs"
+    is_pullable: bool = False
+    columns: tuple[str, ...] = ()
+
+
+SOURCES: dict[str, FeedbackSource] = {
+    "open_webui": FeedbackSource(
+        module="open_webui",
+        description="Open WebUI: thumbs and arena votes",
+        files="feedback history (Admin > Evaluations > Feedback > Export), or exported chats",
+        is_pullable=True,
+        columns=("data.rating meta.message_id", "snapshot data.rating"),
+    ),
+    "librechat": FeedbackSource(
+        module="librechat",
+        description="LibreChat: thumbs",
+        files="mongoexport of the collection messages (all of them), and of conversations",
+        columns=("messageId conversationId isCreatedByUser",),
+    ),
+    "chat_ui": FeedbackSource(
+        module="chat_ui",
+        description="Hugging Face chat-ui: thumbs",
+        files="Parquet or JSON Lines of its admin export",
+    ),
+    "chainlit": FeedbackSource(
+        module="chainlit",
+        description="Chainlit: thumbs",
+        files="the tables feedbacks, steps and threads as JSON or CSV, or the SQLite file",
+        columns=("forId threadId value",),
+    ),
+    "gradio": FeedbackSource(
+        module="gradio",
+        description="Gradio ChatInterface: likes and dislikes",
+        files=".gradio/flagged/log.csv",
+        columns=("conversation index value flag",),
+    ),
+    "fastchat": FeedbackSource(
+        module="fastchat",
+        description="FastChat and Chatbot Arena: battles and thumbs",
+        files="conversation logs of the server, cleaned battles, or published arena data",
+        main="pairs",
+        columns=("tstamp type states", "tstamp type state", "model_a model_b winner"),
+    ),
+    "langfuse": FeedbackSource(
+        module="langfuse",
+        description="Langfuse: scores of users and annotators",
+        files="scores, and the observations or traces that they belong to",
+        is_pullable=True,
+        columns=("traceId dataType source", "trace_id data_type source"),
+    ),
+    "langsmith": FeedbackSource(
+        module="langsmith",
+        description="LangSmith: feedback and pairwise annotations",
+        files="feedback and runs, as JSON or JSON Lines",
+        is_pullable=True,
+        columns=("run_id key feedback_source",),
+    ),
+    "phoenix": FeedbackSource(
+        module="phoenix",
+        description="Arize Phoenix: annotations of people",
+        files="annotations and spans, as JSON, JSON Lines or Parquet",
+        is_pullable=True,
+        columns=("annotator_kind name span_id", "annotator_kind name trace_id"),
+    ),
+    "helicone": FeedbackSource(
+        module="helicone",
+        description="Helicone: ratings of requests",
+        files="JSON Lines of its exporter, with --include-body",
+        columns=("request_id request_body", "request_id feedback_rating"),
+    ),
+    "openai": FeedbackSource(
+        module="openai",
+        description="OpenAI: preference rows, and stored completions",
+        files="JSON Lines",
+        main="pairs",
+    ),
+    "bedrock": FeedbackSource(
+        module="bedrock",
+        description="Amazon Bedrock: preferences, and evaluations by people",
+        files="JSON Lines",
+        main="pairs",
+        columns=("humanEvaluationResult inputRecord", "schemaVersion messages"),
+    ),
+    "label_studio": FeedbackSource(
+        module="label_studio",
+        description="Label Studio: comparisons, ratings and corrections",
+        files="JSON, JSON_MIN, CSV or TSV export of a project",
+        main="pairs",
+        columns=("data annotations", "annotator annotation_id"),
+    ),
+    "argilla": FeedbackSource(
+        module="argilla",
+        description="Argilla: rankings, ratings and corrections",
+        files="records as JSON, Parquet or CSV, flat if there are drafts",
+        main="pairs",
+        columns=("fields responses suggestions",),
+    ),
+}
+"""By name as recipes write it; commands write hyphens."""
+
+
+def source_name(name: str) -> str:
+    """The name in ``SOURCES`` of a tool, which may be written with hyphens.
+
+    Raises UserError for an unknown one.
+    """
+    key = name.strip().lower().replace("-", "_")
+    if key in SOURCES:
+        return key
+    near = get_close_matches(key, SOURCES, n=1)
+    raise UserError(
+        f"there is no source {name!r}",
+        code="source-unknown",
+        where="SOURCE",
+        fix=f"did you mean {command_name(near[0])}?"
+        if near
+        else f"use one of {', '.join(map(command_name, SOURCES))}",
+    )
+
+
+def command_name(name: str) -> str:
+    """The name of a source as commands write it."""
+    return name.replace("_", "-")
+
+
+def is_source(format: str | None) -> bool:
+    """Whether a file's ``format`` in a recipe is the export of a feedback tool."""
+    return format is not None and format.replace("-", "_") in SOURCES
+
+
+def read_votes(
+    name: str, paths: Sequence[str], options: ReadOptions | None = None
+) -> Iterator[Vote | Skipped]:
+    """The votes in an export, and what was skipped. Raters are hashed.
+
+    Raises UserError for an unknown source, and as its reader does.
+    """
+    source, options = SOURCES[source_name(name)], options or ReadOptions()
+    read: Reader = import_module(f"valence.data.importers.{source.module}").read
+    return checked_votes(read(list(paths), options), options)
+
+
+def pull_votes(
+    name: str,
+    url: str,
+    options: ReadOptions | None = None,
+    since: float = 0.0,
+    *,
+    token_env: str | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Iterator[Vote | Skipped]:
+    """The votes on the server of a tool, and what was skipped. Raters are hashed.
+
+    since: seconds since 1970 of the first votes that are asked for; 0 for all. token_env: the
+    variable of the environment that has the server's key; None for the tool's own. progress: called
+    with the number of rows that the server has sent. Raises UserError for a tool that cannot be
+    read this way.
+    """
+    name, options = source_name(name), options or ReadOptions()
+    if not SOURCES[name].is_pullable:
+        raise UserError(
+            f"{command_name(name)} cannot be read from a server",
+            code="source-not-pullable",
+            where="--url",
+            fix=f"export files, and name them: {SOURCES[name].files}",
+        )
+    pull = import_module("valence.data.importers.pull").pull
+    votes = pull(name, url, options, since, token_env=token_env, progress=progress)
+    return checked_votes(votes, options)
+
+
+def checked_votes(
+    votes: Iterable[Vote | Skipped], options: ReadOptions
+) -> Iterator[Vote | Skipped]:
+    """The same with hashes in place of the raters' ids, without votes of machines unless these are
+    asked for.
+    """
+    for vote in votes:
+        if isinstance(vote, Skipped):
+            yield vote
+        elif vote.is_machine and not options.includes_machine:
+            yield Skipped("machine", vote.origin)
+        else:
+            yield replace(vote, rater=vote.rater_hash)
+
+
+def likely_source(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The source whose exports have the columns of these rows, if there is one."""
+    for name, source in SOURCES.items():
+        for columns in source.columns:
+            if any(all(lookup(row, path) is not None for path in columns.split()) for row in rows):
+                return name
+    return None

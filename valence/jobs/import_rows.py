@@ -1,0 +1,361 @@
+"""Votes of a feedback tool, written as rows that train."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.table import Table
+
+from valence.data.audit import WeightAdvice, advised_weights
+from valence.data.importers.records import (
+    SKIP_REASONS,
+    ReadOptions,
+    Skipped,
+    SkipReason,
+    Vote,
+)
+from valence.data.importers.rows import KIND_OF, ROW_KINDS, RowKind, agreement, make_rows
+from valence.data.importers.sources import SOURCES, pull_votes, read_votes, source_name
+from valence.data.kinds import METHOD_FOR
+from valence.errors import UserError
+from valence.jobs.import_store import ImportStore, MergeCounts, as_date, merge_votes, vote_line
+from valence.terminal import Terminal, print_message
+from valence.types import Origin
+
+EVERY = 5.0
+"""Seconds between messages about how many votes were read."""
+SHOWN_MODELS = 10
+"""Models that the summary lists."""
+EXAMPLE_LENGTH = 60
+"""Characters that are shown of something that was skipped."""
+FIXES: dict[SkipReason, str] = {
+    "machine": "--include-machine imports them",
+    "other_model": "name one of the models in the export with --model, or leave it out",
+    "before_since": "give an earlier date with --since",
+    "no_conversation": "add the file that holds the conversations",
+    "shape_unknown": "say where the parts are with --prompt and --completion",
+}
+"""What helps where nothing was imported for this reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedCount:
+    """How many were skipped for a reason, and the first of them."""
+
+    count: int
+    place: str
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """A file of rows. command: what checks a training run on it."""
+
+    path: str
+    kind: str
+    rows: int
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportSummary:
+    """What an import did.
+
+    votes: read now, each of which is in ``counts``; total: in all imports into the same --out.
+    skipped: by reason, most frequent first. models: how many of the votes that were read are on
+    completions of each. from_date, to_date: of all votes. num_shared: completions or comparisons
+    on which several raters voted; agreement: share of all pairs of their votes that agree.
+    """
+
+    source: str
+    votes: int
+    counts: MergeCounts
+    total: int
+    files: tuple[WrittenRows, ...]
+    votes_file: str
+    skipped: Mapping[SkipReason, SkippedCount] = field(
+        default_factory=dict[SkipReason, SkippedCount]
+    )
+    models: Mapping[str, int] = field(default_factory=dict[str, int])
+    from_date: str | None = None
+    to_date: str | None = None
+    weights: WeightAdvice | None = None
+    num_raters: int = 0
+    num_shared: int = 0
+    agreement: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings."""
+        found = asdict(self)
+        if self.weights:
+            found["weights"]["advice"] = self.weights.remedy
+        return found
+
+
+def import_feedback(
+    source: str,
+    files: Sequence[str],
+    out: Path,
+    *,
+    url: str | None = None,
+    token_env: str | None = None,
+    since: str | None = None,
+    model: str | None = None,
+    options: ReadOptions | None = None,
+    overwrite: bool = False,
+    console: Console | None = None,
+    quiet: bool = False,
+) -> ImportSummary:
+    """Add the votes of an export to those of earlier imports into ``out``, and write the rows that
+    they make.
+
+    ``out`` gets the rows of the source's main kind, and files beside it the others; see
+    ``ImportStore``. files: of the export. url: of the tool's server, from which the votes are read
+    instead. token_env: the variable of the environment that has the server's key, by default the
+    tool's own. since: an ISO date, or "last" for the newest vote of this source in ``out``; older
+    votes are left out. model: leave out votes on completions of others. overwrite: replace files of
+    rows that somebody edited.
+
+    Raises UserError for a mistake in the request, and when no vote can be used.
+    """
+    name, options = source_name(source), options or ReadOptions()
+    console = console or Terminal()
+    if bool(files) is bool(url):
+        raise UserError(
+            "there is nothing to read" if not files else "files and a URL cannot be read together",
+            code="import-input",
+            where=name,
+            fix=f"name {SOURCES[name].files}"
+            + ("; or give --url" if SOURCES[name].is_pullable else ""),
+        )
+    store = ImportStore(out, overwrite=overwrite)
+    _refuse_inputs(store, files)
+    with store.locked():
+        start = _start(since, [vote for vote in store.votes if vote.source == name])
+        count = (lambda _: None) if quiet else _counter(console)
+        read = (
+            pull_votes(name, url, options, start, token_env=token_env, progress=count)
+            if url
+            else _counted(read_votes(name, files, options), count)
+        )
+        votes, skipped = _chosen(read, start, model)
+        merged, counts = merge_votes(store.votes, votes)
+        is_up_to_date = bool(merged) and any(each.reason == "before_since" for each in skipped)
+        imported = make_rows(merged)
+        skipped += imported.skipped
+        if not (votes or is_up_to_date) or not any(imported.rows.values()):
+            raise _nothing(name, files, url, skipped)
+        main = store.main or SOURCES[name].main
+        rows = store.write(merged, imported, main)
+    times = [vote.updated_at for vote in merged if vote.updated_at]
+    num_shared, agreeing = agreement(merged)
+    labels = [row["label"] for row in imported.rows["thumbs"]]
+    weights = advised_weights(labels.count(True), labels.count(False)) if labels else None
+    return ImportSummary(
+        source=name,
+        votes=len(votes),
+        counts=counts,
+        total=len(merged),
+        files=tuple(
+            _written(store.rows_path(kind, main), kind, rows, weights)
+            for kind in sorted(ROW_KINDS, key=lambda kind: kind != main)
+            if imported.rows[kind]
+        ),
+        votes_file=str(store.votes_path),
+        skipped=_skipped_counts(skipped),
+        models=dict(Counter(vote.model for vote in votes if vote.model).most_common()),
+        from_date=as_date(min(times)) if times else None,
+        to_date=as_date(max(times)) if times else None,
+        weights=weights,
+        num_raters=len({(vote.source, vote.rater) for vote in merged if vote.rater}),
+        num_shared=num_shared,
+        agreement=agreeing,
+    )
+
+
+def _refuse_inputs(store: ImportStore, files: Sequence[str]) -> None:
+    outputs = {path.resolve() for path in store.paths}
+    for file in files:
+        if Path(file).resolve() in outputs:
+            raise UserError(
+                "this file is read and cannot be written as well",
+                code="output-is-input",
+                where=file,
+                fix="give another --out",
+            )
+
+
+def _start(since: str | None, stored: Sequence[Vote]) -> float:
+    """Seconds since 1970 of the first votes to read; 0 for all."""
+    if since is None:
+        return 0.0
+    if since == "last":
+        return max((vote.updated_at for vote in stored), default=0.0)
+    try:
+        date = datetime.fromisoformat(since)
+    except ValueError:
+        raise UserError(
+            f"{since} is not a date",
+            code="date-invalid",
+            where="--since",
+            fix="write it as 2026-01-31 or 2026-01-31T12:00:00Z, or write last",
+        ) from None
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+
+
+def _counter(console: Console) -> Callable[[int], None]:
+    """A function that prints how many there are, now and then; the total is not known."""
+    printed = time.monotonic()
+
+    def count(number: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= EVERY:
+            printed = time.monotonic()
+            print_message(console, f"{number:,} read")
+
+    return count
+
+
+def _counted(
+    items: Iterable[Vote | Skipped], count: Callable[[int], None]
+) -> Iterator[Vote | Skipped]:
+    for number, item in enumerate(items, 1):
+        count(number)
+        yield item
+
+
+def _chosen(
+    items: Iterable[Vote | Skipped], start: float, model: str | None
+) -> tuple[list[Vote], list[Skipped]]:
+    """The votes to import as they are read back from the file of votes, and what is left out."""
+    votes: list[Vote] = []
+    skipped: list[Skipped] = []
+    for item in items:
+        item = replace(item, origin=Origin(_public_name(item.origin.path), item.origin.line))
+        if isinstance(item, Skipped):
+            skipped.append(item)
+        elif 0 < item.updated_at < start:
+            skipped.append(Skipped("before_since", item.origin, as_date(item.updated_at)))
+        elif model is not None and model not in (item.model, item.other_model):
+            skipped.append(Skipped("other_model", item.origin, item.model))
+        else:
+            try:
+                votes.append(Vote.from_dict(json.loads(vote_line(item))))
+            except ValueError as error:
+                skipped.append(Skipped("shape_unknown", item.origin, str(error)))
+    return votes, skipped
+
+
+def _public_name(path: str) -> str:
+    """The name of a file without folders outside of the working folder, of a URL without
+    credentials.
+    """
+    url = urlsplit(path)
+    if url.scheme in ("http", "https"):
+        return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+    relative = os.path.relpath(path)
+    return Path(path).name if relative.startswith(os.pardir) else relative
+
+
+def _skipped_counts(skipped: Sequence[Skipped]) -> dict[SkipReason, SkippedCount]:
+    counts = Counter[SkipReason](each.reason for each in skipped)
+    first = {each.reason: each for each in reversed(skipped)}
+    return {
+        reason: SkippedCount(count, str(first[reason].origin), first[reason].example)
+        for reason, count in counts.most_common()
+    }
+
+
+def _written(
+    path: Path, kind: RowKind, rows: Mapping[str, int], weights: WeightAdvice | None
+) -> WrittenRows:
+    settings = [f"method={METHOD_FOR[KIND_OF[kind]]}", f"data.train={path}"]
+    if kind == "thumbs" and weights and weights.change:
+        settings.append("loss.class_weights=auto")
+    command = shlex.join(["valence", "check", "recipe.yaml", *settings])
+    return WrittenRows(str(path), kind, rows[path.name], command)
+
+
+def _nothing(
+    name: str, files: Sequence[str], url: str | None, skipped: Sequence[Skipped]
+) -> UserError:
+    counts = _skipped_counts(skipped)
+    reasons = "; ".join(
+        f"{each.count:,} {SKIP_REASONS[reason]} (first: {each.place})"
+        for reason, each in counts.items()
+    )
+    fixes = [FIXES[reason] for reason in counts if reason in FIXES]
+    return UserError(
+        f"nothing was imported: {reasons or 'the export has no votes'}",
+        code="nothing-imported",
+        where=_public_name(url) if url else ", ".join(files),
+        fix=fixes[0] if fixes else f"name {SOURCES[name].files}",
+    )
+
+
+# The summary on the terminal
+
+
+def print_summary(summary: ImportSummary, console: Console) -> None:
+    counts = summary.counts
+    parts = {"new": counts.new, "replaced": counts.replaced, "unchanged": counts.unchanged}
+    if counts.superseded:
+        parts["superseded by a later vote of the same rater"] = counts.superseded
+    told = ", ".join(f"{number:,} {word}" for word, number in parts.items())
+    print_message(console, f"{summary.votes:,} votes read: {told}")
+    period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
+    print_message(console, f"{summary.total:,} votes in {summary.votes_file}{period}\n")
+    table = Table("file", "rows", "kind", box=None, pad_edge=False)
+    for file in summary.files:
+        table.add_row(file.path, f"{file.rows:,}", file.kind)
+    console.print(table)
+    if summary.skipped:
+        print_message(console, "\nSkipped")
+        table = Table("count", "reason", "first", box=None, pad_edge=False, show_header=False)
+        for reason, each in summary.skipped.items():
+            table.add_row(f"{each.count:,}", SKIP_REASONS[reason], _place(each))
+        console.print(table)
+    print_message(console, "")
+    for sentence in _sentences(summary):
+        print_message(console, sentence)
+    print_message(console, "\nNext, with a recipe that names your model:")
+    for file in summary.files:
+        print_message(console, f"  {file.command}")
+
+
+def _place(each: SkippedCount) -> str:
+    words = " ".join(each.example.split())
+    is_long = len(words) > EXAMPLE_LENGTH
+    words = f"{words[:EXAMPLE_LENGTH]}..." if is_long else words
+    return f"{each.place} ({words})" if words else each.place
+
+
+def _sentences(summary: ImportSummary) -> Iterator[str]:
+    """What the votes are like."""
+    if weights := summary.weights:
+        advice = f"; {weights.remedy}, or loss.class_weights: auto" if weights.remedy else ""
+        yield f"Thumbs: {weights.n_up:,} up, {weights.n_down:,} down{advice}"
+    if summary.num_raters:
+        shared = (
+            f"; {summary.num_shared:,} completions rated by several, who agree in "
+            f"{summary.agreement:.0%} of the pairs of votes"
+            if summary.agreement is not None
+            else ""
+        )
+        yield f"Raters: {summary.num_raters:,}{shared}"
+    if summary.models:
+        total = sum(summary.models.values())
+        shares = [f"{name} {number / total:.0%}" for name, number in summary.models.items()]
+        more = f" and {len(shares) - SHOWN_MODELS:,} more" if len(shares) > SHOWN_MODELS else ""
+        yield f"Models: {', '.join(shares[:SHOWN_MODELS])}{more}"

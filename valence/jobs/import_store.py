@@ -1,0 +1,394 @@
+"""The files that imports of feedback into one --out write: all votes, the rows that are made of
+them, and a description of both.
+
+The rows depend on nothing but the votes. A new state is written beside the old one; then the
+description is replaced by one with the checksums of both states, then the votes, then the rows. An
+import that is killed leaves each file in its old or its new state, and the next one makes the rows
+again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from valence.checksums import add_checksum, verify
+from valence.data.importers.records import Vote
+from valence.data.importers.rows import ROW_KINDS, ImportedRows, RowKind
+from valence.errors import UserError
+from valence.files import check_path, open_file, refuse_links, write_all
+from valence.jobs.lines import as_line
+from valence.version import __version__
+
+ELSEWHERE = "name another file with --out"
+PREVIOUS = "previous"
+"""There, the checksums of the state that an import which was killed began to replace."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergeCounts:
+    """What became of the votes that were read. superseded: by later ones among them."""
+
+    new: int
+    replaced: int
+    unchanged: int
+    superseded: int
+
+
+def vote_line(vote: Vote) -> str:
+    """A vote as a line of the file of votes. Raises ValueError for one that JSON cannot hold."""
+    line = as_line(vote.to_dict())
+    line.encode()
+    return line
+
+
+def merge_votes(stored: Sequence[Vote], votes: Sequence[Vote]) -> tuple[list[Vote], MergeCounts]:
+    """The stored votes with new ones, which replace what has their id or their key and is not
+    newer.
+
+    A vote that is replaced keeps its place; new ones come behind, in their order. The same votes
+    again change nothing.
+    """
+    newest: dict[tuple[str, str], float] = {}
+    for vote in votes:
+        newest[_id(vote)] = max(vote.updated_at, newest.get(_id(vote), vote.updated_at))
+    incoming: dict[str, Vote] = {}
+    for vote in votes:
+        other = incoming.get(vote.key)
+        if vote.updated_at == newest[_id(vote)] and (
+            other is None or vote.updated_at >= other.updated_at
+        ):
+            incoming[vote.key] = vote
+    place = {vote.key: number for number, vote in enumerate(stored)}
+    merged: dict[int, Vote] = dict(enumerate(stored))
+    keys_of: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for vote in stored:
+        keys_of[_id(vote)].add(vote.key)
+    order = {key: len(stored) + number for number, key in enumerate(incoming)}
+    new = replaced = unchanged = 0
+    # newest first: what is older than a stored vote stays so, whatever else replaces that one
+    for key, vote in sorted(incoming.items(), key=lambda each: -each[1].updated_at):
+        stale = {other for other in keys_of[_id(vote)] if other not in incoming}
+        rivals = sorted(place[other] for other in {key, *stale} if other in place)
+        if any(merged[number].updated_at > vote.updated_at for number in rivals):
+            unchanged += 1
+            continue
+        same = place.get(key)
+        if same is not None and _is_same(merged[same], vote):
+            unchanged += 1
+            kept = same
+        else:
+            replaced += bool(rivals)
+            new += not rivals
+            kept = rivals[0] if rivals else order[key]
+            merged[kept] = vote
+        for number in rivals:
+            if number != kept:
+                del merged[number]
+        for other in stale:
+            place.pop(other, None)
+        place[key] = kept
+    superseded = len(votes) - len(incoming)
+    counts = MergeCounts(new, replaced, unchanged, superseded)
+    return [merged[number] for number in sorted(merged)], counts
+
+
+def _id(vote: Vote) -> tuple[str, str]:
+    return vote.source, vote.id
+
+
+def _is_same(a: Vote, b: Vote) -> bool:
+    """Whether votes differ in nothing but the file that they were read from."""
+    return vote_line(replace(a, origin=b.origin)) == vote_line(b)
+
+
+class ImportStore:
+    """The files of an --out, locked by this process inside ``with store.locked()``.
+
+    votes: those of earlier imports. main: the kind of rows in --out itself, None before the first
+    import. overwrite: take row files that somebody edited, or that no import wrote.
+    """
+
+    def __init__(self, out: Path, *, overwrite: bool = False) -> None:
+        check_path(out)
+        if out.suffix not in (".jsonl", ".ndjson"):
+            raise UserError(
+                "rows are written as JSON Lines",
+                code="output-not-jsonl",
+                where=str(out),
+                fix="name a file that ends in .jsonl",
+            )
+        if out.is_dir() or not out.parent.is_dir():
+            what = "this is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+            raise UserError(
+                what,
+                code="path-invalid-output",
+                where=str(out),
+                fix="name a file, new or old, in a folder that exists",
+            )
+        self.out, self.overwrite = out, overwrite
+        self.votes_path = self._beside("votes", out.suffix)
+        self.about_path = self._beside("about", ".json")
+        self.votes: list[Vote] = []
+        self.main: RowKind | None = None
+        self._about: dict[str, Any] = {}
+
+    def _beside(self, name: str, suffix: str) -> Path:
+        return self.out.with_name(f"{self.out.stem}.{name}{suffix}")
+
+    def rows_path(self, kind: RowKind, main: RowKind) -> Path:
+        """The file of a kind of rows."""
+        return self.out if kind == main else self._beside(kind, self.out.suffix)
+
+    @property
+    def paths(self) -> list[Path]:
+        """All files that imports may write."""
+        rows = [self._beside(kind, self.out.suffix) for kind in ROW_KINDS]
+        return [self.about_path, self.votes_path, self.out, *rows]
+
+    @contextmanager
+    def locked(self) -> Iterator[ImportStore]:
+        """Hold the files against other imports, and read the earlier votes.
+
+        Raises UserError where another import holds them, or somebody edited them.
+        """
+        lock = self.out.with_name(f".{self.out.name}.lock")
+        refuse_links(lock, lock.parent)
+        with ExitStack() as stack:
+            with self._file_errors():
+                file = stack.enter_context(lock.open("ab"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_current = os.path.samestat(os.fstat(file.fileno()), lock.stat())
+                except (BlockingIOError, FileNotFoundError):
+                    is_current = False
+                if not is_current:
+                    raise UserError(
+                        "another import is writing this file",
+                        code="output-locked",
+                        where=str(self.out),
+                        fix="wait until it has ended",
+                    )
+                stack.callback(lock.unlink, missing_ok=True)
+                self._read()
+            yield self
+
+    @contextmanager
+    def _file_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"the file cannot be read or written ({error.strerror})",
+                code="file-not-writable",
+                where=str(error.filename or self.out),
+                fix="free some space, or name a file that you may write; then repeat the import",
+            ) from error
+
+    # The state on the disk
+
+    def _read(self) -> None:
+        for path in self.paths:
+            refuse_links(path, path.parent)
+        self._about = self._read_about()
+        self.main = self._about.get("main")
+        for path in self.paths[1:]:
+            self._check_unedited(path)
+        if self.votes_path.exists():
+            self.votes = list(self._stored_votes())
+
+    def _known(self, path: Path) -> list[str]:
+        """Checksums of a file as imports wrote it."""
+        states = [self._about.get("files", {}), self._about.get(PREVIOUS, {})]
+        return [state[path.name]["sha256"] for state in states if path.name in state]
+
+    def _read_about(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.about_path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("it is not an object")
+            found = verify(found, required=True)
+            if found.get("main") not in ROW_KINDS or not isinstance(found.get("files"), dict):
+                raise ValueError("it does not describe an import")
+        except FileNotFoundError:
+            return {}
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"this file is damaged ({error})",
+                code="output-state-damaged",
+                where=str(self.about_path),
+                fix=f"restore it, or {ELSEWHERE}",
+            ) from error
+        return found
+
+    def _check_unedited(self, path: Path) -> None:
+        """Raises UserError for a file of votes that is not as an import wrote it, and for a file of
+        rows that was changed since.
+        """
+        known, is_votes = self._known(path), path == self.votes_path
+        if is_votes and known and not path.exists():
+            # unless the first import was killed before it wrote them
+            if PREVIOUS not in self._about or path.name in self._about[PREVIOUS]:
+                raise UserError(
+                    "the votes of earlier imports are missing",
+                    code="output-lines-missing",
+                    where=str(path),
+                    fix=f"restore this file, or {ELSEWHERE} and import all exports again",
+                )
+        elif is_votes and not known and path.exists():
+            raise self._foreign(path, ELSEWHERE)
+        elif known and path.exists() and _sha256(path.read_bytes()) not in known:
+            if self.overwrite and not is_votes:
+                return
+            fix = (
+                f"restore it, or {ELSEWHERE} and import all exports again"
+                if is_votes
+                else f"{ELSEWHERE}, or discard the changes with --overwrite"
+            )
+            raise UserError(
+                "the file was changed since the last import",
+                code="output-edited",
+                where=str(path),
+                fix=fix,
+            )
+
+    def _foreign(self, path: Path, fix: str) -> UserError:
+        return UserError(
+            "no import wrote this file", code="output-foreign", where=str(path), fix=fix
+        )
+
+    def _stored_votes(self) -> Iterator[Vote]:
+        with self.votes_path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield Vote.from_dict(json.loads(line))
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    raise UserError(
+                        f"this version of Valence cannot read the vote ({error})",
+                        code="output-line-foreign",
+                        where=f"{self.votes_path}:{number}",
+                        fix=f"update Valence, or {ELSEWHERE} and import all exports again",
+                    ) from error
+
+    # A new state
+
+    def write(self, votes: Sequence[Vote], imported: ImportedRows, main: RowKind) -> dict[str, int]:
+        """Write the votes, their rows and the description; nothing where all is as it was.
+
+        Returns the number of rows of each file that has some, by its name.
+        """
+        contents = {self.votes_path: _lines(vote_line(vote) for vote in votes)}
+        counts: dict[str, int] = {}
+        for kind in ROW_KINDS:
+            if imported.rows[kind]:
+                path = self.rows_path(kind, main)
+                contents[path] = _lines(map(as_line, imported.rows[kind]))
+                counts[path.name] = len(imported.rows[kind])
+        for path in contents:
+            if path.exists() and not self._known(path) and not self.overwrite:
+                raise self._foreign(path, f"{ELSEWHERE}, or replace this one with --overwrite")
+        about = self._describe(votes, main, contents, counts)
+        with self._file_errors():
+            self._replace(contents, about)
+        return counts
+
+    def _replace(self, contents: Mapping[Path, bytes], about: Mapping[str, Any]) -> None:
+        """Put a new state in the place of the old one, in the order that this module describes."""
+        mine = [path for path in self.paths[1:] if path in contents or self._known(path)]
+        current = {
+            path.name: {"sha256": _sha256(path.read_bytes())} for path in mine if path.exists()
+        }
+        new = {path.name: {"sha256": _sha256(content)} for path, content in contents.items()}
+        if self._about == json.loads(json.dumps(about)) and current == new:
+            return
+        for path, content in contents.items():
+            self._prepare(path, content)
+        self._replace_about({**about, PREVIOUS: current})
+        for path in contents:
+            _part(path).replace(path)
+        for path in mine:
+            if path not in contents:
+                path.unlink(missing_ok=True)
+        for path in self.paths:
+            _part(path).unlink(missing_ok=True)  # of an import that was killed
+        self._sync_folder()
+        self._replace_about(about)
+
+    def _describe(
+        self,
+        votes: Sequence[Vote],
+        main: RowKind,
+        contents: Mapping[Path, bytes],
+        counts: Mapping[str, int],
+    ) -> dict[str, Any]:
+        files: dict[str, set[str]] = defaultdict(set)
+        for vote in votes:
+            files[vote.source].add(vote.origin.path)
+        times = [vote.updated_at for vote in votes if vote.updated_at]
+        return {
+            "valence": __version__,
+            "main": main,
+            "sources": {
+                name: {
+                    "files": sorted(files[name]),
+                    "votes": sum(vote.source == name for vote in votes),
+                }
+                for name in sorted(files)
+            },
+            "votes": len(votes),
+            "raters": len({(vote.source, vote.rater) for vote in votes if vote.rater}),
+            "from": as_date(min(times)) if times else None,
+            "to": as_date(max(times)) if times else None,
+            "files": {
+                path.name: {
+                    "lines": counts.get(path.name, len(votes)),
+                    "sha256": _sha256(content),
+                }
+                for path, content in contents.items()
+            },
+        }
+
+    def _replace_about(self, about: Mapping[str, Any]) -> None:
+        text = json.dumps(add_checksum(about), indent=1, ensure_ascii=False)
+        self._prepare(self.about_path, f"{text}\n".encode())
+        _part(self.about_path).replace(self.about_path)
+        self._sync_folder()
+
+    def _prepare(self, path: Path, content: bytes) -> None:
+        """Write the new content of a file beside it, and wait until the disk has it."""
+        with open_file(_part(path), path.parent) as file:
+            write_all(file, content)
+            os.fsync(file.fileno())
+
+    def _sync_folder(self) -> None:
+        folder = os.open(self.out.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def as_date(seconds: float) -> str:
+    """Seconds since 1970 as an ISO date and time in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _lines(lines: Iterable[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
