@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from valence.cli import complete
-from valence.cli.common import Overrides, Step, TrustRemoteCode, allow_remote_code, app, console
-from valence.cli.common import step_of as _step_of
+from valence.cli.common import (
+    Overrides,
+    Step,
+    TrustRemoteCode,
+    allow_remote_code,
+    app,
+    checkpoint_of,
+    console,
+)
 from valence.errors import UserError, install_command
 from valence.terminal import escape_control, print_message, write_line
 
@@ -28,7 +34,6 @@ def collect(
         typer.Argument(
             metavar="MODEL|RUN",
             help="The model to talk to: a run's folder, or a model's folder or hub id.",
-            autocompletion=complete.runs,
         ),
     ],
     overrides: Overrides = None,
@@ -72,9 +77,9 @@ def collect(
         float, typer.Option(min=0.0, max=2.0, help="Of sampling; 0: the likeliest tokens.")
     ] = READING["temperature"],
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of nucleus sampling.")] = 1.0,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest answer, in tokens.")
-    ] = int(READING["max_new_tokens"]),
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = int(
+        READING["max_new_tokens"]
+    ),
     step: Step = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -119,7 +124,7 @@ def collect(
     queue = PromptQueue(prompts or [])
     ours = allow_remote_code(trust_remote_code, overrides)
     print_message(console, f"loading {target}")
-    trainer = open_run(target, ours, group=Single(), at=_step_of(step), console=console)
+    trainer = open_run(target, ours, group=Single(), at=checkpoint_of(step), console=console)
     model = ChatModel(trainer, Path(target).name)
     tokens = {} if no_token else {secrets.token_urlsafe(16): name for name in raters}
     service: Service = Service(

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -106,6 +106,20 @@ Nproc = Annotated[
 def allow_remote_code(allowed: bool, overrides: list[str] | None) -> list[str]:
     """The overrides of a command, with that of --trust-remote-code if it is given."""
     return [*(overrides or []), *(["model.trust_remote_code=true"] if allowed else [])]
+
+
+def checkpoint_of(step: str | None) -> Any:
+    """The value of --step: a number, the word best, or None."""
+    if step is None or step == "best":
+        return step
+    if not step.isdecimal():
+        raise UserError(
+            f"{step} is neither a step nor the word best",
+            code="step-invalid",
+            where="--step",
+            fix="name a step of the run's checkpoints",
+        )
+    return int(step)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from valence.cli.common import (
     TrustRemoteCode,
     allow_remote_code,
     app,
+    checkpoint_of,
     command_line,
     console,
     processes,
@@ -209,7 +210,12 @@ def sample(
     `valence train` read. Stopped, it goes on where it was.
     """
     ours = allow_remote_code(trust_remote_code, overrides)
-    asked = {"data": data or [], "questions": prompt or [], "overrides": ours, "at": _at(step)}
+    asked = {
+        "data": data or [],
+        "questions": prompt or [],
+        "overrides": ours,
+        "at": checkpoint_of(step),
+    }
     with processes(nproc) as group, stoppable():
         from valence.jobs.sample_rows import Draws, answers, sample_rows
 
@@ -298,24 +304,15 @@ def _run_of(
     from valence.lifecycle.restore import open_recipe, restore
 
     ours = [*(f"data.{name}=[]" for name in ("train", "test") if name not in keeps), *overrides]
-    how: dict[str, Any] = {"group": group, "at": _at(step), "console": console, "rewards": rewards}
+    how: dict[str, Any] = {
+        "group": group,
+        "at": checkpoint_of(step),
+        "console": console,
+        "rewards": rewards,
+    }
     if target.is_dir():
         return restore(target, overrides=ours, trust_reward=trust_reward, **how)
     return open_recipe(target, ours, **how)
-
-
-def _at(step: str | None) -> Any:
-    """--step as a number, the word best, or nothing."""
-    if step is None or step == "best":
-        return step
-    if not step.isdecimal():
-        raise UserError(
-            f"{step} is neither a step nor the word best",
-            code="step-invalid",
-            where="--step",
-            fix="name a step of the run's checkpoints",
-        )
-    return int(step)
 
 
 def _check_can_be_made(folder: Path) -> None:

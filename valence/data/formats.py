@@ -432,6 +432,8 @@ IDS = {
     "rejected_ids": "rejected",
     "prompt": "prompt_text",
     "completion": "completion_text",
+    "chosen": "chosen_text",
+    "rejected": "rejected_text",
 }
 BESIDE = "logps sampled prompt completion rendered tools info stop version index parts"
 """What `valence sample` and `valence score` write beside the tokens: of text and tokens it is the
@@ -472,7 +474,11 @@ FORMATS: dict[str, Format] = {
         judged_ids, "judgement", "prompt_ids completion_ids score", f"error {BESIDE}", IDS
     ),
     "preference_ids": Format(
-        preferred_ids, "preference", "prompt_ids chosen_ids rejected_ids", "margin soft", IDS
+        preferred_ids,
+        "preference",
+        "prompt_ids chosen_ids rejected_ids",
+        "margin soft prompt chosen rejected tools",
+        IDS,
     ),
     "demonstration_ids": Format(
         demonstrated_ids, "demonstration", "prompt_ids completion_ids", BESIDE, IDS

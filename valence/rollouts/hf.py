@@ -89,8 +89,8 @@ class HFGenerator:
         answered as they would be with the others (but for the rounding of what runs together).
         progress: called after each token with the number of answers that ended with it. on_tokens:
         called after each token with the numbers of the completions that it was sampled for, and the
-        tokens; not for several chunks of prompts. Raises UserError for an empty prompt, and FloatingPointError when the model's logits are not
-        finite.
+        tokens. Raises UserError for an empty prompt, and FloatingPointError when the model's logits
+        are not finite.
         """
         if n < 1:
             raise UserError(

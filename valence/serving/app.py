@@ -61,7 +61,9 @@ class Turn(BaseModel):
                     fix="send text alone",
                 )
             content = "".join(str(part.get("text", "")) for part in content)
-        more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        more = {
+            name: value for name, value in (self.model_extra or {}).items() if value is not None
+        }
         role = "system" if self.role == "developer" else self.role
         return {"role": role, **more, "content": content}
 
@@ -209,8 +211,8 @@ class Service:
 
 def application(service: Service) -> "FastAPI":
     """The web application of a service."""
-    from fastapi import Depends, FastAPI, HTTPException, Request
-    from fastapi.responses import JSONResponse, Response, StreamingResponse
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
 
     from valence.version import __version__
 
@@ -219,7 +221,8 @@ def application(service: Service) -> "FastAPI":
     @app.middleware("http")
     async def limit_body(request: Request, call_next: Any) -> Any:
         length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY or "transfer-encoding" in request.headers:
+        is_chunked = "transfer-encoding" in request.headers
+        if is_chunked or not length.isdecimal() or int(length) > MAX_BODY:
             return JSONResponse({"error": {"message": f"at most {MAX_BODY} bytes"}}, 413)
         return await call_next(request)
 
@@ -229,36 +232,68 @@ def application(service: Service) -> "FastAPI":
         message = {"message": f"{error.what}{fix}", "code": error.code, "type": "invalid_request"}
         return JSONResponse({"error": message}, 400)
 
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "alive", "model": service.model.name, "version": __version__}
+
+    if service.has_page:
+        _add_page(app)
+        _add_page_requests(app, service)
+    _add_openai_interface(app, service)
+    return app
+
+
+def _rater(service: Service) -> Any:
+    """What a route takes as its rater: refuses a request without a known token."""
+    from fastapi import Depends, HTTPException, Request
+
     def rater_of(request: Request) -> str:
         rater = service.rater(request.headers.get("authorization", ""))
         if rater is None:
             raise HTTPException(401, "open the link that `valence` has printed, with its token")
         return rater
 
-    Rater = Annotated[str, Depends(rater_of)]
+    return Depends(rater_of)
 
-    def found(action: Any, *arguments: Any, **more: Any) -> Any:
-        try:
-            return action(*arguments, **more)
-        except KeyError:
-            raise HTTPException(404, "there is no such answer") from None
 
-    if service.has_page:
+def _answer(service: Service, id: str) -> Answer:
+    """Raises HTTPException with status 404 for an unknown answer."""
+    from fastapi import HTTPException
 
-        @app.get("/")
-        async def page() -> Response:
-            content = files("valence.serving").joinpath("page/page.html").read_bytes()
-            return Response(content, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+    try:
+        return service.store.answer(id)
+    except KeyError:
+        raise HTTPException(404, "there is no such answer") from None
 
-        @app.get("/page/{name}")
-        async def page_file(name: str) -> Response:
-            if name not in PAGE_FILES:
-                raise HTTPException(404)
-            content = files("valence.serving").joinpath(f"page/{name}").read_bytes()
-            return Response(content, media_type=PAGE_FILES[name], headers=PAGE_HEADERS)
+
+def _add_page(app: "FastAPI") -> None:
+    from fastapi import HTTPException
+    from fastapi.responses import Response
+
+    folder = files("valence.serving").joinpath("page")
+
+    @app.get("/")
+    async def page() -> Response:
+        content = folder.joinpath("page.html").read_bytes()
+        return Response(content, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+
+    @app.get("/page/{name}")
+    async def page_file(name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise HTTPException(404)
+        content = folder.joinpath(name).read_bytes()
+        return Response(content, media_type=PAGE_FILES[name], headers=PAGE_HEADERS)
+
+
+def _add_page_requests(app: "FastAPI", service: Service) -> None:
+    """What the page sends."""
+    from fastapi import HTTPException
+    from fastapi.responses import StreamingResponse
+
+    known_rater = _rater(service)
 
     @app.get("/api/session")
-    async def session(rater: Rater) -> dict[str, Any]:
+    async def session(rater: str = known_rater) -> dict[str, Any]:
         return {
             "model": service.model.name,
             "rater": rater,
@@ -267,7 +302,7 @@ def application(service: Service) -> "FastAPI":
         }
 
     @app.post("/api/next-prompt")
-    async def next_prompt(rater: Rater) -> dict[str, Any]:
+    async def next_prompt(rater: str = known_rater) -> dict[str, Any]:
         following = service.queue.next(rater)
         total = len(service.queue.prompts)
         if following is None:
@@ -276,42 +311,45 @@ def application(service: Service) -> "FastAPI":
         return {"number": number, "total": total, "messages": [dict(m) for m in messages]}
 
     @app.post("/api/answer")
-    async def answer(ask: Ask, _: Rater) -> StreamingResponse:
+    async def answer(ask: Ask, _: str = known_rater) -> StreamingResponse:
         messages = [turn.message() for turn in ask.messages]
         service.model.encode(messages)  # what cannot be answered is refused with a status
         events = service.ask_twice(messages) if ask.compare else service.ask(messages)
         return StreamingResponse(_events(events), media_type="text/event-stream")
 
     @app.post("/api/rate")
-    def rate(rating: Rating, rater: Rater) -> dict[str, int]:
-        rated = found(service.store.answer, rating.answer)
+    def rate(rating: Rating, rater: str = known_rater) -> dict[str, int]:
         service.store.rate(
-            rated, rater, label=rating.label, correction=rating.correction,
-            comment=rating.comment, tags=rating.tags,
+            _answer(service, rating.answer), rater, label=rating.label,
+            correction=rating.correction, comment=rating.comment, tags=rating.tags,
         )  # fmt: skip
         return {"votes": service.store.num_votes}
 
     @app.post("/api/compare")
-    def compare(comparison: Comparison, rater: Rater) -> dict[str, int]:
-        found(service.compare, comparison, rater)
+    def compare(comparison: Comparison, rater: str = known_rater) -> dict[str, int]:
+        try:
+            service.compare(comparison, rater)
+        except KeyError:
+            raise HTTPException(404, "there is no such comparison") from None
         return {"votes": service.store.num_votes}
 
-    @app.post("/feedback")
-    def feedback(request: FeedbackRequest, rater: Rater) -> dict[str, int]:
-        rated = found(service.store.answer, request.id.removeprefix("chatcmpl-").partition("-")[0])
-        service.store.rate(
-            rated, request.user or rater, label=request.label, score=request.score,
-            correction=request.correction, comment=request.comment, tags=request.tags,
-        )  # fmt: skip
-        return {"votes": service.store.num_votes}
+
+def _add_openai_interface(app: "FastAPI", service: Service) -> None:
+    """OpenAI's chat completions, and feedback on them."""
+    from fastapi import HTTPException
+    from fastapi.responses import StreamingResponse
+
+    known_rater = _rater(service)
 
     @app.get("/v1/models")
-    async def models(_: Rater) -> dict[str, Any]:
+    async def models(_: str = known_rater) -> dict[str, Any]:
         model = {"id": service.model.name, "object": "model", "owned_by": "valence", "created": 0}
         return {"object": "list", "data": [model]}
 
-    @app.post("/v1/chat/completions")
-    async def completions(request: CompletionRequest, _: Rater) -> Any:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def completions(
+        request: CompletionRequest, _: str = known_rater
+    ) -> StreamingResponse | dict[str, Any]:
         messages = [turn.message() for turn in request.messages]
         tools = request.tools or []
         service.model.encode(messages, tools)
@@ -332,11 +370,14 @@ def application(service: Service) -> "FastAPI":
             service.store.add(each)
         return _completion(answers)
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "alive", "model": service.model.name, "version": __version__}
-
-    return app
+    @app.post("/feedback")
+    def feedback(request: FeedbackRequest, rater: str = known_rater) -> dict[str, int]:
+        service.store.rate(
+            _answer(service, request.id.removeprefix("chatcmpl-")), request.user or rater,
+            label=request.label, score=request.score, correction=request.correction,
+            comment=request.comment, tags=request.tags,
+        )  # fmt: skip
+        return {"votes": service.store.num_votes}
 
 
 def _other_seed(sampling: Sampling, index: int) -> Sampling:

@@ -1,4 +1,4 @@
-"""Keep the answers of a service and the votes on them, in the files that `valence import` writes."""
+"""Keep the answers of a service and the votes on them, in files like those of an import."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 from valence.data.encode import Encoder
-from valence.data.importers.records import Vote
+from valence.data.importers.records import Vote, hash_rater
 from valence.data.importers.rows import make_rows
 from valence.errors import UserError
 from valence.jobs.import_store import ImportStore, merge_votes
 from valence.jobs.lines import as_line
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer
-from valence.types import Chat, Completion, Demonstration, Origin, TokenizedExample
+from valence.types import (
+    Chat,
+    Completion,
+    Demonstration,
+    Origin,
+    TokenizedExample,
+    content_id,
+)
 
 SOURCE = "valence"
 """The name of this service among the sources of votes."""
@@ -161,12 +168,12 @@ class FeedbackStore:
 
         Without a verdict, the earlier one is withdrawn.
         """
-        sampled = self._sampled(answer)
+        tokens = self._tokens(answer)
         if correction:
-            sampled["correction_ids"] = self._correction_ids(answer, correction)
+            tokens["correction_ids"] = self._correction_ids(answer, correction)
         self._record(
             Vote(
-                **self._common(answer, rater, f"{answer.id}/{rater}"),
+                **self._common(answer, rater, answer.id),
                 completion=answer.message,
                 message=answer.id,
                 label=label,
@@ -174,7 +181,7 @@ class FeedbackStore:
                 correction=correction or None,
                 comment=comment,
                 tags=tuple(tags),
-                sampled=sampled,
+                tokens=tokens,
             )
         )
 
@@ -185,7 +192,7 @@ class FeedbackStore:
         names: dict[Winner, Any] = {"a": "this", "b": "other", "tie": "tie", "both_bad": "both_bad"}
         self._record(
             Vote(
-                **self._common(a, rater, f"{a.id}/{b.id}/{rater}"),
+                **self._common(a, rater, f"{a.id}/{b.id}"),
                 completion=a.message,
                 message=a.id,
                 other=b.message,
@@ -193,23 +200,25 @@ class FeedbackStore:
                 other_model=b.model,
                 winner=None if winner is None else names[winner],
                 comment=comment,
-                sampled=self._sampled(a),
-                other_sampled=self._sampled(b),
+                tokens=self._tokens(a),
+                other_tokens=self._tokens(b),
             )
         )
 
-    def _common(self, answer: Answer, rater: str, id: str) -> dict[str, Any]:
+    def _common(self, answer: Answer, rater: str, target: str) -> dict[str, Any]:
+        rater = hash_rater(SOURCE, rater)
         return {
             "source": SOURCE,
-            "id": id,
+            "id": f"{target}/{rater}",
             "updated_at": time.time(),
-            "rater": rater,
+            "rater": rater or "local",
             "prompt": answer.prompt,
+            "parent": content_id([dict(message) for message in answer.prompt]),
             "model": answer.model,
             "origin": Origin(self._path.name, list(self._places).index(answer.id) + 1),
         }
 
-    def _sampled(self, answer: Answer) -> dict[str, Any]:
+    def _tokens(self, answer: Answer) -> dict[str, Any]:
         """The tokens of an answer, as rows of sampled completions have them."""
         return {
             "prompt_ids": list(answer.prompt_ids),
@@ -239,9 +248,8 @@ class FeedbackStore:
         return list(encoded.answers[0].ids)
 
     def _record(self, vote: Vote) -> None:
-        hashed = vote.with_hashed_rater()
         with self._lock:
-            votes, _ = merge_votes(self._votes, [hashed])
+            votes, _ = merge_votes(self._votes, [vote])
             self._store.write(votes, make_rows(votes), "thumbs")
             self._votes = votes
 
@@ -249,7 +257,3 @@ class FeedbackStore:
 def _has_verdict(vote: Vote) -> bool:
     verdicts: Sequence[Any] = (vote.label, vote.score, vote.winner, vote.correction)
     return any(verdict is not None for verdict in verdicts)
-
-
-def messages_from(value: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(dict(message) for message in value)

@@ -31,6 +31,10 @@ class Vote:
     completion that it was compared with, and the result. correction: a better completion, written
     by the rater. comment, tags: further words of the rater. model: that answered. session: id of
     the conversation. info: other columns to keep.
+
+    tokens: how the completion was sampled, if this is known: prompt_ids, completion_ids, logps
+    (nats), temperature, top_p, vocabulary (digest of the tokenizer), and correction_ids.
+    other_tokens: likewise of the other completion.
     """
 
     source: str
@@ -56,6 +60,8 @@ class Vote:
     model: str = ""
     session: str = ""
     info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    tokens: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    other_tokens: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin
 
     @property
@@ -81,9 +87,7 @@ class Vote:
     @property
     def rater_hash(self) -> str:
         """What is written instead of the rater's id: 12 hexadecimal digits; "" when unknown."""
-        if not self.rater:
-            return ""
-        return hashlib.sha256(f"{self.source}/{self.rater}".encode()).hexdigest()[:12]
+        return hash_rater(self.source, self.rater)
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold, without fields that have their default."""
@@ -102,6 +106,11 @@ class Vote:
             name: tuple(each) if isinstance(each, list) else each for name, each in value.items()
         }
         return cls(**{**given, "origin": Origin(**value["origin"])})
+
+
+def hash_rater(source: str, rater: str) -> str:
+    """12 hexadecimal digits for the id of a rater in a tool; "" for an unknown rater."""
+    return hashlib.sha256(f"{source}/{rater}".encode()).hexdigest()[:12] if rater else ""
 
 
 SkipReason = Literal[

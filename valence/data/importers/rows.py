@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import combinations
@@ -62,7 +62,8 @@ class ImportedRows:
             self.skipped.append(Skipped("no_prompt", origin))
             return
         try:
-            example = read_example(FORMAT_OF[kind], row, origin)
+            ids = "_ids" if "prompt_ids" in row else ""
+            example = read_example(f"{FORMAT_OF[kind]}{ids}", row, origin)
         except UserError as error:
             reason = UNUSABLE.get(error.code, "shape_unknown")
             self.skipped.append(Skipped(reason, origin, error.what))
@@ -122,8 +123,8 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
         for up in liked:
             for down in disliked:
                 if up[0].prompt == down[0].prompt:
-                    row = _row(up[0], chosen=up[0].completion, rejected=down[0].completion)
-                    result.add("pairs", row, [*up, *down])
+                    sides = {"chosen": _rated(up[0]), "rejected": _rated(down[0])}
+                    result.add("pairs", _row(up[0], sides), [*up, *down])
     return result
 
 
@@ -171,7 +172,7 @@ def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
         return None
     if abs(balance) < len(votes):
         result.num_disputed += 1
-    row = _row(votes[0], completion=votes[0].completion) | {"label": balance > 0}
+    row = _row(votes[0], {"completion": _rated(votes[0])}) | {"label": balance > 0}
     if abs(balance) != 1:
         row["weight"] = float(abs(balance))
     result.add("thumbs", row, votes)
@@ -180,7 +181,7 @@ def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
 
 def _add_score(votes: list[Vote], result: ImportedRows) -> None:
     scores = [vote.score for vote in votes if vote.score is not None]
-    row = _row(votes[0], completion=votes[0].completion) | {"score": fmean(scores)}
+    row = _row(votes[0], {"completion": _rated(votes[0])}) | {"score": fmean(scores)}
     result.add("scores", row, votes)
 
 
@@ -188,6 +189,7 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     """Add the pair of two completions, or two thumbs down where most raters call both bad."""
     first = votes[0]
     assert first.other is not None
+    this, other = _rated(first), (first.other, first.other_tokens)
     winners: Counter[str] = Counter()
     for vote in votes:
         # the texts of a message may have been edited between two votes
@@ -197,17 +199,17 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
             winner = "other" if winner == "this" else "this"
         winners[winner] += 1
     if winners["both_bad"] > len(votes) / 2:
-        for completion in (first.completion, first.other):
-            result.add("thumbs", _row(first, completion=completion) | {"label": False}, votes)
+        for side in (this, other):
+            result.add("thumbs", _row(first, {"completion": side}) | {"label": False}, votes)
         return
     num_votes = winners["this"] + winners["other"] + winners["tie"]
     share = (winners["this"] + winners["tie"] / 2) / num_votes
     if len(set(winners) - {"both_bad"}) > 1:
         result.num_disputed += 1
-    chosen, rejected = first.completion, first.other
+    chosen, rejected = this, other
     if share < 0.5:
-        chosen, rejected, share = rejected, chosen, 1 - share
-    row = _row(first, chosen=chosen, rejected=rejected)
+        chosen, rejected, share = other, this, 1 - share
+    row = _row(first, {"chosen": chosen, "rejected": rejected})
     if share < 1:
         row["soft"] = share
     result.add("pairs", row, votes)
@@ -215,19 +217,42 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
 
 def _add_correction(vote: Vote, correction: str, result: ImportedRows) -> None:
     better: Message = {"role": "assistant", "content": correction}
-    result.add("demonstrations", _row(vote, completion=better), [vote])
+    result.add("demonstrations", _row(vote, {"completion": (better, {})}), [vote])
     if correction.strip() != str(vote.completion.get("content") or "").strip():
-        result.add("pairs", _row(vote, chosen=better, rejected=vote.completion), [vote])
+        ids = vote.tokens.get("correction_ids")
+        tokens = {"completion_ids": ids} if ids else {}
+        sides = {"chosen": (better, tokens), "rejected": _rated(vote)}
+        result.add("pairs", _row(vote, sides), [vote])
 
 
-def _row(vote: Vote, **completions: Message) -> Row:
-    """The prompt and completions of a row. A completion that is text alone is written as text."""
+Side = tuple[Message, Mapping[str, Any]]
+"""A completion, and its tokens if they are known."""
+
+
+def _rated(vote: Vote) -> Side:
+    return vote.completion, vote.tokens
+
+
+def _row(vote: Vote, completions: Mapping[str, Side]) -> Row:
+    """The prompt and completions of a row, with the tokens of all of them if these are known.
+
+    A completion that is text alone is written as text.
+    """
     row: Row = {"prompt": [dict(message) for message in vote.prompt]}
-    for name, message in completions.items():
+    for name, (message, _) in completions.items():
         is_text = set(message) <= {"role", "content"} and isinstance(message.get("content"), str)
         row[name] = message["content"] if is_text else [dict(message)]
     if vote.tools:
         row["tools"] = [dict(tool) for tool in vote.tools]
+    if not vote.tokens or not all(tokens for _, tokens in completions.values()):
+        return row
+    row["prompt_ids"] = list(vote.tokens["prompt_ids"])
+    for name, (_, tokens) in completions.items():
+        row[f"{name}_ids"] = list(tokens["completion_ids"])
+    if "completion" in completions:
+        tokens = completions["completion"][1]
+        sampled = {name: tokens[name] for name in ("temperature", "top_p", "vocabulary")}
+        row |= {"logps": list(tokens["logps"]), "sampled": sampled}
     return row
 
 
