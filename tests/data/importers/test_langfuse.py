@@ -353,7 +353,10 @@ def test_a_missing_file(export: Export, tmp_path: Path) -> None:
 
 
 def test_a_line_that_cannot_be_read(export: Export) -> None:
-    scores, steps = export([score()], [trace()])
-    Path(scores).write_text("{]\n", encoding="utf-8")
-    with raises_error("json-syntax", where="scores.jsonl:1"):
-        results(read, [scores, steps])
+    scores, steps = export([score()], [trace(), observation()])
+    with Path(scores).open("a", encoding="utf-8") as file:
+        file.write("{]\n")
+    skipped, vote = results(read, [scores, steps])
+    assert isinstance(skipped, Skipped)
+    assert (skipped.reason, skipped.origin.line) == ("shape_unknown", 2)
+    assert isinstance(vote, Vote)

@@ -206,6 +206,7 @@ REASONS: dict[str, tuple[Any, Any, str]] = {
     "cut at Anthropic's limit": ("Hi", {**HELLO, "stop_reason": "max_tokens"}, "unfinished"),
     "nothing": ("Hi", None, "empty"),
     "only spaces": ("Hi", assistant(" \n"), "empty"),
+    "unfinished reasoning": ("Hi", assistant("<think>Hm"), "empty"),
     "only reasoning": ("Hi", assistant("<think>Hm</think>"), "empty"),
     "image": ([{"role": "user", "content": [IMAGE]}], "Hello", "image"),
     "image in the completion": ("Hi", {"role": "assistant", "content": [IMAGE]}, "image"),
@@ -236,7 +237,11 @@ def test_an_output_may_repeat_the_conversation_or_continue_it() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [assistant("<think>Hm</think>\nHello"), {**HELLO, "reasoning_content": "Hm"}],
+    [
+        assistant("<think>Hm</think>\nHello"),
+        assistant("Hm\n</think>\n\nHello"),
+        {**HELLO, "reasoning_content": "Hm"},
+    ],
 )
 def test_reasoning_is_left_out_unless_it_is_kept(answer: dict[str, Any]) -> None:
     assert exchange_of("Hi", answer) == Exchange(HI, HELLO)

@@ -30,7 +30,8 @@ NEEDED = {"scores": "its scores", "steps": "its traces or observations"}
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     """The votes of an export: files of scores, and of observations or traces or both."""
-    scores = rows_of_kind("scores", paths, _kinds, "Langfuse", NEEDED)
+    scores, bad = rows_of_kind("scores", paths, _kinds, "Langfuse", NEEDED)
+    yield from bad
     trace_ids = {_subject(row.value)[1] for row in scores}
     observation_ids = {_subject(row.value)[0] for row in scores} - {""}
     steps = (step for row in export_rows(paths) for step in _steps(row.value))

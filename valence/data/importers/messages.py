@@ -25,8 +25,11 @@ LANGCHAIN_ROLES = {
 }
 """Type of a LangChain message -> its role."""
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning")
-REASONING_BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-"""Reasoning that a model writes before its answer."""
+REASONING_BLOCK = re.compile(
+    r"\s*<think>.*?(?:</think>\s*|\Z)|(?:(?!<think>).)*?^[ \t]*</think>[ \t]*(?:\n\s*|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+"""Reasoning that a model writes before its answer. Its first tag may be part of the prompt."""
 TRUNCATED = ("length", "max_tokens", "incomplete")
 """What APIs call the end of a completion that reached its length limit."""
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}

@@ -144,12 +144,9 @@ def word_label(value: object, labels: Mapping[str, bool]) -> bool | None:
 
 
 def export_rows(paths: Sequence[str]) -> Iterator[Row]:
-    """The rows of the files of an export. Raises UserError for a row that cannot be read."""
+    """The rows of the files of an export, without those that cannot be read."""
     for path in paths:
-        for row in read_rows(path):
-            if isinstance(row, BadRow):
-                raise UserError(row.reason, code=row.code, where=str(row.origin), fix=row.fix)
-            yield row
+        yield from (row for row in read_rows(path) if isinstance(row, Row))
 
 
 def rows_of_kind(
@@ -158,18 +155,22 @@ def rows_of_kind(
     kinds_of: Callable[[Mapping[str, Any]], Collection[str]],
     tool: str,
     needed: Mapping[str, str],
-) -> list[Row]:
-    """The rows of one kind in the files of an export.
+) -> tuple[list[Row], list[Skipped]]:
+    """The rows of one kind in the files of an export, and the rows that cannot be read.
 
     Raises UserError for a file that is not of this tool, and where a kind of rows is missing.
 
     needed: kinds that must be there -> the export that has them.
     """
     rows: list[Row] = []
+    bad: list[Skipped] = []
     present: set[str] = set()
     for path in paths:
         in_file: set[str] = set()
-        for row in export_rows([path]):
+        for row in read_rows(path):
+            if isinstance(row, BadRow):
+                bad.append(Skipped("shape_unknown", row.origin, row.reason))
+                continue
             kinds = kinds_of(row.value)
             in_file |= set(kinds)
             if kind in kinds:
@@ -190,7 +191,7 @@ def rows_of_kind(
                 where=", ".join(paths),
                 fix=f"export {export} from {tool} too, and name that file beside the others",
             )
-    return rows
+    return rows, bad
 
 
 def combine_votes(records: Iterable[Vote | Skipped]) -> Iterator[Vote | Skipped]:
