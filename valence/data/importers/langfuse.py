@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valence.data.importers.messages import decoded, first, timestamp, tools_of
+from valence.data.importers.messages import decoded, first, object_in, timestamp, tools_of
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.importers.traces import (
     Step,
@@ -102,8 +102,7 @@ def _said(
 
 def _subject(score: Mapping[str, Any]) -> tuple[str, str]:
     """The ids of the observation and the trace that a score is about; "" for none."""
-    subject = decoded(score.get("subject"))
-    if isinstance(subject, dict):  # v3
+    if subject := object_in(score, "subject"):  # v3
         kind, identifier = subject.get("kind"), str(subject.get("id") or "")
         if kind == "observation":
             return identifier, str(subject.get("traceId") or "")

@@ -201,6 +201,12 @@ def first(row: Mapping[str, Any], *names: str) -> Any:
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
+def object_in(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The object in the first of these columns that has a value; empty if none has one."""
+    value = decoded(first(row, *names))
+    return value if isinstance(value, dict) else {}
+
+
 def at_path(row: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path, through JSON in cells; None if nothing is there."""
     if path in row:

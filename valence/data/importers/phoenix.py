@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valence.data.importers.messages import decoded, first, is_blank, timestamp, tools_of
+from valence.data.importers.messages import decoded, first, is_blank, object_in, timestamp, tools_of
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.importers.traces import (
     Step,
@@ -59,8 +59,7 @@ def _kinds(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _ids(row: Mapping[str, Any]) -> tuple[str, str]:
     """The ids of a span and of its trace; "" for none."""
-    context = decoded(row.get("context"))
-    context = context if isinstance(context, dict) else {}
+    context = object_in(row, "context")
     span = first(row, "context.span_id", "span_id") or context.get("span_id")
     trace = first(row, "context.trace_id", "trace_id") or context.get("trace_id")
     return str(span or ""), str(trace or "")
@@ -70,9 +69,8 @@ def _annotations(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The annotations of a row, each with the ids of its span or its trace."""
     span_id, trace_id = _ids(row)
     if "span_kind" not in row:
-        result = decoded(row.get("result"))
         columns = {n.removeprefix("result."): v for n, v in row.items() if n.startswith("result.")}
-        fields = result if isinstance(result, dict) else columns
+        fields = object_in(row, "result") or columns
         name = first(row, "annotation_name", "name")
         return [{**fields, **row, "name": name, "span_id": span_id, "trace_id": trace_id}]
     found: list[dict[str, Any]] = []
@@ -176,8 +174,7 @@ def _message(item: Mapping[str, Any]) -> dict[str, Any]:
 
 def _attributes(row: Mapping[str, Any]) -> dict[str, Any]:
     """A span's attributes as nested objects, whichever of their names are joined by dots."""
-    given = decoded(row.get("attributes"))
-    flat = dict(given) if isinstance(given, dict) else {}
+    flat = dict(object_in(row, "attributes"))
     for name, value in row.items():
         if name.startswith("attributes.") and not is_blank(value):
             flat[name.removeprefix("attributes.")] = value

@@ -12,7 +12,7 @@ from typing import Any
 from valence.data.importers.messages import Exchange, at_path, exchange_of, is_blank
 from valence.data.importers.records import ReadOptions, Skipped, SkipReason, Vote
 from valence.data.sources import BadRow, Row, read_rows
-from valence.data.values import shown, thumb
+from valence.data.values import as_number, shown, thumb
 from valence.errors import UserError
 from valence.types import Origin
 
@@ -132,9 +132,11 @@ def label_of(value: object, labels: Mapping[str, bool]) -> bool | None:
     """Thumbs up or down: a truth value, or a word or number that the user gave a meaning to."""
     if value is None or isinstance(value, bool):
         return value
-    is_whole = isinstance(value, float) and value.is_integer()
-    word = str(int(value) if is_whole else value).strip().casefold()  # pyright: ignore[reportArgumentType]
-    return {name.strip().casefold(): label for name, label in labels.items()}.get(word)
+    number = as_number(value)
+    is_whole = number is not None and number.is_integer()
+    word = f"{number:.0f}" if is_whole else str(value).strip().casefold()
+    meanings = {name.strip().casefold(): label for name, label in labels.items()}
+    return meanings.get(word, {"true": True, "false": False}.get(word))
 
 
 def word_label(value: object, labels: Mapping[str, bool]) -> bool | None:
