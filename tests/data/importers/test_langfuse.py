@@ -281,6 +281,12 @@ def test_subjects_of_version_3(export: Export) -> None:
     assert [r.reason for r in found if isinstance(r, Skipped)] == ["no_conversation"]
 
 
+def test_an_observation_of_version_3_may_have_no_trace(export: Export) -> None:
+    row = score(traceId=None, observationId=None, subject={"kind": "observation", "id": "span"})
+    steps = [observation("span", type="SPAN"), observation("g1", parentObservationId="span")]
+    assert only_vote(read, export([row], steps)).message == "g1"
+
+
 def test_a_trace_of_the_api_holds_its_observations(export: Export) -> None:
     whole = trace(observations=[observation()], scores=[score()])
     vote = only_vote(read, export([score(observationId=None)], [whole]))

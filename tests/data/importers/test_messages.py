@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -216,6 +217,7 @@ REASONS: dict[str, tuple[Any, Any, str]] = {
     "unknown input": ({"question": "Hi"}, "Hello", "shape_unknown"),
     "unknown output": ("Hi", {"answer": "Hello"}, "shape_unknown"),
     "output of another conversation": ("Hi", [user("Hey"), HELLO], "shape_unknown"),
+    "output with a turn in between": ("Hi", [HELLO, user("And?"), HELLO], "shape_unknown"),
 }
 
 
@@ -268,6 +270,17 @@ INSTANT = datetime(2026, 5, 1, 12, 0, 0, 500_000, UTC)
 )
 def test_timestamps(value: object) -> None:
     assert timestamp(value) == INSTANT.timestamp()
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="the zone of a process cannot be set")
+def test_times_without_a_zone_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert timestamp("2026-05-01 12:00:00.500") == INSTANT.timestamp()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize("value", [None, "", "yesterday", True, [], {}])

@@ -223,6 +223,17 @@ def test_text_that_is_said_to_be_text_is_not_read_as_json(export: Export) -> Non
     assert vote.completion == assistant('{"answer": 1}')
 
 
+def test_messages_are_in_the_order_of_their_numbers(export: Export) -> None:
+    turns = [user(f"{n}") if n % 2 == 0 else assistant(f"{n}") for n in range(12)]
+    attributes = {
+        f"llm.{'input' if n < 11 else 'output'}_messages.{n if n < 11 else 0}.message.{name}": text
+        for n, turn in reversed(list(enumerate(turns)))
+        for name, text in turn.items()
+    }
+    vote = only_vote(read, export([annotation()], [span(attributes=attributes)]))
+    assert [*vote.prompt, vote.completion] == turns
+
+
 FUNCTION = {"name": "weather", "description": "Of a city", "parameters": {"type": "object"}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 

@@ -32,10 +32,13 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     """The votes of an export: files of scores, and of observations or traces or both."""
     scores, bad = rows_of_kind("scores", paths, _kinds, "Langfuse", NEEDED)
     yield from bad
-    trace_ids = {_subject(row.value)[1] for row in scores}
-    observation_ids = {_subject(row.value)[0] for row in scores} - {""}
+    subjects = [_subject(row.value) for row in scores]
+    trace_ids = {trace_id for _, trace_id in subjects if trace_id}
+    alone = {step_id for step_id, trace_id in subjects if not trace_id} - {""}
+    for row in export_rows(paths) if alone else ():  # version 3 may not name the trace
+        trace_ids |= {step.trace for step in _steps(row.value) if step.id in alone}
     steps = (step for row in export_rows(paths) for step in _steps(row.value))
-    traces = Traces(s for s in steps if s.trace in trace_ids or s.id in observation_ids)
+    traces = Traces(step for step in steps if step.trace in trace_ids)
     yield from combine_votes(_vote(row, traces, options) for row in scores)
 
 

@@ -557,7 +557,7 @@ def _api(server: FeedbackServer, address: str, token_env: str | None, retry: Ret
     keys = [os.environ.get(name, "").strip() for name in names]
     if token_env and len(server.variables) > 1:
         keys = keys[0].split(":", 1)
-    is_complete = len(keys) == len(server.variables) and all(keys)  # else none is sent
+    is_complete = len(keys) == len(server.variables) and all(keys)
     fix = f"put the key of the server into the environment: {' and '.join(names)}"
     if not is_complete and (server.is_key_needed or token_env):
         raise UserError("there is no key", code="import-key-missing", where=address, fix=fix)
