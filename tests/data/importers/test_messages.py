@@ -1,0 +1,300 @@
+"""Chat turns in the shapes of OpenAI, Anthropic and LangChain."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from tests.data.importers.exports import assistant, user
+from valence.data.importers.messages import (
+    Exchange,
+    assistant_of,
+    at_path,
+    exchange_of,
+    messages_of,
+    timestamp,
+    tools_of,
+)
+
+HI = (user("Hi"),)
+
+
+def constructor(name: str, **kwargs: Any) -> dict[str, Any]:
+    path = ["langchain", "schema", "messages", name]
+    return {"lc": 1, "type": "constructor", "id": path, "kwargs": kwargs}
+
+
+SYSTEM_HI = ({"role": "system", "content": "Be brief."}, user("Hi"))
+INPUTS: dict[str, tuple[Any, tuple[dict[str, Any], ...]]] = {
+    "text": ("Hi", HI),
+    "turns": ([user("Hi")], HI),
+    "one turn": (user("Hi"), HI),
+    "JSON in a cell": (json.dumps([user("Hi")]), HI),
+    "OpenAI's request": ({"model": "m", "messages": [user("Hi")]}, HI),
+    "parts": ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], HI),
+    "developer": ([{"role": "developer", "content": "Be brief."}, user("Hi")], SYSTEM_HI),
+    "Responses": ({"model": "m", "instructions": "Be brief.", "input": "Hi"}, SYSTEM_HI),
+    "Anthropic": ({"system": "Be brief.", "messages": [user("Hi")]}, SYSTEM_HI),
+    "Anthropic's parts of a system prompt": (
+        {"system": [{"type": "text", "text": "Be brief."}], "messages": [user("Hi")]},
+        SYSTEM_HI,
+    ),
+    "LangChain's constructors in lists": (
+        {
+            "messages": [
+                [
+                    constructor("SystemMessage", content="Be brief."),
+                    constructor("HumanMessage", content="Hi"),
+                ]
+            ]
+        },
+        SYSTEM_HI,
+    ),
+    "LangChain's types": ([{"type": "human", "content": "Hi", "example": False}], HI),
+    "LangChain's dictionaries": ([{"type": "human", "data": {"content": "Hi"}}], HI),
+    "LangChain's input": ({"input": "Hi"}, HI),
+}
+
+
+@pytest.mark.parametrize("shape", INPUTS)
+def test_known_shapes_of_inputs(shape: str) -> None:
+    value, turns = INPUTS[shape]
+    assert messages_of(value) == turns
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"question": "Hi"},
+        {"input": "Hi", "context": "..."},
+        {"prompts": ["Human: Hi"]},
+        '{"question": "Hi"}',
+        [{"role": "critic", "content": "Hi"}],
+        [{"content": "Hi"}],
+        ["Hi"],
+        7,
+        None,
+    ],
+)
+def test_unknown_shapes_of_inputs(value: object) -> None:
+    assert messages_of(value) is None
+
+
+HELLO = assistant("Hello")
+OUTPUTS: dict[str, Any] = {
+    "text": "Hello",
+    "turn": assistant("Hello"),
+    "JSON in a cell": json.dumps(assistant("Hello")),
+    "choices": {"choices": [{"message": assistant("Hello"), "finish_reason": "stop"}]},
+    "text of choices": {"choices": [{"text": "Hello"}]},
+    "message": {"message": assistant("Hello")},
+    "list of one": [assistant("Hello")],
+    "Anthropic": {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "..."}, {"type": "text", "text": "Hello"}],
+    },
+    "Responses": {
+        "object": "response",
+        "output": [
+            {"type": "reasoning", "summary": []},
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Hello"}],
+            },
+        ],
+    },
+    "LangChain's generations": {
+        "generations": [[{"text": "Hello", "message": constructor("AIMessage", content="Hello")}]]
+    },
+    "LangChain's chunk": constructor("AIMessageChunk", content="Hello"),
+    "LangChain's output": {"output": "Hello"},
+    "state of a graph": {"messages": [user("Hi"), {"type": "ai", "content": "Hello"}]},
+}
+
+
+@pytest.mark.parametrize("shape", OUTPUTS)
+def test_known_shapes_of_outputs(shape: str) -> None:
+    message = assistant_of(OUTPUTS[shape])
+    assert message is not None
+    assert (message["role"], message["content"]) == ("assistant", "Hello")
+    assert exchange_of("Hi", OUTPUTS[shape]) == Exchange(HI, HELLO)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"answer": "Hello"},
+        '{"answer": "Hello"}',
+        {"choices": [{"message": HELLO}, {"message": assistant("Hey")}]},
+        {"choices": []},
+        user("Hello"),
+    ],
+)
+def test_unknown_shapes_of_outputs(value: object) -> None:
+    assert assistant_of(value) is None
+
+
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Rome"}},
+}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        constructor(
+            "AIMessage",
+            content="",
+            tool_calls=[{"name": "weather", "args": {"city": "Rome"}, "id": "c1"}],
+        ),
+        constructor("AIMessage", content="", additional_kwargs={"tool_calls": [CALL]}),
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}}
+            ],
+        },
+    ],
+)
+def test_tool_calls_are_written_as_openai_does(message: dict[str, Any]) -> None:
+    expected = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert messages_of([message]) == (expected,)
+    assert exchange_of("Hi", message) == Exchange(HI, expected)
+
+
+def test_anthropic_results_of_tools_are_turns_of_their_own() -> None:
+    parts = [
+        {"type": "tool_result", "tool_use_id": "c1", "content": "20 degrees"},
+        {"type": "text", "text": "And tomorrow?"},
+    ]
+    assert messages_of([{"role": "user", "content": parts}]) == (
+        {"role": "tool", "content": "20 degrees", "tool_call_id": "c1"},
+        user("And tomorrow?"),
+    )
+
+
+FUNCTION = {"name": "weather", "description": "Of a city", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "function": FUNCTION},
+        {"name": "weather", "description": "Of a city", "input_schema": {"type": "object"}},
+        json.dumps({"type": "function", "function": FUNCTION}),
+    ],
+)
+def test_tools(tool: object) -> None:
+    assert tools_of({"tools": [tool]}) == ({"type": "function", "function": FUNCTION},)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+REASONS: dict[str, tuple[Any, Any, str]] = {
+    "cut at the limit": (
+        "Hi",
+        {"choices": [{"text": "He", "finish_reason": "length"}]},
+        "unfinished",
+    ),
+    "cut at Anthropic's limit": ("Hi", {**HELLO, "stop_reason": "max_tokens"}, "unfinished"),
+    "nothing": ("Hi", None, "empty"),
+    "only spaces": ("Hi", assistant(" \n"), "empty"),
+    "unfinished reasoning": ("Hi", assistant("<think>Hm"), "empty"),
+    "only reasoning": ("Hi", assistant("<think>Hm</think>"), "empty"),
+    "image": ([{"role": "user", "content": [IMAGE]}], "Hello", "image"),
+    "image in the completion": ("Hi", {"role": "assistant", "content": [IMAGE]}, "image"),
+    "not the assistant": ("Hi", user("Hello"), "not_assistant"),
+    "no prompt": ("", "Hello", "no_prompt"),
+    "system prompt alone": ([{"role": "system", "content": "Be brief."}], "Hello", "no_prompt"),
+    "unknown input": ({"question": "Hi"}, "Hello", "shape_unknown"),
+    "unknown output": ("Hi", {"answer": "Hello"}, "shape_unknown"),
+    "output of another conversation": ("Hi", [user("Hey"), HELLO], "shape_unknown"),
+    "output with a turn in between": ("Hi", [HELLO, user("And?"), HELLO], "shape_unknown"),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_why_there_is_no_exchange(case: str) -> None:
+    given, answer, reason = REASONS[case]
+    assert exchange_of(given, answer) == reason
+
+
+def test_an_output_may_repeat_the_conversation_or_continue_it() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "20 degrees", "tool_call_id": "c1"}
+    expected = Exchange((user("Hi"), call, result), HELLO)
+    assert exchange_of("Hi", [user("Hi"), call, result, HELLO]) == expected
+    assert exchange_of("Hi", [call, result, HELLO]) == expected
+    earlier = [user("One"), assistant("Two"), user("Hi")]
+    assert exchange_of("Hi", [*earlier, HELLO]) == Exchange(tuple(earlier), HELLO)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        assistant("<think>Hm</think>\nHello"),
+        assistant("Hm\n</think>\n\nHello"),
+        {**HELLO, "reasoning_content": "Hm"},
+    ],
+)
+def test_reasoning_is_left_out_unless_it_is_kept(answer: dict[str, Any]) -> None:
+    assert exchange_of("Hi", answer) == Exchange(HI, HELLO)
+    assert exchange_of("Hi", answer, keeps_reasoning=True) == Exchange(HI, answer)
+
+
+INSTANT = datetime(2026, 5, 1, 12, 0, 0, 500_000, UTC)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "2026-05-01T12:00:00.500Z",
+        "2026-05-01T14:00:00.500+02:00",
+        "2026-05-01 12:00:00.500",
+        INSTANT,
+        INSTANT.replace(tzinfo=None),
+        INSTANT.timestamp(),
+        INSTANT.timestamp() * 1e3,
+        str(int(INSTANT.timestamp() * 1e3)),
+        INSTANT.timestamp() * 1e6,
+        int(INSTANT.timestamp() * 10) * 10**8,
+    ],
+)
+def test_timestamps(value: object) -> None:
+    assert timestamp(value) == INSTANT.timestamp()
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="the zone of a process cannot be set")
+def test_times_without_a_zone_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert timestamp("2026-05-01 12:00:00.500") == INSTANT.timestamp()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize("value", [None, "", "yesterday", True, [], {}])
+def test_what_is_no_timestamp(value: object) -> None:
+    assert timestamp(value) == 0.0
+
+
+def test_unit_of_a_timestamp() -> None:
+    assert timestamp(5000, "ms") == 5.0
+
+
+def test_paths_lead_through_cells_and_lists() -> None:
+    row = {"input": '{"turns": [{"text": "Hi"}]}', "a.b": 1}
+    assert at_path(row, "input.turns.0.text") == "Hi"
+    assert at_path(row, "input.turns.-1.text") == "Hi"
+    assert at_path(row, "a.b") == 1
+    assert at_path(row, "input.turns.3.text") is None
