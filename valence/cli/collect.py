@@ -121,15 +121,14 @@ def collect(
             fix="leave out --no-token or --rater",
         )
     sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
-    queue = PromptQueue(prompts or [])
     ours = allow_remote_code(trust_remote_code, overrides)
     print_message(console, f"loading {target}")
     trainer = open_run(target, ours, group=Single(), at=checkpoint_of(step), console=console)
     model = ChatModel(trainer, Path(target).name)
     tokens = {} if no_token else {secrets.token_urlsafe(16): name for name in raters}
-    service: Service = Service(
-        model, FeedbackStore(out, model.encoder), sampling, queue, tokens=tokens
-    )
+    store = FeedbackStore(out, model.encoder)
+    queue = PromptQueue(prompts or [], store.has_voted)
+    service: Service = Service(model, store, sampling, queue, tokens=tokens)
     serve(
         service,
         host=host,

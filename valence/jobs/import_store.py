@@ -322,6 +322,7 @@ class ImportStore:
             _part(path).unlink(missing_ok=True)  # of an import that was killed
         self._sync_folder()
         self._replace_about(about)
+        self._about = json.loads(json.dumps(about))  # as the next import will read it
 
     def _describe(
         self,

@@ -77,6 +77,12 @@ class Ask(Body):
     compare: bool = False
 
 
+class NextPrompt(Body):
+    """skip: number of the prompt that the rater does not want to rate."""
+
+    skip: int | None = None
+
+
 class Rating(Body):
     """A verdict on one answer; without any, the earlier one is withdrawn."""
 
@@ -302,8 +308,8 @@ def _add_page_requests(app: "FastAPI", service: Service) -> None:
         }
 
     @app.post("/api/next-prompt")
-    async def next_prompt(rater: str = known_rater) -> dict[str, Any]:
-        following = service.queue.next(rater)
+    async def next_prompt(request: NextPrompt, rater: str = known_rater) -> dict[str, Any]:
+        following = service.queue.next(rater, request.skip)
         total = len(service.queue.prompts)
         if following is None:
             return {"number": total, "total": total, "messages": None}

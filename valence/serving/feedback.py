@@ -20,13 +20,13 @@ from valence.jobs.import_store import ImportStore, merge_votes
 from valence.jobs.lines import as_line
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer
+from valence.serving.prompts import prompt_id
 from valence.types import (
     Chat,
     Completion,
     Demonstration,
     Origin,
     TokenizedExample,
-    content_id,
 )
 
 SOURCE = "valence"
@@ -53,7 +53,7 @@ class FeedbackStore:
         self._files = ExitStack()
         self._lock = threading.Lock()
         self._store = self._files.enter_context(ImportStore(out).locked())
-        self._votes: list[Vote] = list(self._store.votes)
+        self._set_votes(self._store.votes)
         self._recent: OrderedDict[str, Answer] = OrderedDict()
         self._path = out.with_name(f"{out.stem}.answers.jsonl")
         try:
@@ -71,6 +71,10 @@ class FeedbackStore:
     @property
     def num_votes(self) -> int:
         return sum(_has_verdict(vote) for vote in self._votes)
+
+    def has_voted(self, rater: str, prompt: str) -> bool:
+        """Whether a rater has voted on an answer to the prompt with this id."""
+        return (self._rater(rater), prompt) in self._voted
 
     def close(self) -> None:
         self._files.close()
@@ -206,14 +210,14 @@ class FeedbackStore:
         )
 
     def _common(self, answer: Answer, rater: str, target: str) -> dict[str, Any]:
-        rater = hash_rater(SOURCE, rater)
+        rater = self._rater(rater)
         return {
             "source": SOURCE,
             "id": f"{target}/{rater}",
             "updated_at": time.time(),
-            "rater": rater or "local",
+            "rater": rater,
             "prompt": answer.prompt,
-            "parent": content_id([dict(message) for message in answer.prompt]),
+            "parent": prompt_id(answer.prompt),
             "model": answer.model,
             "origin": Origin(self._path.name, list(self._places).index(answer.id) + 1),
         }
@@ -251,7 +255,16 @@ class FeedbackStore:
         with self._lock:
             votes, _ = merge_votes(self._votes, [vote])
             self._store.write(votes, make_rows(votes), "thumbs")
-            self._votes = votes
+            self._set_votes(votes)
+
+    def _set_votes(self, votes: Sequence[Vote]) -> None:
+        self._votes = list(votes)
+        self._voted = {(vote.rater, vote.parent) for vote in votes if _has_verdict(vote)}
+
+    @staticmethod
+    def _rater(rater: str) -> str:
+        """What is written instead of a rater's name."""
+        return hash_rater(SOURCE, rater) or "local"
 
 
 def _has_verdict(vote: Vote) -> bool:

@@ -75,6 +75,7 @@ function setVotes(count) {
 
 let session = { votes: 0 };
 let promptNumber = "";
+let openPrompt = null; // number of the prompt that is shown
 
 function showStatus() {
   const votes = `${session.votes} ${session.votes === 1 ? "vote" : "votes"}`;
@@ -282,7 +283,8 @@ function clear() {
 async function nextPrompt() {
   if (busy) return;
   try {
-    const prompt = await (await request("api/next-prompt", {})).json();
+    const prompt = await (await request("api/next-prompt", { skip: openPrompt })).json();
+    openPrompt = prompt.messages === null ? null : prompt.number;
     if (prompt.messages === null) {
       promptNumber = `all ${prompt.total} prompts done`;
       $("next").hidden = true;
