@@ -229,6 +229,14 @@ def test_comparisons_of_one_vote_with_several_completions_are_all_kept() -> None
     assert [row["rejected"] for row in rows("feedback.pairs.jsonl")] == ["other 0", "other 1"]
 
 
+def test_votes_with_one_id_on_several_completions_are_all_kept() -> None:
+    votes = [entry(n, n == 1, id="turn", at=n, parent="p", question="q") for n in (1, 2)]
+    assert counts(do_import(*votes)) == (2, 0, 0, 0)
+    assert counts(do_import(*votes)) == (0, 0, 2, 0)
+    (pair,) = rows("feedback.pairs.jsonl")
+    assert (pair["chosen"], pair["rejected"]) == ("answer 1", "answer 2")
+
+
 def test_a_file_whose_last_row_goes_is_removed() -> None:
     do_import(entry(1), entry(2, None, score=1.0))
     assert Path("feedback.scores.jsonl").exists()
