@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.arch.source import ROOT
 from tests.data.rows import Source, write
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
 from valence.data.formats import FORMATS
-from valence.data.importers.sources import SOURCES, is_source, likely_source
+from valence.data.importers.sources import SOURCES, command_name, is_source, likely_source
 from valence.data.load import Loaded, fitting_mapping, load, read_sources, stream
 from valence.data.sources import Row
 from valence.types import Demonstration, Example, Judgement, Kind, Origin, Preference, Prompt
@@ -30,6 +32,8 @@ LOG = (
     entry(6, None, better="better 6"),
     entry(7, machine=True),
 )
+TABLE = dict(SOURCES)
+"""Without the tool of the tests."""
 LEFT_OUT = {"without a vote": 1, "scores of a model or program, which are not feedback": 1}
 
 
@@ -168,3 +172,9 @@ def test_names_of_sources_are_no_formats() -> None:
     assert not set(SOURCES) & set(FORMATS)
     assert all(is_source(name.replace("_", "-")) for name in SOURCES)
     assert not any(map(is_source, (None, *FORMATS)))
+
+
+def test_the_page_about_imports_has_every_source() -> None:
+    page = (ROOT / "docs" / "tasks" / "import-feedback.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| [^|]+ \| `([a-z-]+)` \| [^|]+ \| (\w+) \|$", page, re.MULTILINE)
+    assert sorted(table) == sorted((command_name(name), s.main) for name, s in TABLE.items())
