@@ -162,10 +162,14 @@ def test_an_export_of_open_webui_is_recognized() -> None:
     assert likely_source([{"prompt": "a", "completion": "b", "label": True}]) is None
 
 
-def test_the_format_of_an_export_is_no_mapping_for_other_files(tmp_path: Path) -> None:
+def test_the_format_of_an_export_is_taken_for_another_export_and_no_other_file(
+    tmp_path: Path,
+) -> None:
     plain = write(tmp_path / "rows.jsonl", {"prompt": "a", "completion": "b", "label": True})
     log = Source(write_export(tmp_path / "log.jsonl", *LOG), format=NAME)
+    newer = write_export(tmp_path / "newer.jsonl", entry(8))
     assert fitting_mapping(Source(plain), [log]) is None
+    assert fitting_mapping(Source(newer), [log]) == (NAME, {})
 
 
 def test_names_of_sources_are_no_formats() -> None:

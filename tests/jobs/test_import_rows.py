@@ -4,6 +4,7 @@ leaves.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.arch.source import ROOT
 from tests.errors import raises_error
-from tests.jobs.chat_log import NAME, chat_log, entry, write_export
+from tests.jobs.chat_log import NAME, chat_log, entry, read, write_export
 from valence.data.importers import sources
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.jobs import import_rows
@@ -506,6 +507,53 @@ def test_a_second_import_at_the_same_time_is_refused() -> None:
     assert sorted(p.name for p in Path().iterdir() if p.name.startswith(".")) == []
 
 
+def test_a_full_disk_is_told_and_the_old_state_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    do_import(entry(1))
+    before = contents()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with raises_error("file-not-writable", where="a file"):
+            do_import(entry(2))
+    assert contents() == before
+    do_import(entry(2))
+    assert len(rows(OUT)) == 2
+
+
+# Several tools
+
+
+def test_exports_of_several_tools_share_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one decides which kind of rows --out itself has; last is that of each tool."""
+
+    def read_as_other(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
+        for item in read(paths, options):
+            yield replace(item, source="other") if isinstance(item, Vote) else item
+
+    module = ModuleType("valence.data.importers.other")
+    module.read = read_as_other  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    other = sources.FeedbackSource(module="other", description="", files="", main="pairs")
+    monkeypatch.setitem(sources.SOURCES, "other", other)
+    do_import(entry(1))
+    files = [write_export(Path("other.jsonl"), entry(1, False, at=5000), EVERY_KIND[3])]
+    summary = import_feedback("other", files, OUT, quiet=True)
+    assert (summary.counts.new, summary.total) == (2, 3)
+    assert {file.path: file.rows for file in summary.files} == {
+        "feedback.jsonl": 2,
+        "feedback.pairs.jsonl": 1,
+    }
+    about = json.loads(Path("feedback.about.json").read_text())
+    assert about["sources"] == {
+        NAME: {"files": ["log.jsonl"], "votes": 1},
+        "other": {"files": ["other.jsonl"], "votes": 2},
+    }
+    assert do_import(entry(1), entry(2), since="last").counts.new == 1
+
+
 # Killed
 
 
@@ -569,6 +617,13 @@ def check_state(states: dict[str, dict[str, bytes]]) -> None:
     for name, content in contents().items():
         if name != "feedback.about.json":
             assert content in (states["old"].get(name), states["new"].get(name)), name
+    has_new_rows = any(
+        content == states["new"].get(name) != states["old"].get(name)
+        for name, content in contents().items()
+        if name not in ("feedback.about.json", "feedback.votes.jsonl")
+    )
+    if has_new_rows:
+        assert contents()["feedback.votes.jsonl"] == states["new"]["feedback.votes.jsonl"]
     halted = contents()
     do_import(*OLD)
     repaired = contents()

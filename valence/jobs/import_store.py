@@ -233,7 +233,7 @@ class ImportStore:
                     "the votes of earlier imports are missing",
                     code="output-lines-missing",
                     where=str(path),
-                    fix=f"restore this file, or {ELSEWHERE} and import all exports again",
+                    fix=f"restore this file, or delete {self.about_path} to start from nothing",
                 )
         elif is_votes and not known and path.exists():
             raise self._foreign(path, ELSEWHERE)
