@@ -85,6 +85,8 @@ def test_thumbs_are_scored_rows_where_there_are_no_scores(tmp_path: Path) -> Non
 def test_a_conversion_takes_rows_of_another_kind(tmp_path: Path) -> None:
     loaded = read_log(tmp_path, "judgement", convert="scores_to_judgements", threshold=3.0)
     assert lines(loaded) == [1, 2, 4]
+    loaded = read_log(tmp_path, "scored", convert="scores_to_judgements", threshold=3.0)
+    assert lines(loaded) == [1, 2, 4]
     loaded = read_log(tmp_path, "judgement", convert="pairs_to_judgements")
     assert lines(loaded) == [1, 2, 5, 5, 6, 6]
 

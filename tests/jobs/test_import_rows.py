@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,21 @@ def test_a_vote_that_json_cannot_hold_is_skipped(text: Any) -> None:
     assert len(rows(OUT)) == 1
 
 
+def test_votes_that_make_no_row_are_skipped_with_the_reason() -> None:
+    summary = do_import(
+        entry(1),
+        entry(2, question=""),
+        entry(3, None, other="answer 3", winner="this"),
+        entry(4, answer=""),
+    )
+    assert {reason: each.place for reason, each in summary.skipped.items()} == {
+        "no_prompt": "log.jsonl:2",
+        "identical": "log.jsonl:3",
+        "shape_unknown": "log.jsonl:4",
+    }
+    assert {file.path: file.rows for file in summary.files} == {"feedback.jsonl": 1}
+
+
 def test_votes_of_machines_are_left_out_unless_asked_for() -> None:
     found = do_import(entry(1), entry(2, machine=True))
     assert (found.votes, found.skipped["machine"].count) == (1, 1)
@@ -164,6 +180,24 @@ def test_raters_who_disagree_are_counted() -> None:
         1,
         "log.jsonl:4",
     )
+
+
+def test_raters_who_saw_two_completions_in_another_order_agree() -> None:
+    def compare(number: int, one: str, two: str, winner: str) -> dict[str, Any]:
+        texts = {"A": "first", "B": "second"}
+        return entry(
+            number, None, question="q", answer=texts[one], message="", other=texts[two],
+            winner=winner,
+        )  # fmt: skip
+
+    votes = [compare(1, "A", "B", "this"), compare(2, "B", "A", "other")]
+    assert do_import(*votes).agreement == 1.0
+    (pair,) = rows("feedback.pairs.jsonl")
+    assert (pair["chosen"], pair.get("soft")) == ("first", None)
+    summary = do_import(*votes, compare(3, "A", "B", "other"), compare(4, "A", "B", "tie"))
+    assert (summary.num_shared, summary.agreement) == (1, 1 / 6)
+    (pair,) = rows("feedback.pairs.jsonl")
+    assert (pair["chosen"], pair["soft"]) == ("first", 2.5 / 4)
 
 
 # Again, and newer
@@ -200,6 +234,13 @@ def test_an_older_vote_does_not_replace_a_newer_one() -> None:
     before = contents()
     assert counts(do_import(entry(1, False, at=4000))) == (0, 0, 1, 0)
     assert contents() == before
+
+
+@pytest.mark.parametrize("at", [0, 4000])
+def test_of_votes_with_the_same_time_the_one_that_is_imported_later_counts(at: int) -> None:
+    do_import(entry(1, True, at=at))
+    assert counts(do_import(entry(1, False, at=at))) == (0, 1, 0, 0)
+    assert [row["label"] for row in rows(OUT)] == [False]
 
 
 def test_a_vote_of_the_same_rater_on_the_same_completion_replaces_one_with_another_id() -> None:
@@ -312,6 +353,15 @@ def test_since_leaves_out_older_votes_and_last_is_the_newest_one_that_is_stored(
     assert contents() == before
     with raises_error("date-invalid", where="--since"):
         do_import(*log, since="yesterday")
+
+
+def test_a_date_without_a_time_zone_is_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "UTC+12")
+        time.tzset()
+        summary = do_import(*(entry(n) for n in range(6)), since="1970-01-01T00:16:42")
+    time.tzset()
+    assert summary.votes == 4
 
 
 def test_votes_without_a_time_pass_since() -> None:
