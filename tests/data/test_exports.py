@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.arch.source import ROOT
 from tests.data.rows import Source, write
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
 from valence.data.formats import FORMATS
-from valence.data.importers.sources import SOURCES, is_source, likely_source
+from valence.data.importers.sources import SOURCES, command_name, is_source, likely_source
 from valence.data.load import Loaded, fitting_mapping, load, read_sources, stream
 from valence.data.sources import Row
 from valence.types import Demonstration, Example, Judgement, Kind, Origin, Preference, Prompt
@@ -30,6 +32,8 @@ LOG = (
     entry(6, None, better="better 6"),
     entry(7, machine=True),
 )
+TABLE = dict(SOURCES)
+"""Without the tool of the tests."""
 LEFT_OUT = {"without a vote": 1, "scores of a model or program, which are not feedback": 1}
 
 
@@ -80,6 +84,8 @@ def test_thumbs_are_scored_rows_where_there_are_no_scores(tmp_path: Path) -> Non
 
 def test_a_conversion_takes_rows_of_another_kind(tmp_path: Path) -> None:
     loaded = read_log(tmp_path, "judgement", convert="scores_to_judgements", threshold=3.0)
+    assert lines(loaded) == [1, 2, 4]
+    loaded = read_log(tmp_path, "scored", convert="scores_to_judgements", threshold=3.0)
     assert lines(loaded) == [1, 2, 4]
     loaded = read_log(tmp_path, "judgement", convert="pairs_to_judgements")
     assert lines(loaded) == [1, 2, 5, 5, 6, 6]
@@ -158,13 +164,23 @@ def test_an_export_of_open_webui_is_recognized() -> None:
     assert likely_source([{"prompt": "a", "completion": "b", "label": True}]) is None
 
 
-def test_the_format_of_an_export_is_no_mapping_for_other_files(tmp_path: Path) -> None:
+def test_the_format_of_an_export_is_taken_for_another_export_and_no_other_file(
+    tmp_path: Path,
+) -> None:
     plain = write(tmp_path / "rows.jsonl", {"prompt": "a", "completion": "b", "label": True})
     log = Source(write_export(tmp_path / "log.jsonl", *LOG), format=NAME)
+    newer = write_export(tmp_path / "newer.jsonl", entry(8))
     assert fitting_mapping(Source(plain), [log]) is None
+    assert fitting_mapping(Source(newer), [log]) == (NAME, {})
 
 
 def test_names_of_sources_are_no_formats() -> None:
     assert not set(SOURCES) & set(FORMATS)
     assert all(is_source(name.replace("_", "-")) for name in SOURCES)
     assert not any(map(is_source, (None, *FORMATS)))
+
+
+def test_the_page_about_imports_has_every_source() -> None:
+    page = (ROOT / "docs" / "tasks" / "import-feedback.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| [^|]+ \| `([a-z-]+)` \| [^|]+ \| (\w+) \|$", page, re.MULTILINE)
+    assert sorted(table) == sorted((command_name(name), s.main) for name, s in TABLE.items())

@@ -88,6 +88,7 @@ FIRST: dict[str, list[str]] = {
         f"cp -r {' '.join(shlex.quote(f'{ROOT}/{name}') for name in CLONE)} ."
     ],
     "docs/resume.md": ["mkdir experiments"],
+    "docs/tasks/import-feedback.md": ["rm feedback.jsonl"],
 }
 """By page: commands before it, which make what the page speaks of."""
 

@@ -57,7 +57,7 @@ def _vote(row: dict[str, Any], origin: Origin) -> Vote | Skipped:
         updated_at=row["at"],
         rater=row["rater"],
         is_machine=row.get("machine", False),
-        prompt=({"role": "user", "content": row["question"]},),
+        prompt=({"role": "user", "content": row["question"]},) if row["question"] else (),
         completion={"role": "assistant", "content": row["answer"]},
         message=row["message"],
         parent=row.get("parent", ""),

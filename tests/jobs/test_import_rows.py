@@ -4,12 +4,14 @@ leaves.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 
 from tests.arch.source import ROOT
 from tests.errors import raises_error
-from tests.jobs.chat_log import NAME, chat_log, entry, write_export
+from tests.jobs.chat_log import NAME, chat_log, entry, read, write_export
 from valence.data.importers import sources
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.jobs import import_rows
@@ -141,6 +143,21 @@ def test_a_vote_that_json_cannot_hold_is_skipped(text: Any) -> None:
     assert len(rows(OUT)) == 1
 
 
+def test_votes_that_make_no_row_are_skipped_with_the_reason() -> None:
+    summary = do_import(
+        entry(1),
+        entry(2, question=""),
+        entry(3, None, other="answer 3", winner="this"),
+        entry(4, answer=""),
+    )
+    assert {reason: each.place for reason, each in summary.skipped.items()} == {
+        "no_prompt": "log.jsonl:2",
+        "identical": "log.jsonl:3",
+        "shape_unknown": "log.jsonl:4",
+    }
+    assert {file.path: file.rows for file in summary.files} == {"feedback.jsonl": 1}
+
+
 def test_votes_of_machines_are_left_out_unless_asked_for() -> None:
     found = do_import(entry(1), entry(2, machine=True))
     assert (found.votes, found.skipped["machine"].count) == (1, 1)
@@ -163,6 +180,24 @@ def test_raters_who_disagree_are_counted() -> None:
         1,
         "log.jsonl:4",
     )
+
+
+def test_raters_who_saw_two_completions_in_another_order_agree() -> None:
+    def compare(number: int, one: str, two: str, winner: str) -> dict[str, Any]:
+        texts = {"A": "first", "B": "second"}
+        return entry(
+            number, None, question="q", answer=texts[one], message="", other=texts[two],
+            winner=winner,
+        )  # fmt: skip
+
+    votes = [compare(1, "A", "B", "this"), compare(2, "B", "A", "other")]
+    assert do_import(*votes).agreement == 1.0
+    (pair,) = rows("feedback.pairs.jsonl")
+    assert (pair["chosen"], pair.get("soft")) == ("first", None)
+    summary = do_import(*votes, compare(3, "A", "B", "other"), compare(4, "A", "B", "tie"))
+    assert (summary.num_shared, summary.agreement) == (1, 1 / 6)
+    (pair,) = rows("feedback.pairs.jsonl")
+    assert (pair["chosen"], pair["soft"]) == ("first", 2.5 / 4)
 
 
 # Again, and newer
@@ -201,6 +236,13 @@ def test_an_older_vote_does_not_replace_a_newer_one() -> None:
     assert contents() == before
 
 
+@pytest.mark.parametrize("at", [0, 4000])
+def test_of_votes_with_the_same_time_the_one_that_is_imported_later_counts(at: int) -> None:
+    do_import(entry(1, True, at=at))
+    assert counts(do_import(entry(1, False, at=at))) == (0, 1, 0, 0)
+    assert [row["label"] for row in rows(OUT)] == [False]
+
+
 def test_a_vote_of_the_same_rater_on_the_same_completion_replaces_one_with_another_id() -> None:
     first = entry(1, True)
     second = first | {"id": "v2", "at": 5000, "vote": False}
@@ -227,6 +269,14 @@ def test_comparisons_of_one_vote_with_several_completions_are_all_kept() -> None
     assert counts(do_import(*votes)) == (0, 0, 3, 0)
     assert counts(do_import(*[vote | {"at": 5000} for vote in votes[:2]])) == (0, 2, 0, 0)
     assert [row["rejected"] for row in rows("feedback.pairs.jsonl")] == ["other 0", "other 1"]
+
+
+def test_votes_with_one_id_on_several_completions_are_all_kept() -> None:
+    votes = [entry(n, n == 1, id="turn", at=n, parent="p", question="q") for n in (1, 2)]
+    assert counts(do_import(*votes)) == (2, 0, 0, 0)
+    assert counts(do_import(*votes)) == (0, 0, 2, 0)
+    (pair,) = rows("feedback.pairs.jsonl")
+    assert (pair["chosen"], pair["rejected"]) == ("answer 1", "answer 2")
 
 
 def test_a_file_whose_last_row_goes_is_removed() -> None:
@@ -303,6 +353,15 @@ def test_since_leaves_out_older_votes_and_last_is_the_newest_one_that_is_stored(
     assert contents() == before
     with raises_error("date-invalid", where="--since"):
         do_import(*log, since="yesterday")
+
+
+def test_a_date_without_a_time_zone_is_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "UTC+12")
+        time.tzset()
+        summary = do_import(*(entry(n) for n in range(6)), since="1970-01-01T00:16:42")
+    time.tzset()
+    assert summary.votes == 4
 
 
 def test_votes_without_a_time_pass_since() -> None:
@@ -498,6 +557,53 @@ def test_a_second_import_at_the_same_time_is_refused() -> None:
     assert sorted(p.name for p in Path().iterdir() if p.name.startswith(".")) == []
 
 
+def test_a_full_disk_is_told_and_the_old_state_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    do_import(entry(1))
+    before = contents()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with raises_error("file-not-writable", where="a file"):
+            do_import(entry(2))
+    assert contents() == before
+    do_import(entry(2))
+    assert len(rows(OUT)) == 2
+
+
+# Several tools
+
+
+def test_exports_of_several_tools_share_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one decides which kind of rows --out itself has; last is that of each tool."""
+
+    def read_as_other(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
+        for item in read(paths, options):
+            yield replace(item, source="other") if isinstance(item, Vote) else item
+
+    module = ModuleType("valence.data.importers.other")
+    module.read = read_as_other  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    other = sources.FeedbackSource(module="other", description="", files="", main="pairs")
+    monkeypatch.setitem(sources.SOURCES, "other", other)
+    do_import(entry(1))
+    files = [write_export(Path("other.jsonl"), entry(1, False, at=5000), EVERY_KIND[3])]
+    summary = import_feedback("other", files, OUT, quiet=True)
+    assert (summary.counts.new, summary.total) == (2, 3)
+    assert {file.path: file.rows for file in summary.files} == {
+        "feedback.jsonl": 2,
+        "feedback.pairs.jsonl": 1,
+    }
+    about = json.loads(Path("feedback.about.json").read_text())
+    assert about["sources"] == {
+        NAME: {"files": ["log.jsonl"], "votes": 1},
+        "other": {"files": ["other.jsonl"], "votes": 2},
+    }
+    assert do_import(entry(1), entry(2), since="last").counts.new == 1
+
+
 # Killed
 
 
@@ -561,6 +667,13 @@ def check_state(states: dict[str, dict[str, bytes]]) -> None:
     for name, content in contents().items():
         if name != "feedback.about.json":
             assert content in (states["old"].get(name), states["new"].get(name)), name
+    has_new_rows = any(
+        content == states["new"].get(name) != states["old"].get(name)
+        for name, content in contents().items()
+        if name not in ("feedback.about.json", "feedback.votes.jsonl")
+    )
+    if has_new_rows:
+        assert contents()["feedback.votes.jsonl"] == states["new"]["feedback.votes.jsonl"]
     halted = contents()
     do_import(*OLD)
     repaired = contents()

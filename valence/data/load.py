@@ -302,9 +302,12 @@ def fitting_mapping(
 
 
 def _fits(head: Sequence[Mapping[str, object]], name: str | None, keys: Mapping[str, str]) -> bool:
-    """Whether rows have all columns that a format needs; without a name, those of any format."""
-    if is_source(name):
-        return False
+    """Whether rows have all columns that a format needs; without a name, those of any format.
+
+    Of an export of a feedback tool, whether it is recognized as one of that tool.
+    """
+    if name and is_source(name):
+        return likely_source(head) == source_name(name)
     try:
         name = name or detect(head, keys)
         columns_read(name, keys)

@@ -23,7 +23,7 @@ from typing import Any
 
 from valence.checksums import add_checksum, verify
 from valence.data.importers.records import Vote
-from valence.data.importers.rows import ROW_KINDS, ImportedRows, RowKind
+from valence.data.importers.rows import ROW_KINDS, ImportedRows, RowKind, latest_votes
 from valence.errors import UserError
 from valence.files import check_path, open_file, refuse_links, write_all
 from valence.jobs.lines import as_line
@@ -56,18 +56,9 @@ def merge_votes(stored: Sequence[Vote], votes: Sequence[Vote]) -> tuple[list[Vot
     newer.
 
     A vote that is replaced keeps its place; new ones come behind, in their order. The same votes
-    again change nothing.
+    again change nothing. Several new votes may have one id: comparisons with several completions.
     """
-    newest: dict[tuple[str, str], float] = {}
-    for vote in votes:
-        newest[_id(vote)] = max(vote.updated_at, newest.get(_id(vote), vote.updated_at))
-    incoming: dict[str, Vote] = {}
-    for vote in votes:
-        other = incoming.get(vote.key)
-        if vote.updated_at == newest[_id(vote)] and (
-            other is None or vote.updated_at >= other.updated_at
-        ):
-            incoming[vote.key] = vote
+    incoming = {vote.key: vote for vote in latest_votes(votes)}
     place = {vote.key: number for number, vote in enumerate(stored)}
     merged: dict[int, Vote] = dict(enumerate(stored))
     keys_of: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -242,7 +233,7 @@ class ImportStore:
                     "the votes of earlier imports are missing",
                     code="output-lines-missing",
                     where=str(path),
-                    fix=f"restore this file, or {ELSEWHERE} and import all exports again",
+                    fix=f"restore this file, or delete {self.about_path} to start from nothing",
                 )
         elif is_votes and not known and path.exists():
             raise self._foreign(path, ELSEWHERE)
