@@ -105,6 +105,7 @@ SkipReason = Literal[
     "other_model",
     "before_since",
     "disagreement",
+    "identical",
     "no_prompt",
 ]
 
@@ -127,6 +128,7 @@ SKIP_REASONS: dict[SkipReason, str] = {
     "other_model": "completions of another model",
     "before_since": "votes before --since",
     "disagreement": "completions that as many raters liked as disliked",
+    "identical": "comparisons of two identical completions",
     "no_prompt": "completions without a prompt",
 }
 """Why something in an export gives no row, in the words of the summary."""
