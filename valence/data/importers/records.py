@@ -70,12 +70,11 @@ class Vote:
     @property
     def target(self) -> str:
         """Identifies the completion, or the two completions, that the vote is about."""
-        completion = self.message or content_id(
-            [dict(m) for m in self.prompt], dict(self.completion)
-        )
+        prompt = [dict(turn) for turn in self.prompt]
+        completion = self.message or content_id(prompt, dict(self.completion))
         if self.other is None:
             return content_id(self.source, self.session, completion)
-        other = self.other_message or content_id(dict(self.other))
+        other = self.other_message or content_id(prompt, dict(self.other))
         return content_id(self.source, self.session, sorted([completion, other]))
 
     @property
