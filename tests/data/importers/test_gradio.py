@@ -84,6 +84,7 @@ def record(conversation: object, index: object, value: str, time: str = TIME) ->
             ("u: Hi", "Yo", True),
             id="content-is-text",
         ),
+        pytest.param(record(CHAT[1:], 0, "Like"), "no_prompt", id="greeting"),
         pytest.param(record(CHAT, 0, "Like"), "not_assistant", id="user"),
         pytest.param(record(CHAT, 5, "Like"), "message_missing", id="missing"),
         pytest.param(record([CHAT[0], turn("assistant", "")], 1, "Like"), "empty", id="empty"),

@@ -100,6 +100,7 @@ def test_everything_that_feedback_says_is_in_the_vote(tmp_path: Path) -> None:
         pytest.param(feedback(messages(), None), "no_vote", id="no-rating"),
         pytest.param(feedback(messages(), 7), "no_vote", id="other-rating"),
         pytest.param(feedback(None), "no_conversation", id="no-snapshot"),
+        pytest.param(feedback([messages()[1] | {"parentId": None}]), "no_prompt", id="greeting"),
         pytest.param(feedback(messages(), rated="m9"), "message_missing", id="message-missing"),
         pytest.param(feedback(messages()[1:]), "no_conversation", id="parent-missing"),
         pytest.param(feedback(messages(), rated="m1"), "not_assistant", id="user-message"),

@@ -67,9 +67,18 @@ def not_an_export(tool: str, origin: Origin, columns: list[str]) -> UserError:
 def votes_or_skipped(votes: Iterator[Vote | Skipped], origin: Origin) -> Iterator[Vote | Skipped]:
     """The votes, until one is unusable."""
     try:
-        yield from votes
+        for vote in votes:
+            if isinstance(vote, Vote):
+                check_prompt(vote)
+            yield vote
     except UnusableVote as error:
         yield Skipped(error.reason, origin, error.example)
+
+
+def check_prompt(vote: Vote) -> None:
+    """Raise UnusableVote for a completion that answers nothing, such as a greeting."""
+    if not vote.prompt or vote.prompt[-1]["role"] not in ("user", "tool"):
+        raise UnusableVote("no_prompt")
 
 
 def guess_parts(columns: Columns, paths: Mapping[str, str]) -> dict[str, str]:

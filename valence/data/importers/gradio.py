@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from valence.data.importers.exports import not_an_export
+from valence.data.importers.exports import check_prompt, not_an_export
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.importers.texts import (
     UnusableVote,
@@ -115,6 +115,7 @@ def _event(
         label=label,
         origin=origin,
     )
+    check_prompt(vote)
     is_custom = feedback not in ("Like", "Dislike")
     return target, time, replace(vote, tags=(feedback,)) if is_custom else vote
 

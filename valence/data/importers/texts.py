@@ -45,8 +45,8 @@ class UnusableVote(Exception):
 def text_of(content: object, *, keeps_reasoning: bool = False) -> str:
     """The text of a message: its content is text or a list of parts, of which text is joined.
 
-    Blocks of reasoning and of tool calls are left out, unless ``keeps_reasoning``. Raises UnusableVote
-    for images, files and unknown parts.
+    Blocks of reasoning and of tool calls are left out, unless ``keeps_reasoning``.
+    Raises UnusableVote for images, files and unknown parts.
     """
     if content is None:
         return ""
