@@ -21,6 +21,7 @@ from valence.data.importers.texts import (
     decoded,
     label_of,
     object_at,
+    objects_at,
     prompt_of,
     value_at,
 )
@@ -92,10 +93,13 @@ def _record(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
 
 def _structured(row: Columns) -> Iterator[_Response]:
     status = "submitted" if row.get("status") == "completed" else "draft"
-    for question, responses in object_at(row, "responses").items():
-        for each in responses or []:
+    responses = object_at(row, "responses")
+    for question in responses:
+        for each in objects_at(responses, question):
             yield _Response(question, each.get("value"), str(each.get("user_id") or ""), status)
-    for question, each in object_at(row, "suggestions").items():
+    suggestions = object_at(row, "suggestions")
+    for question in suggestions:
+        each = object_at(suggestions, question)
         yield _Response(question, each.get("value"), str(each.get("agent") or ""), is_machine=True)
 
 
@@ -103,12 +107,13 @@ def _flat(row: Columns) -> Iterator[_Response]:
     for name in row:
         if name.endswith(".responses"):
             question = name.removesuffix(".responses")
-            values = decoded(row[name]) or []
-            users = decoded(row.get(f"{name}.users")) or []
-            statuses = decoded(row.get(f"{name}.status")) or []
-            if len(users) != len(values):
+            values = decoded(row[name])
+            users, statuses = decoded(row.get(f"{name}.users")), decoded(row.get(f"{name}.status"))
+            if not isinstance(values, list):
+                continue
+            if not isinstance(users, list) or len(users) != len(values):
                 users = [""] * len(values)
-            if len(statuses) != len(values):
+            if not isinstance(statuses, list) or len(statuses) != len(values):
                 statuses = ["unknown"] * len(values)
             for value, user, status in zip(values, users, statuses, strict=True):
                 yield _Response(question, value, str(user), str(status))

@@ -11,6 +11,7 @@ from valence.data.importers.texts import (
     UnusableVote,
     assistant,
     object_at,
+    objects_at,
     prompt_of,
     seconds,
     text_of,
@@ -43,13 +44,16 @@ def _is_row(row: Columns) -> bool:
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return "humanEvaluationResult" in row
-    return "schemaVersion" in row or "candidates" in messages[-1]
+    is_last_rated = isinstance(messages[-1], Mapping) and "candidates" in messages[-1]
+    return "schemaVersion" in row or is_last_rated
 
 
 def _candidates(row: Row, options: ReadOptions) -> Iterator[Vote]:
     keeps = options.keeps_reasoning
     *earlier, last = row.value["messages"]
-    candidates = last.get("candidates")
+    if not isinstance(last, Mapping):
+        raise UnusableVote("shape_unknown", f"turn is {last!r}")
+    candidates = objects_at(last, "candidates")
     if not candidates:
         raise UnusableVote("no_vote", "without candidates")
     if last.get("role") != "assistant":
@@ -81,12 +85,12 @@ def _candidates(row: Row, options: ReadOptions) -> Iterator[Vote]:
 def _evaluated(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
     result = object_at(row.value, "humanEvaluationResult")
     record = object_at(row.value, "inputRecord")
-    responses = row.value.get("modelResponses") or []
+    responses = objects_at(row.value, "modelResponses")
     loop = str(result.get("humanLoopName") or content_id(row.value))
     prompt = record.get("prompt")
     prompt = prompt.get("text") if isinstance(prompt, Mapping) else prompt
     turns = prompt_of(prompt, keeps_reasoning=options.keeps_reasoning)
-    answers = result.get("humanAnswers") or []
+    answers = objects_at(result, "humanAnswers")
     if not answers:
         raise UnusableVote("no_vote", "no worker answered")
     for answer in answers:
@@ -117,7 +121,7 @@ def _chosen(
     results: Mapping[str, Any], methods: tuple[str, ...], row: Row, options: ReadOptions
 ) -> list[Mapping[str, Any]]:
     """The results of the metrics that are feedback."""
-    entries = [entry for method in methods for entry in results.get(method) or []]
+    entries = [entry for method in methods for entry in objects_at(results, method)]
     names = sorted({str(entry.get("metricName")) for entry in entries})
     if options.score_names:
         return [entry for entry in entries if entry.get("metricName") in options.score_names]
@@ -166,7 +170,8 @@ def _compared(
     if len(responses) != 2:
         raise UnusableVote("shape_unknown", f"{len(responses)} responses compared")
     if isinstance(result, list):
-        ranks = {str(each.get("modelResponseId")): as_number(each.get("rank")) for each in result}
+        entries = objects_at(entry, "result")
+        ranks = {str(each.get("modelResponseId")): as_number(each.get("rank")) for each in entries}
     else:
         best = result.get("modelResponseId") if isinstance(result, Mapping) else result
         ranks = {str(number): 2.0 for number in range(2)} | {str(best): 1.0}

@@ -117,9 +117,9 @@ def _vote(
         raise UnusableVote("failed")
     keeps = options.keeps_reasoning
     turns = [
-        {"role": ROLES[each["type"]], "content": each.get("output") or each.get("input")}
+        {"role": ROLES[str(each["type"])], "content": each.get("output") or each.get("input")}
         for each in thread[: thread.index(step)]
-        if each.get("type") in ROLES and not _is_error(each)
+        if str(each.get("type")) in ROLES and not _is_error(each)
     ]
     while turns and turns[0]["role"] == "assistant":
         del turns[0]  # greetings, which the app writes

@@ -17,6 +17,7 @@ from valence.data.importers.texts import (
     assistant,
     decoded,
     object_at,
+    objects_at,
     seconds,
     system_turn,
     turns_of,
@@ -67,7 +68,7 @@ def _is_row(row: Columns) -> bool:
 
 def _votes(row: Row, options: ReadOptions) -> Iterator[Vote]:
     keeps = options.keeps_reasoning
-    event = row.value.get("type")
+    event = str(row.value.get("type"))
     if "winner_model_a" in row.value:
         yield from _kaggle(row, keeps)
     elif "conversation_a" in row.value:
@@ -103,11 +104,13 @@ def _single(row: Row, keeps_reasoning: bool) -> Iterator[Vote]:
 
 
 def _logged_battle(row: Row, keeps_reasoning: bool) -> Iterator[Vote]:
-    states = decoded(row.value.get("states"))
-    if not isinstance(states, list) or len(states) != 2:
+    states = objects_at(row.value, "states")
+    if len(states) != 2:
         raise UnusableVote("shape_unknown", "states")
-    sides = tuple(_state_turns(state or {}, keeps_reasoning) for state in states)
-    names = row.value.get("models") or ["", ""]
+    sides = [_state_turns(state, keeps_reasoning) for state in states]
+    names = row.value.get("models")
+    if not isinstance(names, list) or len(names) != 2:
+        names = ["", ""]
     models = [
         str(name or state.get("model_name") or "")
         for name, state in zip(names, states, strict=True)
@@ -129,16 +132,20 @@ def _state_turns(state: Mapping[str, Any], keeps_reasoning: bool) -> tuple[Messa
     """The turns of a logged conversation, which must end with a whole completion."""
     if state.get("has_csam_image"):
         raise UnusableVote("image")
-    roles = state.get("roles") or ["user", "assistant"]
+    roles = state.get("roles")
+    if not isinstance(roles, list) or len(roles) != 2:
+        raise UnusableVote("shape_unknown", f"roles {roles!r}")
     turns: list[dict[str, Any]] = []
     messages = state.get("messages") or []
-    if not all(isinstance(message, list) and len(message) == 2 for message in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, list) and len(message) == 2 for message in messages
+    ):
         raise UnusableVote("shape_unknown", "messages")
     for number, (role, text) in enumerate(messages, 1):
         if isinstance(text, list):
             if len(text) > 1 and text[1]:
                 raise UnusableVote("image", "images")
-            text = text[0]
+            text = text[0] if text else None
         if number == len(messages):
             _check_whole(role == roles[1], text)
         turns.append({"role": "assistant" if role == roles[1] else "user", "content": text})

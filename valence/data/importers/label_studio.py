@@ -19,6 +19,7 @@ from valence.data.importers.texts import (
     decoded,
     label_of,
     object_at,
+    objects_at,
     prompt_of,
     seconds,
     text_list,
@@ -98,9 +99,9 @@ class _Answers:
 
 
 def _task(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
-    for _ in row.value.get("predictions") or []:
+    for _ in objects_at(row.value, "predictions"):
         yield Skipped("machine", row.origin, "prediction")
-    annotations = row.value.get("annotations") or row.value.get("completions") or []
+    annotations = objects_at(row.value, "annotations") or objects_at(row.value, "completions")
     if not annotations:
         yield Skipped("no_vote", row.origin)
     for annotation in annotations:
@@ -111,7 +112,7 @@ def _annotation(row: Row, annotation: Columns, options: ReadOptions) -> Iterator
     if annotation.get("was_cancelled") or annotation.get("skipped"):
         raise UnusableVote("cancelled")
     answers = _Answers()
-    for result in annotation.get("result") or []:
+    for result in objects_at(annotation, "result"):
         answers.add(str(result.get("from_name")), object_at(result, "value"))
     rater = annotation.get("completed_by")
     if isinstance(rater, Mapping):

@@ -17,6 +17,7 @@ from valence.data.importers.texts import (
     assistant,
     branch,
     object_at,
+    objects_at,
     seconds,
     short,
     system_turn,
@@ -76,10 +77,10 @@ class _Chat:
 
 def _chat(record: Columns) -> _Chat:
     body = object_at(record, "chat")
-    messages = object_at(body, "history").get("messages") or body.get("messages") or {}
-    if isinstance(messages, list):
-        messages = {str(m.get("id")): m for m in messages if isinstance(m, Mapping)}
-    messages = {name: m for name, m in messages.items() if isinstance(m, Mapping)}
+    tree = object_at(object_at(body, "history"), "messages")
+    messages = {name: object_at(tree, name) for name in tree}
+    if not messages:
+        messages = {str(message.get("id")): message for message in objects_at(body, "messages")}
     params = object_at(body, "params")
     name, user = str(record.get("id") or ""), str(record.get("user_id") or "")
     return _Chat(name, user, params.get("system"), messages)

@@ -20,6 +20,7 @@ from valence.data.importers.texts import (
     decoded,
     label_of,
     object_at,
+    objects_at,
     prompt_of,
     seconds,
     short,
@@ -119,8 +120,7 @@ def _answer(message: object, keeps_reasoning: bool) -> Message:
 
 
 def _tools(request: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    tools = decoded(request.get("tools"))
-    return tuple(tool for tool in tools if isinstance(tool, Mapping)) if tools else ()
+    return tuple(objects_at(request, "tools"))
 
 
 def _feedback(row: Row, options: ReadOptions) -> object:
@@ -157,8 +157,8 @@ def _stored(
     if score is None and label is None:
         raise UnusableVote("no_vote", short(value))
     name = str(row.value.get("id") or "")
-    choices = decoded(row.value.get("choices"))
-    if not isinstance(choices, list) or len(choices) != 1:
+    choices = objects_at(row.value, "choices")
+    if len(choices) != 1:
         raise UnusableVote("shape_unknown", f"choices of {name}")
     reason = choices[0].get("finish_reason")
     if reason == "length":

@@ -186,6 +186,8 @@ def branch(
 
     Raises UnusableVote when one of them is missing.
     """
+    if not message:
+        raise UnusableVote("message_missing")
     path: list[Mapping[str, Any]] = []
     seen: set[str] = set()
     while message:
@@ -241,6 +243,14 @@ def object_at(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The object in a column; an empty one when there is none."""
     value = decoded(row.get(name))
     return value if isinstance(value, Mapping) else {}
+
+
+def objects_at(row: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """The objects of the list in a column; none when there is no list."""
+    values = decoded(row.get(name))
+    if not isinstance(values, list):
+        return []
+    return [each for each in values if isinstance(each, Mapping)]
 
 
 def text_list(value: object) -> tuple[str, ...]:
