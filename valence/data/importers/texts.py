@@ -128,8 +128,8 @@ def turns_of(
 ) -> tuple[Message, ...]:
     """Chat turns with the roles that chat templates know. role: the key of a turn's role.
 
-    Tool calls and their results are kept. Raises UnusableVote for turns in an unknown form, and for
-    empty ones.
+    Reasoning is left out of the assistant's turns, unless ``keeps_reasoning``. Tool calls and their
+    results are kept. Raises UnusableVote for turns in an unknown form, and for empty ones.
     """
     turns: list[Message] = []
     for message in messages:
@@ -138,7 +138,8 @@ def turns_of(
         known_role = ROLES.get(str(message.get(role)))
         if known_role is None:
             raise UnusableVote("shape_unknown", f"role {message.get(role)}")
-        content = text_of(message.get("content"), keeps_reasoning=keeps_reasoning)
+        keeps = keeps_reasoning or known_role != "assistant"
+        content = text_of(message.get("content"), keeps_reasoning=keeps)
         extra = {
             name: message[name]
             for name in ("tool_calls", "tool_call_id", "name")
