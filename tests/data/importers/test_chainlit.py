@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.importers.votes import only_vote, read_all, write_json
+from tests.data.importers.votes import REAL, compact, only_vote, read_all, write_json
 from tests.errors import raises_error
 from valence.data.importers.chainlit import read
 from valence.types import Origin
@@ -124,6 +124,15 @@ def test_everything_that_feedback_says_is_in_the_vote(tmp_path: Path) -> None:
 def test_rows_of_a_database_name_their_table(tmp_path: Path) -> None:
     (path,) = write_sqlite(tmp_path, tables(feedback("s2")))
     assert only_vote(read, path).origin == Origin(f"{path}#feedbacks", 1)
+
+
+def test_the_tables_that_chainlit_wrote() -> None:
+    tables = ("feedbacks", "steps", "threads")
+    vote = only_vote(read, *(str(REAL / f"chainlit_{name}.json") for name in tables))
+    assert compact(vote) == (PROMPT, "Paris", True)
+    assert vote.comment == "clear"
+    assert vote.rater
+    assert "ann@example.org" not in repr(vote)
 
 
 def test_a_damaged_database_is_refused(tmp_path: Path) -> None:

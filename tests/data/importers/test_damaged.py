@@ -38,6 +38,11 @@ from valence.errors import UserError
 
 JUNK: list[Any] = [None, True, 7, -1.5, "", "x", "[1", [], [1], [None], {}, {"x": 1}, [{"x": None}]]
 
+
+def real(name: str) -> list[dict[str, Any]]:
+    return json.loads((REAL / name).read_text(encoding="utf-8"))
+
+
 EXPORTS: dict[str, tuple[Reader, list[dict[str, Any]]]] = {
     "open_webui": (
         open_webui.read,
@@ -55,11 +60,11 @@ EXPORTS: dict[str, tuple[Reader, list[dict[str, Any]]]] = {
     "openai_stored": (openai.read, [test_openai.stored()]),
     "label_studio": (
         label_studio.read,
-        json.loads((REAL / "label_studio.json").read_text(encoding="utf-8")),
+        real("label_studio.json"),
     ),
     "label_studio_flat": (
         label_studio.read,
-        json.loads((REAL / "label_studio_min.json").read_text(encoding="utf-8")),
+        real("label_studio_min.json"),
     ),
     "label_studio_choice": (
         label_studio.read,
@@ -78,7 +83,7 @@ EXPORTS: dict[str, tuple[Reader, list[dict[str, Any]]]] = {
     ),
     "argilla_flat": (
         argilla.read,
-        json.loads((REAL / "argilla_flat.json").read_text(encoding="utf-8")),
+        real("argilla_flat.json"),
     ),
     "librechat": (
         librechat.read,

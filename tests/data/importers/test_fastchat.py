@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,11 @@ def single(kind: str = "upvote", *texts: Any, **extra: Any) -> dict[str, Any]:
             single("upvote", "Hi", "**NETWORK ERROR DUE TO HIGH TRAFFIC. PLEASE REGENERATE.**"),
             ["failed"],
             id="server-error",
+        ),
+        pytest.param(
+            single("upvote", "Hi", "**RATE LIMIT OF THIS MODEL.**"),
+            ["failed"],
+            id="rate",
         ),
         pytest.param(
             single("upvote", "Hi", "Out of memory\n\n(error_code: 50002)"), ["failed"], id="code"
@@ -267,6 +273,18 @@ def kaggle(a: Any = 1, b: Any = 0, tie: Any = 0, **columns: Any) -> dict[str, An
 )
 def test_one_row_of_kaggle(tmp_path: Path, row: dict[str, Any], expected: object) -> None:
     assert read_all(read, write_json(tmp_path / "train.json", [row])) == [expected]
+
+
+def test_the_csv_of_kaggle(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, kaggle())
+        writer.writeheader()
+        writer.writerow(kaggle(0, 1, prompt=["Hi, \n=1"], response_a=["é\u2028"]))
+    vote = only_vote(read, str(path))
+    assert (vote.id, vote.winner, vote.model) == ("30192", "other", "a")
+    assert vote.prompt[0]["content"] == "Hi, \n=1"
+    assert vote.completion["content"] == "é\u2028"
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def record(conversation: object, index: object, value: str, time: str = TIME) ->
         pytest.param(record(CHAT, 1, "Dislike"), (*FIRST, False), id="dislike"),
         pytest.param(record(CHAT, 3, "Like"), (*SECOND, True), id="index-of-first-in-a-row"),
         pytest.param(record(CHAT, 4, "Like"), (*SECOND, True), id="index-of-last-in-a-row"),
+        pytest.param(
+            record([CHAT[0], CHAT[1], CHAT[4]], 2, "Like"),
+            ("u: Capital of France?", "Paris.\n\nMadrid.", True),
+            id="two-messages-in-a-row",
+        ),
         pytest.param(record(PAIRS, "[1, 1]", "Like"), (*SECOND, True), id="pairs"),
         pytest.param(record(PAIRS, "(0, 1)", "Like"), (*FIRST, True), id="pairs-tuple"),
         pytest.param(record(PAIRS, "[0, 0]", "Like"), "not_assistant", id="pairs-user"),

@@ -237,6 +237,12 @@ def test_chats_before_the_tree_are_lists(tmp_path: Path) -> None:
     assert read_all(read, path) == [(PROMPT, "12 minutes", False)]
 
 
+def test_messages_of_old_versions_do_not_say_that_they_are_done(tmp_path: Path) -> None:
+    turns = [{n: v for n, v in turn.items() if n != "done"} for turn in messages()]
+    path = write_json(tmp_path / "f.json", [feedback(turns)])
+    assert read_all(read, path) == [(PROMPT, "12 minutes", True)]
+
+
 def test_an_annotation_without_a_rating_is_no_vote(tmp_path: Path) -> None:
     path = write_json(tmp_path / "chats.json", [chat(messages(annotation={"rating": None}))])
     assert read_all(read, path) == ["no_vote"]

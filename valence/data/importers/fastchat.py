@@ -44,8 +44,8 @@ WINNERS: dict[str, Winner] = {
 CURSOR = "▌"
 """Ends a text that is still being written."""
 SERVER_ERROR = re.compile(
-    r"\*\*NETWORK ERROR|\$MODERATION\$|YOU HAVE REACHED THE CONVERSATION LENGTH LIMIT"
-    r"|.*\(error_code: \d+[^)]*\)\s*\Z",
+    r"\*\*NETWORK ERROR|\*\*RATE LIMIT|\$MODERATION\$"
+    r"|YOU HAVE REACHED THE CONVERSATION LENGTH LIMIT|.*\(error_code: \d+[^)]*\)\s*\Z",
     re.DOTALL,
 )
 Sides = tuple[tuple[Message, ...], tuple[Message, ...]]
