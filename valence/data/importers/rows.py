@@ -73,7 +73,7 @@ class ImportedRows:
 
 
 def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
-    """The last vote of each rater on each completion, in the order of the first ones.
+    """The last vote of each rater on each completion, in the order of their times.
 
     Of votes with the same time, the later one in the export counts.
     """
@@ -82,7 +82,7 @@ def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
         before = latest.get(vote.key)
         if before is None or vote.updated_at >= before.updated_at:
             latest[vote.key] = vote
-    return list(latest.values())
+    return sorted(latest.values(), key=lambda vote: vote.updated_at)
 
 
 def make_rows(votes: Sequence[Vote]) -> ImportedRows:
@@ -92,7 +92,8 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
       size of the majority. Where there is none, the completion gives no row.
     - Scores of several raters are averaged.
     - A comparison gives a pair. Where raters disagree, or call it a tie, ``soft`` is the share of
-      votes for the chosen one. Two completions that are both bad give two thumbs down.
+      votes for the chosen one. Two completions that are both bad give two thumbs down, and two
+      identical ones no row.
     - Regenerated completions of one prompt, one liked and one disliked, give a pair as well.
     - A correction gives a demonstration, and a pair in which it is preferred to the completion.
     """
@@ -118,13 +119,7 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
             if vote.correction:
                 _add_correction(vote, vote.correction, result)
     for rated_siblings in siblings.values():
-        liked = [votes for label, votes in rated_siblings if label]
-        disliked = [votes for label, votes in rated_siblings if not label]
-        for up in liked:
-            for down in disliked:
-                if up[0].prompt == down[0].prompt:
-                    sides = {"chosen": _rated(up[0]), "rejected": _rated(down[0])}
-                    result.add("pairs", _row(up[0], sides), [*up, *down])
+        _add_sibling_pairs(rated_siblings, result)
     return result
 
 
@@ -163,6 +158,18 @@ def agreement(votes: Iterable[Vote]) -> tuple[int, float | None]:
     return len(shared), fmean(pairs) if pairs else None
 
 
+def _add_sibling_pairs(siblings: list[tuple[bool, list[Vote]]], result: ImportedRows) -> None:
+    """Add a pair of each liked and each disliked completion of one turn."""
+    liked = [votes for label, votes in siblings if label]
+    disliked = [votes for label, votes in siblings if not label]
+    for up in liked:
+        for down in disliked:
+            is_same = up[0].completion == down[0].completion
+            if up[0].prompt == down[0].prompt and not is_same:
+                sides = {"chosen": _rated(up[0]), "rejected": _rated(down[0])}
+                result.add("pairs", _row(up[0], sides), [*up, *down])
+
+
 def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
     """Add the row of a completion. Returns its label; None if its raters are divided."""
     balance = sum(1 if vote.label else -1 for vote in votes)
@@ -189,6 +196,9 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     """Add the pair of two completions, or two thumbs down where most raters call both bad."""
     first = votes[0]
     assert first.other is not None
+    if first.completion == first.other:
+        result.skipped += [Skipped("identical", vote.origin) for vote in votes]
+        return
     this, other = _rated(first), (first.other, first.other_tokens)
     winners: Counter[str] = Counter()
     for vote in votes:

@@ -1,0 +1,79 @@
+"""Hugging Face's chat-ui: the Parquet export of the conversations whose users agreed to share.
+
+It names neither raters nor models, and lists the messages of all branches of a conversation one
+after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from valence.data.importers.exports import export_rows, votes_or_skipped
+from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.data.importers.texts import UnusableVote, assistant, decoded, seconds, turns_of
+from valence.data.sources import Row
+from valence.data.values import as_number
+from valence.types import content_id
+
+SOURCE = "chat_ui"
+
+
+def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
+    """A vote for each message with a score."""
+    for row in export_rows(paths, "chat-ui", _is_row):
+        if isinstance(row, Skipped):
+            yield row
+        else:
+            yield from _conversation(row, options)
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    messages = decoded(row.get("messages"))
+    is_list = isinstance(messages, list) and all(isinstance(each, Mapping) for each in messages)
+    return is_list and all("from" in message for message in messages)
+
+
+def _conversation(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
+    messages = decoded(row.value["messages"])
+    session = content_id(str(row.value.get("created_at")), messages[:1])
+    rated = [index for index, message in enumerate(messages) if as_number(message.get("score"))]
+    if not rated:
+        yield Skipped("no_vote", row.origin)
+    for index in rated:
+        yield from votes_or_skipped(_vote(row, messages, index, session, options), row.origin)
+
+
+def _vote(
+    row: Row, messages: list[Mapping[str, Any]], index: int, session: str, options: ReadOptions
+) -> Iterator[Vote]:
+    message = messages[index]
+    if message["from"] != "assistant":
+        raise UnusableVote("not_assistant", message["from"])
+    first = index
+    while first and messages[first - 1]["from"] == "assistant":
+        first -= 1  # regenerated completions follow each other
+    roles = [earlier["from"] for earlier in messages[:first] if earlier["from"] != "system"]
+    if any(role == after for role, after in pairwise(roles)):
+        raise UnusableVote("shape_unknown", "a conversation with branches")
+    keeps = options.keeps_reasoning
+    score = as_number(message.get("score"))
+    yield Vote(
+        source=SOURCE,
+        id=f"{session}/{index}",
+        updated_at=seconds(row.value.get("updated_at")),
+        prompt=turns_of(_opening(messages[:first]), role="from", keeps_reasoning=keeps),
+        completion=assistant(message.get("content"), keeps_reasoning=keeps),
+        message=str(index),
+        parent=str(first),
+        label=score is not None and score > 0,
+        session=session,
+        origin=row.origin,
+    )
+
+
+def _opening(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages without an empty system prompt, which every conversation begins with."""
+    is_empty = messages and messages[0]["from"] == "system" and not messages[0].get("content")
+    return messages[1:] if is_empty else messages

@@ -1,0 +1,184 @@
+"""Gradio: the ``log.csv`` that ``ChatInterface(flagging_mode="manual")`` writes.
+
+Its header names five columns, and its rows have four: the conversation, the position of the rated
+message, the vote, and the time. The log names no rater, so a later vote on the same conversation
+replaces an earlier one.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from valence.data.importers.exports import check_prompt, not_an_export
+from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.data.importers.texts import (
+    UnusableVote,
+    assistant,
+    decoded,
+    label_of,
+    merge_turns,
+    seconds,
+    text_of,
+    turns_of,
+    undo_csv_protection,
+)
+from valence.errors import UserError
+from valence.types import Message, Origin, content_id
+
+SOURCE = "gradio"
+HEADER = ["conversation", "index", "value"]
+
+
+def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
+    """The votes of log files. Votes that were withdrawn later are left out."""
+    events: list[tuple[str, float, Vote | Skipped]] = []
+    for path in paths:
+        for origin, cells in _records(path):
+            try:
+                events.append(_event(cells, options, origin))
+            except UnusableVote as error:
+                skipped = Skipped(error.reason, origin, error.example)
+                events.append(("", 0.0, skipped))
+    is_withdrawn: dict[str, bool] = {}
+    for target, _, event in sorted(events, key=lambda event: event[1]):
+        is_withdrawn[target] = isinstance(event, Skipped) and event.reason == "withdrawn"
+    for target, _, event in events:
+        if isinstance(event, Vote) and is_withdrawn[target]:
+            yield Skipped("withdrawn", event.origin)
+        else:
+            yield event
+
+
+def _records(path: str) -> Iterator[tuple[Origin, list[str]]]:
+    """The records after the header, each with its line."""
+    csv.field_size_limit(2**31 - 1)  # the default is less than a long conversation
+    start = 1
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            records = csv.reader(file, strict=True)
+            header = next(records, [])
+            if header[:3] != HEADER:
+                raise not_an_export("Gradio's chat interface", Origin(path, 1), header)
+            start = records.line_num + 1
+            for cells in records:
+                if cells:
+                    yield Origin(path, start), cells
+                start = records.line_num + 1
+    except OSError as error:
+        raise UserError(
+            f"the file cannot be read ({error.strerror or error})",
+            code="file-not-readable",
+            where=path,
+            fix="check the path and its permissions",
+        ) from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(
+            f"the record cannot be read: {error}",
+            code="csv-syntax",
+            where=f"{path}:{start}",
+            fix="copy the log from the server again, as UTF-8 text",
+        ) from error
+
+
+def _event(
+    cells: list[str], options: ReadOptions, origin: Origin
+) -> tuple[str, float, Vote | Skipped]:
+    """What a vote is about, its time, and the vote."""
+    if len(cells) not in (4, 5):
+        raise UnusableVote("shape_unknown", f"{len(cells)} cells")
+    conversation = decoded(undo_csv_protection(cells[0]))
+    feedback = undo_csv_protection(cells[3] if len(cells) == 5 and cells[3] else cells[2])
+    time = seconds(cells[-1])
+    position = [int(digits) for digits in re.findall(r"-?\d+", cells[1])]
+    if not isinstance(conversation, list) or len(position) not in (1, 2):
+        raise UnusableVote("shape_unknown", f"conversation at index {cells[1]}")
+    if all(isinstance(turn, Mapping) for turn in conversation):
+        prompt, completion = _from_messages(conversation, position[0], options)
+    else:
+        prompt, completion = _from_pairs(conversation, position, options)
+    target = content_id([dict(turn) for turn in prompt], dict(completion), position)
+    if not feedback:
+        return target, time, Skipped("withdrawn", origin)
+    label = label_of(feedback, options.labels)
+    if label is None:
+        return "", time, Skipped("no_vote", origin, feedback)
+    vote = Vote(
+        source=SOURCE,
+        id=target,
+        updated_at=time,
+        prompt=prompt,
+        completion=completion,
+        label=label,
+        origin=origin,
+    )
+    check_prompt(vote)
+    is_custom = feedback not in ("Like", "Dislike")
+    return target, time, replace(vote, tags=(feedback,)) if is_custom else vote
+
+
+def _from_messages(
+    messages: list[Mapping[str, Any]], index: int, options: ReadOptions
+) -> tuple[tuple[Message, ...], Message]:
+    """Prompt and completion at an index.
+
+    The completion is all of the assistant's messages in a row, because the chat shows them with one
+    pair of thumbs, and logs the index of the first.
+    """
+    if not 0 <= index < len(messages):
+        raise UnusableVote("message_missing", f"index {index} of {len(messages)}")
+    if messages[index].get("role") != "assistant":
+        raise UnusableVote("not_assistant", messages[index].get("role"))
+    start, end = index, index + 1
+    while start and messages[start - 1].get("role") == "assistant":
+        start -= 1
+    while end < len(messages) and messages[end].get("role") == "assistant":
+        end += 1
+    keeps = options.keeps_reasoning
+    before, rated = (
+        [message for message in part if keeps or not _is_thought(message)]
+        for part in (messages[:start], messages[start:end])
+    )
+    texts = [text_of(message.get("content"), keeps_reasoning=keeps) for message in rated]
+    prompt = merge_turns(turns_of(before, keeps_reasoning=keeps))
+    return tuple(prompt), assistant("\n\n".join(texts), keeps_reasoning=keeps)
+
+
+def _is_thought(message: Mapping[str, Any]) -> bool:
+    """Whether a message is shown as a step on the way, such as the use of a tool."""
+    metadata = message.get("metadata")
+    return isinstance(metadata, Mapping) and bool(metadata.get("title"))
+
+
+def _from_pairs(
+    pairs: list[Any], position: list[int], options: ReadOptions
+) -> tuple[tuple[Message, ...], Message]:
+    """Prompt and completion where the conversation is a list of [user's, assistant's] texts."""
+    row, side = position if len(position) == 2 else (position[0], 1)
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise UnusableVote("shape_unknown", "conversation")
+    if not 0 <= row < len(pairs):
+        raise UnusableVote("message_missing", f"index {row} of {len(pairs)}")
+    if side != 1:
+        raise UnusableVote("not_assistant", "user")
+    keeps = options.keeps_reasoning
+    turns: list[dict[str, Any]] = []
+    for user, bot in pairs[: row + 1]:
+        turns += [{"role": "user", "content": _cell(user)}] if user is not None else []
+        turns += [{"role": "assistant", "content": _cell(bot)}] if bot is not None else []
+    if pairs[row][1] is None:
+        raise UnusableVote("unfinished")
+    return (
+        turns_of(turns[:-1], keeps_reasoning=keeps),
+        assistant(turns[-1]["content"], keeps_reasoning=keeps),
+    )
+
+
+def _cell(content: object) -> str:
+    """The text of one side of a pair; files are lists or objects."""
+    if not isinstance(content, str):
+        raise UnusableVote("image", f"content is a {type(content).__name__}")
+    return content

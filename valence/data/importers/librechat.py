@@ -1,0 +1,124 @@
+"""LibreChat: the collections ``messages`` and ``conversations``, as ``mongoexport`` writes them.
+
+All messages of a conversation are needed, also those without feedback. The conversations hold the
+system prompts, and may be left out where there are none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
+from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.data.importers.texts import (
+    UnusableVote,
+    assistant,
+    branch,
+    label_of,
+    seconds,
+    short,
+    system_turn,
+    text_list,
+    text_of,
+    turns_of,
+)
+from valence.types import Message, Origin
+
+SOURCE = "librechat"
+ROOT = "00000000-0000-0000-0000-000000000000"
+"""Parent of the first message of a conversation."""
+THINKING = re.compile(r"^:::thinking\n.*?\n:::\s*", re.DOTALL | re.MULTILINE)
+
+
+def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
+    """A vote for each message with feedback."""
+    conversations: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    rated: list[tuple[Origin, dict[str, Any]]] = []
+    systems: dict[str, object] = {}
+    for row in export_rows(paths, "LibreChat", lambda row: "conversationId" in row):
+        if isinstance(row, Skipped):
+            yield row
+            continue
+        message = {name: _plain(value) for name, value in row.value.items()}
+        session = str(message["conversationId"])
+        if "messageId" not in message:
+            systems[session] = message.get("promptPrefix")
+            continue
+        if message.get("parentMessageId") == ROOT:
+            message["parentMessageId"] = None
+        conversations[session][str(message["messageId"])] = message
+        if message.get("feedback"):
+            rated.append((row.origin, message))
+    for origin, message in rated:
+        session = str(message["conversationId"])
+        votes = _vote(message, conversations[session], systems.get(session), options, origin)
+        yield from votes_or_skipped(votes, origin)
+
+
+def _plain(value: Any) -> Any:
+    """A value of MongoDB's extended JSON, without the names of types."""
+    if isinstance(value, Mapping):
+        if len(value) == 1 and next(iter(value)).startswith("$"):
+            return _plain(next(iter(value.values())))
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _vote(
+    message: Columns,
+    messages: Mapping[str, Mapping[str, Any]],
+    system: object,
+    options: ReadOptions,
+    origin: Origin,
+) -> Iterator[Vote]:
+    feedback = message["feedback"]
+    if not isinstance(feedback, Mapping):
+        feedback = {"rating": feedback}
+    label = label_of(feedback.get("rating"), options.labels)
+    if label is None:
+        raise UnusableVote("no_vote", short(feedback.get("rating")))
+    name = str(message["messageId"])
+    if message.get("isCreatedByUser"):
+        raise UnusableVote("not_assistant", "user")
+    if message.get("error"):
+        raise UnusableVote("failed")
+    if message.get("unfinished") or message.get("finish_reason") in ("length", "max_tokens"):
+        raise UnusableVote("unfinished", message.get("finish_reason") or "")
+    path = branch(messages, name, "parentMessageId")
+    keeps = options.keeps_reasoning
+    turns = [_turn(each, keeps) for each in path[:-1]]
+    yield Vote(
+        source=SOURCE,
+        id=name,
+        updated_at=seconds(message.get("updatedAt") or message.get("createdAt")),
+        rater=str(message.get("user") or ""),
+        prompt=(*system_turn(system), *turns_of(turns, keeps_reasoning=keeps)),
+        completion=assistant(_turn(message, keeps)["content"], keeps_reasoning=keeps),
+        message=name,
+        parent=str(message.get("parentMessageId") or ""),
+        label=label,
+        comment=str(feedback.get("text") or ""),
+        tags=_tags(feedback),
+        model=str(message.get("model") or ""),
+        session=str(message["conversationId"]),
+        origin=origin,
+    )
+
+
+def _turn(message: Columns, keeps_reasoning: bool) -> Message:
+    if message.get("files"):
+        raise UnusableVote("image", "files")
+    role = "user" if message.get("isCreatedByUser") else "assistant"
+    content = message.get("content") or message.get("text")
+    text = text_of(content, keeps_reasoning=keeps_reasoning)
+    return {"role": role, "content": text if keeps_reasoning else THINKING.sub("", text)}
+
+
+def _tags(feedback: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tag of today's versions, a name or an object with a key, or the list of older ones."""
+    tag = feedback.get("tag")
+    tag = tag.get("key") if isinstance(tag, Mapping) else tag
+    return (*text_list(tag), *text_list(feedback.get("tags")))

@@ -1,0 +1,186 @@
+"""OpenAI: rows of preference fine-tuning, and stored completions.
+
+Preference rows hold ``input``, ``preferred_output`` and ``non_preferred_output``; Azure, Fireworks
+and Together use them as well. Stored completions have no field for feedback: it is where
+``ReadOptions.paths["label"]`` says, such as a key of ``metadata``. Their prompts are in a column
+``messages``, or in listings of ``/chat/completions/{id}/messages``, given as files beside.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
+from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.data.importers.texts import (
+    UnusableVote,
+    assistant,
+    decoded,
+    label_of,
+    object_at,
+    objects_at,
+    prompt_of,
+    seconds,
+    short,
+    text_of,
+    value_at,
+)
+from valence.data.sources import Row
+from valence.data.values import as_number
+from valence.errors import UserError
+from valence.types import Message, content_id
+
+SOURCE = "openai"
+
+
+def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
+    """The votes of preference rows, then those of stored completions."""
+    completions: list[Row] = []
+    messages: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in export_rows(paths, "OpenAI", _is_row):
+        if isinstance(row, Skipped):
+            yield row
+        elif "preferred_output" in row.value:
+            yield from votes_or_skipped(_preference(row, options), row.origin)
+        elif _is_listing(row.value):
+            for message in row.value["data"]:
+                # of the form COMPLETION-NUMBER
+                messages[str(message.get("id")).rpartition("-")[0]].append(message)
+        else:
+            completions.append(row)
+    if not completions:
+        return
+    values = [_feedback(row, options) for row in completions]
+    numbers = {as_number(_as_label(value, options)) for value in values}
+    is_scored = not numbers <= {None, -1.0, 0.0, 1.0}
+    for row, value in zip(completions, values, strict=True):
+        votes = _stored(row, value, is_scored, messages, options)
+        yield from votes_or_skipped(votes, row.origin)
+
+
+def _is_row(row: Columns) -> bool:
+    return (
+        "preferred_output" in row
+        or row.get("object") in ("chat.completion", "chat.completion.stored")
+        or isinstance(row.get("choices"), list)
+        or _is_listing(row)
+    )
+
+
+def _is_listing(row: Columns) -> bool:
+    """Whether this is the list of a stored completion's messages."""
+    data = row.get("data")
+    return row.get("object") == "list" and isinstance(data, list) and "role" in (data or [{}])[0]
+
+
+def _preference(row: Row, options: ReadOptions) -> Iterator[Vote]:
+    request = decoded(row.value.get("input"))
+    request = request if isinstance(request, Mapping) else {"messages": request}
+    keeps = options.keeps_reasoning
+    prompt = prompt_of(request.get("messages"), keeps_reasoning=keeps)
+    chosen = _output(row.value.get("preferred_output"), keeps)
+    rejected = _output(row.value.get("non_preferred_output"), keeps)
+    yield Vote(
+        source=SOURCE,
+        id=content_id(row.value),
+        prompt=prompt,
+        tools=_tools(request),
+        completion=chosen,
+        other=rejected,
+        winner="this",
+        origin=row.origin,
+    )
+
+
+def _output(value: object, keeps_reasoning: bool) -> Message:
+    """The one turn of an output."""
+    value = decoded(value)
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise UnusableVote("empty")
+    if len(value) > 1:
+        raise UnusableVote("multi_turn", f"an output of {len(value)} turns")
+    return _answer(value[0], keeps_reasoning)
+
+
+def _answer(message: object, keeps_reasoning: bool) -> Message:
+    if not isinstance(message, Mapping):
+        raise UnusableVote("shape_unknown", f"output is {message!r}")
+    if message.get("role", "assistant") != "assistant":
+        raise UnusableVote("not_assistant", message.get("role"))
+    content = message.get("content") or message.get("refusal")
+    tool_calls = message.get("tool_calls")
+    if not tool_calls:
+        return assistant(content, keeps_reasoning=keeps_reasoning)
+    text = text_of(content, keeps_reasoning=keeps_reasoning)
+    return {"role": "assistant", "content": text, "tool_calls": tool_calls}
+
+
+def _tools(request: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(objects_at(request, "tools"))
+
+
+def _feedback(row: Row, options: ReadOptions) -> object:
+    """What was said of a stored completion; None for nothing."""
+    path = options.paths.get("label")
+    metadata = object_at(row.value, "metadata")
+    if path is None:
+        raise UserError(
+            "stored completions have no field for feedback, and no path to it is set",
+            code="import-path-missing",
+            where=str(row.origin),
+            fix=f"name the key that holds it; metadata has {', '.join(metadata) or 'no keys'}",
+        )
+    value = value_at(row.value, path)
+    return value_at(metadata, path) if value is None else value
+
+
+def _as_label(value: object, options: ReadOptions) -> object:
+    """A category as the thumb that it means."""
+    return options.labels.get(str(value), value)
+
+
+def _stored(
+    row: Row,
+    value: object,
+    is_scored: bool,
+    messages: Mapping[str, list[Mapping[str, Any]]],
+    options: ReadOptions,
+) -> Iterator[Vote]:
+    if value is None or value == "":
+        raise UnusableVote("no_vote")
+    score = as_number(_as_label(value, options)) if is_scored else None
+    label = None if score is not None else label_of(value, options.labels)
+    if score is None and label is None:
+        raise UnusableVote("no_vote", short(value))
+    name = str(row.value.get("id") or "")
+    choices = objects_at(row.value, "choices")
+    if len(choices) != 1:
+        raise UnusableVote("shape_unknown", f"choices of {name}")
+    reason = choices[0].get("finish_reason")
+    if reason == "length":
+        raise UnusableVote("unfinished", "finish_reason length")
+    if reason == "content_filter":
+        raise UnusableVote("failed", "finish_reason content_filter")
+    path = options.paths.get("prompt")
+    given = value_at(row.value, path) if path else row.value.get("messages")
+    given = given or messages.get(name)
+    if not given:
+        raise UnusableVote("no_conversation", name)
+    keeps = options.keeps_reasoning
+    yield Vote(
+        source=SOURCE,
+        id=name,
+        updated_at=seconds(row.value.get("created")),
+        prompt=prompt_of(given, keeps_reasoning=keeps),
+        tools=_tools(row.value),
+        completion=_answer(choices[0].get("message"), keeps),
+        message=name,
+        label=label,
+        score=score,
+        model=str(row.value.get("model") or ""),
+        origin=row.origin,
+    )
