@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from valence.data.formats import read_example
-from valence.data.importers.records import Skipped, SkipReason, Vote
+from valence.data.importers.records import Skipped, Vote
 from valence.errors import UserError
 from valence.types import Example, Kind, Message
 
@@ -19,22 +19,13 @@ RowKind = Literal["thumbs", "scores", "pairs", "demonstrations"]
 Row = dict[str, Any]
 
 ROW_KINDS: tuple[RowKind, ...] = get_args(RowKind)
-FORMAT_OF: dict[RowKind, str] = {
-    "thumbs": "judgement",
-    "scores": "scored",
-    "pairs": "preference",
-    "demonstrations": "demonstration",
-}
-"""The format of the rows of each kind."""
 KIND_OF: dict[RowKind, Kind] = {
     "thumbs": "judgement",
     "scores": "scored",
     "pairs": "preference",
     "demonstrations": "demonstration",
 }
-"""The kind of rows that methods read."""
-UNUSABLE: dict[str, SkipReason] = {"row-pair-identical": "identical"}
-"""Why a row is of no use, by the code of the error that reading it raises."""
+"""The kind of rows that methods read, and the name of their format."""
 
 
 @dataclass
@@ -62,17 +53,16 @@ class ImportedRows:
             self.skipped.append(Skipped("no_prompt", origin))
             return
         try:
-            example = read_example(FORMAT_OF[kind], row, origin)
+            example = read_example(KIND_OF[kind], row, origin)
         except UserError as error:
-            reason = UNUSABLE.get(error.code, "shape_unknown")
-            self.skipped.append(Skipped(reason, origin, error.what))
+            self.skipped.append(Skipped("shape_unknown", origin, error.what))
             return
         self.rows[kind].append(row)
         self.examples[kind].append(example)
 
 
 def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
-    """The last vote of each rater on each completion, in the order of the first ones.
+    """The last vote of each rater on each completion, in the order of their times.
 
     Of votes with the same time, the later one in the export counts.
     """
@@ -81,7 +71,7 @@ def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
         before = latest.get(vote.key)
         if before is None or vote.updated_at >= before.updated_at:
             latest[vote.key] = vote
-    return list(latest.values())
+    return sorted(latest.values(), key=lambda vote: vote.updated_at)
 
 
 def make_rows(votes: Sequence[Vote]) -> ImportedRows:
@@ -91,7 +81,8 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
       size of the majority. Where there is none, the completion gives no row.
     - Scores of several raters are averaged.
     - A comparison gives a pair. Where raters disagree, or call it a tie, ``soft`` is the share of
-      votes for the chosen one. Two completions that are both bad give two thumbs down.
+      votes for the chosen one. Two completions that are both bad give two thumbs down, and two
+      identical ones no row.
     - Regenerated completions of one prompt, one liked and one disliked, give a pair as well.
     - A correction gives a demonstration, and a pair in which it is preferred to the completion.
     """
@@ -117,13 +108,7 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
             if vote.correction:
                 _add_correction(vote, vote.correction, result)
     for rated_siblings in siblings.values():
-        liked = [votes for label, votes in rated_siblings if label]
-        disliked = [votes for label, votes in rated_siblings if not label]
-        for up in liked:
-            for down in disliked:
-                if up[0].prompt == down[0].prompt:
-                    row = _row(up[0], chosen=up[0].completion, rejected=down[0].completion)
-                    result.add("pairs", row, [*up, *down])
+        _add_sibling_pairs(rated_siblings, result)
     return result
 
 
@@ -162,6 +147,18 @@ def agreement(votes: Iterable[Vote]) -> tuple[int, float | None]:
     return len(shared), fmean(pairs) if pairs else None
 
 
+def _add_sibling_pairs(siblings: list[tuple[bool, list[Vote]]], result: ImportedRows) -> None:
+    """Add a pair of each liked and each disliked completion of one turn."""
+    liked = [votes for label, votes in siblings if label]
+    disliked = [votes for label, votes in siblings if not label]
+    for up in liked:
+        for down in disliked:
+            is_same = up[0].completion == down[0].completion
+            if up[0].prompt == down[0].prompt and not is_same:
+                row = _row(up[0], chosen=up[0].completion, rejected=down[0].completion)
+                result.add("pairs", row, [*up, *down])
+
+
 def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
     """Add the row of a completion. Returns its label; None if its raters are divided."""
     balance = sum(1 if vote.label else -1 for vote in votes)
@@ -188,6 +185,9 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     """Add the pair of two completions, or two thumbs down where most raters call both bad."""
     first = votes[0]
     assert first.other is not None
+    if first.completion == first.other:
+        result.skipped.append(Skipped("identical", first.origin))
+        return
     winners: Counter[str] = Counter()
     for vote in votes:
         # the texts of a message may have been edited between two votes
