@@ -76,7 +76,7 @@ class Vote:
     @property
     def target(self) -> str:
         """Identifies the completion, or the two completions, that the vote is about."""
-        prompt = [dict(message) for message in self.prompt]
+        prompt = [dict(turn) for turn in self.prompt]
         completion = self.message or content_id(prompt, dict(self.completion))
         if self.other is None:
             return content_id(self.source, self.session, completion)

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from valence.data.formats import read_example
-from valence.data.importers.records import Skipped, SkipReason, Vote
+from valence.data.importers.records import Skipped, Vote
 from valence.errors import UserError
 from valence.types import Example, Kind, Message
 
@@ -19,22 +19,13 @@ RowKind = Literal["thumbs", "scores", "pairs", "demonstrations"]
 Row = dict[str, Any]
 
 ROW_KINDS: tuple[RowKind, ...] = get_args(RowKind)
-FORMAT_OF: dict[RowKind, str] = {
-    "thumbs": "judgement",
-    "scores": "scored",
-    "pairs": "preference",
-    "demonstrations": "demonstration",
-}
-"""The format of the rows of each kind."""
 KIND_OF: dict[RowKind, Kind] = {
     "thumbs": "judgement",
     "scores": "scored",
     "pairs": "preference",
     "demonstrations": "demonstration",
 }
-"""The kind of rows that methods read."""
-UNUSABLE: dict[str, SkipReason] = {"row-pair-identical": "identical"}
-"""Why a row is of no use, by the code of the error that reading it raises."""
+"""The kind of rows that methods read, and the name of their format."""
 
 
 @dataclass
@@ -63,10 +54,9 @@ class ImportedRows:
             return
         try:
             ids = "_ids" if "prompt_ids" in row else ""
-            example = read_example(f"{FORMAT_OF[kind]}{ids}", row, origin)
+            example = read_example(f"{KIND_OF[kind]}{ids}", row, origin)
         except UserError as error:
-            reason = UNUSABLE.get(error.code, "shape_unknown")
-            self.skipped.append(Skipped(reason, origin, error.what))
+            self.skipped.append(Skipped("shape_unknown", origin, error.what))
             return
         self.rows[kind].append(row)
         self.examples[kind].append(example)
@@ -197,7 +187,7 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     first = votes[0]
     assert first.other is not None
     if first.completion == first.other:
-        result.skipped += [Skipped("identical", vote.origin) for vote in votes]
+        result.skipped.append(Skipped("identical", first.origin))
         return
     this, other = _rated(first), (first.other, first.other_tokens)
     winners: Counter[str] = Counter()
