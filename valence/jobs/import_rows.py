@@ -153,7 +153,7 @@ def import_feedback(
         merged, counts = merge_votes(store.votes, votes)
         is_up_to_date = bool(merged) and any(each.reason == "before_since" for each in skipped)
         imported = make_rows(merged)
-        skipped += imported.skipped
+        skipped += imported.unused
         if not (votes or is_up_to_date) or not any(imported.rows.values()):
             raise _nothing(name, files, url, skipped)
         main = store.main or SOURCES[name].main
