@@ -49,6 +49,9 @@ def test_the_summary_says_what_was_read_written_and_skipped(
     assert "valence check recipe.yaml method=dpo data.train=feedback.pairs.jsonl" in shown
     assert valence("import", "chat_log", "log.jsonl") == 0
     assert "4 votes read: 0 new, 0 replaced, 4 unchanged" in capsys.readouterr().out
+    write_export(Path("log.jsonl"), entry(9))
+    assert valence("import", "chat_log", "log.jsonl") == 0
+    assert "1 vote read: 1 new, 0 replaced, 0 unchanged" in capsys.readouterr().out
 
 
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "jobs": (*LAYERS, "trainer", "lifecycle"),
     "serving": (*LAYERS, "trainer", "lifecycle", "jobs"),
     "api": (*LAYERS, "trainer", "lifecycle"),
-    "cli": (*LAYERS, "network", "trainer", "online", "planning", "lifecycle", "jobs", "serving", "api"),
+    "cli": (
+        *LAYERS,
+        "network",
+        "trainer",
+        "online",
+        "planning",
+        "lifecycle",
+        "jobs",
+        "serving",
+        "api",
+    ),
     "__main__": ("cli",),
     "version": (),
     "": ("api", "losses", "version"),  # valence/__init__.py names them, and loads them on first use

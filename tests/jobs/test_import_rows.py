@@ -177,7 +177,7 @@ def test_raters_who_disagree_are_counted() -> None:
     assert (row["label"], row.get("weight", 1.0)) == (True, 1.0)
     assert (summary.num_shared, summary.agreement) == (2, 0.25)
     assert (summary.skipped["disagreement"].count, summary.skipped["disagreement"].place) == (
-        1,
+        2,
         "log.jsonl:4",
     )
 

@@ -192,7 +192,7 @@ def load(
     skipped: list[tuple[Origin, str]] = []
 
     def select(imported: ImportedRows) -> list[Example]:
-        skipped.extend((each.origin, SKIP_REASONS[each.reason]) for each in imported.skipped)
+        skipped.extend((each.origin, SKIP_REASONS[each.reason]) for each in imported.unused)
         examples = [example for _, example in _located(imported)]
         return imported_examples(examples, kind, conversion)
 

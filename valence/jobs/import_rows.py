@@ -153,7 +153,7 @@ def import_feedback(
         merged, counts = merge_votes(store.votes, votes)
         is_up_to_date = bool(merged) and any(each.reason == "before_since" for each in skipped)
         imported = make_rows(merged)
-        skipped += imported.skipped
+        skipped += imported.unused
         if not (votes or is_up_to_date) or not any(imported.rows.values()):
             raise _nothing(name, files, url, skipped)
         main = store.main or SOURCES[name].main
@@ -313,9 +313,9 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
     if counts.superseded:
         parts["superseded by a later vote of the same rater"] = counts.superseded
     told = ", ".join(f"{number:,} {word}" for word, number in parts.items())
-    print_message(console, f"{summary.votes:,} votes read: {told}")
+    print_message(console, f"{_votes(summary.votes)} read: {told}")
     period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
-    print_message(console, f"{summary.total:,} votes in {summary.votes_file}{period}\n")
+    print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}\n")
     table = Table("file", "rows", "kind", box=None, pad_edge=False)
     for file in summary.files:
         table.add_row(file.path, f"{file.rows:,}", file.kind)
@@ -332,6 +332,10 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
     print_message(console, "\nNext, with a recipe that names your model:")
     for file in summary.files:
         print_message(console, f"  {file.command}")
+
+
+def _votes(number: int) -> str:
+    return f"{number:,} vote{'' if number == 1 else 's'}"
 
 
 def _place(each: SkippedCount) -> str:

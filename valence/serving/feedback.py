@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from valence.data.encode import Encoder
-from valence.data.importers.records import Vote, hash_rater
+from valence.data.importers.records import HashedRater, Vote, hash_rater
 from valence.data.importers.rows import make_rows
 from valence.errors import UserError
 from valence.jobs.import_store import ImportStore, merge_votes
@@ -264,7 +264,7 @@ class FeedbackStore:
     @staticmethod
     def _rater(rater: str) -> str:
         """What is written instead of a rater's name."""
-        return hash_rater(SOURCE, rater) or "local"
+        return HashedRater(hash_rater(SOURCE, rater) or "local")
 
 
 def _has_verdict(vote: Vote) -> bool:

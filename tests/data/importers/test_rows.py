@@ -122,7 +122,7 @@ def test_raters_that_are_divided_give_no_row() -> None:
     votes = [vote("v1", label=True), vote("v2", label=False)]
     made = make_rows(votes)
     assert not any(made.rows.values())
-    assert [each.reason for each in made.skipped] == ["disagreement"]
+    assert made.skipped == {"disagreement": 2}
     assert made.num_disputed == 0
 
 
@@ -189,7 +189,7 @@ def test_two_bad_completions_are_two_thumbs_down() -> None:
 def test_two_identical_completions_give_no_pair() -> None:
     made = make_rows([compared("v1", "this", "A", "A")])
     assert not any(made.rows.values())
-    assert [each.reason for each in made.skipped] == ["identical"]
+    assert made.skipped == {"identical": 1}
 
 
 # Siblings and corrections
@@ -266,8 +266,7 @@ def test_rows_say_where_they_are_from_and_name_nobody() -> None:
         info={"rating": 7},
     )
     second = replace(first, id="v2", rater="bob@example.org", comment="short", tags=("b",))
-    hashed = [replace(each, rater=each.rater_hash) for each in (first, second)]
-    (row,) = make_rows(hashed).rows["thumbs"]
+    (row,) = make_rows([first, second]).rows["thumbs"]
     assert row["info"] == {
         "rating": 7,
         "source": "tool",

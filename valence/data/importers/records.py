@@ -13,6 +13,10 @@ Winner = Literal["this", "other", "tie", "both_bad"]
 """The result of a comparison of two completions of one prompt."""
 
 
+class HashedRater(str):
+    """What is written instead of a rater's id."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
     """What one rater said of one completion, or of two.
@@ -86,16 +90,19 @@ class Vote:
     @property
     def rater_hash(self) -> str:
         """What is written instead of the rater's id: 12 hexadecimal digits; "" when unknown."""
+        if not self.rater or isinstance(self.rater, HashedRater):
+            return self.rater
         return hash_rater(self.source, self.rater)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold, without fields that have their default."""
+        """What JSON can hold, without fields that have their default and without the rater's id."""
         found: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
             is_required = each.default is each.default_factory is MISSING
             if is_required or value not in (each.default, (), {}):
                 found[each.name] = value
+        found |= {"rater": self.rater_hash} if self.rater else {}
         return {**found, "origin": {"path": self.origin.path, "line": self.origin.line}}
 
     @classmethod
@@ -104,7 +111,8 @@ class Vote:
         given = {
             name: tuple(each) if isinstance(each, list) else each for name, each in value.items()
         }
-        return cls(**{**given, "origin": Origin(**value["origin"])})
+        rater = HashedRater(value.get("rater", ""))
+        return cls(**{**given, "rater": rater, "origin": Origin(**value["origin"])})
 
 
 def hash_rater(source: str, rater: str) -> str:
@@ -153,7 +161,7 @@ SKIP_REASONS: dict[SkipReason, str] = {
     "shape_unknown": "inputs or outputs in an unknown form",
     "other_model": "completions of another model",
     "before_since": "votes before --since",
-    "disagreement": "completions that as many raters liked as disliked",
+    "disagreement": "votes on completions that as many raters liked as disliked",
     "identical": "comparisons of two identical completions",
     "no_prompt": "completions without a prompt",
 }

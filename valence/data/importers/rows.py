@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from valence.data.formats import read_example
-from valence.data.importers.records import Skipped, Vote
+from valence.data.importers.records import Skipped, SkipReason, Vote
 from valence.errors import UserError
 from valence.types import Example, Kind, Message
 
@@ -30,7 +30,7 @@ KIND_OF: dict[RowKind, Kind] = {
 
 @dataclass
 class ImportedRows:
-    """The rows of each kind, the same as Examples, and what gave none.
+    """The rows of each kind, the same as Examples, and the votes that gave none.
 
     The origin of an Example is that of its first vote. num_replaced: votes that a later vote of
     the same rater replaced. num_disputed: completions whose raters disagreed, and that a majority
@@ -41,22 +41,27 @@ class ImportedRows:
     examples: dict[RowKind, list[Example]] = field(
         default_factory=lambda: {kind: [] for kind in ROW_KINDS}
     )
-    skipped: list[Skipped] = field(default_factory=list[Skipped])
+    unused: list[Skipped] = field(default_factory=list[Skipped])
     num_replaced: int = 0
     num_disputed: int = 0
+
+    @property
+    def skipped(self) -> Counter[SkipReason]:
+        """How many gave no row, by reason."""
+        return Counter(each.reason for each in self.unused)
 
     def add(self, kind: RowKind, row: Row, votes: Sequence[Vote]) -> None:
         """Add a row that is made of these votes. One that no method could read is skipped."""
         row = row | {"info": _info(votes)}
         origin = votes[0].origin
         if not row["prompt"]:
-            self.skipped.append(Skipped("no_prompt", origin))
+            self.unused.append(Skipped("no_prompt", origin))
             return
         try:
             ids = "_ids" if "prompt_ids" in row else ""
             example = read_example(f"{KIND_OF[kind]}{ids}", row, origin)
         except UserError as error:
-            self.skipped.append(Skipped("shape_unknown", origin, error.what))
+            self.unused.append(Skipped("shape_unknown", origin, error.what))
             return
         self.rows[kind].append(row)
         self.examples[kind].append(example)
@@ -76,7 +81,7 @@ def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
 
 
 def make_rows(votes: Sequence[Vote]) -> ImportedRows:
-    """Make rows of all votes, whose raters are hashed already.
+    """Make rows of all votes.
 
     - Thumbs of several raters on one completion are one row: the majority's label, weighted by the
       size of the majority. Where there is none, the completion gives no row.
@@ -114,7 +119,7 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
 
 
 def import_votes(items: Iterable[Vote | Skipped]) -> ImportedRows:
-    """The rows of what a reader yields; what it skipped comes first in ``skipped``."""
+    """The rows of what a reader yields; what it skipped comes first in ``unused``."""
     votes: list[Vote] = []
     skipped: list[Skipped] = []
     for item in items:
@@ -123,7 +128,7 @@ def import_votes(items: Iterable[Vote | Skipped]) -> ImportedRows:
         else:
             skipped.append(item)
     imported = make_rows(votes)
-    imported.skipped[:0] = skipped
+    imported.unused[:0] = skipped
     return imported
 
 
@@ -164,8 +169,7 @@ def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
     """Add the row of a completion. Returns its label; None if its raters are divided."""
     balance = sum(1 if vote.label else -1 for vote in votes)
     if balance == 0:
-        example = f"{len(votes)} votes"
-        result.skipped.append(Skipped("disagreement", votes[0].origin, example))
+        result.unused += [Skipped("disagreement", vote.origin) for vote in votes]
         return None
     if abs(balance) < len(votes):
         result.num_disputed += 1
@@ -187,7 +191,7 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     first = votes[0]
     assert first.other is not None
     if first.completion == first.other:
-        result.skipped.append(Skipped("identical", first.origin))
+        result.unused += [Skipped("identical", vote.origin) for vote in votes]
         return
     this, other = _rated(first), (first.other, first.other_tokens)
     winners: Counter[str] = Counter()
@@ -261,7 +265,7 @@ def _info(votes: Sequence[Vote]) -> dict[str, Any]:
     first = votes[0]
     info: dict[str, Any] = {"source": first.source, "votes": [vote.id for vote in votes]}
     unique: dict[str, list[str]] = {
-        "raters": [vote.rater for vote in votes],
+        "raters": [vote.rater_hash for vote in votes],
         "model": [name for vote in votes for name in (vote.model, vote.other_model)],
         "comment": [vote.comment for vote in votes],
         "tags": [tag for vote in votes for tag in vote.tags],

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from valence.data.formats import lookup
-from valence.data.importers.records import Reader, ReadOptions, Skipped, Vote
+from valence.data.importers.records import HashedRater, Reader, ReadOptions, Skipped, Vote
 from valence.data.importers.rows import RowKind
 from valence.errors import UserError
 
@@ -213,7 +213,7 @@ def checked_votes(
         elif vote.is_machine and not options.includes_machine:
             yield Skipped("machine", vote.origin)
         else:
-            yield replace(vote, rater=vote.rater_hash)
+            yield replace(vote, rater=HashedRater(vote.rater_hash))
 
 
 def likely_source(rows: Sequence[Mapping[str, Any]]) -> str | None:
