@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "files": (),
     "terminal": (),
     "types": (),
-    "config": ("files",),
+    "config": ("types", "files", "data.convert"),
     "batching": ("types",),
     "distributed": ("terminal",),
     "losses": ("types",),

@@ -383,6 +383,10 @@ class Conversion:
     gives: Kind
     threshold: Literal["needed", "optional", "none"] = "none"
 
+    def serves(self, kind: Kind) -> bool:
+        """Whether a method that reads ``kind`` can read the result."""
+        return self.gives == kind or (self.gives == "judgement" and kind == "scored")
+
 
 def _is_labelled(e: Example) -> bool:
     return isinstance(e, Judgement) and e.label is not None

@@ -68,7 +68,7 @@ def conversion_to(
             where="data.convert",
             fix=f"use one of {', '.join(CONVERSIONS)}",
         )
-    if conversion is not None and not _serves(conversion.gives, kind):
+    if conversion is not None and not conversion.serves(kind):
         raise UserError(
             f"{name} makes {WORDS[conversion.gives]}, and the method needs {WORDS[kind]}",
             code="conversion-mismatch",
@@ -97,11 +97,6 @@ def conversion_to(
             run=partial(best_to_demonstrations, top_n=top_n, mask_truncated=mask_truncated),
         )
     return conversion
-
-
-def _serves(made: Kind, kind: Kind) -> bool:
-    """Can a method that reads ``kind`` read what is ``made``?"""
-    return made == kind or (made == "judgement" and kind == "scored")
 
 
 def of_kind(
@@ -164,7 +159,7 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
     ways = [
         f"data.convert: {name}{' and data.threshold' if c.threshold == 'needed' else ''}"
         for name, c in CONVERSIONS.items()
-        if _serves(c.gives, kind) and c.takes(e)
+        if c.serves(kind) and c.takes(e)
     ]
     if kind == "prompt":
         ways.append("format: prompt on this file, to read only its prompts")
