@@ -86,7 +86,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def auc(ups: Sequence[float], downs: Sequence[float]) -> float:
     """Probability that one of ups is above one of downs; ties count half. Both: at least one."""
     places = ranks([*ups, *downs])[: len(ups)]
-    return (math.fsum(places) - len(ups) * (len(ups) - 1) / 2) / (len(ups) * len(downs))
+    return (math.fsum(places) - len(ups) * (len(ups) - 1) / 2) / len(ups) / len(downs)
 
 
 def auc_interval(value: float, num_ups: int, num_downs: int) -> tuple[float, float]:
