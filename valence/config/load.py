@@ -18,10 +18,11 @@ from pydantic_core import ErrorDetails
 
 from valence.config import messages
 from valence.config.describe import Key, at, dotted, schema_of
-from valence.config.files import is_hub_id, locate_data, read_chat_template, read_recipe_text
+from valence.config.files import locate_data, read_chat_template, read_recipe_text
 from valence.config.parse import COMMAND_LINE, Given, from_mapping, from_yaml, override, to_yaml
 from valence.config.rules import CONTRADICTIONS, NO_EFFECT, SINKS_READ, Case, MethodFacts
 from valence.config.schema import Recipe, RewardSettings, Section, SourceSettings
+from valence.data.sources import is_hub_dataset
 from valence.errors import UserError
 from valence.files import check_path, expand_path
 
@@ -484,7 +485,7 @@ def _splits_of_files(case: Case, given: Given) -> Iterator[UserError]:
     """Splits that are named for files, which have none."""
     for name in LISTS:
         for index, source in enumerate[SourceSettings](getattr(case.recipe.data, name)):
-            if source.split is not None and not is_hub_id(source.path):
+            if source.split is not None and not is_hub_dataset(source.path):
                 yield messages.no_effect(
                     given,
                     ("data", name, index, "split"),
