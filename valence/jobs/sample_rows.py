@@ -4,7 +4,6 @@ first part of a round offline.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,7 @@ from valence.jobs.lines import ANEW, Lines, as_line, check_line
 from valence.jobs.score_rows import refuse_inputs
 from valence.lifecycle.restore import open_run
 from valence.lifecycle.saved_models import At
-from valence.models.build import position_limit
+from valence.models.build import check_positions
 from valence.models.digest import model_digest
 from valence.reports.console import Progress, number
 from valence.rollouts.protocol import Sampling
@@ -314,7 +313,15 @@ class _Writer:
             batch_size=self.at_once,
         )
         self.deals = self.group.size > 1 and not (run.policy.is_sharded or run.policy.shared)
-        self._check_positions()
+        longest = max(range(len(self.tokens)), key=lambda k: len(self.tokens[k]))
+        check_positions(
+            run.policy.causal,
+            len(self.tokens[longest]) + self.how.max_new_tokens,
+            "prompt and answer may have",
+            code="prompt-too-long",
+            where=str(self.prompts[longest].origin),
+            fix="give fewer --max-new-tokens, or leave the prompt out",
+        )
 
     def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
         try:
@@ -323,23 +330,6 @@ class _Writer:
             raise UserError(
                 error.what, code=error.code, where=str(prompt.origin), fix=error.fix
             ) from error
-
-    def _check_positions(self) -> None:
-        limit, learned = position_limit(self.run.policy.causal) or (None, False)
-        longest = max(range(len(self.tokens)), key=lambda k: len(self.tokens[k]))
-        length = len(self.tokens[longest]) + self.how.max_new_tokens
-        if limit is None or length <= limit:
-            return
-        where = str(self.prompts[longest].origin)
-        what = f"prompt and answer may have {length} tokens, and the model was made for {limit}"
-        if learned:
-            raise UserError(
-                what,
-                code="prompt-too-long",
-                where=where,
-                fix="give fewer --max-new-tokens, or leave the prompt out",
-            )
-        warnings.warn(f"{where}: {what}", stacklevel=2)
 
     def facts(self) -> dict[str, Any]:
         """What the answers depend on besides the request. All processes come here."""

@@ -26,9 +26,9 @@ from valence.models.build import (
     best_device,
     build_policy,
     build_reference,
+    check_positions,
     check_vocabulary,
     load_model,
-    position_limit,
     vocabulary_size,
 )
 from valence.models.cache import CachedReference
@@ -91,7 +91,7 @@ def build_models(
         if model is not None:
             _check_same_weights(group, "model", policy)
         check_vocabulary(policy.causal, prepared.tokenizer)
-        _check_positions(policy, prepared)
+        _check_lengths(policy, prepared)
         if fills and recipe.train.router_aux_loss:
             check_router(policy)
         if fills and split.single and _compiles(prepared, policy, compiled, group.size):
@@ -334,35 +334,28 @@ def _kept(
     return CachedReference(built, Path(kept), about=about, again=again, agree=agree)
 
 
-def _check_positions(policy: PolicyModel, prepared: Prepared) -> None:
-    """Rows longer than the model has positions for: an error where they are a table that ends, else
-    a warning.
-    """
-    limit, learned = position_limit(policy.causal) or (None, False)
-    if limit is None or not prepared.corpora:
+def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
+    """Check that the model has positions for the longest row."""
+    if not prepared.corpora:
         return
     own = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
-    every = (unit for corpus in prepared.corpora.values() for unit in corpus.units)
     rows = [
         (
             len(unit.prompt_ids) + max((len(answer.ids) for answer in unit.answers), default=own),
             unit,
         )
-        for unit in every
+        for corpus in prepared.corpora.values()
+        for unit in corpus.units
     ]
     length, unit = max(rows, key=lambda row: row[0])
-    what = f"this row has {length} tokens, and the model was made for {limit}"
-    if length > limit and learned:
-        raise UserError(
-            what,
-            code="row-too-long-for-model",
-            where=str(unit.origin),
-            fix=f"set data.max_length: {limit}",
-        )
-    if length > limit:
-        warnings.warn(
-            f"{unit.origin}: {what}; data.max_length: {limit} leaves such rows out", stacklevel=2
-        )
+    check_positions(
+        policy.causal,
+        length,
+        "this row has",
+        code="row-too-long-for-model",
+        where=str(unit.origin),
+        fix="set data.max_length: {limit}",
+    )
 
 
 def _check_same_vocabulary(policy: PolicyModel, reference: nn.Module, name: str) -> None:
