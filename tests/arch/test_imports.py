@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "models": ("types", "network", "files", "version"),
     "data": ("types", "files"),
     "rollouts": ("types", "network", "files"),
-    "rewards": ("types", "network", "checksums", "files", "version"),
+    "rewards": ("types", "config.schema", "network", "checksums", "files", "version"),
     "runs": ("types", "distributed", "checksums", "files", "terminal", "version"),
     "reports": ("types", "distributed.protocol", "checksums", "files", "terminal"),
     "trainer": LAYERS,

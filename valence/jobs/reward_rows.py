@@ -16,8 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from valence.config.load import LISTS, load_recipe
-from valence.config.schema import RewardSettings
-from valence.config.schema import SourceSettings
+from valence.config.schema import RewardSettings, SourceSettings
 from valence.data.encode import Encoder
 from valence.data.formats import columns_read
 from valence.data.load import stream
@@ -130,7 +129,9 @@ def score_by_reward(
 # The request
 
 
-def specs_of(rewards: Sequence[str], target: str | None, overrides: Sequence[str]) -> list[RewardSettings]:
+def specs_of(
+    rewards: Sequence[str], target: str | None, overrides: Sequence[str]
+) -> list[RewardSettings]:
     """The sections that these words stand for (a name, or `{reward: NAME, weight: 2}`), or else
     those of the target.
     """
