@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rollouts": ("types", "network", "files"),
     "rewards": ("types", "config.schema", "network", "checksums", "files", "version"),
     "runs": ("types", "distributed", "checksums", "files", "terminal", "version"),
-    "reports": ("types", "distributed.protocol", "checksums", "files", "terminal"),
+    "reports": ("types", "distributed.protocol", "runs.lock", "checksums", "files", "terminal"),
     "trainer": LAYERS,
     "online": (*LAYERS, "trainer"),
     "planning": (*LAYERS, "trainer"),
