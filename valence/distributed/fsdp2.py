@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from valence.distributed.processes import Processes
 
@@ -82,16 +81,6 @@ def sync_gradients(engine: Any, on: bool) -> None:
     kept until then.
     """
     engine.set_requires_gradient_sync(on or engine.each)
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that is split over processes, all of which call it together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _parts(engine: nn.Module) -> list[FSDPModule]:

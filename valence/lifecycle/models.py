@@ -61,7 +61,6 @@ def build_models(
     prepared: Prepared,
     *,
     group: Group | None = None,
-    parts: tuple[Group, Group] | None = None,
     model: nn.Module | None = None,
     reference: nn.Module | None = None,
     fills: bool = False,
@@ -76,15 +75,14 @@ def build_models(
     layers may be compiled.
     compiled, sharded: whether layers are compiled, and weights split over processes, where that was
     chosen before.
-    group: all processes, which call it together. parts: of them, those that have other rows than
-    this one, and those that it shares each layer with (as ``Group.split`` gives them).
+    group: all processes, which call it together.
     """
     group = group or Single()
     with prepared.source.placing():
         recipe = prepared.recipe
         check_folders(prepared, group, model=model is None, reference=reference is None)
         same(group, lambda: rows_of(prepared), "give all processes the same rows")
-        data, layers = parts or group.split(recipe.parallel.tensor)
+        data, layers = group.split(recipe.parallel.tensor)
         split = _split(prepared, model, group, sharded)
         loads = _Loads(prepared, split, data, layers)
         policy, stream = loads.policy(model)

@@ -16,16 +16,6 @@ from valence.distributed.protocol import Group
 from valence.reports import stats
 from valence.types import Mean, Ranked, sent
 
-OF_THE_MACHINE = ("seconds", "tokens/s", "memory")
-"""How the names of numbers begin that differ each time the same is computed."""
-
-
-def repeatable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the log without what tells of time and memory: two runs of the same have this in
-    common.
-    """
-    return {name: value for name, value in record.items() if not name.startswith(OF_THE_MACHINE)}
-
 
 class Meter:
     """Collects metrics where they are and reduces them once, so that no device is waited for before
