@@ -158,15 +158,7 @@ def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | Non
         else:
             assert isinstance(e, Judgement)
             completion = e.completion
-        made.append(
-            Demonstration(
-                prompt=e.prompt,
-                completion=completion,
-                weight=e.weight,
-                info=e.info,
-                origin=e.origin,
-            )
-        )
+        made.append(_demonstration(e, completion))
     return made, unused
 
 
@@ -190,16 +182,7 @@ def best_to_demonstrations(
         scored = sorted((answer for e in group for answer in _scored(e)), key=lambda a: -a[1])
         reasons = [_not_imitated(answer, scored, threshold, mask_truncated) for answer in scored]
         allowed = [answer for answer, reason in zip(scored, reasons, strict=True) if not reason]
-        demonstrations += [
-            Demonstration(
-                prompt=e.prompt,
-                completion=completion,
-                weight=e.weight,
-                info=e.info,
-                origin=e.origin,
-            )
-            for completion, _, e in allowed[:top_n]
-        ]
+        demonstrations += [_demonstration(e, completion) for completion, _, e in allowed[:top_n]]
         excluded = [(e, why) for (_, _, e), why in zip(scored, reasons, strict=True) if why]
         excluded += [
             (e, Unused.TIED_WITH_EARLIER if score == allowed[top_n - 1][1] else Unused.NOT_IN_TOP_N)
@@ -316,6 +299,13 @@ def _nothing() -> Converted:
 
 def _is_undecided(e: Example) -> bool:
     return isinstance(e, Preference) and e.soft is not None and e.soft <= 0.5
+
+
+def _demonstration(e: Judgement | Preference | Ranking, completion: Content) -> Demonstration:
+    """One of the row's answers, to be imitated."""
+    return Demonstration(
+        prompt=e.prompt, completion=completion, weight=e.weight, info=e.info, origin=e.origin
+    )
 
 
 def _answers_of(e: Example) -> list[Judgement]:

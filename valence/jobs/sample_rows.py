@@ -35,7 +35,7 @@ from valence.rollouts.protocol import Sampling
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
-from valence.trainer.sampling import PolicySampler
+from valence.trainer.sampling import PolicySampler, check_can_generate
 from valence.trainer.targets import load_target, with_files
 from valence.trainer.trainer import Trainer
 from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
@@ -298,13 +298,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         run = self.run
-        if run.prepared.method.is_reward_model:
-            raise UserError(
-                "reward models cannot generate text",
-                code="reward-model-cannot-generate",
-                where="sample",
-                fix="use `valence score`",
-            )
+        check_can_generate(run.prepared.method)
         self.tokens = [self._encoded(prompt) for prompt in self.prompts]
         self.sampler = PolicySampler(
             run.policy,
