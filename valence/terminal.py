@@ -62,9 +62,7 @@ def _escape(character: str) -> str:
 
 
 def escape_text(text: Text) -> Text:
-    """Return the styled text with ``escape_control`` applied and its styles at the same
-    characters.
-    """
+    """Return the styled text with ``escape_control`` applied and its styles kept in place."""
     plain = text.plain
     if plain.isprintable() or (escaped := escape_control(plain)) == plain:
         return text

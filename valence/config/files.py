@@ -113,9 +113,7 @@ def _is_jinja(text: str) -> bool:
 
 
 def nearest_file(path: Path) -> str:
-    """What to do about a missing file: the nearest name in its folder, or the nearest folder that
-    exists.
-    """
+    """How to fix the name of a missing file: the nearest name in its folder, if there is one."""
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist"

@@ -1,5 +1,6 @@
-"""From a recipe file, its overrides and a method's facts to a checked recipe in which every setting
-has an origin.
+"""From a recipe file, its overrides and a method's facts to a checked recipe.
+
+Every setting has an origin.
 """
 
 from __future__ import annotations
@@ -330,9 +331,7 @@ def _method(
 
 
 def _validate(model: type[M], given: Given, path: Key, problems: list[UserError]) -> M | None:
-    """The values at ``path`` as a model, or None after adding what is wrong with them to
-    ``problems``.
-    """
+    """The values at ``path`` as a model; None if any is wrong, which is added to ``problems``."""
     values = given.values
     for part in path:
         values = values[part] if isinstance(part, int) else values.get(part, {})
@@ -352,9 +351,7 @@ def _validate(model: type[M], given: Given, path: Key, problems: list[UserError]
 
 
 def _path_of(error: ErrorDetails, values: Any) -> Key:
-    """Where in ``values`` an error is: its location without the names of the alternatives that were
-    tried.
-    """
+    """Where in ``values`` an error is: its location without the alternatives that were tried."""
     path: Key = ()
     for part in error["loc"]:
         inside = isinstance(values, dict) and part in values
@@ -420,9 +417,7 @@ def _files_found(
     folder: Path | None,
     problems: list[UserError],
 ) -> list[SourceSettings]:
-    """A list of files, with their paths as they were found; missing files are added to
-    ``problems``.
-    """
+    """Files with their paths as they were found; missing files are added to ``problems``."""
 
     def found(source: SourceSettings, path: Key) -> SourceSettings:
         check_path(source.path, given.where((*path, "path")))
@@ -513,9 +508,7 @@ def _contradictions(case: Case, given: Given) -> Iterator[UserError]:
 
 
 def _losses(case: Case) -> Iterator[tuple[Key, MethodFacts, Mapping[str, Any]]]:
-    """The settings of the recipe's loss, and of those of `mix`: where they are, their method, and
-    what they are.
-    """
+    """The place, the method and the settings of the recipe's loss and of those of `mix`."""
     yield ("loss",), case.method, case.recipe.loss
     for i, (method, part) in enumerate(zip(case.mixed, case.recipe.mix, strict=True)):
         yield ("mix", i, "loss"), method, part.loss

@@ -1,6 +1,4 @@
-"""What settings must have to do with each other: those with no effect in this run, and those that
-contradict.
-"""
+"""Rules about several settings: those without effect in a run, and those that contradict."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from valence.types import Kind, plural
 
 
 class MethodFacts(Protocol):
-    """What a recipe is checked against: the method's name, the rows it reads, and the settings of
-    its loss.
+    """What a recipe is checked against: a method, the rows it reads, and its loss's settings.
 
     ``settings`` is a pydantic model (the class) that forbids unknown names; it is declared as Any
     so that a cached property may provide it.
@@ -65,9 +62,7 @@ class MethodFacts(Protocol):
         ...
 
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
-        """Settings of the loss that change nothing under the others, and what would turn each
-        on.
-        """
+        """Settings of the loss without effect under the others -> what would turn each on."""
         ...
 
     def contradictions(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
@@ -149,8 +144,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A mistake about ``setting`` (a pattern of dotted names) that is there when ``broken`` says
-    so.
+    """A mistake about ``setting`` (a pattern of dotted names) where ``broken`` is true.
 
     ``why`` may name ``{method}``, ``{kinds}`` and ``{convert}``.
     """

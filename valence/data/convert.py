@@ -143,9 +143,7 @@ def scores_to_rankings(examples: Sequence[Example], threshold: float | None) -> 
 
 
 def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """The chosen answer of a pair, an answer judged up, or the best of a ranking, to be
-    imitated.
-    """
+    """The chosen answer of a pair, answers judged up, and the best of a ranking, to imitate."""
     made, unused = _nothing()
     for e in examples:
         if _is_undecided(e) or (isinstance(e, Judgement) and not e.label):
@@ -245,8 +243,7 @@ def scores_to_pairs(examples: Sequence[Example], threshold: float | None) -> Con
 
 
 def scores_to_all_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """Every two answers of each ranking, and of each prompt with scored answers, whose scores
-    differ.
+    """Every two answers to a prompt whose scores differ, of rankings and of scored answers.
 
     ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do,
     and no margin is set.

@@ -1,6 +1,4 @@
-"""The kind of rows that a method reads: which Examples are of it, which conversion makes it, and
-what to say of others.
-"""
+"""The kinds of rows that methods read: their Examples, conversions to them, and messages."""
 
 from __future__ import annotations
 
@@ -133,9 +131,7 @@ def of_kind(
 def _without_failed(
     examples: Sequence[Example],
 ) -> tuple[list[Example], list[tuple[Example, Unused]]]:
-    """The examples, and those of which no reward could be had, each with what that means for its
-    prompt.
-    """
+    """The examples, and apart from them those whose reward failed, each with the reason."""
     failed = [e for e in examples if isinstance(e, Judgement) and e.error and not verdicts(e)]
     if not failed:
         return list(examples), []

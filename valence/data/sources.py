@@ -68,8 +68,7 @@ def read_rows(
     limit: int | None = None,
     notes: list[str] | None = None,
 ) -> Iterator[Row | BadRow]:
-    """The rows of a file, or of a hub data set ``owner/name``, in order; with ``limit``, only the
-    first so many.
+    """The rows, or the first ``limit`` rows, of a file or a hub data set ``owner/name``.
 
     An origin's line is the line of the file (jsonl, csv, json arrays) or the number of the row
     (parquet, hub, and json without line breaks). What had to be decided about the file, such as its
@@ -211,9 +210,7 @@ decided.
 
 
 def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
-    """The function that reads this content: chosen by suffix, unless the content is plainly
-    something else.
-    """
+    """The function that reads a file, by its suffix unless the content is plainly another."""
     head = stream.peek(4096)[:4096]
     if head.startswith(b"PAR1"):
         return _parquet

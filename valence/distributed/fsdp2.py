@@ -1,6 +1,4 @@
-"""Weights, their gradients and the optimizer's moments split over the processes of a group, by
-PyTorch's FSDP2.
-"""
+"""Weights, gradients and moments split over the processes of a group, by PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ def shard(
     each: bool = False,
     offload: bool = False,
 ) -> None:
-    """Leaves each process its part of the engine's weights; a layer's are gathered for as long as
-    it runs.
+    """Leave each process its part of the weights; those of a layer are gathered while it runs.
 
     From now on every run of the engine, forward and backward, is one of all processes
     (``engine.is_sharded``). All that is not in ``layers`` (embedding, head) is whole throughout a
@@ -77,9 +74,7 @@ def shard(
 
 
 def sync_gradients(engine: Any, on: bool) -> None:
-    """Whether the next backward run sums the gradients of all processes, with those that it has
-    kept until then.
-    """
+    """Set whether the next backward run sums all processes' gradients, also those kept so far."""
     engine.set_requires_gradient_sync(on or engine.each)
 
 
@@ -88,9 +83,7 @@ def _parts(engine: nn.Module) -> list[FSDPModule]:
 
 
 def _give_back(engine: nn.Module, *_: Any) -> None:
-    """Leaves this process its part of the weights, after a forward run that no backward run
-    follows.
-    """
+    """Free other processes' parts of the weights after a forward run without a backward run."""
     for module in _parts(engine) if not torch.is_grad_enabled() else ():
         module.reshard()
 

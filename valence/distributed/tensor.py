@@ -1,5 +1,4 @@
-"""Tensor parallelism: several processes hold a part of each layer's weights, and share its
-products.
+"""Tensor parallelism: processes hold a part of each layer's weights and share its products.
 
 Weights are DTensors, so that whoever saves, loads or shards them knows their parts; products run on
 this process's part as a plain tensor. That goes along with an adapter's layers, autocast, and

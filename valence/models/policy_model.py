@@ -74,9 +74,7 @@ class PolicyModel(nn.Module):
 
     @property
     def how(self) -> str:
-        """What values depend on besides the weights: the type of the products, the layout, and the
-        temperature.
-        """
+        """What values depend on besides the weights: product type, layout and temperature."""
         heat = "" if self.temperature == 1 else f" temperature {self.temperature!r}"
         return (
             f"{self.compute} "

@@ -216,9 +216,7 @@ def by_source(rows: Sequence[Json]) -> dict[str, dict[str, list[float]]]:
 
 
 def _tails(names: Sequence[str]) -> list[str]:
-    """The ends of long names, which tell files of one folder apart; the whole names where they do
-    not.
-    """
+    """The ends of long names; whole names where the ends do not tell files apart."""
     ends = [name if len(name) <= 40 else f"…{name[-40:]}" for name in names]
     return [name if ends.count(end) > 1 else end for name, end in zip(names, ends, strict=True)]
 

@@ -1,6 +1,4 @@
-"""Pooling of metrics: values that carry their reduction, over micro-batches, steps of a logging
-window, and processes.
-"""
+"""Pool metrics over micro-batches, the steps of a logging window, and processes."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from valence.types import Mean, Ranked, sent
 
 
 class Meter:
-    """Collects metrics where they are and reduces them once, so that no device is waited for before
-    the end of a window.
+    """Collects metrics on their devices and reduces them once, at the end of a window.
 
     What each process measured may be nothing, or something else. A mean over nothing is left out,
     so that an absent class is never shown as 0.

@@ -129,9 +129,7 @@ def table(lines: Sequence[RunLine]) -> Table:
 
 
 def as_json(lines: Sequence[RunLine]) -> list[dict[str, Any]]:
-    """The same as plain values; ``changed`` as ISO time, numbers that are not finite as the log has
-    them: as strings.
-    """
+    """The same as plain values: ``changed`` as ISO time, numbers that are not finite as text."""
     return [
         {
             "path": str(line.path),
@@ -250,9 +248,7 @@ def _last_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _left(records: Sequence[Mapping[str, Any]], from_start: bool, steps: int) -> float | None:
-    """Seconds for so many steps, as long as those of the records took; None when they do not
-    say.
-    """
+    """Seconds for so many steps at the speed of the records; None if they do not tell it."""
     timed = [
         (r["step"], r["seconds"]) for r in records if isinstance(r.get("seconds"), float | int)
     ]

@@ -66,9 +66,7 @@ def show_example(example: Example) -> RenderableType:
 
 
 def show_encoded(encoded: TokenizedExample, tokenizer: PreTrainedTokenizerBase) -> RenderableType:
-    """Stage "tokens": the prompt and each answer as coloured tokens, with counts, ids and a
-    legend.
-    """
+    """Stage "tokens": prompt and answers as coloured tokens, with counts, ids and a legend."""
     parts: list[RenderableType] = [
         _heading(f"{noun(encoded.kind)}, {encoded.tokens} tokens", encoded.origin),
         _legend(),

@@ -163,9 +163,7 @@ def _names(specs: Sequence[RewardSettings]) -> list[str]:
 
 
 def _short(target: str) -> str:
-    """What a reward is called that has no name: the function, the rule, the end of a path, or the
-    host.
-    """
+    """A name for a reward without one: its function, rule, host or the end of its path."""
     if target.startswith(("http://", "https://")):
         host = re.sub(r"^https?://([^@/]*@)?", "", target.split(",")[0]).partition("/")[0]
         return re.sub(r"[^\w.-]+", "-", host) or "server"
@@ -203,9 +201,7 @@ def _calls(
 def _backend(
     spec: RewardSettings, where: str, model: ModelReward | None, function: FunctionBackend | None
 ) -> tuple[CallBackend, bool, bool]:
-    """What is called; whether it is deterministic by nature; whether several calls may be under
-    way.
-    """
+    """The backend, whether it is deterministic by nature, and whether calls may overlap."""
     target, settings = spec.reward, spec.settings
     place = f"{where}.settings"
     if is_server(target):

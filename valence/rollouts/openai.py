@@ -217,10 +217,9 @@ class OpenAIGenerator:
             ended = bool(tokens) and tokens[-1] in self.end_ids
         else:
             text, logps = str(choice["text"]), ()
-            tokens = [
-                *self.tokenizer.encode(text, add_special_tokens=False),
-                *([self._end()] if ended else []),
-            ]
+            tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
+            if ended:  # by a token of which only the text is known: take that of training data
+                tokens.append(self.end_ids[0])
         return Completion(
             prompt_id=content_id("prompt", Ids(tuple(prompt))),
             tokens=tuple(tokens),
@@ -229,9 +228,3 @@ class OpenAIGenerator:
             stop="eos" if ended else "length",
             index=index,
         )
-
-    def _end(self) -> int:
-        """The token that stands for an end of which only the text is known: the one that training
-        data ends with.
-        """
-        return self.end_ids[0]

@@ -121,9 +121,7 @@ class Served(Generator, Protocol):
 
     @property
     def gives_tokens(self) -> bool:
-        """Whether completions carry token ids and log-probabilities, which a policy gradient
-        needs.
-        """
+        """Whether completions have token ids and log-probabilities, as policy gradients need."""
         ...
 
     @property

@@ -173,9 +173,7 @@ class Prepared:
 
     @cached_property
     def rollouts(self) -> tuple[int, int, int] | None:
-        """Where this process samples: how many answers at once, and the most tokens of a prompt and
-        of an answer.
-        """
+        """Where this process samples: answers at once, and most tokens of prompt and answer."""
         rollout = self.recipe.rollout
         if not self.method.online or rollout.engine != "hf" or "train" not in self.corpora:
             return None
