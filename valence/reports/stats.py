@@ -55,8 +55,8 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
     a, b = ranks(one), ranks(other)
     middle = (len(a) - 1) / 2
     products = math.fsum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    squares = math.fsum((x - middle) ** 2 for x in a) * math.fsum((y - middle) ** 2 for y in b)
-    return products / math.sqrt(squares) if squares > 0 else None
+    norms = [math.sqrt(math.fsum((x - middle) ** 2 for x in each)) for each in (a, b)]
+    return products / (norms[0] * norms[1]) if all(norms) else None
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:
