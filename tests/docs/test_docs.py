@@ -304,7 +304,7 @@ def test_the_rows_that_the_page_of_formats_shows_are_read() -> None:
         json.loads(line)
         for line in text("docs/data.md").split("```json\n")[-1].split("```")[0].splitlines()
     ]
-    kinds = [load([InMemory([row])], kind).formats["rows in memory"] for row, kind in zip(
+    kinds = [load([InMemory([row])], kind).files[0].format for row, kind in zip(
         rows, ("judgement", "preference", "judgement", "demonstration"), strict=True
     )]  # fmt: skip
     assert kinds == ["judged_messages", "openai_preference", "judgement", "messages"]
