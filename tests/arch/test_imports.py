@@ -42,16 +42,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "files": (),
     "terminal": (),
     "types": (),
-    "config": ("files",),
+    "config": ("types", "files", "data.convert", "data.sources"),
     "batching": ("types",),
     "distributed": ("terminal",),
     "losses": ("types",),
     "models": ("types", "network", "files", "version"),
+<<<<<<< HEAD
     "data": ("types", "network"),
+=======
+    "data": ("types", "files"),
+>>>>>>> main
     "rollouts": ("types", "network", "files"),
-    "rewards": ("types", "network", "checksums", "files", "version"),
+    "rewards": ("types", "config.schema", "network", "checksums", "files", "version"),
     "runs": ("types", "distributed", "checksums", "files", "terminal", "version"),
-    "reports": ("types", "distributed.protocol", "checksums", "files", "terminal"),
+    "reports": ("types", "distributed.protocol", "runs.lock", "checksums", "files", "terminal"),
     "trainer": LAYERS,
     "online": (*LAYERS, "trainer"),
     "planning": (*LAYERS, "trainer"),
