@@ -241,7 +241,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def _position_limit(model: nn.Module) -> tuple[int, bool] | None:
+def position_limit(model: nn.Module) -> tuple[int, bool] | None:
     """The number of positions that a model was made for (None: its configuration says nothing), and
     whether it is a table of positions that ends there, beyond which the forward pass fails (not so
     with rotary positions).
@@ -277,7 +277,7 @@ def check_positions(
 
     subject: what is that long. fix: may name ``{limit}``.
     """
-    limit, learned = _position_limit(model) or (length, False)
+    limit, learned = position_limit(model) or (length, False)
     if length <= limit or not (learned or warn):
         return
     what = f"{subject} {length} tokens, and the model was made for {limit}"

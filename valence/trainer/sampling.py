@@ -10,12 +10,9 @@ from valence.data.encode import Encoder
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
 from valence.rollouts import HFGenerator, Sampling
-<<<<<<< HEAD
 from valence.rollouts.hf import OnTokens
 from valence.rollouts.protocol import unheard
-=======
 from valence.trainer.methods import Method
->>>>>>> main
 from valence.types import Completion
 
 NOT_FINITE_FIX = "lower train.learning_rate, or use model.dtype: float32"
