@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -13,10 +11,8 @@ from tests.data.importers.exports import assistant, user
 from valence.data.importers.messages import (
     Exchange,
     assistant_of,
-    at_path,
     exchange_of,
     messages_of,
-    timestamp,
     tools_of,
 )
 
@@ -248,53 +244,3 @@ def test_an_output_may_repeat_the_conversation_or_continue_it() -> None:
 def test_reasoning_is_left_out_unless_it_is_kept(answer: dict[str, Any]) -> None:
     assert exchange_of("Hi", answer) == Exchange(HI, HELLO)
     assert exchange_of("Hi", answer, keeps_reasoning=True) == Exchange(HI, answer)
-
-
-INSTANT = datetime(2026, 5, 1, 12, 0, 0, 500_000, UTC)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "2026-05-01T12:00:00.500Z",
-        "2026-05-01T14:00:00.500+02:00",
-        "2026-05-01 12:00:00.500",
-        INSTANT,
-        INSTANT.replace(tzinfo=None),
-        INSTANT.timestamp(),
-        INSTANT.timestamp() * 1e3,
-        str(int(INSTANT.timestamp() * 1e3)),
-        INSTANT.timestamp() * 1e6,
-        int(INSTANT.timestamp() * 10) * 10**8,
-    ],
-)
-def test_timestamps(value: object) -> None:
-    assert timestamp(value) == INSTANT.timestamp()
-
-
-@pytest.mark.skipif(not hasattr(time, "tzset"), reason="the zone of a process cannot be set")
-def test_times_without_a_zone_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    time.tzset()
-    try:
-        assert timestamp("2026-05-01 12:00:00.500") == INSTANT.timestamp()
-    finally:
-        monkeypatch.undo()
-        time.tzset()
-
-
-@pytest.mark.parametrize("value", [None, "", "yesterday", True, [], {}])
-def test_what_is_no_timestamp(value: object) -> None:
-    assert timestamp(value) == 0.0
-
-
-def test_unit_of_a_timestamp() -> None:
-    assert timestamp(5000, "ms") == 5.0
-
-
-def test_paths_lead_through_cells_and_lists() -> None:
-    row = {"input": '{"turns": [{"text": "Hi"}]}', "a.b": 1}
-    assert at_path(row, "input.turns.0.text") == "Hi"
-    assert at_path(row, "input.turns.-1.text") == "Hi"
-    assert at_path(row, "a.b") == 1
-    assert at_path(row, "input.turns.3.text") is None

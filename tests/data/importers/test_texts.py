@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -11,71 +10,12 @@ from valence.data.importers.records import SkipReason
 from valence.data.importers.texts import (
     UnusableVote,
     branch,
-    decoded,
     merge_turns,
     prompt_of,
-    seconds,
     strip_reasoning,
     text_of,
     turns_of,
-    undo_csv_protection,
-    value_at,
 )
-
-
-@pytest.mark.parametrize(
-    ("time", "expected"),
-    [
-        (1764000000, 1764000000.0),
-        (1764000000123, 1764000000.123),
-        (1764000000123456, 1764000000.123456),
-        ("1764000000", 1764000000.0),
-        ("2025-11-24T16:00:00Z", 1764000000.0),
-        ("2025-11-24T17:00:00+01:00", 1764000000.0),
-        ("2025-11-24 16:00:00.500000", 1764000000.5),
-        (datetime(2025, 11, 24, 16, tzinfo=UTC), 1764000000.0),
-        (datetime(2025, 11, 24, 17, tzinfo=timezone(timedelta(hours=1))), 1764000000.0),
-        (datetime(2025, 11, 24, 16), 1764000000.0),
-        (None, 0.0),
-        ("yesterday", 0.0),
-        ({}, 0.0),
-    ],
-)
-def test_times(time: object, expected: float) -> None:
-    assert seconds(time) == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("cell", "expected"),
-    [
-        ("'=1+1", "=1+1"),
-        ("'-1", "-1"),
-        ("'@x", "@x"),
-        ("'a,=b", "a,=b"),
-        ("'a\nb,-c", "a\nb,-c"),
-        ("'quoted'", "'quoted'"),
-        ("'", "'"),
-        ("=1", "=1"),
-        ("''=1", "''=1"),
-    ],
-)
-def test_the_protection_of_csv_cells_is_undone(cell: str, expected: str) -> None:
-    assert undo_csv_protection(cell) == expected
-
-
-@pytest.mark.parametrize(
-    ("cell", "expected"),
-    [
-        ('[1, "a"]', [1, "a"]),
-        (' {"a": null}', {"a": None}),
-        ("[1", "[1"),
-        ("[1] and more", "[1] and more"),
-        ("7", "7"),
-        (7, 7),
-    ],
-)
-def test_json_in_cells(cell: object, expected: object) -> None:
-    assert decoded(cell) == expected
 
 
 @pytest.mark.parametrize(
@@ -188,11 +128,3 @@ def test_branches(message: str, parents: dict[str, str | None], expected: Any) -
     except UnusableVote as error:
         found = error.reason
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [("a.b", 1), ("a", {"b": 1}), ("c.d", 2), ("e.f", 3), ("a.x", None), ("a.b.c", None)],
-)
-def test_dotted_paths(path: str, expected: object) -> None:
-    assert value_at({"a": {"b": 1}, "c.d": 2, "e": '{"f": 3}'}, path) == expected

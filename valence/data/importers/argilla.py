@@ -14,17 +14,9 @@ from itertools import combinations
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, guess_parts, votes_or_skipped
+from valence.data.importers.fields import decode_json, object_at, objects_at, value_at, word_label
 from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    decoded,
-    label_of,
-    object_at,
-    objects_at,
-    prompt_of,
-    value_at,
-)
+from valence.data.importers.texts import UnusableVote, assistant, prompt_of
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.types import content_id
@@ -72,7 +64,7 @@ def _record(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
     by_rater: dict[tuple[str, bool, str], dict[str, Any]] = {}
     for each in responses:
         rater = (each.rater, each.is_machine, each.status)
-        by_rater.setdefault(rater, {})[each.question] = decoded(each.value)
+        by_rater.setdefault(rater, {})[each.question] = decode_json(each.value)
     for (rater, is_machine, status), answers in by_rater.items():
         if is_machine and not options.includes_machine:
             yield Skipped("machine", row.origin, rater)
@@ -107,8 +99,11 @@ def _flat(row: Columns) -> Iterator[_Response]:
     for name in row:
         if name.endswith(".responses"):
             question = name.removesuffix(".responses")
-            values = decoded(row[name])
-            users, statuses = decoded(row.get(f"{name}.users")), decoded(row.get(f"{name}.status"))
+            values = decode_json(row[name])
+            users, statuses = (
+                decode_json(row.get(f"{name}.users")),
+                decode_json(row.get(f"{name}.status")),
+            )
             if not isinstance(values, list):
                 continue
             if not isinstance(users, list) or len(users) != len(values):
@@ -220,6 +215,6 @@ def _single(
         if isinstance(value, int | float) and not isinstance(value, bool):
             score = float(value)
         elif label is None and not isinstance(value, list):
-            label = label_of(value, options.labels)
+            label = word_label(value, options.labels)
     correction = answers.get(corrected)
     return label, score, correction if isinstance(correction, str) and correction else None

@@ -6,17 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
+from valence.data.importers.fields import object_at, objects_at, timestamp
 from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    object_at,
-    objects_at,
-    prompt_of,
-    seconds,
-    text_of,
-    turns_of,
-)
+from valence.data.importers.texts import UnusableVote, assistant, prompt_of, text_of, turns_of
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.errors import UserError
@@ -100,7 +92,7 @@ def _evaluated(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
             "source": SOURCE,
             "id": content_id(loop, worker),
             "rater": worker,
-            "updated_at": seconds(answer.get("submissionTime")),
+            "updated_at": timestamp(answer.get("submissionTime")),
             "prompt": turns,
             "session": loop,
             "origin": row.origin,

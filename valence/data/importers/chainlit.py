@@ -13,17 +13,11 @@ from contextlib import closing
 from pathlib import Path
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
+from valence.data.importers.fields import thumb_label, timestamp
 from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    label_of,
-    merge_turns,
-    seconds,
-    short,
-    turns_of,
-)
+from valence.data.importers.texts import UnusableVote, assistant, merge_turns, turns_of
 from valence.data.sources import Row
+from valence.data.values import shown
 from valence.errors import UserError
 from valence.types import Origin
 
@@ -51,7 +45,7 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
                 name = row.value.get("userId") or row.value.get("userIdentifier")
                 users[str(row.value.get("id"))] = str(name or "")
     for thread in threads.values():
-        thread.sort(key=lambda step: seconds(step.get("createdAt")))
+        thread.sort(key=lambda step: timestamp(step.get("createdAt")))
     for row in feedback:
         yield from votes_or_skipped(_vote(row, steps, threads, users, options), row.origin)
 
@@ -100,9 +94,9 @@ def _vote(
     users: Mapping[str, str],
     options: ReadOptions,
 ) -> Iterator[Vote]:
-    label = label_of(row.value.get("value"), options.labels)
+    label = thumb_label(row.value.get("value"), options.labels)
     if label is None:
-        raise UnusableVote("no_vote", short(row.value.get("value")))
+        raise UnusableVote("no_vote", shown(row.value.get("value")))
     target = str(row.value.get("forId"))
     if target not in steps:
         raise UnusableVote("no_conversation", target)
@@ -130,7 +124,7 @@ def _vote(
         source=SOURCE,
         id=str(row.value.get("id") or target),
         rater=users.get(session, ""),
-        updated_at=seconds(row.value.get("updatedAt") or row.value.get("createdAt")),
+        updated_at=timestamp(row.value.get("updatedAt") or row.value.get("createdAt")),
         prompt=tuple(prompt),
         completion=completion,
         message=str(step.get("id")),

@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from valence.data.importers.exports import export_rows, votes_or_skipped
+from valence.data.importers.fields import decode_json, timestamp
 from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import UnusableVote, assistant, decoded, seconds, turns_of
+from valence.data.importers.texts import UnusableVote, assistant, turns_of
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.types import content_id
@@ -30,13 +31,13 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    messages = decoded(row.get("messages"))
+    messages = decode_json(row.get("messages"))
     is_list = isinstance(messages, list) and all(isinstance(each, Mapping) for each in messages)
     return is_list and all("from" in message for message in messages)
 
 
 def _conversation(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
-    messages = decoded(row.value["messages"])
+    messages = decode_json(row.value["messages"])
     session = content_id(str(row.value.get("created_at")), messages[:1])
     rated = [index for index, message in enumerate(messages) if as_number(message.get("score"))]
     if not rated:
@@ -62,7 +63,7 @@ def _vote(
     yield Vote(
         source=SOURCE,
         id=f"{session}/{index}",
-        updated_at=seconds(row.value.get("updated_at")),
+        updated_at=timestamp(row.value.get("updated_at")),
         prompt=turns_of(_opening(messages[:first]), role="from", keeps_reasoning=keeps),
         completion=assistant(message.get("content"), keeps_reasoning=keeps),
         message=str(index),

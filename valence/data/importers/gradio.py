@@ -14,18 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from valence.data.importers.exports import check_prompt, not_an_export
+from valence.data.importers.fields import decode_json, timestamp, undo_csv_protection, word_label
 from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    decoded,
-    label_of,
-    merge_turns,
-    seconds,
-    text_of,
-    turns_of,
-    undo_csv_protection,
-)
+from valence.data.importers.texts import UnusableVote, assistant, merge_turns, text_of, turns_of
 from valence.errors import UserError
 from valence.types import Message, Origin, content_id
 
@@ -90,9 +81,9 @@ def _event(
     """What a vote is about, its time, and the vote."""
     if len(cells) not in (4, 5):
         raise UnusableVote("shape_unknown", f"{len(cells)} cells")
-    conversation = decoded(undo_csv_protection(cells[0]))
+    conversation = decode_json(undo_csv_protection(cells[0]))
     feedback = undo_csv_protection(cells[3] if len(cells) == 5 and cells[3] else cells[2])
-    time = seconds(cells[-1])
+    time = timestamp(cells[-1])
     position = [int(digits) for digits in re.findall(r"-?\d+", cells[1])]
     if not isinstance(conversation, list) or len(position) not in (1, 2):
         raise UnusableVote("shape_unknown", f"conversation at index {cells[1]}")
@@ -103,7 +94,7 @@ def _event(
     target = content_id([dict(turn) for turn in prompt], dict(completion), position)
     if not feedback:
         return target, time, Skipped("withdrawn", origin)
-    label = label_of(feedback, options.labels)
+    label = word_label(feedback, options.labels)
     if label is None:
         return "", time, Skipped("no_vote", origin, feedback)
     vote = Vote(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valence.data.importers.messages import first, is_blank, object_in, timestamp
+from valence.data.importers.fields import first_value, is_blank, object_at, timestamp
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.importers.traces import Step, rows_of_kind, vote_on
 from valence.data.sources import Row
@@ -56,7 +56,7 @@ def _vote(row: Row, options: ReadOptions) -> Vote | Skipped:
     status = as_number(request.get("response_status"))
     if is_blank(request.get("request_body")) and is_blank(request.get("response_body")):
         return Skipped("no_conversation", origin, str(request["request_id"]))
-    properties = object_in(request, "request_properties", "properties")
+    properties = object_at(request, "request_properties", "properties")
     identifier = str(request["request_id"])
     step = Step(
         id=identifier,
@@ -65,7 +65,7 @@ def _vote(row: Row, options: ReadOptions) -> Vote | Skipped:
         is_failed=status is not None and status != 200,
         given=request.get("request_body"),
         answer=request.get("response_body"),
-        model=str(first(request, "response_model", "request_model", "model") or ""),
+        model=str(first_value(request, "response_model", "request_model", "model") or ""),
         session=str(properties.get("Helicone-Session-Id") or ""),
         rater=str(request.get("request_user_id") or ""),
         row=request,
@@ -77,6 +77,6 @@ def _vote(row: Row, options: ReadOptions) -> Vote | Skipped:
         source=SOURCE,
         rater=None,
         id=str(request.get("feedback_id") or identifier),
-        updated_at=timestamp(first(request, "feedback_created_at", "request_created_at")),
+        updated_at=timestamp(first_value(request, "feedback_created_at", "request_created_at")),
         label=label,
     )

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-from valence.data.importers.messages import (
-    Exchange,
-    decoded,
-    first,
-    object_in,
-    text_of,
+from valence.data.importers.fields import (
+    decode_json,
+    first_value,
+    label_of,
+    object_at,
     timestamp,
-    tools_of,
+    word_label,
 )
+from valence.data.importers.messages import Exchange, text_of, tools_of
 from valence.data.importers.records import ReadOptions, Skipped, SkipReason, Vote, Winner
 from valence.data.importers.traces import (
     Step,
@@ -23,10 +23,8 @@ from valence.data.importers.traces import (
     combine_votes,
     exchange_in,
     export_rows,
-    label_of,
     rows_of_kind,
     vote_on,
-    word_label,
 )
 from valence.data.sources import Row
 from valence.data.values import as_number
@@ -75,7 +73,7 @@ def _trace_id(run: Mapping[str, Any]) -> str:
 
 
 def _source(feedback: Mapping[str, Any]) -> dict[str, Any]:
-    return object_in(feedback, "feedback_source")
+    return object_at(feedback, "feedback_source")
 
 
 def _said(feedback: Mapping[str, Any], options: ReadOptions) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def _vote(row: Row, traces: Traces, options: ReadOptions) -> Vote | Skipped:
         source=SOURCE,
         rater=_rater(source),
         id=str(feedback.get("id") or ""),
-        updated_at=timestamp(first(feedback, "modified_at", "created_at")),
+        updated_at=timestamp(first_value(feedback, "modified_at", "created_at")),
         is_machine=is_machine,
         comment=str(feedback.get("comment") or ""),
         **said,
@@ -171,7 +169,7 @@ def _comparison(this: Row, other: Row, traces: Traces, options: ReadOptions) -> 
         rater=_rater(_source(this.value)),
         id=f"{this.value.get('id')}/{other.value.get('id')}",
         updated_at=max(
-            timestamp(first(row.value, "modified_at", "created_at")) for row in (this, other)
+            timestamp(first_value(row.value, "modified_at", "created_at")) for row in (this, other)
         ),
         is_machine=_source(this.value).get("type") in MACHINE,
         comment=str(this.value.get("comment") or other.value.get("comment") or ""),
@@ -201,10 +199,10 @@ def _comparable(score: object) -> float | None:
 
 
 def _step(run: Mapping[str, Any]) -> Step:
-    extra = object_in(run, "extra")
-    metadata, call = object_in(extra, "metadata"), object_in(extra, "invocation_params")
-    inputs = decoded(run.get("inputs"))
-    model = first(metadata, "ls_model_name") or first(call, "model", "model_name")
+    extra = object_at(run, "extra")
+    metadata, call = object_at(extra, "metadata"), object_at(extra, "invocation_params")
+    inputs = decode_json(run.get("inputs"))
+    model = first_value(metadata, "ls_model_name") or first_value(call, "model", "model_name")
     if model is None and isinstance(inputs, dict):
         model = inputs.get("model")
     return Step(
@@ -219,7 +217,7 @@ def _step(run: Mapping[str, Any]) -> Step:
         tools=tools_of(call),
         model=str(model or ""),
         # The conversation that a run belongs to has one of these names.
-        session=str(first(metadata, "session_id", "thread_id", "conversation_id") or ""),
+        session=str(first_value(metadata, "session_id", "thread_id", "conversation_id") or ""),
         rater=str(metadata.get("user_id") or ""),
         row=run,
     )

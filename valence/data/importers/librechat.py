@@ -12,19 +12,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
+from valence.data.importers.fields import text_list, timestamp, word_label
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.importers.texts import (
     UnusableVote,
     assistant,
     branch,
-    label_of,
-    seconds,
-    short,
     system_turn,
-    text_list,
     text_of,
     turns_of,
 )
+from valence.data.values import shown
 from valence.types import Message, Origin
 
 SOURCE = "librechat"
@@ -77,9 +75,9 @@ def _vote(
     feedback = message["feedback"]
     if not isinstance(feedback, Mapping):
         feedback = {"rating": feedback}
-    label = label_of(feedback.get("rating"), options.labels)
+    label = word_label(feedback.get("rating"), options.labels)
     if label is None:
-        raise UnusableVote("no_vote", short(feedback.get("rating")))
+        raise UnusableVote("no_vote", shown(feedback.get("rating")))
     name = str(message["messageId"])
     if message.get("isCreatedByUser"):
         raise UnusableVote("not_assistant", "user")
@@ -93,7 +91,7 @@ def _vote(
     yield Vote(
         source=SOURCE,
         id=name,
-        updated_at=seconds(message.get("updatedAt") or message.get("createdAt")),
+        updated_at=timestamp(message.get("updatedAt") or message.get("createdAt")),
         rater=str(message.get("user") or ""),
         prompt=(*system_turn(system), *turns_of(turns, keeps_reasoning=keeps)),
         completion=assistant(_turn(message, keeps)["content"], keeps_reasoning=keeps),

@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
+from valence.data.importers.fields import decode_json, first_value, is_blank, is_json
 from valence.data.importers.records import SkipReason
-from valence.data.strict_json import StrictDecoder
 from valence.data.values import ROLES, TEXT_PARTS
 from valence.types import Message
 
@@ -32,8 +31,6 @@ REASONING_BLOCK = re.compile(
 """Reasoning that a model writes before its answer. Its first tag may be part of the prompt."""
 TRUNCATED = ("length", "max_tokens", "incomplete")
 """What APIs call the end of a completion that reached its length limit."""
-UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-"""Unit of a timestamp -> how many there are in a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ def exchange_of(
     given: object, answer: object, *, keeps_reasoning: bool = False
 ) -> Exchange | SkipReason:
     """The prompt and the completion in a recorded input and output, or why there are none."""
-    given, answer = decoded(given), decoded(answer)
+    given, answer = decode_json(given), decode_json(answer)
     if is_truncated(answer):
         return "unfinished"
     if is_blank(answer):
@@ -76,9 +73,9 @@ def exchange_of(
 
 def messages_of(value: object) -> tuple[Message, ...] | None:
     """The turns of a recorded input; None if its shape is unknown. Plain text is a user's turn."""
-    value = decoded(value)
+    value = decode_json(value)
     if isinstance(value, str):
-        return None if _is_json(value) else ({"role": "user", "content": value},)
+        return None if is_json(value) else ({"role": "user", "content": value},)
     if isinstance(value, list):
         if len(value) == 1 and isinstance(value[0], list):  # LangChain's batches
             return messages_of(value[0])
@@ -102,7 +99,7 @@ def assistant_of(value: object) -> Message | None:
     """The last turn of a recorded output; None if its shape is unknown, or if it is not the
     assistant's.
     """
-    turns = _answer_turns(decoded(value))
+    turns = _answer_turns(decode_json(value))
     return turns[-1] if turns and turns[-1]["role"] == "assistant" else None
 
 
@@ -116,17 +113,17 @@ def text_of(value: object) -> str | None:
 
 def tools_of(value: object) -> tuple[Mapping[str, Any], ...]:
     """The tools of a request, or of a list of tools, as OpenAI describes them."""
-    value = decoded(value)
-    items = decoded(value.get("tools")) if isinstance(value, dict) else value
+    value = decode_json(value)
+    items = decode_json(value.get("tools")) if isinstance(value, dict) else value
     tools: list[Mapping[str, Any]] = []
     for item in items if isinstance(items, list) else []:
-        tool = decoded(item)
+        tool = decode_json(item)
         if not isinstance(tool, dict):
             continue
         if isinstance(tool.get("function"), dict):
             tools.append({"type": "function", "function": tool["function"]})
         elif isinstance(tool.get("name"), str):
-            parameters = first(tool, "parameters", "input_schema") or {}
+            parameters = first_value(tool, "parameters", "input_schema") or {}
             function = {"name": tool["name"], "description": tool.get("description") or ""}
             tools.append({"type": "function", "function": {**function, "parameters": parameters}})
     return tuple(tools)
@@ -137,92 +134,20 @@ def has_media(message: Message) -> bool:
     return isinstance(message["content"], list)
 
 
-def is_blank(value: object) -> bool:
-    """Whether nothing was recorded."""
-    return value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
-
-
 def is_truncated(value: object) -> bool:
     """Whether a recorded output ended at its length limit."""
-    value = decoded(value)
+    value = decode_json(value)
     if not isinstance(value, dict):
         return False
-    if first(value, "stop_reason", "finish_reason", "status") in TRUNCATED:
+    if first_value(value, "stop_reason", "finish_reason", "status") in TRUNCATED:
         return True
-    inner = first(value, "choices", "generations")
+    inner = first_value(value, "choices", "generations")
     while isinstance(inner, list) and len(inner) == 1:
         inner = inner[0]
     if not isinstance(inner, dict):
         return False
     info = inner.get("generation_info")
     return is_truncated(inner) or (isinstance(info, dict) and is_truncated(info))
-
-
-def timestamp(value: object, unit: str | None = None) -> float:
-    """Seconds since 1970 (UTC) of a time that is ISO text, a date, or a number; 0 if it is none.
-
-    unit: of numbers: s, ms, us or ns. Without it, the magnitude decides: times from 1973 to 5138
-    are told apart. Times without a zone are UTC.
-    """
-    if isinstance(value, str):
-        text = value.strip()
-        try:
-            value = float(text)
-        except ValueError:
-            try:
-                value = datetime.fromisoformat(text)
-            except ValueError:
-                return 0.0
-    if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return 0.0
-    if unit is None:
-        unit = next((u for u, n in UNITS.items() if value < 1e11 * n), "ns")
-    return value / UNITS[unit]
-
-
-def decoded(value: object) -> Any:
-    """The object or list that is written as JSON in text, as cells of a CSV file have it; any other
-    value unchanged.
-    """
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
-        return value
-    decoder, text = StrictDecoder(), value.strip()
-    try:
-        parsed, end = decoder.value_at(text, 0)
-    except ValueError:
-        return value
-    return value if end < len(text) or decoder.fault else parsed
-
-
-def first(row: Mapping[str, Any], *names: str) -> Any:
-    """The first of these columns that has a value; None if none has."""
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def object_in(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The object in the first of these columns that has a value; empty if none has one."""
-    value = decoded(first(row, *names))
-    return value if isinstance(value, dict) else {}
-
-
-def at_path(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, through JSON in cells; None if nothing is there."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for name in path.split("."):
-        value = decoded(value)
-        if isinstance(value, list) and name.lstrip("-").isdigit():
-            value = value[int(name)] if -len(value) <= int(name) < len(value) else None
-        else:
-            value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
-def _is_json(text: str) -> bool:
-    return decoded(text) is not text
 
 
 def _after_system(system: object, turns: tuple[Message, ...] | None) -> tuple[Message, ...] | None:
@@ -236,7 +161,7 @@ def _after_system(system: object, turns: tuple[Message, ...] | None) -> tuple[Me
 def _answer_turns(value: Any) -> tuple[Message, ...] | None:
     """The turns of an output, of which the last is the completion."""
     if isinstance(value, str):
-        return None if _is_json(value) else ({"role": "assistant", "content": value},)
+        return None if is_json(value) else ({"role": "assistant", "content": value},)
     if isinstance(value, list):
         if len(value) == 1 and isinstance(value[0], list):
             return _answer_turns(value[0])
@@ -253,7 +178,7 @@ def _answer_turns(value: Any) -> tuple[Message, ...] | None:
     if isinstance(value.get("output"), list) and value.get("object") == "response":
         return _response_turns(value["output"])
     if value.keys() == {"output"}:  # LangChain and LangSmith wrap outputs that are no objects
-        return _answer_turns(decoded(value["output"]))
+        return _answer_turns(decode_json(value["output"]))
     return _turns(value)
 
 
@@ -322,7 +247,7 @@ def _turns(value: object) -> tuple[Message, ...] | None:
             for name in ("tool_call_id", "name")
             if isinstance(fields.get(name), str)
         }
-    reasoning = first(fields, "reasoning_content", "reasoning") or reasoning
+    reasoning = first_value(fields, "reasoning_content", "reasoning") or reasoning
     if role == "assistant" and isinstance(reasoning, str) and reasoning:
         message["reasoning_content"] = reasoning
     if results:
@@ -378,7 +303,7 @@ def _content(content: object) -> Parts | None:
                 return None
             texts.append(text)
         elif kind in REASONING_PARTS:
-            reasoning.append(str(first(part, "thinking", "reasoning", "text") or ""))
+            reasoning.append(str(first_value(part, "thinking", "reasoning", "text") or ""))
         elif kind == "tool_use":
             calls.append(_call(part.get("id"), part.get("name"), part.get("input")))
         elif kind == "tool_result":

@@ -13,22 +13,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    decoded,
-    label_of,
+from valence.data.importers.fields import (
+    decode_json,
     object_at,
     objects_at,
-    prompt_of,
-    seconds,
-    short,
-    text_of,
+    thumb_label,
+    timestamp,
     value_at,
 )
+from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.data.importers.texts import UnusableVote, assistant, prompt_of, text_of
 from valence.data.sources import Row
-from valence.data.values import as_number
+from valence.data.values import as_number, shown
 from valence.errors import UserError
 from valence.types import Message, content_id
 
@@ -76,7 +72,7 @@ def _is_listing(row: Columns) -> bool:
 
 
 def _preference(row: Row, options: ReadOptions) -> Iterator[Vote]:
-    request = decoded(row.value.get("input"))
+    request = decode_json(row.value.get("input"))
     request = request if isinstance(request, Mapping) else {"messages": request}
     keeps = options.keeps_reasoning
     prompt = prompt_of(request.get("messages"), keeps_reasoning=keeps)
@@ -96,7 +92,7 @@ def _preference(row: Row, options: ReadOptions) -> Iterator[Vote]:
 
 def _output(value: object, keeps_reasoning: bool) -> Message:
     """The one turn of an output."""
-    value = decoded(value)
+    value = decode_json(value)
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -153,9 +149,9 @@ def _stored(
     if value is None or value == "":
         raise UnusableVote("no_vote")
     score = as_number(_as_label(value, options)) if is_scored else None
-    label = None if score is not None else label_of(value, options.labels)
+    label = None if score is not None else thumb_label(value, options.labels)
     if score is None and label is None:
-        raise UnusableVote("no_vote", short(value))
+        raise UnusableVote("no_vote", shown(value))
     name = str(row.value.get("id") or "")
     choices = objects_at(row.value, "choices")
     if len(choices) != 1:
@@ -174,7 +170,7 @@ def _stored(
     yield Vote(
         source=SOURCE,
         id=name,
-        updated_at=seconds(row.value.get("created")),
+        updated_at=timestamp(row.value.get("created")),
         prompt=prompt_of(given, keeps_reasoning=keeps),
         tools=_tools(row.value),
         completion=_answer(choices[0].get("message"), keeps),

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valence.data.importers.messages import decoded, first, is_blank, object_in, timestamp, tools_of
+from valence.data.importers.fields import (
+    decode_json,
+    first_value,
+    is_blank,
+    object_at,
+    timestamp,
+    word_label,
+)
+from valence.data.importers.messages import tools_of
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.importers.traces import (
     Step,
@@ -18,7 +26,6 @@ from valence.data.importers.traces import (
     export_rows,
     rows_of_kind,
     vote_on,
-    word_label,
 )
 from valence.data.values import as_number
 from valence.types import Origin
@@ -59,9 +66,9 @@ def _kinds(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _ids(row: Mapping[str, Any]) -> tuple[str, str]:
     """The ids of a span and of its trace; "" for none."""
-    context = object_in(row, "context")
-    span = first(row, "context.span_id", "span_id") or context.get("span_id")
-    trace = first(row, "context.trace_id", "trace_id") or context.get("trace_id")
+    context = object_at(row, "context")
+    span = first_value(row, "context.span_id", "span_id") or context.get("span_id")
+    trace = first_value(row, "context.trace_id", "trace_id") or context.get("trace_id")
     return str(span or ""), str(trace or "")
 
 
@@ -70,8 +77,8 @@ def _annotations(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     span_id, trace_id = _ids(row)
     if "span_kind" not in row:
         columns = {n.removeprefix("result."): v for n, v in row.items() if n.startswith("result.")}
-        fields = object_in(row, "result") or columns
-        name = first(row, "annotation_name", "name")
+        fields = object_at(row, "result") or columns
+        name = first_value(row, "annotation_name", "name")
         return [{**fields, **row, "name": name, "span_id": span_id, "trace_id": trace_id}]
     found: list[dict[str, Any]] = []
     for annotation in _embedded(row):
@@ -120,7 +127,7 @@ def _vote(
         source=SOURCE,
         rater="" if identifier == ANONYMOUS else rater,
         id=str(annotation.get("id") or f"{name}/{span_id or trace_id}/{identifier}"),
-        updated_at=timestamp(first(annotation, "updated_at", "created_at")),
+        updated_at=timestamp(first_value(annotation, "updated_at", "created_at")),
         is_machine=is_machine,
         comment=str(annotation.get("explanation") or ""),
         **said,
@@ -174,7 +181,7 @@ def _message(item: Mapping[str, Any]) -> dict[str, Any]:
 
 def _attributes(row: Mapping[str, Any]) -> dict[str, Any]:
     """A span's attributes as nested objects, whichever of their names are joined by dots."""
-    flat = dict(object_in(row, "attributes"))
+    flat = dict(object_at(row, "attributes"))
     for name, value in row.items():
         if name.startswith("attributes.") and not is_blank(value):
             flat[name.removeprefix("attributes.")] = value
@@ -194,7 +201,7 @@ def _nested(value: Any) -> Any:
             inner = node.get(part)
             node[part] = inner if isinstance(inner, dict) else {}
             node = node[part]
-        item = _nested(decoded(item) if _is_structure(last) else item)
+        item = _nested(decode_json(item) if _is_structure(last) else item)
         both = isinstance(item, dict) and isinstance(node.get(last), dict)
         node[last] = {**node[last], **item} if both else item
     return _lists(tree)

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, quote, urlsplit, urlunsplit
 
 import httpx
 
-from valence.data.importers.messages import first, object_in, timestamp
+from valence.data.importers.fields import first_value, object_at, timestamp
 from valence.data.importers.records import Reader, ReadOptions, Skipped, Vote
 from valence.errors import UserError
 from valence.network import as_the_environment_says, routes
@@ -203,7 +203,7 @@ class Api:
             reply = self.get(path, {**params, "limit": PAGE_SIZE, "page": page})
             rows = self.rows(reply, path)
             yield from self._new(rows, seen, path)
-            last = object_in(reply, "meta").get("totalPages")
+            last = object_at(reply, "meta").get("totalPages")
             is_last = page >= last if isinstance(last, int) else len(rows) < PAGE_SIZE
             if not rows or is_last:
                 return
@@ -265,7 +265,7 @@ class Request:
     includes_machine: bool = False
 
     def is_new(self, row: Mapping[str, Any], *columns: str) -> bool:
-        changed = timestamp(first(row, *columns))
+        changed = timestamp(first_value(row, *columns))
         return not changed or changed >= self.since
 
 
@@ -290,7 +290,7 @@ def _langfuse(api: Api, request: Request) -> Rows:
     trace_ids: dict[str, None] = {}
     for score in (_langfuse_scores if has_version_2 else _langfuse_scores_v3)(api, request):
         if request.is_new(score, "updatedAt", "timestamp"):
-            subject = object_in(score, "subject")
+            subject = object_at(score, "subject")
             of_subject = subject.get("id" if subject.get("kind") == "trace" else "traceId")
             if trace_id := score.get("traceId") or of_subject:
                 trace_ids[str(trace_id)] = None
@@ -328,7 +328,7 @@ def _langfuse_observations(api: Api, trace_id: str) -> Rows:
 
 
 def _langfuse_cursor(reply: dict[str, Any]) -> Any:
-    return object_in(reply, "meta").get("cursor")
+    return object_at(reply, "meta").get("cursor")
 
 
 def _phoenix(api: Api, request: Request) -> Rows:
@@ -338,8 +338,8 @@ def _phoenix(api: Api, request: Request) -> Rows:
     those of annotated traces a second time.
     """
     traces = {
-        str(object_in(span, "context").get("span_id")): str(
-            object_in(span, "context").get("trace_id")
+        str(object_at(span, "context").get("span_id")): str(
+            object_at(span, "context").get("trace_id")
         )
         for span in _phoenix_pages(api, request, "spans", {})
     }
@@ -351,7 +351,7 @@ def _phoenix(api: Api, request: Request) -> Rows:
     for ids in _batches(rated):
         for span in _phoenix_pages(api, request, "spans", {"trace_id": ids}):
             # A version that does not know trace_id returns all spans.
-            if object_in(span, "context").get("trace_id") in ids:
+            if object_at(span, "context").get("trace_id") in ids:
                 yield span
 
 
@@ -406,7 +406,7 @@ def _langsmith_runs(api: Api, query: Mapping[str, Any]) -> Rows:
 
 
 def _langsmith_cursor(reply: dict[str, Any]) -> Any:
-    return object_in(reply, "cursors").get("next")
+    return object_at(reply, "cursors").get("next")
 
 
 def _langsmith_project(api: Api, project: str) -> str:

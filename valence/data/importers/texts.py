@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import Any, cast
 
+from valence.data.importers.fields import decode_json
 from valence.data.importers.records import SkipReason
-from valence.data.strict_json import StrictDecoder
-from valence.data.values import ROLES, TEXT_PARTS, as_number, thumb
+from valence.data.values import ROLES, TEXT_PARTS
 from valence.types import Message
 
 UI_BLOCK = re.compile(
@@ -24,10 +22,6 @@ THOUGHT_PARTS = ("think", "thinking", "reasoning", "reasoningContent")
 TOOL_PARTS = ("tool_call", "agent_update")
 """Parts that LibreChat writes about the work of an agent."""
 FILE_PART = re.compile(r"image|file|video|audio|document", re.IGNORECASE)
-CSV_DANGER = re.compile(r"[=+@\t\n-]|.*,[=+@\t\n-]", re.DOTALL)
-"""Text that CSV writers protect with an apostrophe, because a spreadsheet may run it."""
-MILLISECONDS = 1e11
-"""Times from this number on are not seconds: as seconds, they are after the year 5000."""
 
 
 class UnusableVote(Exception):
@@ -92,26 +86,6 @@ def part_text(part: object, *, keeps_reasoning: bool) -> str:
     raise UnusableVote("shape_unknown", f"content part of type {kind}")
 
 
-def undo_csv_protection(cell: str) -> str:
-    """The cell without the apostrophe that keeps spreadsheets from running it."""
-    return cell[1:] if cell.startswith("'") and CSV_DANGER.match(cell, 1) else cell
-
-
-def decoded(cell: object) -> Any:
-    """The value of a cell that holds a JSON list or object as text; other cells as they are."""
-    if not isinstance(cell, str) or not cell.lstrip().startswith(("[", "{")):
-        return cell
-    decoder = StrictDecoder()
-    text = cell.strip()
-    try:
-        value, end = decoder.value_at(text, 0)
-    except ValueError:
-        return cell
-    if decoder.fault is not None:
-        raise UnusableVote("shape_unknown", decoder.fault)
-    return value if end == len(text) else cell
-
-
 # Turns
 
 
@@ -165,7 +139,7 @@ def merge_turns(turns: Iterable[Message]) -> list[Message]:
 
 def prompt_of(value: object, *, keeps_reasoning: bool = False) -> tuple[Message, ...]:
     """The turns of a prompt that is text, a list of turns, or an object with ``messages``."""
-    value = decoded(value)
+    value = decode_json(value)
     if isinstance(value, Mapping) and "messages" in value:
         value = value["messages"]
     if isinstance(value, str) and value.strip():
@@ -198,68 +172,3 @@ def branch(
         path.append(messages[message])
         message = str(messages[message].get(parent_field) or "")
     return path[::-1]
-
-
-# Values
-
-
-def label_of(value: object, labels: Mapping[str, bool]) -> bool | None:
-    """Thumbs up or down. labels: categories and what they mean. None for anything else."""
-    return labels[str(value)] if str(value) in labels else thumb(value)
-
-
-def seconds(time: object) -> float:
-    """A time as seconds since 1970 (UTC); 0 when unknown.
-
-    time: a number in seconds or milliseconds, a datetime, or ISO 8601. Without a time zone it is
-    taken as UTC.
-    """
-    if isinstance(time, datetime):
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-    number = as_number(time)
-    if number is not None:
-        while number >= MILLISECONDS:
-            number /= 1000
-        return number
-    try:
-        return seconds(datetime.fromisoformat(str(time)))
-    except ValueError:
-        return 0.0
-
-
-def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None when there is none. Names that hold dots come first."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for name in path.split("."):
-        value = decoded(value)
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(name)
-    return value
-
-
-def object_at(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The object in a column; an empty one when there is none."""
-    value = decoded(row.get(name))
-    return value if isinstance(value, Mapping) else {}
-
-
-def objects_at(row: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """The objects of the list in a column; none when there is no list."""
-    values = decoded(row.get(name))
-    if not isinstance(values, list):
-        return []
-    return [each for each in values if isinstance(each, Mapping)]
-
-
-def text_list(value: object) -> tuple[str, ...]:
-    """The texts of a list, such as tags; or one text alone."""
-    values = value if isinstance(value, list) else [value]
-    return tuple(text for text in values if isinstance(text, str) and text)
-
-
-def short(value: object) -> str:
-    """A value in the words of an example."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
-from valence.data.importers.messages import Exchange, at_path, exchange_of, is_blank
+from valence.data.importers.fields import is_blank, value_at
+from valence.data.importers.messages import Exchange, exchange_of
 from valence.data.importers.records import ReadOptions, Skipped, SkipReason, Vote
 from valence.data.sources import BadRow, Row, read_rows
-from valence.data.values import as_number, shown, thumb
+from valence.data.values import shown
 from valence.errors import UserError
 from valence.types import Origin
 
@@ -85,10 +86,10 @@ def exchange_in(step: Step, options: ReadOptions) -> Exchange | SkipReason:
     """The prompt and completion of a step, or why it has none."""
     if step.is_failed:
         return "failed"
-    given = at_path(step.row, options.paths["prompt"]) if "prompt" in options.paths else step.given
+    given = value_at(step.row, options.paths["prompt"]) if "prompt" in options.paths else step.given
     answer = step.answer
     if "completion" in options.paths:
-        answer = at_path(step.row, options.paths["completion"])
+        answer = value_at(step.row, options.paths["completion"])
     found = exchange_of(given, answer, keeps_reasoning=options.keeps_reasoning)
     if isinstance(found, Exchange) and step.tools and not found.tools:
         return replace(found, tools=step.tools)
@@ -126,23 +127,6 @@ def vote_on(
         session=step.session,
         **said,
     )
-
-
-def label_of(value: object, labels: Mapping[str, bool]) -> bool | None:
-    """Thumbs up or down: a truth value, or a word or number that the user gave a meaning to."""
-    if value is None or isinstance(value, bool):
-        return value
-    number = as_number(value)
-    is_whole = number is not None and number.is_integer()
-    word = f"{number:.0f}" if is_whole else str(value).strip().casefold()
-    meanings = {name.strip().casefold(): label for name, label in labels.items()}
-    return meanings.get(word, {"true": True, "false": False}.get(word))
-
-
-def word_label(value: object, labels: Mapping[str, bool]) -> bool | None:
-    """``label_of``, and the words that mean thumbs up or down in every tool."""
-    label = label_of(value, labels)
-    return thumb(value) if label is None and isinstance(value, str) else label
 
 
 def export_rows(paths: Sequence[str]) -> Iterator[Row]:
