@@ -8,13 +8,22 @@ from typing import Any
 import pytest
 
 from tests.data.importers.exports import assistant, user
+from valence.data.importers import messages
 from valence.data.importers.messages import (
     Exchange,
+    answer_text,
     assistant_of,
+    branch,
     exchange_of,
+    merge_turns,
     messages_of,
+    prompt_of,
+    strip_reasoning,
+    text_of,
     tools_of,
+    turns_of,
 )
+from valence.data.importers.records import SkipReason, UnusableVote
 
 HI = (user("Hi"),)
 
@@ -69,6 +78,7 @@ def test_known_shapes_of_inputs(shape: str) -> None:
         {"input": "Hi", "context": "..."},
         {"prompts": ["Human: Hi"]},
         '{"question": "Hi"}',
+        '{"messages": [], "messages": "Hi"}',
         [{"role": "critic", "content": "Hi"}],
         [{"content": "Hi"}],
         ["Hi"],
@@ -77,7 +87,9 @@ def test_known_shapes_of_inputs(shape: str) -> None:
     ],
 )
 def test_unknown_shapes_of_inputs(value: object) -> None:
-    assert messages_of(value) is None
+    with pytest.raises(UnusableVote) as info:
+        messages_of(value)
+    assert info.value.reason == "shape_unknown"
 
 
 HELLO = assistant("Hello")
@@ -123,17 +135,26 @@ def test_known_shapes_of_outputs(shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "reason"),
     [
-        {"answer": "Hello"},
-        '{"answer": "Hello"}',
-        {"choices": [{"message": HELLO}, {"message": assistant("Hey")}]},
-        {"choices": []},
-        user("Hello"),
+        ({"answer": "Hello"}, "shape_unknown"),
+        ('{"answer": "Hello"}', "shape_unknown"),
+        ('{"answer": NaN}', "shape_unknown"),
+        ({"choices": [{"message": HELLO}, {"message": assistant("Hey")}]}, "shape_unknown"),
+        ({"choices": []}, "shape_unknown"),
+        (user("Hello"), "not_assistant"),
     ],
 )
-def test_unknown_shapes_of_outputs(value: object) -> None:
-    assert assistant_of(value) is None
+def test_unknown_shapes_of_outputs(value: object, reason: SkipReason) -> None:
+    with pytest.raises(UnusableVote) as info:
+        assistant_of(value)
+    assert info.value.reason == reason
+    assert answer_text(value) is None
+
+
+def test_text_of_an_output() -> None:
+    assert answer_text({"content": "<think>Hm</think>Hello", "role": "assistant"}) == "Hello"
+    assert answer_text({"role": "assistant", "content": "", "tool_calls": [CALL]}) is None
 
 
 CALL = {
@@ -213,6 +234,15 @@ REASONS: dict[str, tuple[Any, Any, str]] = {
     "unknown input": ({"question": "Hi"}, "Hello", "shape_unknown"),
     "unknown output": ("Hi", {"answer": "Hello"}, "shape_unknown"),
     "output of another conversation": ("Hi", [user("Hey"), HELLO], "shape_unknown"),
+    "an empty turn": ([assistant(""), user("Hi")], "Hello", "shape_unknown"),
+    "an unknown part": ("Hi", {"role": "assistant", "content": [{"type": "x"}]}, "shape_unknown"),
+    "tool calls of another kind": ("Hi", {**HELLO, "tool_calls": 7}, "shape_unknown"),
+    "a tool call without a name": ("Hi", {**HELLO, "tool_calls": [{}]}, "shape_unknown"),
+    "a tool's result in a completion": (
+        "Hi",
+        {"role": "assistant", "content": [{"type": "tool_result", "content": "20"}]},
+        "shape_unknown",
+    ),
     "output with a turn in between": ("Hi", [HELLO, user("And?"), HELLO], "shape_unknown"),
 }
 
@@ -244,3 +274,115 @@ def test_an_output_may_repeat_the_conversation_or_continue_it() -> None:
 def test_reasoning_is_left_out_unless_it_is_kept(answer: dict[str, Any]) -> None:
     assert exchange_of("Hi", answer) == Exchange(HI, HELLO)
     assert exchange_of("Hi", answer, keeps_reasoning=True) == Exchange(HI, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nhm\n</think>\n\nParis", "Paris"),
+        ("  <think>hm</think>Paris", "Paris"),
+        ("hm, so\n</think>\n\nParis", "Paris"),
+        ("<think>\nhm, and so on", ""),
+        ("<think>a</think>\nFirst\n<think>b</think>\nSecond", "First\nSecond"),
+        ('<details type="reasoning" done="false">\nhm', ""),
+        ('First\n<details type="tool_calls" id="x">\ny\n</details>\nSecond', "First\nSecond"),
+        (
+            '<details type="code">x</details>',
+            '<details type="code">x</details>',
+        ),
+        ("Write </think> to end it.", "Write </think> to end it."),
+        ("  Paris\n", "  Paris\n"),
+    ],
+)
+def test_reasoning_is_stripped(text: str, expected: str) -> None:
+    assert strip_reasoning(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, ""),
+        ("Paris", "Paris"),
+        (["a", {"type": "text", "text": "b"}, {"text": "c"}], "a\nb\nc"),
+        ({"type": "output_text", "text": "a"}, "a"),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}], "a"),
+    ],
+)
+def test_content_as_text(content: object, expected: str) -> None:
+    assert text_of(content) == expected
+
+
+def test_thoughts_are_kept_on_request() -> None:
+    content = [{"type": "think", "think": "hm"}, {"type": "text", "text": "a"}]
+    assert messages.assistant(content) == assistant("a")
+    completion = messages.assistant(content, keeps_reasoning=True)
+    assert completion == {**assistant("a"), "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([{"type": "image_url", "image_url": {}}], "image"),
+        ([{"type": "input_audio", "input_audio": {}}], "image"),
+        ([{"document": {"name": "x"}}], "image"),
+        ([{"toolUse": {}}], "shape_unknown"),
+        ([{"type": "text", "text": 7}], "shape_unknown"),
+        ([7], "shape_unknown"),
+        (7, "shape_unknown"),
+    ],
+)
+def test_content_that_is_no_text(content: object, reason: SkipReason) -> None:
+    with pytest.raises(UnusableVote) as info:
+        text_of(content)
+    assert info.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("Hi", ["Hi"]),
+        ([{"role": "user", "content": "Hi"}], ["Hi"]),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, ["Hi"]),
+        ('[{"role": "user", "content": "Hi"}]', ["Hi"]),
+    ],
+)
+def test_prompts(value: object, expected: list[str]) -> None:
+    assert [turn["content"] for turn in prompt_of(value)] == expected
+
+
+@pytest.mark.parametrize("value", ["", "  ", None, [], {}])
+def test_no_prompt(value: object) -> None:
+    with pytest.raises(UnusableVote) as info:
+        prompt_of(value)
+    assert info.value.reason == "no_prompt"
+
+
+def test_reasoning_is_stripped_from_the_assistants_turns_alone() -> None:
+    text = "<think>\nhm\n</think>\nParis"
+    turns = turns_of([{"role": role, "content": text} for role in ("user", "assistant")])
+    assert [turn["content"] for turn in turns] == [text, "Paris"]
+
+
+def test_messages_of_the_assistant_in_a_row_are_one_turn() -> None:
+    texts = [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e")]
+    merged = merge_turns([{"role": role, "content": text} for role, text in texts])
+    assert [turn["content"] for turn in merged] == ["a", "b", "c\n\nd", "e"]
+
+
+@pytest.mark.parametrize(
+    ("message", "parents", "expected"),
+    [
+        ("c", {"a": None, "b": "a", "c": "a"}, ["a", "c"]),
+        ("x", {"a": None}, "message_missing"),
+        ("", {"a": None}, "message_missing"),
+        ("b", {"b": "a"}, "no_conversation"),
+        ("b", {"a": "b", "b": "a"}, "no_conversation"),
+    ],
+)
+def test_branches(message: str, parents: dict[str, str | None], expected: Any) -> None:
+    messages = {name: {"name": name, "parent": parent} for name, parent in parents.items()}
+    try:
+        found: object = [each["name"] for each in branch(messages, message, "parent")]
+    except UnusableVote as error:
+        found = error.reason
+    assert found == expected

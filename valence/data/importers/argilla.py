@@ -15,8 +15,8 @@ from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, guess_parts, votes_or_skipped
 from valence.data.importers.fields import decode_json, object_at, objects_at, value_at, word_label
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import UnusableVote, assistant, prompt_of
+from valence.data.importers.messages import assistant, prompt_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.types import content_id
@@ -62,9 +62,9 @@ def _record(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
     if not responses:
         yield Skipped("no_vote", row.origin)
     by_rater: dict[tuple[str, bool, str], dict[str, Any]] = {}
-    for each in responses:
-        rater = (each.rater, each.is_machine, each.status)
-        by_rater.setdefault(rater, {})[each.question] = decode_json(each.value)
+    for response in responses:
+        rater = (response.rater, response.is_machine, response.status)
+        by_rater.setdefault(rater, {})[response.question] = decode_json(response.value)
     for (rater, is_machine, status), answers in by_rater.items():
         if is_machine and not options.includes_machine:
             yield Skipped("machine", row.origin, rater)
@@ -87,12 +87,14 @@ def _structured(row: Columns) -> Iterator[_Response]:
     status = "submitted" if row.get("status") == "completed" else "draft"
     responses = object_at(row, "responses")
     for question in responses:
-        for each in objects_at(responses, question):
-            yield _Response(question, each.get("value"), str(each.get("user_id") or ""), status)
+        for answer in objects_at(responses, question):
+            yield _Response(question, answer.get("value"), str(answer.get("user_id") or ""), status)
     suggestions = object_at(row, "suggestions")
     for question in suggestions:
-        each = object_at(suggestions, question)
-        yield _Response(question, each.get("value"), str(each.get("agent") or ""), is_machine=True)
+        answer = object_at(suggestions, question)
+        yield _Response(
+            question, answer.get("value"), str(answer.get("agent") or ""), is_machine=True
+        )
 
 
 def _flat(row: Columns) -> Iterator[_Response]:
@@ -127,7 +129,7 @@ def _votes(
 ) -> Iterator[Vote]:
     keeps = options.keeps_reasoning
     parts = guess_parts(fields, options.paths)
-    prompt = prompt_of(value_at(fields, parts.get("prompt", "")), keeps_reasoning=keeps)
+    prompt = prompt_of(value_at(fields, parts.get("prompt", "")))
     vote = content_id(record, common["rater"])
     base = {**common, "prompt": prompt, "parent": record, "session": record}
     num_votes = 0

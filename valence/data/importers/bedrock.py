@@ -7,8 +7,8 @@ from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
 from valence.data.importers.fields import object_at, objects_at, timestamp
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import UnusableVote, assistant, prompt_of, text_of, turns_of
+from valence.data.importers.messages import assistant, prompt_of, system_turn, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.errors import UserError
@@ -50,9 +50,7 @@ def _candidates(row: Row, options: ReadOptions) -> Iterator[Vote]:
         raise UnusableVote("no_vote", "without candidates")
     if last.get("role") != "assistant":
         raise UnusableVote("not_assistant", last.get("role"))
-    system = text_of(row.value.get("system"), keeps_reasoning=keeps)
-    turns = [{"role": "system", "content": system}] if system.strip() else []
-    prompt = turns_of([*turns, *earlier], keeps_reasoning=keeps)
+    prompt = (*system_turn(row.value.get("system")), *turns_of(earlier))
     by_label: dict[str, list[Any]] = {"preferred": [], "non-preferred": []}
     for candidate in candidates:
         by_label.setdefault(str(candidate.get("preferenceLabel")), []).append(candidate)
@@ -81,7 +79,7 @@ def _evaluated(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
     loop = str(result.get("humanLoopName") or content_id(row.value))
     prompt = record.get("prompt")
     prompt = prompt.get("text") if isinstance(prompt, Mapping) else prompt
-    turns = prompt_of(prompt, keeps_reasoning=options.keeps_reasoning)
+    turns = prompt_of(prompt)
     answers = objects_at(result, "humanAnswers")
     if not answers:
         raise UnusableVote("no_vote", "no worker answered")
@@ -163,7 +161,7 @@ def _compared(
         raise UnusableVote("shape_unknown", f"{len(responses)} responses compared")
     if isinstance(result, list):
         entries = objects_at(entry, "result")
-        ranks = {str(each.get("modelResponseId")): as_number(each.get("rank")) for each in entries}
+        ranks = {str(e.get("modelResponseId")): as_number(e.get("rank")) for e in entries}
     else:
         best = result.get("modelResponseId") if isinstance(result, Mapping) else result
         ranks = {str(number): 2.0 for number in range(2)} | {str(best): 1.0}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
 from valence.data.importers.fields import thumb_label, timestamp
-from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import UnusableVote, assistant, merge_turns, turns_of
+from valence.data.importers.messages import assistant, merge_turns, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.data.sources import Row
 from valence.data.values import shown
 from valence.errors import UserError
@@ -111,15 +111,15 @@ def _vote(
         raise UnusableVote("failed")
     keeps = options.keeps_reasoning
     turns = [
-        {"role": ROLES[str(each["type"])], "content": each.get("output") or each.get("input")}
-        for each in thread[: thread.index(step)]
-        if str(each.get("type")) in ROLES and not _is_error(each)
+        {"role": ROLES[str(s["type"])], "content": s.get("output") or s.get("input")}
+        for s in thread[: thread.index(step)]
+        if str(s.get("type")) in ROLES and not _is_error(s)
     ]
     while turns and turns[0]["role"] == "assistant":
         del turns[0]  # greetings, which the app writes
     completion = assistant(step.get("output"), keeps_reasoning=keeps)
     # a run may send several messages, of which the last one shows the thumbs
-    *prompt, completion = merge_turns((*turns_of(turns, keeps_reasoning=keeps), completion))
+    *prompt, completion = merge_turns((*turns_of(turns), completion))
     yield Vote(
         source=SOURCE,
         id=str(row.value.get("id") or target),

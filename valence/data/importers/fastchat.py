@@ -12,8 +12,8 @@ from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
 from valence.data.importers.fields import decode_json, object_at, objects_at, timestamp
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import UnusableVote, assistant, system_turn, turns_of
+from valence.data.importers.messages import assistant, system_turn, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.types import Message, content_id
@@ -237,7 +237,7 @@ def _turns(conversation: list[Any], keeps_reasoning: bool) -> tuple[Message, ...
     *earlier, last = conversation
     if not isinstance(last, Mapping):
         raise UnusableVote("shape_unknown", f"turn is {last!r}")
-    turns = turns_of(earlier, keeps_reasoning=keeps_reasoning)
+    turns = turns_of(earlier)
     if last.get("role") != "assistant":
         raise UnusableVote("not_assistant", last.get("role"))
     return (*turns, assistant(last.get("content"), keeps_reasoning=keeps_reasoning))

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from valence.data.importers.exports import check_prompt, not_an_export
+from valence.data.importers.exports import not_an_export
 from valence.data.importers.fields import decode_json, timestamp, undo_csv_protection, word_label
-from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import UnusableVote, assistant, merge_turns, text_of, turns_of
+from valence.data.importers.messages import assistant, check_prompt, merge_turns, text_of, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.errors import UserError
 from valence.types import Message, Origin, content_id
 
@@ -106,7 +106,7 @@ def _event(
         label=label,
         origin=origin,
     )
-    check_prompt(vote)
+    check_prompt(vote.prompt)
     is_custom = feedback not in ("Like", "Dislike")
     return target, time, replace(vote, tags=(feedback,)) if is_custom else vote
 
@@ -134,7 +134,7 @@ def _from_messages(
         for part in (messages[:start], messages[start:end])
     )
     texts = [text_of(message.get("content"), keeps_reasoning=keeps) for message in rated]
-    prompt = merge_turns(turns_of(before, keeps_reasoning=keeps))
+    prompt = merge_turns(turns_of(before))
     return tuple(prompt), assistant("\n\n".join(texts), keeps_reasoning=keeps)
 
 
@@ -163,7 +163,7 @@ def _from_pairs(
     if pairs[row][1] is None:
         raise UnusableVote("unfinished")
     return (
-        turns_of(turns[:-1], keeps_reasoning=keeps),
+        turns_of(turns[:-1]),
         assistant(turns[-1]["content"], keeps_reasoning=keeps),
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from valence.data.importers.exports import load_kind
 from valence.data.importers.fields import first_value, is_blank, object_at, timestamp
 from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.traces import Step, rows_of_kind, vote_on
+from valence.data.importers.traces import Step, vote_on
 from valence.data.sources import Row
 from valence.data.values import as_number, thumb
 from valence.errors import UserError
@@ -18,7 +19,7 @@ NEEDED = {"requests": "requests"}
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     """The votes of an export: files of requests with their bodies."""
-    rows, bad = rows_of_kind("requests", paths, _kinds, "Helicone", NEEDED)
+    rows, bad = load_kind("requests", paths, "Helicone", _kinds, NEEDED)
     yield from bad
     _check_columns(rows)
     for row in rows:
@@ -63,7 +64,7 @@ def _vote(row: Row, options: ReadOptions) -> Vote | Skipped:
         trace=identifier,
         is_generation=True,
         is_failed=status is not None and status != 200,
-        given=request.get("request_body"),
+        inputs=request.get("request_body"),
         answer=request.get("response_body"),
         model=str(first_value(request, "response_model", "request_model", "model") or ""),
         session=str(properties.get("Helicone-Session-Id") or ""),

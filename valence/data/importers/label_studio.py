@@ -21,8 +21,8 @@ from valence.data.importers.fields import (
     value_at,
     word_label,
 )
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import UnusableVote, assistant, prompt_of
+from valence.data.importers.messages import assistant, prompt_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number
 
@@ -137,9 +137,9 @@ def _flat(row: Row, options: ReadOptions) -> Iterator[Vote]:
         value = decode_json(cell)
         if isinstance(value, str) and name in controls:
             answers.choices[name] = answers.texts[name] = value
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Mapping):
-                answers.add(name, each)
+        for entry in value if isinstance(value, list) else [value]:
+            if isinstance(entry, Mapping):
+                answers.add(name, entry)
     rater = row.value.get("annotator")
     fields = {
         "id": str(row.value.get("annotation_id") or ""),
@@ -183,7 +183,7 @@ def _vote(
     return Vote(
         source=SOURCE,
         **fields,
-        prompt=prompt_of(value_at(data, parts["prompt"]), keeps_reasoning=keeps),
+        prompt=prompt_of(value_at(data, parts["prompt"])),
         completion=assistant(value_at(data, column), keeps_reasoning=keeps),
         message=f"{task}/{column}",
         label=label,

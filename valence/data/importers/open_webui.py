@@ -12,8 +12,8 @@ from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
 from valence.data.importers.fields import object_at, objects_at, text_list, timestamp
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import UnusableVote, assistant, branch, system_turn, turns_of
+from valence.data.importers.messages import assistant, branch, system_turn, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number, shown
 from valence.types import Message, Origin
@@ -147,7 +147,7 @@ def _votes(
     keeps = options.keeps_reasoning
     if any(message.get("files") for message in path):
         raise UnusableVote("image", "files")
-    prompt = turns_of(path[:-1], keeps_reasoning=keeps)
+    prompt = turns_of(path[:-1])
     if not any(turn["role"] == "system" for turn in prompt):
         prompt = (*system_turn(rating.chat.system), *prompt)
     details = object_at(rating.data, "details")

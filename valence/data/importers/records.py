@@ -169,6 +169,15 @@ class Skipped:
     example: str = ""
 
 
+class UnusableVote(Exception):
+    """Something in an export gives no vote. reason, example: of its ``Skipped``."""
+
+    def __init__(self, reason: SkipReason, example: object = "") -> None:
+        super().__init__(reason)
+        self.reason: SkipReason = reason
+        self.example = str(example)[:80]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
     """What a reader may need to be told.
