@@ -197,12 +197,12 @@ class Api:
 
     def by_number(self, path: str, params: Mapping[str, Any]) -> Rows:
         """The rows of pages that are numbered from 1, as Langfuse has them."""
-        seen: set[str] = set()
+        known_ids: set[str] = set()
         page = 1
         while True:
             reply = self.get(path, {**params, "limit": PAGE_SIZE, "page": page})
             rows = self.rows(reply, path)
-            yield from self._new(rows, seen, path)
+            yield from self._new(rows, known_ids, path)
             last = object_at(reply, "meta").get("totalPages")
             is_last = page >= last if isinstance(last, int) else len(rows) < PAGE_SIZE
             if not rows or is_last:
@@ -211,12 +211,12 @@ class Api:
 
     def by_offset(self, path: str, params: Mapping[str, Any]) -> Rows:
         """The rows of a list that is read from an offset, as LangSmith has it."""
-        seen: set[str] = set()
+        known_ids: set[str] = set()
         offset = 0
         while True:
             reply = self.get(path, {**params, "limit": PAGE_SIZE, "offset": offset})
             rows = self.rows(reply, path, None)
-            yield from self._new(rows, seen, path)
+            yield from self._new(rows, known_ids, path)
             if len(rows) < PAGE_SIZE:
                 return
             offset += len(rows)
@@ -244,12 +244,12 @@ class Api:
             cursors.add(cursor)
             reply = ask(path, {**params, "cursor": cursor})
 
-    def _new(self, rows: list[dict[str, Any]], seen: set[str], path: str) -> Rows:
+    def _new(self, rows: list[dict[str, Any]], known_ids: set[str], path: str) -> Rows:
         """The rows that no earlier page had: new rows shift the pages while they are read."""
-        new = [row for row in rows if str(row.get("id")) not in seen]
+        new = [row for row in rows if str(row.get("id")) not in known_ids]
         if rows and not new:
             raise self.repeats(path)
-        seen.update(str(row.get("id")) for row in new)
+        known_ids.update(str(row.get("id")) for row in new)
         yield from new
 
 
