@@ -36,7 +36,22 @@ from valence.data.importers import (
 from valence.data.importers.records import Reader, ReadOptions, Vote
 from valence.errors import UserError
 
-JUNK: list[Any] = [None, True, 7, -1.5, "", "x", "[1", [], [1], [None], {}, {"x": 1}, [{"x": None}]]
+JUNK: list[Any] = [
+    None,
+    True,
+    7,
+    -1.5,
+    "",
+    "x",
+    "[1",
+    "[NaN]",
+    [],
+    [1],
+    [None],
+    {},
+    {"x": 1},
+    [{"x": None}],
+]
 
 
 def real(name: str) -> list[dict[str, Any]]:
