@@ -73,6 +73,13 @@ EXPORTS: dict[str, tuple[Reader, list[dict[str, Any]]]] = {
     ),
     "openai": (openai.read, [test_openai.preference()]),
     "openai_stored": (openai.read, [test_openai.stored()]),
+    "openai_listing": (
+        openai.read,
+        [
+            {**test_openai.stored(), "messages": None},
+            {"object": "list", "data": [{"id": "chatcmpl-1-0", "role": "user", "content": "Hi"}]},
+        ],
+    ),
     "label_studio": (
         label_studio.read,
         real("label_studio.json"),

@@ -57,7 +57,9 @@ class _Response:
 
 def _record(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
     is_structured = _is_structured(row.value)
-    responses = list(_structured(row.value) if is_structured else _flat(row.value))
+    responses = list(
+        _structured_responses(row.value) if is_structured else _flat_responses(row.value)
+    )
     fields = object_at(row.value, "fields") if is_structured else row.value
     if not responses:
         yield Skipped("no_vote", row.origin)
@@ -83,7 +85,7 @@ def _record(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
             yield from votes_or_skipped(votes, row.origin)
 
 
-def _structured(row: Columns) -> Iterator[_Response]:
+def _structured_responses(row: Columns) -> Iterator[_Response]:
     status = "submitted" if row.get("status") == "completed" else "draft"
     responses = object_at(row, "responses")
     for question in responses:
@@ -97,7 +99,7 @@ def _structured(row: Columns) -> Iterator[_Response]:
         )
 
 
-def _flat(row: Columns) -> Iterator[_Response]:
+def _flat_responses(row: Columns) -> Iterator[_Response]:
     for name in row:
         if name.endswith(".responses"):
             question = name.removesuffix(".responses")
@@ -147,7 +149,7 @@ def _votes(
                 scale=GENERATION_SCALE,
                 comment=str(answers.get(f"{match[1]}-rationale") or ""),
             )
-        for better, worse, winner in _compared(value, fields, parts):
+        for better, worse, winner in _rank_pairs(value, fields, parts):
             num_votes += 1
             yield Vote(
                 **base,
@@ -177,7 +179,7 @@ def _votes(
         raise UnusableVote("no_vote", f"questions {', '.join(answers)}")
 
 
-def _compared(
+def _rank_pairs(
     value: object, fields: Columns, parts: Mapping[str, str]
 ) -> Iterator[tuple[str, str, Winner]]:
     """The comparisons of a ranking: the better field, the worse one, and whether they tie.

@@ -27,9 +27,9 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
         if isinstance(row, Skipped):
             yield row
         elif "humanEvaluationResult" in row.value:
-            yield from votes_or_skipped(_evaluated(row, options), row.origin)
+            yield from votes_or_skipped(_evaluation_votes(row, options), row.origin)
         else:
-            yield from votes_or_skipped(_candidates(row, options), row.origin)
+            yield from votes_or_skipped(_candidate_votes(row, options), row.origin)
 
 
 def _is_row(row: Columns) -> bool:
@@ -40,7 +40,7 @@ def _is_row(row: Columns) -> bool:
     return "schemaVersion" in row or is_last_rated
 
 
-def _candidates(row: Row, options: ReadOptions) -> Iterator[Vote]:
+def _candidate_votes(row: Row, options: ReadOptions) -> Iterator[Vote]:
     keeps = options.keeps_reasoning
     *earlier, last = row.value["messages"]
     if not isinstance(last, Mapping):
@@ -72,7 +72,7 @@ def _candidates(row: Row, options: ReadOptions) -> Iterator[Vote]:
 # Human evaluation jobs
 
 
-def _evaluated(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
+def _evaluation_votes(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
     result = object_at(row.value, "humanEvaluationResult")
     record = object_at(row.value, "inputRecord")
     responses = objects_at(row.value, "modelResponses")
@@ -95,19 +95,19 @@ def _evaluated(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
             "session": loop,
             "origin": row.origin,
         }
-        rated = _chosen(results, ("thumbsUpDown", "individualLikertScale"), row, options)
-        compared = _chosen(results, ("comparisonChoice", "comparisonRank"), row, options)
+        rated = _feedback_entries(results, ("thumbsUpDown", "individualLikertScale"), row, options)
+        compared = _feedback_entries(results, ("comparisonChoice", "comparisonRank"), row, options)
         for entry in rated:
-            votes = _rated(entry, responses, common, options)
+            votes = _rating_votes(entry, responses, common, options)
             yield from votes_or_skipped(votes, row.origin)
         for entry in compared:
-            votes = _compared(entry, responses, common, options)
+            votes = _comparison_votes(entry, responses, common, options)
             yield from votes_or_skipped(votes, row.origin)
         if not rated and not compared:
             yield Skipped("no_vote", row.origin, ", ".join(results))
 
 
-def _chosen(
+def _feedback_entries(
     results: Mapping[str, Any], methods: tuple[str, ...], row: Row, options: ReadOptions
 ) -> list[Mapping[str, Any]]:
     """The results of the metrics that are feedback."""
@@ -125,7 +125,7 @@ def _chosen(
     return entries
 
 
-def _rated(
+def _rating_votes(
     entry: Mapping[str, Any],
     responses: list[Any],
     common: Mapping[str, Any],
@@ -149,7 +149,7 @@ def _rated(
     )
 
 
-def _compared(
+def _comparison_votes(
     entry: Mapping[str, Any],
     responses: list[Any],
     common: Mapping[str, Any],

@@ -33,7 +33,9 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     steps: dict[str, Columns] = {}
     users: dict[str, str] = {}
     for path in paths:
-        for row in _database(path) if _is_database(path) else export_rows([path], "Chainlit", _is):
+        is_database = _is_database(path)
+        rows = _database(path) if is_database else export_rows([path], "Chainlit", _is_row)
+        for row in rows:
             if isinstance(row, Skipped):
                 yield row
             elif "forId" in row.value:
@@ -50,7 +52,7 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
         yield from votes_or_skipped(_vote(row, steps, threads, users, options), row.origin)
 
 
-def _is(row: Columns) -> bool:
+def _is_row(row: Columns) -> bool:
     """Whether a row is of one of the three tables."""
     is_step = "threadId" in row and "type" in row and "output" in row
     is_thread = "userId" in row or "userIdentifier" in row

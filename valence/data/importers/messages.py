@@ -190,10 +190,7 @@ def assistant(content: object, *, keeps_reasoning: bool = False) -> Message:
 
 def completion_of(message: object, *, keeps_reasoning: bool = False) -> Message:
     """The completion that a message is. Raises UnusableVote when it is none, or empty."""
-    turns = _turns(message)
-    if len(turns) != 1:
-        raise UnusableVote("multi_turn", f"a message of {len(turns)} turns")
-    return _completion(turns[0], keeps_reasoning=keeps_reasoning)
+    return _completion(_turns(message)[-1], keeps_reasoning=keeps_reasoning)
 
 
 def _completion(turn: Message, *, keeps_reasoning: bool) -> Message:

@@ -41,9 +41,9 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
         if isinstance(row, Skipped):
             yield row
         elif "preferred_output" in row.value:
-            yield from votes_or_skipped(_preference(row, options), row.origin)
+            yield from votes_or_skipped(_preference_votes(row, options), row.origin)
         elif _is_listing(row.value):
-            for message in row.value["data"]:
+            for message in objects_at(row.value, "data"):
                 # of the form COMPLETION-NUMBER
                 listings[str(message.get("id")).rpartition("-")[0]].append(message)
         else:
@@ -54,7 +54,7 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     numbers = {as_number(value) for value in values if label_of(value, options.labels) is None}
     is_scored = not numbers <= {None, -1.0, 0.0, 1.0}
     for row, value in zip(completions, values, strict=True):
-        votes = _stored(row, value, is_scored, listings, options)
+        votes = _stored_votes(row, value, is_scored, listings, options)
         yield from votes_or_skipped(votes, row.origin)
 
 
@@ -69,11 +69,10 @@ def _is_row(row: Columns) -> bool:
 
 def _is_listing(row: Columns) -> bool:
     """Whether this is the list of a stored completion's messages."""
-    data = row.get("data")
-    return row.get("object") == "list" and isinstance(data, list) and "role" in (data or [{}])[0]
+    return row.get("object") == "list" and any("role" in m for m in objects_at(row, "data"))
 
 
-def _preference(row: Row, options: ReadOptions) -> Iterator[Vote]:
+def _preference_votes(row: Row, options: ReadOptions) -> Iterator[Vote]:
     request = decode_json(row.value.get("input"))
     request = request if isinstance(request, Mapping) else {"messages": request}
     keeps = options.keeps_reasoning
@@ -129,7 +128,7 @@ def _feedback(row: Row, options: ReadOptions) -> object:
     return value_at(metadata, path) if value is None else value
 
 
-def _stored(
+def _stored_votes(
     row: Row,
     value: object,
     is_scored: bool,
