@@ -11,21 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    branch,
-    object_at,
-    objects_at,
-    seconds,
-    short,
-    system_turn,
-    text_list,
-    turns_of,
-)
+from valence.data.importers.fields import object_at, objects_at, text_list, timestamp
+from valence.data.importers.messages import assistant, branch, system_turn, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
-from valence.data.values import as_number
+from valence.data.values import as_number, shown
 from valence.types import Message, Origin
 
 SOURCE = "open_webui"
@@ -106,7 +96,7 @@ class _Rating:
         """1 for thumbs up, -1 for thumbs down, 0 for a draw."""
         number = as_number(self.value)
         if number not in (-1, 0, 1):
-            raise UnusableVote("no_vote", "" if self.value is None else short(self.value))
+            raise UnusableVote("no_vote", "" if self.value is None else shown(self.value))
         return int(number)
 
 
@@ -117,7 +107,7 @@ def _rating_of_feedback(row: Row, chats: Mapping[str, _Chat]) -> _Rating:
     return _Rating(
         id=str(row.value.get("id") or ""),
         rater=str(row.value.get("user_id") or ""),
-        updated_at=seconds(row.value.get("updated_at") or row.value.get("created_at")),
+        updated_at=timestamp(row.value.get("updated_at") or row.value.get("created_at")),
         session=session,
         message=str(meta.get("message_id") or ""),
         value=data.get("rating"),
@@ -134,7 +124,7 @@ def _rating_of_annotation(message: Mapping[str, Any], chat: _Chat, origin: Origi
     return _Rating(
         id=str(message.get("feedbackId") or f"{chat.id}/{name}"),
         rater=chat.user,
-        updated_at=seconds(message.get("timestamp")),
+        updated_at=timestamp(message.get("timestamp")),
         session=chat.id,
         message=name,
         value=annotation.get("rating"),
@@ -157,7 +147,7 @@ def _votes(
     keeps = options.keeps_reasoning
     if any(message.get("files") for message in path):
         raise UnusableVote("image", "files")
-    prompt = turns_of(path[:-1], keeps_reasoning=keeps)
+    prompt = turns_of(path[:-1])
     if not any(turn["role"] == "system" for turn in prompt):
         prompt = (*system_turn(rating.chat.system), *prompt)
     details = object_at(rating.data, "details")
@@ -232,7 +222,7 @@ def _completion(message: Mapping[str, Any], keeps_reasoning: bool) -> Message:
     if message.get("role") != "assistant":
         raise UnusableVote("not_assistant", message.get("role"))
     if message.get("error"):
-        raise UnusableVote("failed", short(message["error"]))
+        raise UnusableVote("failed", shown(message["error"]))
     if message.get("done") is False:
         raise UnusableVote("unfinished")
     return assistant(message.get("content"), keeps_reasoning=keeps_reasoning)
