@@ -109,7 +109,7 @@ def collect(
     from valence.distributed.single import Single
     from valence.lifecycle.restore import open_run
     from valence.rollouts import Sampling
-    from valence.serving.app import Service, log_error
+    from valence.serving.app import FeedbackService, log_error
     from valence.serving.chat import ChatModel
     from valence.serving.feedback import FeedbackStore
     from valence.serving.prompts import PromptQueue
@@ -129,7 +129,7 @@ def collect(
         trainer = open_run(target, allowed, group=Single(), at=checkpoint_of(step), console=console)
         model = ChatModel(trainer, Path(target).name)
         serve(
-            Service(model, store, sampling, queue, tokens=tokens),
+            FeedbackService(model, store, sampling, queue, tokens=tokens),
             place,
             host=host,
             allowed_hosts=allowed_host or [],

@@ -161,7 +161,7 @@ def log_error(error: BaseException) -> None:
 
 
 @dataclass
-class Service:
+class FeedbackService:
     """What the application serves.
 
     tokens: rater by secret token; a request without one of them is refused. Empty: anybody is the
@@ -259,7 +259,7 @@ class Gate:
     A web page cannot send JSON to another site without asking it first, which is refused.
     """
 
-    def __init__(self, app: Application, service: Service) -> None:
+    def __init__(self, app: Application, service: FeedbackService) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -313,14 +313,23 @@ def message_of(error: UserError) -> str:
     return f"{error.what}; {error.fix}" if error.fix else error.what
 
 
-STATUS = {"file-not-writable": 507, "server-busy": 503, "server-stopped": 503}
+STATUS = {
+    "file-not-writable": 507,
+    "output-line-foreign": 500,
+    "sampling-failed": 500,
+    "server-busy": 503,
+    "server-stopped": 503,
+}
 """By the code of an error; the others are mistakes in the request."""
+
+LOGGED = (500, 507)
+"""Statuses of errors that whoever runs the server must know of."""
 
 DEFECT = "the server failed; its terminal shows why"
 
 
 def application(
-    service: Service,
+    service: FeedbackService,
     *,
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
 ) -> "FastAPI":
@@ -340,7 +349,7 @@ def application(
     @app.exception_handler(UserError)
     async def user_error(_: Request, error: UserError) -> JSONResponse:
         status = STATUS.get(error.code, 400)
-        if status == 507:
+        if status in LOGGED:
             service.log(error)
         return error_response(status, message_of(error), code=error.code, param=error.where)
 
@@ -381,7 +390,7 @@ def _rater() -> Any:
     return Depends(rater_of)
 
 
-def _answer(service: Service, id: str) -> Answer:
+def _answer(service: FeedbackService, id: str) -> Answer:
     """Raises HTTPException with status 404 for an unknown answer."""
     from fastapi import HTTPException
 
@@ -410,7 +419,7 @@ def _add_page(app: "FastAPI") -> None:
         return Response(content, media_type=PAGE_FILES[name])
 
 
-def _add_page_requests(app: "FastAPI", service: Service) -> None:
+def _add_page_requests(app: "FastAPI", service: FeedbackService) -> None:
     """What the page sends."""
     from fastapi import HTTPException
     from fastapi.responses import StreamingResponse
@@ -463,7 +472,7 @@ def _add_page_requests(app: "FastAPI", service: Service) -> None:
         return {"votes": service.store.num_votes}
 
 
-def _add_openai_interface(app: "FastAPI", service: Service) -> None:
+def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
     """OpenAI's chat completions, and feedback on them."""
     from fastapi import Request
     from fastapi.responses import StreamingResponse
@@ -532,7 +541,7 @@ def _event(content: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def _stream(service: Service, events: AsyncGenerator[str, None]) -> "StreamingResponse":
+def _stream(service: FeedbackService, events: AsyncGenerator[str, None]) -> "StreamingResponse":
     """The response with some events. An error after the first one is an event too."""
     from fastapi.responses import StreamingResponse
 
@@ -542,7 +551,7 @@ def _stream(service: Service, events: AsyncGenerator[str, None]) -> "StreamingRe
                 async for event in events:
                     yield event
         except UserError as error:
-            if STATUS.get(error.code) == 507:
+            if STATUS.get(error.code) in LOGGED:
                 service.log(error)
             yield _event({"error": {"message": message_of(error), "code": error.code}})
         except Exception as error:  # the status is sent already; the client must learn of it
@@ -553,7 +562,7 @@ def _stream(service: Service, events: AsyncGenerator[str, None]) -> "StreamingRe
 
 
 async def _page_events(
-    service: Service, prompt: ChatPrompt, sides: Sequence[str]
+    service: FeedbackService, prompt: ChatPrompt, sides: Sequence[str]
 ) -> AsyncGenerator[str, None]:
     """Pieces of one or two answers, each with its side, and what they are rated by."""
     ids: list[str] = []
@@ -603,7 +612,7 @@ def _completion(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 async def _chunks(
-    service: Service, prompt: ChatPrompt, samplings: Sequence[Sampling], *, has_usage: bool
+    service: FeedbackService, prompt: ChatPrompt, samplings: Sequence[Sampling], *, has_usage: bool
 ) -> AsyncGenerator[str, None]:
     """The streamed response of OpenAI's interface, one choice after the other."""
     created, ids = int(time.time()), [new_id() for _ in samplings]

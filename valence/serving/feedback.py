@@ -162,7 +162,7 @@ class FeedbackStore:
         with ExitStack() as failing:
             self._store = failing.enter_context(ImportStore(out, overwrite=overwrite).locked())
             self._main: RowKind = self._store.main or "thumbs"
-            self._store.refuse_foreign(self._store.paths)
+            self._store.refuse_foreign(self._store.paths[1:])
             self._answers = AnswerFile(out.with_name(f"{out.stem}.answers.jsonl"))
             failing.callback(self._answers.close)
             self._files = failing.pop_all()

@@ -20,7 +20,7 @@ from valence.rewards.http_limits import (
     raise_connection_limit,
 )
 from valence.rewards.server import listening
-from valence.serving.app import Service, application
+from valence.serving.app import FeedbackService, application
 
 SHUTDOWN_SECONDS = 5
 
@@ -38,7 +38,7 @@ def open_socket(host: str, port: int, *, has_tokens: bool) -> socket.socket:
     )
 
 
-def links_of(service: Service, host: str, port: int) -> list[tuple[str, str]]:
+def links_of(service: FeedbackService, host: str, port: int) -> list[tuple[str, str]]:
     """The raters, and the link that each of them opens.
 
     host: the address that the service listens at. One that stands for all addresses of this machine
@@ -52,7 +52,7 @@ def links_of(service: Service, host: str, port: int) -> list[tuple[str, str]]:
 
 
 def serve(
-    service: Service,
+    service: FeedbackService,
     place: socket.socket,
     *,
     host: str,
