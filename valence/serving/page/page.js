@@ -56,20 +56,23 @@ async function request(path, body) {
 }
 
 async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
   let buffer = "";
+  let isComplete = false;
   for (;;) {
     const { value, done } = await reader.read().catch(() => ({ done: true }));
+    if (done && isComplete) return;
     if (done) throw new Error("the connection broke off before the answer was complete");
-    buffer += value;
+    buffer += decoder.decode(value, { stream: true });
     const parts = buffer.split("\n\n");
     buffer = parts.pop();
     for (const part of parts) {
       if (!part.startsWith("data: ")) continue;
       const event = JSON.parse(part.slice(6));
       if (event.error) throw new Error(event.error.message);
+      isComplete = isComplete || Boolean(event.done);
       yield event;
-      if (event.done) return;
     }
   }
 }
@@ -205,12 +208,14 @@ function rateable(card, id, content) {
 // An answer is shown in sides.a, two of them in sides.a and sides.b. Returns what they are rated by.
 async function receive(sides) {
   const response = await request("api/answer", { messages, tools, compare: "b" in sides });
+  let id;
   for await (const event of events(response)) {
-    if (event.done) return event.done;
+    if (event.done) id = event.done;
     if (event.text !== undefined) sides[event.side].text.textContent += event.text;
     if (event.stop) showEnd(sides[event.side], event.stop);
     scrollDown();
   }
+  return id;
 }
 
 async function askOnce() {
