@@ -17,6 +17,7 @@ TAKES_ANYTHING = {
     "valence/rewards/threads.py": 1,
     "valence/trainer/pages.py": 1,
     "valence/network.py": 1,
+    "valence/serving/app.py": 1,
 }
 """Files with a handler of every error, each of which says why."""
 

@@ -33,6 +33,7 @@ from tests.docs.walk import (
 NOT_RUN: dict[str, dict[str, str]] = {
     "docs/architecture.md": {"*": "`tests/docs/test_architecture.py` compares its output"},
     "docs/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
+    "docs/tasks/collect.md": {"*": "`tests/test_cli_collect.py` runs the command"},
     "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
 }
 """By page: lines of `sh` blocks, or first lines of Python blocks, that are not run, and why; *:

@@ -18,8 +18,7 @@ from valence.errors import UserError
 from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
 # Each registers its commands, in the order of the help.
-from valence.cli import runs, report, models, look, imports, rewards, serve, doctor  # isort: skip
-from valence.cli import collect  # isort: skip  # noqa: F401
+from valence.cli import runs, report, models, look, imports, collect, rewards, serve, doctor  # isort: skip
 
 arrange(app)
 
@@ -117,6 +116,7 @@ def valence(
 __all__ = [
     "MISTAKE",
     "app",
+    "collect",
     "console",
     "doctor",
     "imports",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,11 +22,6 @@ from valence.cli.common import (
 from valence.errors import UserError, install_command
 from valence.terminal import escape_control, print_message, write_line
 
-if TYPE_CHECKING:
-    from valence.serving.app import ChatService
-
-READING = {"temperature": 0.7, "max_new_tokens": 512}
-
 
 @app.command()
 def collect(
@@ -33,7 +29,7 @@ def collect(
         str,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="The model to talk to: a run's folder, or a model's folder or hub id.",
+            help="The model to talk to: the folder of a run or a model, or a hub id.",
         ),
     ],
     overrides: Overrides = None,
@@ -41,8 +37,8 @@ def collect(
         Path,
         typer.Option(
             "--out",
-            help="Write thumbs to this file of rows; pairs and corrections go to files beside it. "
-            "Votes are added to what is there.",
+            help="File of rows for thumbs; pairs and corrections go to files in the same folder. "
+            "New votes are added to those that are there.",
         ),
     ] = Path("feedback.jsonl"),
     prompts: Annotated[
@@ -61,32 +57,46 @@ def collect(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0 for other machines too.")
+        str, typer.Option(help="Address to listen at; 0.0.0.0: other machines can connect too.")
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")
     ] = 8765,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Another host name under which the page is opened."),
+        typer.Option(
+            metavar="NAME",
+            help="Another host name that browsers use for this machine; may be given several "
+            "times.",
+        ),
     ] = None,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Let everybody on this machine open the page.")
+        bool,
+        typer.Option(
+            "--no-token", help="Let everybody on this machine open the page, without a secret link."
+        ),
     ] = False,
     temperature: Annotated[
-        float, typer.Option(min=0.0, max=2.0, help="Of sampling; 0: the likeliest tokens.")
-    ] = READING["temperature"],
-    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of nucleus sampling.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = int(
-        READING["max_new_tokens"]
-    ),
+        float,
+        typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: always the likeliest token."),
+    ] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Nucleus sampling; 1: all tokens.")
+    ] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace files of rows that were edited, or that no import wrote."
+        ),
+    ] = False,
     step: Step = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Collect feedback on a model in a web page: thumbs, comparisons, corrections, comments.
 
-    The files that it writes can be trained on as they are. The same address offers
-    POST /v1/chat/completions and POST /feedback for an app of your own.
+    You can train on the files as they are. Your own app can use the same address with
+    POST /v1/chat/completions and POST /feedback.
     """
     for library in ("fastapi", "uvicorn"):
         if find_spec(library) is None:
@@ -99,40 +109,56 @@ def collect(
     from valence.distributed.single import Single
     from valence.lifecycle.restore import open_run
     from valence.rollouts import Sampling
-    from valence.serving.app import ChatService
+    from valence.serving.app import FeedbackService, log_error
     from valence.serving.chat import ChatModel
     from valence.serving.feedback import FeedbackStore
     from valence.serving.prompts import PromptQueue
-    from valence.serving.run import serve
+    from valence.serving.run import open_socket, serve
 
-    raters = rater or [""]
-    if len(set(raters)) < len(raters):
-        raise UserError(
-            "two raters have the same name",
-            code="rater-duplicate",
-            where="--rater",
-            fix="give each rater a name",
+    raters = _check_raters(rater or [], no_token=no_token)
+    sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
+    tokens = {} if no_token else {secrets.token_urlsafe(16): name for name in raters}
+    allowed = allow_remote_code(trust_remote_code, overrides)
+    queue = PromptQueue(prompts or [])
+    # all that may be wrong is looked at before the model is loaded, which takes long
+    with (
+        open_socket(host, port, has_tokens=bool(tokens)) as place,
+        closing(FeedbackStore(out, overwrite=overwrite, on_error=log_error)) as store,
+    ):
+        print_message(console, f"loading {target}")
+        trainer = open_run(target, allowed, group=Single(), at=checkpoint_of(step), console=console)
+        model = ChatModel(trainer, Path(target).name)
+        serve(
+            FeedbackService(model, store, sampling, queue, tokens=tokens),
+            place,
+            host=host,
+            allowed_hosts=allowed_host or [],
+            tell=lambda line: write_line(escape_control(line)),
         )
-    if no_token and rater:
+
+
+def _check_raters(names: list[str], *, no_token: bool) -> list[str]:
+    """The raters; one without a name where none is given. Raises UserError."""
+    if no_token and names:
         raise UserError(
             "without tokens, raters cannot be told apart",
             code="option-conflict",
             where="--no-token",
             fix="leave out --no-token or --rater",
         )
-    sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
-    ours = allow_remote_code(trust_remote_code, overrides)
-    print_message(console, f"loading {target}")
-    trainer = open_run(target, ours, group=Single(), at=checkpoint_of(step), console=console)
-    model = ChatModel(trainer, Path(target).name)
-    tokens = {} if no_token else {secrets.token_urlsafe(16): name for name in raters}
-    store = FeedbackStore(out, model.encoder)
-    queue = PromptQueue(prompts or [], store.has_voted)
-    service: ChatService = ChatService(model, store, sampling, queue, tokens=tokens)
-    serve(
-        service,
-        host=host,
-        port=port,
-        allowed_hosts=allowed_host or [],
-        tell=lambda line: write_line(escape_control(line)),
-    )
+    if len(set(names)) < len(names):
+        raise UserError(
+            "two raters have the same name",
+            code="rater-duplicate",
+            where="--rater",
+            fix="give each rater a name of their own",
+        )
+    for name in names:
+        if not (name.strip() and name.isprintable()):
+            raise UserError(
+                f"a rater is called {name!r}",
+                code="rater-name-invalid",
+                where="--rater",
+                fix="use letters, digits and spaces",
+            )
+    return names or [""]

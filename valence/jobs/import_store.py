@@ -5,6 +5,9 @@ The rows depend on nothing but the votes. A new state is written beside the old 
 description is replaced by one with the checksums of both states, then the votes, then the rows. An
 import that is killed leaves each file in its old or its new state, and the next one makes the rows
 again.
+
+A service that receives votes one by one appends each of them to a file of pending votes, which
+costs the same however many votes there are. The next new state includes them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -105,8 +109,9 @@ def _is_same(a: Vote, b: Vote) -> bool:
 class ImportStore:
     """The files of an --out, locked by this process inside ``with store.locked()``.
 
-    votes: those of earlier imports. main: the kind of rows in --out itself, None before the first
-    import. overwrite: take row files that somebody edited, or that no import wrote.
+    votes: those of earlier imports, and pending ones. main: the kind of rows in --out itself, None
+    before the first import. pending_size: bytes of the file of pending votes. overwrite: take row
+    files that somebody edited, or that no import wrote.
     """
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
@@ -129,6 +134,9 @@ class ImportStore:
         self.out, self.overwrite = out, overwrite
         self.votes_path = self._beside("votes", out.suffix)
         self.about_path = self._beside("about", ".json")
+        self.pending_path = self._beside("pending", out.suffix)
+        self.pending_size = 0
+        self._pending_lock = threading.Lock()
         self.votes: list[Vote] = []
         self.main: RowKind | None = None
         self._about: dict[str, Any] = {}
@@ -174,7 +182,10 @@ class ImportStore:
             yield self
 
     @contextmanager
-    def _file_errors(self) -> Iterator[None]:
+    def _file_errors(
+        self,
+        fix: str = "free some space, or name a file that you may write; then repeat the import",
+    ) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -182,13 +193,13 @@ class ImportStore:
                 f"the file cannot be read or written ({error.strerror})",
                 code="file-not-writable",
                 where=str(error.filename or self.out),
-                fix="free some space, or name a file that you may write; then repeat the import",
+                fix=fix,
             ) from error
 
     # The state on the disk
 
     def _read(self) -> None:
-        for path in self.paths:
+        for path in (*self.paths, self.pending_path):
             refuse_links(path, path.parent)
         self._about = self._read_about()
         self.main = self._about.get("main")
@@ -196,6 +207,8 @@ class ImportStore:
             self._check_unedited(path)
         if self.votes_path.exists():
             self.votes = list(self._stored_votes())
+        if pending := self._read_pending():
+            self.votes, _ = merge_votes(self.votes, pending)
 
     def _known(self, path: Path) -> list[str]:
         """Checksums of a file as imports wrote it."""
@@ -270,13 +283,79 @@ class ImportStore:
                         fix=f"update Valence, or {ELSEWHERE} and import all exports again",
                     ) from error
 
+    # Pending votes
+
+    def append(self, vote: Vote) -> None:
+        """Add a vote to the file of pending votes. It is on the disk when this returns.
+
+        Raises UserError when it cannot be written; the file is then as it was.
+        """
+        line = f"{as_line(add_checksum(vote.to_dict()))}\n".encode()
+        with self._pending_lock, self._file_errors("free some space, then vote again"):
+            is_new = not self.pending_path.exists()
+            with open_file(self.pending_path, self.out.parent, append=True) as file:
+                try:
+                    write_all(file, line)
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(self.pending_size)
+                    raise
+            self.pending_size += len(line)
+            if is_new:
+                self._sync_folder()
+
+    def _read_pending(self) -> list[Vote]:
+        """The pending votes. A line that a crash has cut off is removed: it was not confirmed."""
+        if not self.pending_path.exists():
+            return []
+        content = self.pending_path.read_bytes()
+        self.pending_size = content.rfind(b"\n") + 1
+        if self.pending_size < len(content):
+            os.truncate(self.pending_path, self.pending_size)
+        votes: list[Vote] = []
+        for number, line in enumerate(content[: self.pending_size].splitlines(), 1):
+            try:
+                votes.append(Vote.from_dict(verify(json.loads(line), required=True)))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise UserError(
+                    f"this line is not a vote ({error})",
+                    code="output-line-damaged",
+                    where=f"{self.pending_path}:{number}",
+                    fix=f"remove this line, or {ELSEWHERE}",
+                ) from error
+        return votes
+
+    def _remove_pending(self, size: int) -> None:
+        """Remove so many bytes of pending votes, which are in the other files now."""
+        with self._pending_lock:
+            if size == 0:
+                return
+            rest = self.pending_path.read_bytes()[size:]
+            if rest:
+                self._prepare(self.pending_path, rest)
+                _part(self.pending_path).replace(self.pending_path)
+            else:
+                self.pending_path.unlink()
+            self._sync_folder()
+            self.pending_size = len(rest)
+
     # A new state
 
-    def write(self, votes: Sequence[Vote], imported: ImportedRows, main: RowKind) -> dict[str, int]:
+    def write(
+        self,
+        votes: Sequence[Vote],
+        imported: ImportedRows,
+        main: RowKind,
+        *,
+        pending: int | None = None,
+    ) -> dict[str, int]:
         """Write the votes, their rows and the description; nothing where all is as it was.
+
+        pending: how many bytes of pending votes are among the votes; None: all of them.
 
         Returns the number of rows of each file that has some, by its name.
         """
+        pending = self.pending_size if pending is None else pending
         contents = {self.votes_path: _lines(vote_line(vote) for vote in votes)}
         counts: dict[str, int] = {}
         for kind in ROW_KINDS:
@@ -284,13 +363,22 @@ class ImportStore:
                 path = self.rows_path(kind, main)
                 contents[path] = _lines(map(as_line, imported.rows[kind]))
                 counts[path.name] = len(imported.rows[kind])
-        for path in contents:
-            if path.exists() and not self._known(path) and not self.overwrite:
-                raise self._foreign(path, f"{ELSEWHERE}, or replace this one with --overwrite")
+        self.refuse_foreign(contents)
         about = self._describe(votes, main, contents, counts)
         with self._file_errors():
-            self._replace(contents, about)
+            try:
+                self._replace(contents, about)
+            except OSError:
+                self._remove_parts()
+                raise
+            self._remove_pending(pending)
         return counts
+
+    def refuse_foreign(self, paths: Iterable[Path]) -> None:
+        """Raises UserError for a file that no import wrote, unless it may be overwritten."""
+        for path in paths:
+            if path.exists() and not self._known(path) and not self.overwrite:
+                raise self._foreign(path, f"{ELSEWHERE}, or replace this one with --overwrite")
 
     def _replace(self, contents: Mapping[Path, bytes], about: Mapping[str, Any]) -> None:
         """Put a new state in the place of the old one, in the order that this module describes."""
@@ -309,11 +397,15 @@ class ImportStore:
         for path in mine:
             if path not in contents:
                 path.unlink(missing_ok=True)
-        for path in self.paths:
-            _part(path).unlink(missing_ok=True)  # of an import that was killed
+        self._remove_parts()
         self._sync_folder()
         self._replace_about(about)
         self._about = json.loads(json.dumps(about))  # as the next import will read it
+
+    def _remove_parts(self) -> None:
+        """Remove new files that did not take the place of old ones, also of a killed import."""
+        for path in (*self.paths, self.pending_path):
+            _part(path).unlink(missing_ok=True)
 
     def _describe(
         self,

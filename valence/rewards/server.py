@@ -489,11 +489,13 @@ def listening(
     *,
     guarded: bool,
     danger: str = "other machines could have answers scored, and read the scores",
+    fix: str = "give --token-env, or leave out --host",
 ) -> socket.socket:
     """A socket that takes connections.
 
-    guarded: requests need a token. danger: what could happen without one. Raises UserError when the
-    socket cannot be had, or when others could reach it without a token.
+    guarded: requests need a token. danger, fix: what could happen without one, and how to prevent
+    it. Raises UserError when the socket cannot be had, or when others could reach it without a
+    token.
     """
     try:
         infos = socket.getaddrinfo(
@@ -508,7 +510,7 @@ def listening(
                 danger,
                 code="server-token-missing",
                 where=f"--host {host}",
-                fix="give --token-env, or leave out --host",
+                fix=fix,
             )
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:

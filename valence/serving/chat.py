@@ -5,30 +5,46 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from valence.errors import UserError
 from valence.rollouts import Sampling
+from valence.rollouts.hf import OnTokens
 from valence.trainer.sampling import PolicySampler, sampling_failed
 from valence.trainer.trainer import Trainer
-from valence.types import Chat, Completion, Message
+from valence.types import Chat, Completion, Demonstration, Message, Origin, TokenizedExample
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes the first bytes of a character to."""
 
 
 @dataclass(frozen=True)
+class ChatPrompt:
+    """Chat messages and tools, and the tokens that they are for a model."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Answer:
-    """A completion that the service has sampled, with everything that feedback on it needs."""
+    """A completion that the service has sampled, with everything that feedback on it needs.
+
+    vocabulary: digest of the tokenizer.
+    """
 
     id: str
     model: str
+    vocabulary: str
     prompt: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
     prompt_ids: tuple[int, ...]
     completion: Completion
     sampling: Sampling
@@ -36,6 +52,11 @@ class Answer:
     @property
     def message(self) -> Message:
         return {"role": "assistant", "content": self.completion.text}
+
+
+def new_id() -> str:
+    """An id for an answer, which nobody can guess."""
+    return secrets.token_hex(8)
 
 
 class _CancelledError(Exception):
@@ -61,7 +82,7 @@ class TextStream:
 class ChatModel:
     """Answers with the policy of a run, one request at a time.
 
-    name: shown to clients. num_waiting: requests that wait for their turn.
+    name: shown to clients. num_requests: those that are answered or wait for it.
     """
 
     def __init__(self, trainer: Trainer, name: str, *, max_context: int | None = None) -> None:
@@ -85,80 +106,93 @@ class ChatModel:
             )
         self.name, self.trainer = name, trainer
         self.max_context = max_context or position_limit_of(trainer)
-        self.num_waiting = 0
+        self.num_requests = 0
         self._sampler = PolicySampler(
             trainer.policy, self.encoder, version=lambda: trainer.step, batch_size=1
         )
-        self._lock = asyncio.Lock()
+        self._encoding = threading.Lock()
+        self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, "valence-chat")
 
     def encode(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[int, ...]:
-        """Return the tokens of a prompt.
+    ) -> ChatPrompt:
+        """Return a prompt with its tokens. Long prompts take long; any thread may call this.
 
         Raises UserError when the chat template cannot render it, or it leaves no room for a
         completion.
         """
-        ids = self.encoder.encode_prompt(Chat(tuple(messages), tuple(tools)))
+        with self._encoding:
+            ids = self.encoder.encode_prompt(Chat(tuple(messages), tuple(tools)))
         if self.max_context is not None and len(ids) >= self.max_context:
             raise UserError(
-                f"the conversation has {len(ids)} tokens, and the model reads {self.max_context}",
+                f"the conversation has {len(ids)} tokens, and the model reads at most "
+                f"{self.max_context}",
                 code="prompt-too-long",
                 where="messages",
                 fix="start a new conversation",
             )
-        return ids
+        return ChatPrompt(tuple(messages), tuple(tools), ids)
+
+    def encode_correction(self, answer: Answer, correction: str) -> tuple[int, ...]:
+        """Return the tokens of a correction behind the prompt of an answer; none when the answer
+        was sampled with another tokenizer.
+
+        Raises UserError when the correction cannot be trained on.
+        """
+        if answer.vocabulary != self.encoder.vocab.digest:
+            return ()
+        demonstration = Demonstration(
+            prompt=Chat(answer.prompt, answer.tools),
+            completion=Chat(({"role": "assistant", "content": correction},)),
+            origin=Origin("correction", 0),
+        )
+        with self._encoding:
+            encoded = self.encoder.encode(demonstration)
+        if not isinstance(encoded, TokenizedExample):
+            raise UserError(
+                f"the correction cannot be used: {encoded.reason}",
+                code=encoded.code,
+                where="correction",
+                fix=encoded.fix,
+            )
+        return tuple(encoded.answers[0].ids)
 
     async def stream(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling,
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        id: str | None = None,
-    ) -> AsyncIterator[str | Answer]:
+        self, prompt: ChatPrompt, sampling: Sampling, *, id: str = ""
+    ) -> AsyncGenerator[str | Answer, None]:
         """Yield the pieces of the answer's text, then the answer. id: of the answer.
 
-        Sampling ends when the caller leaves the iterator. Raises UserError when the messages
-        cannot be answered.
+        Sampling ends at the next token when the caller closes the generator, or is cancelled.
+        Raises UserError when the prompt cannot be answered.
         """
-        prompt_ids = self.encode(messages, tools)
+        if self._closed.is_set():
+            raise _stopped()
         if self.max_context is not None:
-            room = self.max_context - len(prompt_ids)
-            sampling = Sampling(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                max_new_tokens=min(sampling.max_new_tokens, room),
-                seed=sampling.seed,
-            )
-        self.num_waiting += 1
-        try:
-            await self._lock.acquire()
-        finally:
-            self.num_waiting -= 1
+            room = self.max_context - len(prompt.ids)
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
         cancelled = threading.Event()
         text = TextStream(self.encoder.tokenizer)
 
+        def put(piece: str | None) -> None:
+            if not cancelled.is_set():  # otherwise the loop may be closed
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
         def on_tokens(_: list[int], tokens: list[int]) -> None:
             if cancelled.is_set():
                 raise _CancelledError
             if piece := text.push(tokens[0]):
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                put(piece)
 
         def sample() -> Completion:
             try:
-                with torch.inference_mode():
-                    return self._sampler.generate([prompt_ids], 1, sampling, on_tokens=on_tokens)[
-                        0
-                    ][0]
-            except FloatingPointError as error:
-                raise sampling_failed(error, self.trainer.step) from error
+                return self._sample(prompt.ids, sampling, on_tokens)
             finally:
-                loop.call_soon_threadsafe(pieces.put_nowait, None)
+                put(None)
 
+        self.num_requests += 1
         task = loop.run_in_executor(self._thread, sample)
         sent = ""
         try:
@@ -169,32 +203,54 @@ class ChatModel:
             if completion.text.startswith(sent) and completion.text != sent:
                 yield completion.text[len(sent) :]  # what was held back
             yield Answer(
-                id=id or secrets.token_hex(8),
+                id=id or new_id(),
                 model=self.name,
-                prompt=tuple(messages),
-                prompt_ids=prompt_ids,
+                vocabulary=self.encoder.vocab.digest,
+                prompt=prompt.messages,
+                tools=prompt.tools,
+                prompt_ids=prompt.ids,
                 completion=completion,
                 sampling=sampling,
             )
         finally:
+            # nothing is awaited here: a request that is cancelled may be cancelled again
             cancelled.set()
-            await asyncio.shield(asyncio.wait([task]))
-            self._lock.release()
+            task.cancel()
+            self.num_requests -= 1
 
-    async def answer(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Answer:
+    def _sample(
+        self, prompt: tuple[int, ...], sampling: Sampling, on_tokens: OnTokens
+    ) -> Completion:
+        def unless_closed(numbers: list[int], tokens: list[int]) -> None:
+            if self._closed.is_set():
+                raise _stopped()
+            on_tokens(numbers, tokens)
+
+        if self._closed.is_set():
+            raise _stopped()
+        try:
+            with torch.inference_mode():
+                batch = self._sampler.generate([prompt], 1, sampling, on_tokens=unless_closed)
+        except FloatingPointError as error:
+            raise sampling_failed(error, self.trainer.step) from error
+        return batch[0][0]
+
+    async def answer(self, prompt: ChatPrompt, sampling: Sampling) -> Answer:
         """Return the whole answer."""
-        async for part in self.stream(messages, sampling, tools):
-            if isinstance(part, Answer):
-                return part
+        async with aclosing(self.stream(prompt, sampling)) as parts:
+            async for part in parts:
+                if isinstance(part, Answer):
+                    return part
         raise AssertionError("a stream ends with its answer")
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Stop sampling at the next token."""
+        self._closed.set()
+        self._thread.shutdown(wait=False)
+
+
+def _stopped() -> UserError:
+    return UserError("the server is being stopped", code="server-stopped", fix="ask again later")
 
 
 def position_limit_of(trainer: Trainer) -> int | None:

@@ -6,28 +6,23 @@ import json
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from valence.data.encode import Encoder
+from valence.checksums import add_checksum, verify
 from valence.data.importers.records import HashedRater, Vote, hash_rater
-from valence.data.importers.rows import make_rows
+from valence.data.importers.rows import RowKind, make_rows
 from valence.errors import UserError
-from valence.jobs.import_store import ImportStore, merge_votes
+from valence.files import refuse_links, write_all
+from valence.jobs.import_store import ImportStore
 from valence.jobs.lines import as_line
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer
 from valence.serving.prompts import prompt_id
-from valence.types import (
-    Chat,
-    Completion,
-    Demonstration,
-    Origin,
-    TokenizedExample,
-)
+from valence.types import Completion, Message, Origin
 
 SOURCE = "valence"
 """The name of this service among the sources of votes."""
@@ -35,125 +30,208 @@ SOURCE = "valence"
 RECENT = 1000
 """Answers that are kept in memory; older ones are read from the file."""
 
+WRITE_SECONDS = 1.0
+"""How long votes wait at least before the files of rows are written again."""
+
+IDLE_RATIO = 10
+"""How many times longer than a write of the rows the pause after it is at least."""
+
 Winner = Literal["a", "b", "tie", "both_bad"]
 
 
-class FeedbackStore:
-    """Answers and votes on disk.
+class AnswerFile:
+    """An append-only file of answers, of which one can be read by its id.
 
-    Everything that a method returns from is on the disk. Answers go to ``NAME.answers.jsonl``;
-    votes and rows to the files of an import. num_votes: votes in the files.
+    Raises UserError for a file that something else has written.
     """
 
-    def __init__(self, out: Path, encoder: Encoder) -> None:
-        """Raises UserError when the files belong to something else, or another process writes
-        them.
-        """
-        self.out, self._encoder = out, encoder
-        self._files = ExitStack()
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._lock = threading.Lock()
-        self._store = self._files.enter_context(ImportStore(out).locked())
-        self._set_votes(self._store.votes)
         self._recent: OrderedDict[str, Answer] = OrderedDict()
-        self._path = out.with_name(f"{out.stem}.answers.jsonl")
+        self._places: dict[str, _Place] = {}
+        refuse_links(path, path.parent)
         try:
-            self._file = self._files.enter_context(self._path.open("a+b"))
+            self._file = path.open("a+b", buffering=0)
         except OSError as error:
-            self._files.close()
-            raise UserError(
-                f"the file cannot be written ({error.strerror})",
-                code="file-not-writable",
-                where=str(self._path),
-                fix="name another file with --out",
-            ) from error
-        self._places = self._read_places()
+            raise self._not_writable(error, "name another file with --out") from error
+        with ExitStack() as failing:
+            failing.callback(self._file.close)
+            self._size = self._read_places()
+            failing.pop_all()
 
-    @property
-    def num_votes(self) -> int:
-        return sum(_has_verdict(vote) for vote in self._votes)
-
-    def has_voted(self, rater: str, prompt: str) -> bool:
-        """Whether a rater has voted on an answer to the prompt with this id."""
-        return (self._rater(rater), prompt) in self._voted
-
-    def close(self) -> None:
-        self._files.close()
-
-    # Answers
-
-    def _read_places(self) -> dict[str, int]:
-        """Where the line of each answer begins. A line that a crash has cut off is removed."""
-        places: dict[str, int] = {}
-        self._file.seek(0)
-        start = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                self._file.truncate(start)
-                break
-            try:
-                places[str(json.loads(line)["id"])] = start
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    f"this line is not an answer ({error})",
-                    code="output-line-foreign",
-                    where=f"{self._path}: byte {start}",
-                    fix="name another file with --out",
-                ) from error
-            start += len(line)
-        self._file.seek(0, os.SEEK_END)
-        return places
+    def _read_places(self) -> int:
+        """Find the lines. Returns their bytes; a line that a crash has cut off is removed."""
+        size = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    self._file.truncate(size)
+                    break
+                try:
+                    id = str(json.loads(line)["id"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise self._not_an_answer(number, error) from error
+                self._places[id] = _Place(number, size, len(line))
+                size += len(line)
+        return size
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer, so that feedback on it can be given later, also after a restart."""
-        completion, sampling = answer.completion, answer.sampling
-        line = {
-            "id": answer.id,
-            "model": answer.model,
-            "prompt": [dict(message) for message in answer.prompt],
-            "prompt_ids": list(answer.prompt_ids),
-            "completion": completion.text,
-            "completion_ids": list(completion.tokens),
-            "logps": [float(f"{logp:.9g}") for logp in completion.logps],
-            "stop": completion.stop,
-            "version": completion.version,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "time": time.time(),
-        }
-        data = f"{as_line(line)}\n".encode()
+        """Append an answer. It is on the disk when this returns.
+
+        Raises UserError when it cannot be written; the file is then as it was.
+        """
+        data = f"{as_line(add_checksum(_answer_line(answer)))}\n".encode()
         with self._lock:
-            self._places[answer.id] = self._file.tell()
-            self._file.write(data)
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            try:
+                write_all(self._file, data)
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self._file.truncate(self._size)
+                raise self._not_writable(error, "free some space, then ask again") from error
+            self._places[answer.id] = _Place(len(self._places) + 1, self._size, len(data))
+            self._size += len(data)
             self._recent[answer.id] = answer
             if len(self._recent) > RECENT:
                 self._recent.popitem(last=False)
 
-    def answer(self, id: str) -> Answer:
+    def get(self, id: str) -> Answer:
         """Return an answer. Raises KeyError when there is none with this id."""
         with self._lock:
             if id in self._recent:
                 return self._recent[id]
             place = self._places[id]
-            self._file.seek(place)
-            line = json.loads(self._file.readline())
-            self._file.seek(0, os.SEEK_END)
-        return Answer(
-            id=id,
-            model=line["model"],
-            prompt=tuple(line["prompt"]),
-            prompt_ids=tuple(line["prompt_ids"]),
-            completion=Completion(
-                prompt_id="",
-                tokens=tuple(line["completion_ids"]),
-                logps=tuple(line["logps"]),
-                text=line["completion"],
-                stop=line["stop"],
-                version=line["version"],
-            ),
-            sampling=Sampling(temperature=line["temperature"], top_p=line["top_p"]),
+        data = os.pread(self._file.fileno(), place.size, place.start)
+        try:
+            return _read_answer(verify(json.loads(data), required=True))
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._not_an_answer(place.number, error) from error
+
+    def origin(self, id: str) -> Origin:
+        """Where an answer is in the file. Raises KeyError when there is none with this id."""
+        return Origin(self.path.name, self._places[id].number)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _not_writable(self, error: OSError, fix: str) -> UserError:
+        return UserError(
+            f"the file cannot be written ({error.strerror})",
+            code="file-not-writable",
+            where=str(self.path),
+            fix=fix,
         )
+
+    def _not_an_answer(self, number: int, error: Exception) -> UserError:
+        return UserError(
+            f"this line is not an answer ({error})",
+            code="output-line-foreign",
+            where=f"{self.path}:{number}",
+            fix="remove this line, or name another file with --out",
+        )
+
+
+class _Place(NamedTuple):
+    """The line of an answer: its number, from 1, and its bytes."""
+
+    number: int
+    start: int
+    size: int
+
+
+class FeedbackStore:
+    """Answers and votes on disk.
+
+    Answers go to ``NAME.answers.jsonl``, votes to the files of an import. A vote is on the disk,
+    as a pending one, when the method that records it returns. A thread writes the rows some
+    seconds later. on_error: called in that thread when it cannot. num_votes: verdicts in the files.
+
+    Raises UserError when the files belong to something else, or another process writes them.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        overwrite: bool = False,
+        on_error: Callable[[UserError], None] = lambda _: None,
+    ) -> None:
+        self.out, self._on_error = out, on_error
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._changed, self._closing = threading.Event(), threading.Event()
+        with ExitStack() as failing:
+            self._store = failing.enter_context(ImportStore(out, overwrite=overwrite).locked())
+            self._main: RowKind = self._store.main or "thumbs"
+            self._store.refuse_foreign(self._store.paths[1:])
+            self._answers = AnswerFile(out.with_name(f"{out.stem}.answers.jsonl"))
+            failing.callback(self._answers.close)
+            self._files = failing.pop_all()
+        self._votes: dict[str, Vote] = {}
+        self._verdicts: Counter[tuple[str, str]] = Counter()
+        self._newest = 0.0
+        for vote in self._store.votes:
+            self._keep(vote)
+        if self._store.pending_size:
+            self._changed.set()
+        self._thread = threading.Thread(target=self._write_rows, name="valence-rows", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_votes(self) -> int:
+        return self._verdicts.total()
+
+    def has_voted(self, rater: str, prompt: str) -> bool:
+        """Whether a rater has voted on an answer to the prompt with this id."""
+        return self._verdicts[hash_name(rater), prompt] > 0
+
+    def flush(self) -> None:
+        """Write the rows of all votes. Raises UserError when the files cannot be written."""
+        with self._writing:
+            with self._lock:
+                votes, pending = list(self._votes.values()), self._store.pending_size
+            self._store.write(votes, make_rows(votes), self._main, pending=pending)
+
+    def close(self) -> None:
+        """Write the rows, and release the files. Calling it again has no effect.
+
+        Raises UserError when the rows cannot be written; the votes are on the disk nevertheless.
+        """
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._changed.set()
+        self._thread.join()
+        try:
+            if self._store.pending_size:
+                self.flush()
+        finally:
+            self._files.close()
+
+    def _write_rows(self) -> None:
+        """Write the rows some time after votes have changed, until the store is closed."""
+        pause = WRITE_SECONDS
+        while not self._closing.is_set():
+            self._changed.wait()
+            if self._closing.wait(pause):
+                return
+            self._changed.clear()
+            start = time.monotonic()
+            try:
+                self.flush()
+            except UserError as error:
+                self._changed.set()
+                self._on_error(error)
+            pause = max(WRITE_SECONDS, IDLE_RATIO * (time.monotonic() - start))
+
+    # Answers
+
+    def add(self, answer: Answer) -> None:
+        """Keep an answer, so that feedback on it can be given later, also after a restart."""
+        self._answers.add(answer)
+
+    def answer(self, id: str) -> Answer:
+        """Return an answer. Raises KeyError when there is none with this id."""
+        return self._answers.get(id)
 
     # Votes
 
@@ -165,28 +243,28 @@ class FeedbackStore:
         label: bool | None = None,
         score: float | None = None,
         correction: str | None = None,
+        correction_ids: Sequence[int] = (),
         comment: str = "",
         tags: Sequence[str] = (),
     ) -> None:
         """Record a rater's verdict on an answer, in place of an earlier one.
 
-        Without a verdict, the earlier one is withdrawn.
+        Without a verdict, the earlier one is withdrawn. correction_ids: the tokens of the
+        correction behind the same prompt, if they are known.
         """
-        tokens = self._tokens(answer)
-        if correction:
-            tokens["correction_ids"] = self._correction_ids(answer, correction)
+        tokens = _tokens(answer)
+        if correction and correction_ids:
+            tokens["correction_ids"] = list(correction_ids)
         self._record(
-            Vote(
-                **self._common(answer, rater, answer.id),
-                completion=answer.message,
-                message=answer.id,
-                label=label,
-                score=score,
-                correction=correction or None,
-                comment=comment,
-                tags=tuple(tags),
-                tokens=tokens,
-            )
+            answer,
+            rater,
+            answer.id,
+            label=label,
+            score=score,
+            correction=correction or None,
+            comment=comment,
+            tags=tuple(tags),
+            tokens=tokens,
         )
 
     def compare(
@@ -195,78 +273,104 @@ class FeedbackStore:
         """Record which of two answers is better. None withdraws it."""
         names: dict[Winner, Any] = {"a": "this", "b": "other", "tie": "tie", "both_bad": "both_bad"}
         self._record(
-            Vote(
-                **self._common(a, rater, f"{a.id}/{b.id}"),
-                completion=a.message,
-                message=a.id,
-                other=b.message,
-                other_message=b.id,
-                other_model=b.model,
-                winner=None if winner is None else names[winner],
-                comment=comment,
-                tokens=self._tokens(a),
-                other_tokens=self._tokens(b),
-            )
+            a,
+            rater,
+            f"{a.id}/{b.id}",
+            other=b.message,
+            other_message=b.id,
+            other_model=b.model,
+            winner=None if winner is None else names[winner],
+            comment=comment,
+            tokens=_tokens(a),
+            other_tokens=_tokens(b),
         )
 
-    def _common(self, answer: Answer, rater: str, target: str) -> dict[str, Any]:
-        rater = self._rater(rater)
-        return {
-            "source": SOURCE,
-            "id": f"{target}/{rater}",
-            "updated_at": time.time(),
-            "rater": rater,
-            "prompt": answer.prompt,
-            "parent": prompt_id(answer.prompt),
-            "model": answer.model,
-            "origin": Origin(self._path.name, list(self._places).index(answer.id) + 1),
-        }
-
-    def _tokens(self, answer: Answer) -> dict[str, Any]:
-        """The tokens of an answer, as rows of sampled completions have them."""
-        return {
-            "prompt_ids": list(answer.prompt_ids),
-            "completion_ids": list(answer.completion.tokens),
-            "logps": list(answer.completion.logps),
-            "temperature": answer.sampling.temperature,
-            "top_p": answer.sampling.top_p,
-            "vocabulary": self._encoder.vocab.digest,
-        }
-
-    def _correction_ids(self, answer: Answer, correction: str) -> list[int]:
-        """The tokens of a correction behind the same prompt."""
-        encoded = self._encoder.encode(
-            Demonstration(
-                prompt=Chat(answer.prompt),
-                completion=Chat(({"role": "assistant", "content": correction},)),
-                origin=Origin(self._path.name, 0),
-            )
-        )
-        if not isinstance(encoded, TokenizedExample):
-            raise UserError(
-                f"the correction cannot be used: {encoded.reason}",
-                code=encoded.code,
-                where="correction",
-                fix=encoded.fix,
-            )
-        return list(encoded.answers[0].ids)
-
-    def _record(self, vote: Vote) -> None:
+    def _record(self, answer: Answer, rater: str, target: str, **verdict: Any) -> None:
+        name = hash_name(rater)
         with self._lock:
-            votes, _ = merge_votes(self._votes, [vote])
-            self._store.write(votes, make_rows(votes), "thumbs")
-            self._set_votes(votes)
+            # later than all others, also after the clock was set back
+            now = max(time.time(), self._newest + 1e-6)
+            vote = Vote(
+                source=SOURCE,
+                id=f"{target}/{name}",
+                updated_at=now,
+                rater=name,
+                prompt=answer.prompt,
+                tools=answer.tools,
+                completion=answer.message,
+                message=answer.id,
+                parent=prompt_id(answer.prompt, answer.tools),
+                model=answer.model,
+                origin=self._answers.origin(answer.id),
+                **verdict,
+            )
+            self._store.append(vote)
+            self._keep(vote)
+            self._changed.set()
 
-    def _set_votes(self, votes: Sequence[Vote]) -> None:
-        self._votes = list(votes)
-        self._voted = {(vote.rater, vote.parent) for vote in votes if _has_verdict(vote)}
+    def _keep(self, vote: Vote) -> None:
+        """Take a vote that is on the disk, in the place of an earlier one with its key."""
+        if (earlier := self._votes.get(vote.key)) is not None:
+            self._verdicts[earlier.rater, earlier.parent] -= _has_verdict(earlier)
+        self._votes[vote.key] = vote
+        self._verdicts[vote.rater, vote.parent] += _has_verdict(vote)
+        self._newest = max(self._newest, vote.updated_at)
 
-    @staticmethod
-    def _rater(rater: str) -> str:
-        """What is written instead of a rater's name."""
-        return HashedRater(hash_rater(SOURCE, rater) or "local")
+
+def hash_name(rater: str) -> HashedRater:
+    """What is written instead of a rater's name."""
+    return HashedRater(hash_rater(SOURCE, rater) or "local")
+
+
+def _tokens(answer: Answer) -> dict[str, Any]:
+    """The tokens of an answer, as rows of sampled completions have them."""
+    return {
+        "prompt_ids": list(answer.prompt_ids),
+        "completion_ids": list(answer.completion.tokens),
+        "logps": list(answer.completion.logps),
+        "temperature": answer.sampling.temperature,
+        "top_p": answer.sampling.top_p,
+        "vocabulary": answer.vocabulary,
+    }
 
 
 def _has_verdict(vote: Vote) -> bool:
     verdicts: Sequence[Any] = (vote.label, vote.score, vote.winner, vote.correction)
     return any(verdict is not None for verdict in verdicts)
+
+
+def _answer_line(answer: Answer) -> dict[str, Any]:
+    completion = answer.completion
+    return {
+        "id": answer.id,
+        "model": answer.model,
+        "prompt": [dict(message) for message in answer.prompt],
+        "tools": [dict(tool) for tool in answer.tools],
+        "completion": completion.text,
+        "stop": completion.stop,
+        "version": completion.version,
+        **_tokens(answer),
+        "time": time.time(),
+    }
+
+
+def _read_answer(line: Mapping[str, Any]) -> Answer:
+    """The answer that a line was made of. Raises KeyError for what is not such a line."""
+    prompt: tuple[Message, ...] = tuple(line["prompt"])
+    return Answer(
+        id=line["id"],
+        model=line["model"],
+        vocabulary=line["vocabulary"],
+        prompt=prompt,
+        tools=tuple(line["tools"]),
+        prompt_ids=tuple(line["prompt_ids"]),
+        completion=Completion(
+            prompt_id="",
+            tokens=tuple(line["completion_ids"]),
+            logps=tuple(line["logps"]),
+            text=line["completion"],
+            stop=line["stop"],
+            version=line["version"],
+        ),
+        sampling=Sampling(temperature=line["temperature"], top_p=line["top_p"]),
+    )

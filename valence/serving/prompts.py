@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from valence.data.load import DataFile, load
+from valence.errors import UserError
 from valence.types import Chat, Message, Prompt, content_id
 
 
-def prompt_id(messages: Sequence[Message]) -> str:
+def prompt_id(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """Identifies a prompt by its content."""
-    return content_id([dict(message) for message in messages])
+    turns = [dict(message) for message in messages]
+    return content_id(turns, [dict(tool) for tool in tools]) if tools else content_id(turns)
+
+
+def normalize(message: Mapping[str, Any]) -> Message:
+    """A message with its text in one piece, and without keys that are None.
+
+    Raises UserError for content that is not text.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise UserError(
+                "a message has content that is not text",
+                code="content-not-text",
+                where="messages",
+                fix="send text alone",
+            )
+        content = "".join(str(part.get("text", "")) for part in content)
+    role = "system" if message["role"] == "developer" else message["role"]
+    others = {name: value for name, value in message.items() if value is not None}
+    return {**others, "role": role, "content": content}
 
 
 class PromptQueue:
@@ -19,35 +42,37 @@ class PromptQueue:
 
     A prompt is done when the rater has voted on an answer to it, also before a restart, or has
     skipped it.
+
+    Raises UserError for a file without prompts.
     """
 
-    def __init__(
-        self, files: Sequence[str], has_voted: Callable[[str, str], bool] = lambda *_: False
-    ) -> None:
-        """has_voted: whether a rater has voted on an answer to the prompt with this id.
-
-        Raises UserError for a file without prompts.
-        """
+    def __init__(self, files: Sequence[str]) -> None:
         examples = load([DataFile(path) for path in files], "prompt").examples if files else ()
-        self.prompts: list[tuple[Message, ...]] = [
-            example.prompt.messages
-            if isinstance(example.prompt, Chat)
-            else ({"role": "user", "content": str(example.prompt)},)
-            for example in examples
-            if isinstance(example, Prompt)
-        ]
-        self._ids = [prompt_id(messages) for messages in self.prompts]
-        self._has_voted = has_voted
+        prompts = [example.prompt for example in examples if isinstance(example, Prompt)]
+        self.prompts: list[Chat] = []
+        for prompt in prompts:
+            is_chat = isinstance(prompt, Chat)
+            turns = prompt.messages if is_chat else ({"role": "user", "content": str(prompt)},)
+            self.prompts.append(Chat(tuple(map(normalize, turns)), prompt.tools if is_chat else ()))
+        self._ids = [prompt_id(chat.messages, chat.tools) for chat in self.prompts]
         self._skipped: dict[str, set[int]] = defaultdict(set)
 
-    def next(self, rater: str, skip: int | None = None) -> tuple[int, tuple[Message, ...]] | None:
-        """The number of the rater's next prompt, from 1, and its messages; None after the last.
+    def next(
+        self,
+        rater: str,
+        has_voted: Callable[[str, str], bool] = lambda *_: False,
+        *,
+        skip: int | None = None,
+    ) -> tuple[int, Chat] | None:
+        """The number of the rater's next prompt, from 1, and the prompt; None after the last.
 
-        skip: number of a prompt that the rater does not want to rate.
+        has_voted: whether a rater has voted on an answer to the prompt with this id. skip: number
+        of a prompt that the rater does not want to rate.
         """
-        if skip is not None:
-            self._skipped[rater].add(skip)
-        for number, (id, messages) in enumerate(zip(self._ids, self.prompts, strict=True), 1):
-            if number not in self._skipped[rater] and not self._has_voted(rater, id):
-                return number, messages
+        skipped = self._skipped[rater]
+        if skip is not None and 1 <= skip <= len(self.prompts):
+            skipped.add(skip)
+        for number, (id, prompt) in enumerate(zip(self._ids, self.prompts, strict=True), 1):
+            if number not in skipped and not has_voted(rater, id):
+                return number, prompt
         return None

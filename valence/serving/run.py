@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import ipaddress
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
+from valence.errors import UserError
 from valence.rewards.http_limits import (
     HEAD_SECONDS,
     MAX_HEADER_BYTES,
@@ -14,54 +20,84 @@ from valence.rewards.http_limits import (
     raise_connection_limit,
 )
 from valence.rewards.server import listening
-from valence.serving.app import ChatService, application
+from valence.serving.app import FeedbackService, application
 
 SHUTDOWN_SECONDS = 5
 
 
-def links_of(service: ChatService, host: str, port: int) -> list[tuple[str, str]]:
-    """The raters, and the link that each of them opens."""
-    shown = f"[{host}]" if ":" in host else host
-    base = f"http://{shown}:{port}/"
+def open_socket(host: str, port: int, *, has_tokens: bool) -> socket.socket:
+    """A socket that takes connections. Raises UserError when the port cannot be used, or when other
+    machines could reach the service without a token.
+    """
+    return listening(
+        host,
+        port,
+        guarded=has_tokens,
+        danger="other machines could chat with the model, and vote",
+        fix="leave out --no-token or --host",
+    )
+
+
+def links_of(service: FeedbackService, host: str, port: int) -> list[tuple[str, str]]:
+    """The raters, and the link that each of them opens.
+
+    host: the address that the service listens at. One that stands for all addresses of this machine
+    is shown as the machine's name.
+    """
+    name = socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host
+    base = f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
     return [(rater, f"{base}#token={token}") for token, rater in service.tokens.items()] or [
         ("", base)
     ]
 
 
 def serve(
-    service: ChatService,
+    service: FeedbackService,
+    place: socket.socket,
     *,
     host: str,
-    port: int,
     allowed_hosts: Sequence[str] = (),
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Serve until a signal comes. Raises UserError when the port cannot be used, or when other
-    machines could reach the service without a token.
+    """Serve at a socket until a signal comes, then write the rows.
+
+    host: the name that the socket was asked for.
     """
     import uvicorn
 
-    danger = "other machines could chat with the model, and vote"
-    with listening(host, port, guarded=bool(service.tokens), danger=danger) as place:
-        address, actual_port, *_ = place.getsockname()
-        for rater, link in links_of(service, address, actual_port):
-            tell(f"{rater}: {link}" if rater else link)
-        tell(f"votes are written to {service.store.out}; stop with Ctrl-C")
-        config = uvicorn.Config(
-            RequestGuard(application(service), host_names(host, allowed_hosts)),
-            http=limited_protocol(HEAD_SECONDS, raise_connection_limit()),
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            ws="none",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-        )
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        yield
+        # here, since a signal ends the process as soon as the server returns
         try:
-            asyncio.run(uvicorn.Server(config).serve(sockets=[place]))
-        finally:
-            service.model.close()
-            service.store.close()
-    tell(f"{service.store.num_votes} votes in {service.store.out}")
+            await asyncio.to_thread(service.close)
+        except UserError as error:
+            tell(str(error))
+            tell("every vote is on the disk; run the command again to write the rows")
+        tell(f"{service.store.num_votes} votes in {service.store.out}")
+
+    address, port, *_ = place.getsockname()
+    for rater, link in links_of(service, address.partition("%")[0], port):
+        tell(f"{rater}: {link}" if rater else link)
+    tell(f"votes are written to {service.store.out}; stop with Ctrl-C")
+    app = application(service, lifespan=lifespan)
+    logging.getLogger("uvicorn.error").addFilter(_is_not_logged)
+    config = uvicorn.Config(
+        RequestGuard(app, host_names(host, allowed_hosts)),
+        http=limited_protocol(HEAD_SECONDS, raise_connection_limit()),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    asyncio.run(uvicorn.Server(config).serve(sockets=[place]))
+
+
+def _is_not_logged(record: logging.LogRecord) -> bool:
+    """Whether uvicorn's message is not about an error that the application has logged already."""
+    return record.exc_info is None

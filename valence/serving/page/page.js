@@ -13,6 +13,7 @@ const $ = (id) => document.getElementById(id);
 const conversation = $("conversation");
 
 let messages = []; // the conversation so far, as the model sees it
+let tools = []; // that the prompt offers to the model
 let mode = "chat";
 let busy = false;
 let current = null; // the last answer or comparison: what the keyboard acts on
@@ -27,37 +28,50 @@ function element(name, properties = {}, ...children) {
   return node;
 }
 
-function showError(text) {
-  $("error").textContent = text;
+let retry = null; // what "Try again" does
+
+function showError(text, action = null) {
+  retry = action;
+  $("error-text").textContent = text;
   $("error").hidden = !text;
+  $("retry").hidden = !action;
 }
 
 async function request(path, body) {
-  const response = await fetch(path, {
-    method: body === undefined ? "GET" : "POST",
-    headers: { authorization: `Bearer ${token}`, "content-type": "application/json" },
-    body: body === undefined ? undefined : JSON.stringify(body),
-  });
+  let response;
+  try {
+    response = await fetch(path, {
+      method: body === undefined ? "GET" : "POST",
+      headers: { authorization: `Bearer ${token}`, "content-type": "application/json" },
+      body: body === undefined ? undefined : JSON.stringify(body),
+    });
+  } catch {
+    throw new Error("the server does not answer; is it still running?");
+  }
   if (!response.ok) {
-    const data = await response.json().catch(() => ({}));
-    throw new Error((data.error && data.error.message) || data.detail || `HTTP ${response.status}`);
+    const { error } = await response.json().catch(() => ({}));
+    throw new Error((error && error.message) || `the server answered with status ${response.status}`);
   }
   return response;
 }
 
 async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
   let buffer = "";
+  let isComplete = false;
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    buffer += value;
+    const { value, done } = await reader.read().catch(() => ({ done: true }));
+    if (done && isComplete) return;
+    if (done) throw new Error("the connection broke off before the answer was complete");
+    buffer += decoder.decode(value, { stream: true });
     const parts = buffer.split("\n\n");
     buffer = parts.pop();
     for (const part of parts) {
       if (!part.startsWith("data: ")) continue;
       const event = JSON.parse(part.slice(6));
-      if (event.error) throw new Error(event.error);
+      if (event.error) throw new Error(event.error.message);
+      isComplete = isComplete || Boolean(event.done);
       yield event;
     }
   }
@@ -106,24 +120,37 @@ function answerCard(title) {
   return { card, text };
 }
 
-function cutNote(stop) {
-  return stop === "length"
-    ? [element("p", { className: "note", textContent: "The answer was cut off at its maximum length." })]
-    : [];
+function showEnd({ card, text }, stop) {
+  const notes = [];
+  if (text.textContent === "") notes.push("The answer is empty.");
+  if (stop === "length") notes.push("The answer was cut off at its maximum length.");
+  for (const note of notes) card.append(element("p", { className: "note", textContent: note }));
+}
+
+// Votes are sent one after the other, so that the last one counts.
+let sending = Promise.resolve();
+
+function save(path, body) {
+  const result = sending.then(async () => {
+    const response = await request(path, body);
+    setVotes((await response.json()).votes);
+  });
+  sending = result.catch(() => {});
+  return result;
 }
 
 async function rate(item, changes) {
-  const before = { ...item.verdict };
-  Object.assign(item.verdict, changes);
+  item.verdict = { ...item.verdict, ...changes };
   showVerdict(item);
+  const verdict = item.verdict;
   try {
-    const response = await request("api/rate", { answer: item.id, ...item.verdict });
-    setVotes((await response.json()).votes);
+    await save("api/rate", { answer: item.id, ...verdict });
+    item.saved = verdict;
     showError("");
   } catch (error) {
-    item.verdict = before;
+    if (item.verdict === verdict) item.verdict = item.saved;
     showVerdict(item);
-    showError(`The vote was not saved: ${error.message}`);
+    showError(`The vote was not saved: ${error.message}`, () => rate(item, changes));
   }
 }
 
@@ -157,6 +184,7 @@ function rateable(card, id, content) {
   const item = {
     kind: "answer", id, nodes: [card],
     verdict: { label: null, correction: null, comment: "" },
+    saved: { label: null, correction: null, comment: "" },
     up: button("👍 Good", "Good answer (↑)", "good"),
     down: button("👎 Bad", "Bad answer (↓)", "bad"),
     edit: button("Correct", "Write a better answer (e)"),
@@ -177,18 +205,25 @@ function rateable(card, id, content) {
   return item;
 }
 
-async function askOnce() {
-  const { card, text } = answerCard("");
-  conversation.append(card);
-  const response = await request("api/answer", { messages });
+// An answer is shown in sides.a, two of them in sides.a and sides.b. Returns what they are rated by.
+async function receive(sides) {
+  const response = await request("api/answer", { messages, tools, compare: "b" in sides });
+  let id;
   for await (const event of events(response)) {
-    if (event.text !== undefined) { text.textContent += event.text; scrollDown(); }
-    if (event.done) {
-      card.append(...cutNote(event.stop));
-      messages.push({ role: "assistant", content: text.textContent });
-      setCurrent(rateable(card, event.done, text.textContent));
-    }
+    if (event.done) id = event.done;
+    if (event.text !== undefined) sides[event.side].text.textContent += event.text;
+    if (event.stop) showEnd(sides[event.side], event.stop);
+    scrollDown();
   }
+  return id;
+}
+
+async function askOnce() {
+  const side = answerCard("");
+  conversation.append(side.card);
+  const id = await receive({ a: side });
+  messages.push({ role: "assistant", content: side.text.textContent });
+  setCurrent(rateable(side.card, id, side.text.textContent));
   scrollDown();
 }
 
@@ -198,12 +233,7 @@ async function askTwice() {
   const sides = { a: answerCard("Answer 1"), b: answerCard("Answer 2") };
   const pair = element("div", { className: "pair" }, sides.a.card, sides.b.card);
   conversation.append(pair);
-  const response = await request("api/answer", { messages, compare: true });
-  for await (const event of events(response)) {
-    if (event.text !== undefined) { sides[event.side].text.textContent += event.text; scrollDown(); }
-    if (event.stop) sides[event.side].card.append(...cutNote(event.stop));
-    if (event.done) setCurrent(comparison(pair, sides, event.done));
-  }
+  setCurrent(comparison(pair, sides, await receive(sides)));
   scrollDown();
 }
 
@@ -212,11 +242,10 @@ function comparison(pair, sides, id) {
   const place = messages.length; // the conversation goes on with the winner
   const choose = async (winner) => {
     try {
-      const response = await request("api/compare", { comparison: id, winner });
-      setVotes((await response.json()).votes);
+      await save("api/compare", { comparison: id, winner });
       showError("");
     } catch (error) {
-      showError(`The vote was not saved: ${error.message}`);
+      showError(`The vote was not saved: ${error.message}`, () => choose(winner));
       return;
     }
     item.winner = winner;
@@ -247,12 +276,13 @@ async function ask() {
   setBusy(true);
   setCurrent(null);
   showError("");
+  const shown = conversation.childElementCount;
   try {
     if (mode === "compare") await askTwice();
     else await askOnce();
   } catch (error) {
-    showError(error.message);
-    conversation.lastElementChild && conversation.lastElementChild.remove();
+    while (conversation.childElementCount > shown) conversation.lastElementChild.remove();
+    showError(`There is no answer: ${error.message}`, ask);
   } finally {
     setBusy(false);
   }
@@ -263,18 +293,21 @@ async function send(text) {
     showError("First say which of the two answers is better.");
     return;
   }
+  if (messages.length && messages.at(-1).role !== "assistant") { // it was not answered
+    messages.pop();
+    conversation.lastElementChild.remove();
+  }
   const message = { role: "user", content: text };
   messages.push(message);
   addMessage(message);
   scrollDown();
   $("input").value = "";
-  const before = messages.length;
   await ask();
-  if (mode === "chat" && messages.length === before) messages.pop(); // it was not answered
 }
 
 function clear() {
   messages = [];
+  tools = [];
   setCurrent(null);
   conversation.replaceChildren();
   showError("");
@@ -282,7 +315,9 @@ function clear() {
 
 async function nextPrompt() {
   if (busy) return;
+  setBusy(true);
   try {
+    await sending; // so that the server knows what has been voted on
     const prompt = await (await request("api/next-prompt", { skip: openPrompt })).json();
     openPrompt = prompt.messages === null ? null : prompt.number;
     if (prompt.messages === null) {
@@ -294,12 +329,14 @@ async function nextPrompt() {
     promptNumber = `prompt ${prompt.number} of ${prompt.total}`;
     showStatus();
     clear();
-    messages = prompt.messages;
+    ({ messages, tools } = prompt);
     messages.forEach(addMessage);
-    await ask();
     document.activeElement && document.activeElement.blur();
+    await ask();
   } catch (error) {
-    showError(error.message);
+    showError(error.message, nextPrompt);
+  } finally {
+    setBusy(false);
   }
 }
 
@@ -313,6 +350,7 @@ $("mode-chat").onclick = () => setMode("chat");
 $("mode-compare").onclick = () => setMode("compare");
 $("new").onclick = () => { clear(); $("input").focus(); };
 $("next").onclick = nextPrompt;
+$("retry").onclick = () => { const action = retry; showError(""); action(); };
 $("help-button").onclick = () => {
   $("help").hidden = !$("help").hidden;
   $("help-button").setAttribute("aria-expanded", !$("help").hidden);
@@ -340,14 +378,14 @@ document.addEventListener("keydown", (event) => {
     e: answer && answer.correct, c: answer && answer.remark,
     1: two && (() => two.choose("a")), 2: two && (() => two.choose("b")),
     0: two && (() => two.choose("tie")), x: two && (() => two.choose("both_bad")),
-    n: $("next").hidden ? null : nextPrompt,
+    n: $("next").hidden || busy ? null : nextPrompt,
     i: () => $("input").focus(),
   };
   const action = actions[event.key];
   if (action) { event.preventDefault(); action(); }
 });
 
-(async () => {
+async function start() {
   try {
     session = await (await request("api/session")).json();
     $("model").textContent = session.model;
@@ -357,6 +395,8 @@ document.addEventListener("keydown", (event) => {
     if (session.prompts) await nextPrompt();
     else $("input").focus();
   } catch (error) {
-    showError(error.message);
+    showError(error.message, start);
   }
-})();
+}
+
+start();

@@ -1,0 +1,307 @@
+"""The page in a real browser: rate, correct, comment and compare, and nothing of a text runs."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.kit import Served, rows, trainer
+from valence.serving.chat import Answer, ChatModel
+from valence.serving.run import open_socket
+
+pytest.importorskip("playwright", reason="playwright is not installed")
+from playwright.sync_api import Browser, Page, sync_playwright
+
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("chromium is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+PATIENCE = 60.0
+"""Seconds that a busy machine may take."""
+HOSTILE = "<img src=x onerror='window.ran = 1'><script>window.ran = 1</script>\u202e & \x00"
+WIDE = "W" * 60
+
+
+class HostileModel(ChatModel):
+    """Answers with markup."""
+
+    async def stream(self, *arguments: Any, **options: Any) -> AsyncGenerator[str | Answer, None]:
+        async for part in super().stream(*arguments, **options):
+            if isinstance(part, Answer):
+                yield HOSTILE + WIDE
+                yield replace(part, completion=replace(part.completion, text=HOSTILE + WIDE))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Site:
+    """A service at an address, which can be stopped and started again."""
+
+    served: Served
+    port: int = 0
+
+    def start(self) -> None:
+        import uvicorn
+
+        place = open_socket("127.0.0.1", self.port, has_tokens=True)
+        self.port = place.getsockname()[1]
+        config = uvicorn.Config(self.served.app, log_config=None, timeout_graceful_shutdown=1)  # type: ignore[arg-type]
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(
+            target=lambda: asyncio.run(self.server.serve(sockets=[place]))
+        )
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+    def link(self, token: str = "token-of-anna") -> str:
+        return f"http://127.0.0.1:{self.port}/#token={token}"
+
+
+@contextmanager
+def site_in(folder: Path, **options: Any) -> Iterator[Site]:
+    site = Site(Served(folder, **options))
+    site.start()
+    try:
+        yield site
+    finally:
+        site.stop()
+        site.served.close()
+
+
+@contextmanager
+def opened(
+    browser: Browser, site: Site, *, width: int = 1280, failing: bool = False, **options: Any
+) -> Iterator[Page]:
+    """The page, opened with its link; what fails meanwhile fails the test, unless ``failing``."""
+    context = browser.new_context(viewport={"width": width, "height": 800}, **options)
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE * 1000)
+    failed: list[str] = []
+    if not failing:
+        page.on("console", lambda message: failed.append(message.text))
+        page.on(
+            "requestfailed",
+            lambda request: (
+                # a stream that was read to its end counts as aborted half of the time
+                failed.append(request.url) if not request.url.endswith("/api/answer") else None
+            ),
+        )
+    page.on("pageerror", lambda error: failed.append(str(error)))
+    own = (f"http://127.0.0.1:{site.port}/", "data:")
+    page.on(
+        "request",
+        lambda request: (
+            failed.append(request.url)
+            if not request.url.startswith(own) or "token-of" in request.url
+            else None
+        ),
+    )
+    page.goto(site.link())
+    yield page
+    context.close()
+    assert failed == []
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds. (The page's policy forbids the browser to evaluate it.)"""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def wait_for_answer(page: Page, number: int = 1) -> None:
+    until(lambda: page.locator(".answer .actions, .pair > .actions").count() >= number)
+
+
+def wait_for_status(page: Page, text: str) -> None:
+    until(lambda: text in (page.text_content("#status") or ""))
+
+
+def test_rate_correct_and_comment_by_keyboard(browser: Browser, tmp_path: Path) -> None:
+    with site_in(tmp_path) as site, opened(browser, site) as page:
+        wait_for_status(page, "anna · 0 votes")
+        assert page.url == f"http://127.0.0.1:{site.port}/"  # without the token
+        page.keyboard.type("hello")
+        page.keyboard.press("Enter")
+        wait_for_answer(page)
+        page.keyboard.press("Escape")
+        page.keyboard.press("ArrowDown")
+        wait_for_status(page, "1 vote")
+        page.keyboard.press("ArrowUp")
+        page.keyboard.press("c")
+        page.keyboard.type("too short")
+        page.keyboard.press("Control+Enter")
+        page.keyboard.press("e")
+        assert page.locator(".edit textarea").input_value().strip() != ""
+        page.locator(".edit textarea").fill("A better answer")
+        page.keyboard.press("Control+Enter")
+        until(lambda: site.served.rows("demonstrations"))
+        (row,) = site.served.rows()
+        assert (row["label"], row["info"]["comment"]) == (True, "too short")
+        assert [row["chosen"] for row in site.served.rows("pairs")] == ["A better answer"]
+        pressed = page.locator("[aria-pressed=true]").all_text_contents()
+        assert pressed == ["Rate", "👍 Good", "Correct", "Comment"]
+        page.keyboard.press("Escape")
+        page.keyboard.press("ArrowUp")  # withdraws the thumb
+        until(lambda: site.served.rows() == [])
+        page.keyboard.press("i")
+        page.keyboard.type("and now?")
+        page.keyboard.press("Enter")
+        wait_for_answer(page, 2)
+        assert [turn["role"] for turn in last_prompt(site)] == ["user", "assistant", "user"]
+
+
+def last_prompt(site: Site) -> list[dict[str, Any]]:
+    """The conversation before the last answer."""
+    return rows(site.served.out.with_suffix(".answers.jsonl"))[-1]["prompt"]
+
+
+def test_compare_and_go_on_with_the_better_answer(browser: Browser, tmp_path: Path) -> None:
+    with site_in(tmp_path) as site, opened(browser, site) as page:
+        page.click("#mode-compare")
+        page.fill("#input", "hello")
+        page.keyboard.press("Enter")
+        wait_for_answer(page)
+        page.fill("#input", "go on")
+        page.click("#send")
+        assert "First say" in (page.text_content("#error") or "")
+        page.keyboard.press("Escape")
+        page.locator("#input").evaluate("node => node.blur()")
+        page.keyboard.press("2")
+        wait_for_status(page, "1 vote")
+        assert page.text_content("#error-text") == ""
+        page.click("#send")
+        wait_for_answer(page, 2)
+        (pair,) = site.served.rows("pairs")
+        assert last_prompt(site)[1]["content"] == pair["chosen"]
+        page.locator("#input").evaluate("node => node.blur()")
+        page.keyboard.press("0")
+        wait_for_status(page, "2 votes")
+        page.keyboard.press("x")
+        until(lambda: [row["label"] for row in site.served.rows()] == [False, False])
+
+
+def test_prompts_one_after_the_other(browser: Browser, tmp_path: Path) -> None:
+    prompts = [{"prompt": f"question {number}"} for number in (1, 2)]
+    with site_in(tmp_path, prompts=prompts) as site, opened(browser, site) as page:
+        wait_for_answer(page)
+        wait_for_status(page, "prompt 1 of 2")
+        page.reload()
+        wait_for_answer(page)
+        wait_for_status(page, "prompt 1 of 2")
+        page.keyboard.press("ArrowUp")
+        page.keyboard.press("n")  # at once, before the vote is confirmed
+        wait_for_status(page, "prompt 2 of 2 · 1 vote")
+        wait_for_answer(page)
+        assert page.locator(".user").all_text_contents() == ["question 2"]
+        page.keyboard.press("n")
+        wait_for_status(page, "all 2 prompts done")
+        assert page.is_hidden("#next")
+        page.reload()
+        wait_for_status(page, "all 2 prompts done")  # the second one was skipped
+
+
+def test_markup_is_shown_as_text_and_a_telephone_needs_no_scrolling(
+    browser: Browser, tmp_path: Path
+) -> None:
+    model = HostileModel(trainer(), HOSTILE)
+    options: dict[str, Any] = {
+        "prompts": [{"prompt": HOSTILE + WIDE}],
+        "tokens": {"token-of-anna": HOSTILE},
+        "model": model,
+    }
+    phone = {"width": 390, "has_touch": True, "is_mobile": True}
+    with site_in(tmp_path, **options) as site, opened(browser, site, **phone) as page:
+        wait_for_answer(page)
+        shown = HOSTILE.replace("\x00", "")
+        assert shown in (page.text_content(".user") or "").replace("\x00", "")
+        assert shown in (page.text_content(".answer .message") or "").replace("\x00", "")
+        assert "<img" in (page.text_content("#status") or "")
+        page.click("#new")
+        page.click("#mode-compare")
+        page.fill("#input", HOSTILE)
+        page.click("#send")
+        wait_for_answer(page)
+        page.click("text=2 is better")
+        wait_for_status(page, "1 vote")
+        assert page.evaluate("window.ran") is None
+        assert page.locator("main img, main script").count() == 0
+        for node in ("document.documentElement", "document.body"):
+            assert page.evaluate(f"{node}.scrollWidth") <= 390
+
+
+def test_a_restart_of_the_server_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
+    with site_in(tmp_path) as site, opened(browser, site, failing=True) as page:
+        page.fill("#input", "hello")
+        page.keyboard.press("Enter")
+        wait_for_answer(page)
+        site.stop()
+        page.keyboard.press("Escape")
+        page.keyboard.press("ArrowUp")
+        until(lambda: page.is_visible("#retry"))
+        assert "does not answer" in (page.text_content("#error") or "")
+        assert page.locator(".answer [aria-pressed=true]").count() == 0
+        page.fill("#input", "and now?")
+        page.keyboard.press("Enter")
+        until(lambda: page.locator(".user").count() == 2 and page.is_visible("#retry"))
+        site.start()
+        page.click("#retry")
+        wait_for_answer(page, 2)
+        assert page.is_hidden("#error")
+        page.locator("text=👍 Good").first.click()
+        wait_for_status(page, "1 vote")
+        assert [turn["role"] for turn in last_prompt(site)] == ["user", "assistant", "user"]
+
+
+def test_a_link_that_is_no_longer_valid_is_explained(browser: Browser, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tokens": {"another": "anna"}}
+    with site_in(tmp_path, **options) as site, opened(browser, site, failing=True) as page:
+        until(lambda: "valence collect" in (page.text_content("#error") or ""))
+
+
+def test_answers_that_are_empty_or_cut_off_say_so(browser: Browser, tmp_path: Path) -> None:
+    class EmptyModel(ChatModel):
+        async def stream(self, *arguments: Any, **options: Any) -> Any:
+            async for part in super().stream(*arguments, **options):
+                if isinstance(part, Answer):
+                    yield replace(part, completion=replace(part.completion, text=""))
+
+    model = EmptyModel(trainer(), "empty")
+    with site_in(tmp_path, model=model) as site, opened(browser, site) as page:
+        page.fill("#input", "hello")
+        page.keyboard.press("Enter")
+        wait_for_answer(page)
+        assert page.locator(".note").all_text_contents()[0] == "The answer is empty."
+        page.click("text=👎 Bad")
+        wait_for_status(page, "1 vote")
+        assert [row["label"] for row in site.served.rows()] == [False]

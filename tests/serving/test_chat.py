@@ -1,0 +1,219 @@
+"""Answers of a chat model, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.errors import raises_error
+from tests.serving.kit import HELLO, SAMPLING, parts_of, run, save_model, saved_model, trainer
+from tests.tiny import tiny_tokenizer
+from valence.distributed.single import Single
+from valence.lifecycle.restore import open_run
+from valence.rollouts import Sampling
+from valence.serving.chat import Answer, ChatModel, TextStream
+
+
+@pytest.fixture
+def model() -> Iterator[ChatModel]:
+    model = ChatModel(trainer(), "tiny")
+    yield model
+    model.close()
+
+
+LONG = Sampling(max_new_tokens=200, temperature=2.0)
+
+
+def test_a_character_is_held_back_until_all_its_bytes_are_there() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "né 😀 好!"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in tokens]
+    assert "".join(pieces) == text
+    assert pieces.count("") == 1 + 3 + 2  # all bytes of é, 😀 and 好 but the last
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_character_are_shown_once_others_follow() -> None:
+    tokenizer = tiny_tokenizer()
+    (face,) = tokenizer("😀", add_special_tokens=False)["input_ids"][:1]
+    a, b = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    stream = TextStream(tokenizer)
+    assert [stream.push(token) for token in (a, face, b)] == ["a", "", "\N{REPLACEMENT CHARACTER}b"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_add_up_to_the_text_of_the_completion(model: ChatModel, seed: int) -> None:
+    """Random tokens are mostly no valid UTF-8."""
+    sampling = Sampling(max_new_tokens=40, seed=seed, temperature=2.0)
+    pieces, answer = run(parts_of(model, sampling=sampling))
+    assert len(pieces) > 5
+    assert "".join(pieces) == answer.completion.text
+    tokens = list(answer.completion.tokens)
+    tokenizer = trainer().prepared.tokenizer
+    assert answer.completion.text == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert len(answer.completion.logps) == len(tokens)
+
+
+def test_a_seed_gives_the_same_answer(model: ChatModel) -> None:
+    first, second = (run(parts_of(model))[1] for _ in range(2))
+    assert first.completion == second.completion
+    assert first.id != second.id
+    other = run(parts_of(model, sampling=replace(SAMPLING, seed=4)))[1]
+    assert other.completion.tokens != first.completion.tokens
+
+
+def test_log_probabilities_are_those_of_the_distribution_sampled_from(model: ChatModel) -> None:
+    answer = run(parts_of(model, sampling=Sampling(max_new_tokens=5, temperature=0.7)))[1]
+    ids = torch.tensor([[*answer.prompt_ids, *answer.completion.tokens]])
+    with torch.no_grad():
+        model_alone = AutoModelForCausalLM.from_pretrained(saved_model().name, dtype="float32")
+        logits = model_alone(ids).logits[0] / 0.7
+    tokens = ids[0, len(answer.prompt_ids) :]
+    expected = logits.log_softmax(-1)[-len(tokens) - 1 : -1].gather(1, tokens[:, None])
+    assert answer.completion.logps == pytest.approx(expected.squeeze(1).tolist(), abs=1e-4)
+
+
+def test_sampling_ends_soon_after_the_caller_leaves(model: ChatModel) -> None:
+    tokens = list[int]()
+    text_of = TextStream.push
+
+    async def leave() -> None:
+        prompt = model.encode(HELLO)
+        async with aclosing(model.stream(prompt, LONG)) as parts:
+            async for _ in parts:
+                break
+        assert model.num_requests == 0
+        answer = await model.answer(prompt, SAMPLING)
+        assert answer.completion.tokens
+
+    def push(stream: TextStream, token: int) -> str:
+        tokens.append(token)
+        return text_of(stream, token)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextStream, "push", push)
+        run(leave())
+    assert len(tokens) < 100
+
+
+def test_a_request_that_is_cancelled_again_and_again_leaves_the_model_free(
+    model: ChatModel,
+) -> None:
+    """As anyio cancels what belongs to a client that has left."""
+
+    async def work() -> None:
+        prompt = model.encode(HELLO)
+        waiting = asyncio.create_task(model.answer(prompt, LONG))
+        queued = asyncio.create_task(model.answer(prompt, LONG))
+        await asyncio.sleep(0.02)
+        for _ in range(5):
+            waiting.cancel()
+            queued.cancel()
+            await asyncio.sleep(0)
+        assert model.num_requests == 0
+        assert (await model.answer(prompt, SAMPLING)).completion.tokens
+
+    run(work())
+
+
+def test_two_requests_at_once_run_one_after_the_other(model: ChatModel) -> None:
+    alone = [run(parts_of(model, sampling=replace(SAMPLING, seed=seed)))[1] for seed in (1, 2)]
+    sampled, busy = list[int](), threading.Lock()
+    generate = model._sampler.generate
+
+    def count(*args: Any, **options: Any) -> Any:
+        assert busy.acquire(blocking=False)
+        try:
+            sampled.append(args[2].seed)
+            return generate(*args, **options)
+        finally:
+            busy.release()
+
+    model._sampler.generate = count  # type: ignore[method-assign]
+
+    async def together() -> list[Answer]:
+        prompt = model.encode(HELLO)
+        work = [model.answer(prompt, replace(SAMPLING, seed=seed)) for seed in (1, 2)]
+        return await asyncio.gather(*work)
+
+    answers = run(together())
+    assert sampled == [1, 2]
+    assert [answer.completion for answer in answers] == [answer.completion for answer in alone]
+
+
+def test_a_prompt_that_leaves_no_room_is_refused() -> None:
+    size = len(ChatModel(trainer(), "tiny").encode(HELLO).ids)
+    short = ChatModel(trainer(), "tiny", max_context=size)
+    with raises_error("prompt-too-long", where="messages"):
+        short.encode(HELLO)
+    longer = ChatModel(trainer(), "tiny", max_context=size + 3)
+    sampling = replace(SAMPLING, top_p=0.5)
+    answer = run(parts_of(longer, sampling=sampling))[1]
+    assert len(answer.completion.tokens) == 3
+    assert answer.completion.stop == "length"
+    assert answer.sampling == replace(sampling, max_new_tokens=3)  # with its top_p
+
+
+def test_the_context_is_that_of_the_model(model: ChatModel) -> None:
+    assert model.max_context == trainer().policy.causal.config.max_position_embeddings
+
+
+def test_a_model_that_is_closed_answers_no_more(model: ChatModel) -> None:
+    async def close_amid() -> None:
+        prompt = model.encode(HELLO)
+        async with aclosing(model.stream(prompt, LONG)) as parts:
+            async for _ in parts:
+                model.close()
+
+    with raises_error("server-stopped"):
+        run(close_amid())
+    with raises_error("server-stopped"):
+        run(parts_of(model))
+
+
+def test_weights_that_are_not_finite_are_an_error(
+    model: ChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise FloatingPointError("the model's logits are not finite")
+
+    monkeypatch.setattr(model._sampler, "generate", fail)
+    with raises_error("sampling-failed"):
+        run(parts_of(model))
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "plain", template=None)
+    opened = open_run(str(folder), group=Single())
+    with raises_error("chat-template-missing", where="plain", fix="data.chat_template"):
+        ChatModel(opened, "plain")
+    templated = open_run(str(folder), ["data.chat_template=chatml"], group=Single())
+    assert ChatModel(templated, "plain").encode(HELLO).ids
+
+
+def test_a_reward_model_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    opened = open_run(str(folder), ["method=bradley_terry"], group=Single())
+    with raises_error("reward-model-cannot-generate", where="judge"):
+        ChatModel(opened, "judge")
+
+
+def test_the_tokens_of_a_correction_end_the_turn(model: ChatModel) -> None:
+    answer = run(parts_of(model))[1]
+    tokenizer = trainer().prepared.tokenizer
+    ids = model.encode_correction(answer, "better")
+    assert tokenizer.decode(ids) == "better<|im_end|>"
+    assert model.encode_correction(replace(answer, vocabulary="another"), "better") == ()
+    with raises_error("row-too-long", where="correction"):
+        model.encode_correction(answer, "long " * 300)
