@@ -1,11 +1,12 @@
-"""Write files below a folder that other people may have filled: symbolic links in it are refused,
-never followed.
+"""Paths and hub ids of settings, and files below a folder that other people may have filled:
+symbolic links in it are refused, never followed.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,6 +14,7 @@ from valence.errors import UserError
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes that file systems allow."""
+HUB_ID = re.compile(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 FIX = "remove the link, or put the file or folder itself in its place"
 
 
@@ -64,6 +66,11 @@ def expand_path(text: str, where: str | None = None) -> str:
             where=where or text,
             fix="write the path in full; ./~NAME is a file of that name",
         ) from error
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id: ``owner/name``, or the ``name`` alone."""
+    return HUB_ID.fullmatch(name) is not None
 
 
 def refuse_links(path: Path, root: Path) -> None:

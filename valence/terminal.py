@@ -39,20 +39,20 @@ characters), surrogates, line and paragraph separators.
 """
 
 
-def escape_control(text: str, *, newlines: bool = True) -> str:
+def escape_control(text: str) -> str:
     """Return ``text`` with characters that steer a terminal, or that cannot be seen, made visible.
 
-    ASCII controls become their pictures (``␛``), all others their code (``<U+202E>``). Tabs stay,
-    and so do newlines unless ``newlines`` is false.
+    ASCII controls become their pictures (``␛``), all others their code (``<U+202E>``). Tabs
+    and newlines stay.
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else _escape(c, newlines) for c in text)
+    return "".join(c if c.isprintable() else _escape(c) for c in text)
 
 
-def _escape(character: str, newlines: bool) -> str:
+def _escape(character: str) -> str:
     code = ord(character)
-    if character == "\t" or (character == "\n" and newlines):
+    if character in "\t\n":
         return character
     if code < 32:
         return chr(0x2400 + code)
@@ -62,9 +62,7 @@ def _escape(character: str, newlines: bool) -> str:
 
 
 def escape_text(text: Text) -> Text:
-    """Return the styled text with ``escape_control`` applied and its styles at the same
-    characters.
-    """
+    """Return the styled text with ``escape_control`` applied and its styles kept in place."""
     plain = text.plain
     if plain.isprintable() or (escaped := escape_control(plain)) == plain:
         return text

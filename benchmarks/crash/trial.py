@@ -22,13 +22,13 @@ from safetensors.numpy import load_file
 
 from benchmarks.crash.cases import Case, make_model, recipe, write_rows
 from benchmarks.crash.process import EVALUATION, FINISHING, LAUNCHER, PRELOADED, Kill, Notes, train
-from valence.reports.metrics import repeatable
 from valence.runs.lock import holder
 
 UNSEEDED = ("/random/python", "/random/numpy")
 """In names of tensors: what draws without a seed."""
 PLACES = ("no save yet", "in a save", "evaluation", "finishing", "elsewhere")
 PATIENCE = 120
+OF_THE_MACHINE = ("seconds", "tokens/s", "memory")
 """Seconds after which a process that ends neither by itself nor by a kill has failed."""
 LEAVES = 10.0
 """Seconds in which a process ends after the one that started it: it may have to save first."""
@@ -295,7 +295,11 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 def logged(run: Path) -> list[dict[str, Any]]:
     """The records of a run's log without what tells of the clock."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [repeatable(json.loads(line)) for line in lines]
+    records = [json.loads(line) for line in lines]
+    return [
+        {name: value for name, value in record.items() if not name.startswith(OF_THE_MACHINE)}
+        for record in records
+    ]
 
 
 def _content(path: Path) -> bytes:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.prefix_trees import sharing
 from tests.units import unit, units
 from valence.batching.micro_batches import StepPacker, fill_bins, make_micro_batch, token_sequences
-from valence.batching.prefix_tree import num_unique_tokens
+from valence.batching.prefix_tree import build_prefix_tree
 from valence.types import MicroBatch, TokenizedExample
 
 lengths = st.lists(st.integers(1, 40), max_size=40)
@@ -97,7 +97,9 @@ def unit_sets(draw: st.DrawFn) -> list[TokenizedExample]:
 
 
 def num_tokens(examples: Sequence[TokenizedExample]) -> int:
-    return num_unique_tokens([s for example in examples for s in token_sequences(example)])
+    return len(
+        build_prefix_tree([s for example in examples for s in token_sequences(example)]).tokens
+    )
 
 
 def pack(examples: Sequence[TokenizedExample], max_tokens: int) -> list[list[int]]:
@@ -163,7 +165,7 @@ def test_turns_of_one_conversation_run_together() -> None:
 def test_a_unit_of_many_answers_is_as_large_as_what_is_laid() -> None:
     ranking = unit("ranking", "ranking", (1,) * 100, *((i,) * 5 for i in range(8)))
     assert ranking.tokens == 840
-    assert num_unique_tokens(token_sequences(ranking)) == 140
+    assert len(build_prefix_tree(token_sequences(ranking)).tokens) == 140
     assert pack([ranking, unit("other", "judgement", (2,) * 10, (3,) * 10)], 160) == [[0, 1]]
 
 

@@ -15,6 +15,7 @@ from valence.config.learning_rates import LEARNING_RATES, LearningRates
 from valence.config.load import load_recipe
 from valence.config.schema import Section
 from valence.errors import UserError
+from valence.types import Kind
 
 
 class KtoLoss(Section):
@@ -32,7 +33,7 @@ class NoSettings(Section):
 @dataclass(frozen=True)
 class Facts:
     name: str
-    kind: str
+    kind: Kind
     needs_reference: bool
     settings: type[BaseModel]
     is_reward_model: bool = False

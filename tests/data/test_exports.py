@@ -66,7 +66,7 @@ def test_a_method_reads_the_rows_of_its_kind(
     assert lines(loaded) == expected
     (file,) = loaded.files
     assert (file.path, file.format) == (str(tmp_path / "log.jsonl"), NAME)
-    assert (file.rows, file.used, file.bad) == (len(expected) + 2, len(expected), 0)
+    assert (file.rows, file.examples, file.bad) == (len(expected) + 2, len(expected), 0)
     assert dict(file.unused) == LEFT_OUT
     assert [origin.line for origin, _ in loaded.unused] == [3, 7]
 
@@ -115,7 +115,7 @@ def test_other_files_may_stand_beside_an_export(tmp_path: Path) -> None:
     log = write_export(tmp_path / "log.jsonl", *LOG)
     plain = write(tmp_path / "rows.jsonl", {"prompt": "a", "completion": "b", "label": True})
     loaded = load([Source(plain), Source(log, format=NAME)], "judgement")
-    assert loaded.formats == {plain: "judgement", log: NAME}
+    assert {file.path: file.format for file in loaded.files} == {plain: "judgement", log: NAME}
 
 
 def test_an_export_without_rows_of_the_kind_says_why(tmp_path: Path) -> None:

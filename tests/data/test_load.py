@@ -96,7 +96,7 @@ def test_two_files_that_share_a_prompt_are_both_kept(tmp_path: Path):
         ("again", False),
     ]
     assert loaded.sources == (paths[0], paths[0], paths[1], paths[1])
-    assert loaded.formats == dict.fromkeys(paths, "judgement")
+    assert [file.format for file in loaded.files] == ["judgement", "judgement"]
 
 
 def test_the_weight_of_a_file_multiplies_the_weights_of_its_rows(tmp_path: Path):
@@ -230,7 +230,7 @@ def test_skipped_bad_rows_are_counted_and_listed(tmp_path: Path):
     ]
     assert all(bad.fix for bad in loaded.bad)
     file = loaded.files[0]
-    assert (file.rows, file.bad, file.used, file.examples) == (4, 3, 1, 1)
+    assert (file.rows, file.bad, file.unused, file.examples) == (4, 3, {}, 1)
 
 
 def test_the_format_is_found_behind_many_unreadable_rows(tmp_path: Path):
@@ -307,7 +307,7 @@ def test_pairs_to_judgements_keeps_both_sides_next_to_each_other(tmp_path: Path)
     ]
     assert [e.weight for e in loaded.examples] == [1, 1, 2, 2]
     assert [e.origin.line for e in loaded.examples] == [1, 1, 2, 2]
-    assert (loaded.files[0].rows, loaded.files[0].used, loaded.files[0].examples) == (2, 2, 4)
+    assert (loaded.files[0].rows, loaded.files[0].unused, loaded.files[0].examples) == (2, {}, 4)
 
 
 def test_rows_that_need_no_conversion_stay_as_they_are(tmp_path: Path):
@@ -335,7 +335,7 @@ def test_judgements_to_pairs_uses_every_answer_of_a_prompt_that_has_both(tmp_pat
         Unused.NO_OTHER_DOWN: 1,
         Unused.NO_OTHER_UP: 1,
     }
-    assert (loaded.files[0].used, loaded.files[0].examples) == (4, 3)
+    assert (loaded.files[0].rows, loaded.files[0].examples) == (6, 3)
 
 
 def test_judgements_to_pairs_never_pairs_an_answer_with_itself(tmp_path: Path):

@@ -49,7 +49,7 @@ def scores(loaded: Loaded) -> list[float | None]:
 def test_thumbs(ratings: list[Any], expected: list[bool], tmp_path: Path) -> None:
     loaded = load_rows(tmp_path, "judgement", *rated(*ratings))
     assert labels(loaded) == expected
-    assert loaded.formats == {loaded.files[0].path: "judged_messages"}
+    assert [file.format for file in loaded.files] == ["judged_messages"]
     assert loaded.ignored_columns == {}
     up = expected.count(True)
     [note] = loaded.files[0].notes

@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.programs import fork_server
 from valence.distributed import processes
 from valence.distributed.launch import LISTENS
 from valence.errors import UserError
+
+
+def full(tensor: Any) -> Tensor:
+    """The whole of a tensor that is split over processes, all of which call it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.rig import run
+from tests.distributed.rig import full, run
 from tests.errors import check_error, raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
-from valence.distributed.fsdp2 import full, local
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
+from valence.distributed.tensor import local
 from valence.lifecycle import models as building
 from valence.lifecycle.models import build_models
 from valence.models import build as model_build

@@ -171,7 +171,8 @@ def parts(group: Group) -> dict[str, Any]:
     """What an engine is while its weights are split."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from valence.distributed.fsdp2 import full, local
+    from tests.distributed.rig import full
+    from valence.distributed.tensor import local
 
     case = Case("sft")
     policy, _ = models(case)

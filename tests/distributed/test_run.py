@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 import valence
 from benchmarks.crash.cases import CASES, recipe
 from tests.distributed.rig import run as together
+from tests.logs import repeatable
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
-from valence.reports.metrics import repeatable
 from valence.runs.signals import Interrupted
 from valence.trainer.trainer import Trainer
 

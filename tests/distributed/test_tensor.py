@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.distributed import jobs, rig
+from tests.distributed.rig import full
 from tests.errors import check_error, raises_error
 from tests.models.test_head import QUIRKS, VOCABULARY, layer, objective, oracle, rows
 from tests.models.test_oracle import PATTERNS, forest_of
 from tests.models.test_scores import reward_model
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
-from valence.distributed.fsdp2 import full, shard
+from valence.distributed.fsdp2 import shard
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.tensor import WholeColumns, convert_layer, tensor_parallel

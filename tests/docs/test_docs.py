@@ -25,13 +25,16 @@ from tests.golden import test_paired, test_whole_step, whole
 from valence import cli, losses
 from valence.cli.explain import Doc, facts, read_doc
 from valence.config.load import load_recipe
+from valence.data import formats
 from valence.data.formats import FORMATS
 from valence.data.load import InMemory, load
 from valence.losses import LOSSES, Loss, preference
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS
+from valence.rewards.rules import RULES
 from valence.runs.signals import OUT_OF_TIME, SIGNALS
 from valence.trainer.methods import METHODS, Method, method_of
+from valence.types import Judgement, Origin
 
 PAGES = sorted(
     p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
@@ -108,7 +111,7 @@ def test_the_loss_of_the_worked_example_passes_the_contract(
     """The function, the row and the golden of CONTRIBUTING.md, put into the tables and held to what
     every row must satisfy.
     """
-    function, row, golden = (block.text for block in blocks(text("CONTRIBUTING.md"), "python"))
+    function, row, golden, _ = (block.text for block in blocks(text("CONTRIBUTING.md"), "python"))
     name, made = _added(function, row, monkeypatch)
     for given in ({}, *(test_contract.ON[modifier] for modifier in made.modifiers)):
         test_contract.test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(
@@ -301,7 +304,7 @@ def test_the_rows_that_the_page_of_formats_shows_are_read() -> None:
         json.loads(line)
         for line in text("docs/data.md").split("```json\n")[-1].split("```")[0].splitlines()
     ]
-    kinds = [load([InMemory([row])], kind).formats["rows in memory"] for row, kind in zip(
+    kinds = [load([InMemory([row])], kind).files[0].format for row, kind in zip(
         rows, ("judgement", "preference", "judgement", "demonstration"), strict=True
     )]  # fmt: skip
     assert kinds == ["judged_messages", "openai_preference", "judgement", "messages"]
@@ -347,6 +350,26 @@ API = sorted(
         for name in re.findall(r"(?m)^::: (\S+)", page.read_text())
     }
 )
+
+
+def test_the_format_of_the_worked_example_reads_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, block = blocks(text("CONTRIBUTING.md"), "python")
+    found = dict(vars(formats))
+    exec(block.text, found)
+    monkeypatch.setitem(formats.FORMATS, "vote", found["votes"]["vote"])
+    row = {"question": "a", "answer": "b", "vote": "up", "strength": 0.5, "weight": 3}
+    example = formats.read_example("vote", row, Origin("rows.jsonl", 1))
+    assert isinstance(example, Judgement)
+    assert (example.prompt, example.completion) == ("a", "b")
+    assert (example.label, example.weight) == (True, 0.5)
+
+
+def test_every_rule_is_in_both_lists() -> None:
+    page = text("docs/rewards.md").partition("## Rules")[2].partition("\n## ")[0]
+    members = re.search(r"members: \[(exact_match.*)\]", text("docs/api/rewards.md"))
+    assert members is not None
+    assert set(members[1].split(", ")) == set(RULES)
+    assert set(RULES) <= set(re.findall(r"`(\w+)`", page))
 
 
 @pytest.mark.parametrize("name", API)

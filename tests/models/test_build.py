@@ -14,7 +14,7 @@ import torch
 from tests.errors import raises_error
 from tests.models.test_oracle import sequences
 from tests.tiny_models import tiny
-from valence.models.build import build_policy, build_reference, load_model, position_limit
+from valence.models.build import build_policy, build_reference, check_positions, load_model
 from valence.models.check import plain_batch
 from valence.models.reference import AdapterDisabledReference
 
@@ -160,14 +160,20 @@ def test_a_damaged_weights_file_is_a_mistake_in_the_folder(tmp_path: Path) -> No
     assert str(tmp_path) in raised.error.what
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("llama", (256, False)),
-        ("gpt2", (256, True)),
-        ("opt", (256, True)),
-        ("gpt_neox", (256, False)),
-    ],
-)
-def test_the_positions_a_model_was_made_for(kind: str, expected: Any) -> None:
-    assert position_limit(tiny(kind)) == expected
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_learned_table_of_positions_ends(kind: str) -> None:
+    place: dict[str, Any] = {"code": "too-long", "where": "rows:1", "fix": "at most {limit}"}
+    check_positions(tiny(kind), 256, "it has", **place)
+    for warn in (True, False):
+        with raises_error("too-long", where="rows:1", fix="at most 256"):
+            check_positions(tiny(kind), 257, "it has", **place, warn=warn)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_rotary_positions_go_on(kind: str) -> None:
+    place: dict[str, Any] = {"code": "too-long", "where": "rows:1", "fix": "at most {limit}"}
+    with warnings.catch_warnings(action="error"):
+        check_positions(tiny(kind), 256, "it has", **place)
+        check_positions(tiny(kind), 257, "it has", **place, warn=False)
+    with pytest.warns(UserWarning, match=r"rows:1: .*257.*256.*at most 256"):
+        check_positions(tiny(kind), 257, "it has", **place)

@@ -16,14 +16,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import valence
+from tests.distributed.rig import full
 from tests.distributed.rig import run as in_processes
 from tests.errors import raises_error
+from tests.logs import repeatable
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
-from valence.distributed.fsdp2 import full, local
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
+from valence.distributed.tensor import local
 from valence.lifecycle.models import build_models
 from valence.lifecycle.restore import restore
 from valence.models.build import best_device, build_policy, load_model
@@ -35,7 +37,6 @@ from valence.models.quantized import compute_alike, states
 from valence.models.reference import FrozenReference, SyncedReference
 from valence.models.shape import shape_of, skeleton
 from valence.planning.plan import describe, make_plan
-from valence.reports.metrics import repeatable
 from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, prepare
 from valence.trainer.trainer import Trainer

@@ -35,7 +35,7 @@ from valence.reports.comparison_tables import (
 def test_runs_are_found_once_in_the_order_given_and_by_name_within_a_folder(tmp_path: Path) -> None:
     for name in ("runs/b", "runs/a", "c"):
         a_run(tmp_path / name)
-    found = find_runs([tmp_path / "c", tmp_path / "runs", tmp_path / "runs/../c"], lambda _: None)
+    found = find_runs([tmp_path / "c", tmp_path / "runs", tmp_path / "runs/../c"])
     assert [line.path.name for line in found] == ["c", "a", "b"]
 
 
@@ -47,7 +47,7 @@ def test_what_is_no_run_is_named(tmp_path: Path, name: str, code: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     with raises_error(code, where=str(tmp_path / name)):
-        find_runs([tmp_path / name], lambda _: None)
+        find_runs([tmp_path / name])
 
 
 def test_labels_are_the_shortest_that_tell_runs_apart() -> None:

@@ -12,7 +12,6 @@ from valence.reports.console import (
     as_tables,
     compare,
     duration,
-    evaluation_table,
     number,
     rate,
     text,
@@ -225,10 +224,6 @@ def test_two_evaluations_side_by_side():
         ("old", "1", "\N{EN DASH}", ""),
         ("[red]x", "\N{EN DASH}", "2", ""),
     ]
-    console = plain_console()
-    console.print(evaluation_table(before, after))
-    assert "[red]x" in console.file.getvalue()
-    assert re.search(r"loss +│ +0\.5 │ +0\.44 │ +-0\.06", console.file.getvalue())
 
 
 def test_a_mapping_of_any_shape_becomes_tables():

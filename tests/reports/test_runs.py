@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -56,8 +57,13 @@ def steps(*seconds: float, first: int = 1, every: int = 1, **other: Any) -> list
     ]
 
 
+def listed(folder: Path, holder: Any = nobody) -> list[RunLine]:
+    with patch.object(runs, "holder", holder):
+        return list_runs(folder)
+
+
 def only(folder: Path, holder: Any = nobody) -> RunLine:
-    [line] = list_runs(folder, holder)
+    [line] = listed(folder, holder)
     return line
 
 
@@ -79,11 +85,11 @@ def test_runs_are_found_newest_first_and_not_below_runs_links_or_hidden_folders(
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "run.json.d").mkdir()
     (tmp_path / "a" / "file").write_text("")
-    assert [line.path for line in list_runs(tmp_path, nobody)] == [deep, old]
+    assert [line.path for line in listed(tmp_path)] == [deep, old]
     assert only(deep).path == deep
     with raises_error("run-not-found", where=str(tmp_path / "nowhere")):
-        list_runs(tmp_path / "nowhere", nobody)
-    assert list_runs(tmp_path / "run.json.d", nobody) == []
+        listed(tmp_path / "nowhere")
+    assert listed(tmp_path / "run.json.d") == []
 
 
 @pytest.mark.parametrize(("status", "holder", "state"), [
@@ -107,7 +113,7 @@ def test_states(tmp_path: Path, status: str, holder: Any, state: str) -> None:
 def test_the_holder_is_asked_for_the_folder_of_the_run(tmp_path: Path) -> None:
     asked: list[Path] = []
     a_run(tmp_path / "run", status="running")
-    list_runs(tmp_path, lambda path: asked.append(path))
+    listed(tmp_path, lambda path: asked.append(path))
     assert asked == [tmp_path / "run"]
 
 
@@ -188,7 +194,7 @@ def test_no_damage_makes_the_list_fail(tmp_path: Path) -> None:
     ):
         run = a_run(tmp_path / f"bad/{i}")
         (run / "run.json").write_bytes(content)
-    bad = list_runs(tmp_path / "bad", nobody)
+    bad = listed(tmp_path / "bad")
     assert len(bad) == 10
     assert {line.state for line in bad} == {"unreadable"}
     assert all(line.problem and line.changed for line in bad)
@@ -203,8 +209,8 @@ def test_no_damage_makes_the_list_fail(tmp_path: Path) -> None:
         total_steps=2,
     )
     assert only(odd, somebody).metrics == {"loss": "nan"}
-    assert json.dumps(as_json(list_runs(tmp_path, somebody)), allow_nan=False)
-    assert len(shown(list_runs(tmp_path, somebody))) >= 13
+    assert json.dumps(as_json(listed(tmp_path, somebody)), allow_nan=False)
+    assert len(shown(listed(tmp_path, somebody))) >= 13
 
 
 def test_a_folder_that_cannot_be_read_is_named(
@@ -220,7 +226,7 @@ def test_a_folder_that_cannot_be_read_is_named(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", guarded)
-    found = {line.path.name: line for line in list_runs(tmp_path, nobody)}
+    found = {line.path.name: line for line in listed(tmp_path)}
     assert found["run"].state == "done"
     assert found["locked"].state == "unreadable"
     assert "Permission denied" in str(found["locked"].problem)
@@ -240,7 +246,7 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = a_run(Path("runs/three"), age=9000)
     (broken / "run.json").write_text("{")
     os.utime(broken / "run.json", (0, 0))
-    header, *lines = shown(list_runs(Path("runs"), somebody))
+    header, *lines = shown(listed(Path("runs"), somebody))
     assert header.split() == [
         "run",
         "method",
@@ -279,7 +285,7 @@ def test_plain_values(tmp_path: Path) -> None:
         status="running",
         total_steps=50,
     )
-    assert as_json(list_runs(tmp_path, somebody)) == [
+    assert as_json(listed(tmp_path, somebody)) == [
         {
             "path": str(run),
             "state": "running",

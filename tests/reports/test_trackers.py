@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests.logs import repeatable
 from tests.programs import Program
 from tests.reports.tracked import ROOT, Killed, home, killed_twice
 from valence.reports import backends
-from valence.reports.metrics import repeatable
 from valence.reports.sinks import SAMPLES
 
 __all__ = ["home"]

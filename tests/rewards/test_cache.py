@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.errors import raises_error
-from tests.rewards.kit import Entry, Reply, answer, answers, reward, scores, server, values
+from tests.rewards.kit import Reply, answer, answers, entry, reward, scores, server, values
 from valence.rewards import reward_of
 from valence.rewards.cache import HEAD, MOST, Kept, digest, key_of
 from valence.types import Completion, Score
@@ -44,7 +44,7 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def kept(target: str, folder: Path | None = Path("scores"), **how: Any) -> Any:
-    return reward_of([Entry(target, deterministic=True, **how)], cache=folder)
+    return reward_of([entry(target, deterministic=True, **how)], cache=folder)
 
 
 def test_what_was_scored_is_not_scored_again(counting: Any) -> None:
@@ -134,12 +134,12 @@ def test_the_scores_that_were_used_last_are_held() -> None:
 
 
 def test_a_batch_that_is_larger_than_what_is_held_has_all_its_scores(counting: Any) -> None:
-    entry = Entry(counting("counts"), deterministic=True)
-    made = reward_of([entry], keep=2)
+    counted = entry(counting("counts"), deterministic=True)
+    made = reward_of([counted], keep=2)
     assert values(made, answers(5)) == [5.0] * 5
     assert values(made, answers(5)) == [8.0] * 3 + [5.0] * 2
     assert len(made.parts[0].reward.kept) == 2
-    none = reward_of([entry], cache=Path("scores"), keep=0)
+    none = reward_of([counted], cache=Path("scores"), keep=0)
     assert [values(none, [answer("x")]) for _ in range(2)] == [[9.0], [10.0]]
     assert not Path("scores").exists()
 

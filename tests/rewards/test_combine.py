@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.errors import raises_error
-from tests.rewards.kit import Entry, answers, scores
+from tests.rewards.kit import answers, entry, scores
+from valence.config.schema import RewardSettings
 from valence.rewards import reward_of
 from valence.rewards.combine import Combined, RewardPart
 from valence.types import Completion, Score
@@ -122,16 +123,16 @@ def test_a_reward_that_gives_too_few_scores_is_a_defect() -> None:
 
 
 @pytest.mark.parametrize(("entries", "code", "where", "fix"), [
-    ([Entry("length"), Entry("length")], "reward-name-duplicate", "reward.1.name", "name"),
-    ([Entry("length", name="a/b")], "reward-name-invalid", "reward.0.name", ""),
-    ([Entry("length", name="mean")], "reward-name-invalid", "reward.0.name", ""),
-    ([Entry("length", clip=(1.0, 0.0))], "reward-setting-value", "reward.0.clip", ""),
-    ([Entry("lenght")], "reward-not-found", "reward.0.reward", "length?"),
-    ([Entry("localhost:5000")], "reward-not-found", "reward.0.reward", "http://localhost:5000"),
-    ([Entry("a/model")], "reward-model-unsupported", "reward.0.reward", ""),
+    ([entry("length"), entry("length")], "reward-name-duplicate", "reward.1.name", "name"),
+    ([entry("length", name="a/b")], "reward-name-invalid", "reward.0.name", ""),
+    ([entry("length", name="mean")], "reward-name-invalid", "reward.0.name", ""),
+    ([entry("length", clip=(1.0, 0.0))], "reward-setting-value", "reward.0.clip", ""),
+    ([entry("lenght")], "reward-not-found", "reward.0.reward", "length?"),
+    ([entry("localhost:5000")], "reward-not-found", "reward.0.reward", "http://localhost:5000"),
+    ([entry("a/model")], "reward-model-unsupported", "reward.0.reward", ""),
 ])  # fmt: skip
 def test_what_cannot_be_put_together_is_a_mistake(
-    entries: list[Entry],
+    entries: list[RewardSettings],
     code: str,
     where: str,
     fix: str,
@@ -148,10 +149,10 @@ def test_names_are_short() -> None:
         return Backend()
 
     entries = [
-        Entry("length"),
-        Entry("http://10.0.0.1:80/get_reward,http://b/x"),
-        Entry("org/judge-1b"),
-        Entry("x/y/", name="z"),
+        entry("length"),
+        entry("http://10.0.0.1:80/get_reward,http://b/x"),
+        entry("org/judge-1b"),
+        entry("x/y/", name="z"),
     ]
     made = reward_of(entries, model=backend)
     assert [part.reward.name for part in made.parts] == ["length", "10.0.0.1-80", "judge-1b", "z"]

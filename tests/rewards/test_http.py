@@ -18,11 +18,11 @@ import pytest
 
 from tests.errors import raises_error
 from tests.rewards.kit import (
-    Entry,
     Reply,
     answer,
     answers,
     calls_of,
+    entry,
     error,
     has_words,
     reward,
@@ -513,7 +513,7 @@ def test_settings_of_a_client() -> None:
     with raises_error("reward-setting-unused", where="reward.0.token_env"):
         reward("length", token_env="X")
     names = [
-        part.reward.name for part in reward_of([Entry("http://user@host:80/get_reward")]).parts
+        part.reward.name for part in reward_of([entry("http://user@host:80/get_reward")]).parts
     ]
     assert names == ["host-80"]
 

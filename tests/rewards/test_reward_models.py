@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.errors import raises_error
-from tests.rewards.kit import Entry, answer, has_words, scores, values
+from tests.rewards.kit import answer, entry, has_words, scores, values
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.lifecycle.reward_models import reward_model
@@ -49,7 +49,7 @@ def of(
     target: str = "judge", *, cache: Path | None = None, batch_size: int = 64, **settings: Any
 ) -> Combined:
     return reward_of(
-        [Entry(target, settings=settings, batch_size=batch_size)], model=reward_model, cache=cache
+        [entry(target, settings=settings, batch_size=batch_size)], model=reward_model, cache=cache
     )
 
 

@@ -175,14 +175,14 @@ HANGS = """
 import os, signal, sys, threading
 from tests.rewards.kit import answers
 from valence.rewards import reward_of, score_all
-from tests.rewards.kit import Entry
+from tests.rewards.kit import entry
 
 def hang(completions):
     os.kill(os.getpid(), signal.SIGINT)
     threading.Event().wait()
 
 sys.modules["hanging"] = sys.modules["__main__"]
-made = reward_of([Entry("hanging:hang", timeout=600.0)])
+made = reward_of([entry("hanging:hang", timeout=600.0)])
 try:
     score_all(made, answers(3))
 except KeyboardInterrupt:

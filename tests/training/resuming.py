@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 import valence
+from tests.logs import repeatable
 from tests.training.test_run import logged, recipe
 from valence.errors import UserError
-from valence.reports.metrics import repeatable
 from valence.trainer.trainer import Trainer
 
 

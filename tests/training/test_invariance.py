@@ -17,7 +17,7 @@ from tests.units import objective, unit, units
 from valence.batching import prefix_tree
 from valence.batching.kl_pairs import make_kl_pairs
 from valence.batching.micro_batches import StepPacker, token_sequences
-from valence.batching.prefix_tree import num_unique_tokens
+from valence.batching.prefix_tree import build_prefix_tree
 from valence.data.sampler import Sampler
 from valence.models.build import build_policy, build_reference
 from valence.models.policy_model import PolicyModel
@@ -65,7 +65,9 @@ def models(dtype: torch.dtype) -> Pair:
 
 
 def tokens(rows: Iterable[TokenizedExample]) -> int:
-    return num_unique_tokens([strand for row in rows for strand in token_sequences(row)])
+    return len(
+        build_prefix_tree([strand for row in rows for strand in token_sequences(row)]).tokens
+    )
 
 
 def num_micro_batches_of(rows: list[TokenizedExample], max_tokens: int) -> int:

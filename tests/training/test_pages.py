@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import valence
+from tests.logs import repeatable
 from tests.training.conftest import SharedRuns
 from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  (a fixture)
 from valence.errors import UserError
@@ -19,7 +20,6 @@ from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.reports import page
 from valence.reports.html import write_aside
-from valence.reports.metrics import repeatable
 from valence.trainer import pages
 
 

@@ -202,7 +202,7 @@ def test_a_place_that_has_changed_is_not_gone_to(finished: Path) -> None:
     assert place_of_run(finished)[1] == Path.cwd()
     replace(finished / "run.json", f'"cwd": "{Path.cwd()}', '"cwd": "/tmp')
     assert place_of_run(finished)[1] is None
-    (line,) = list_runs(finished, lambda _: None)
+    (line,) = list_runs(finished)
     assert line.state == "unreadable"
 
 

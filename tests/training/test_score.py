@@ -18,13 +18,13 @@ import pytest
 import valence
 from tests.distributed.rig import run as together
 from tests.errors import raises_error
+from tests.logs import repeatable
 from tests.programs import Program
 from valence.distributed.protocol import Group
 from valence.lifecycle import models
 from valence.lifecycle.reference_cache import score
 from valence.lifecycle.restore import restore
 from valence.models.reference import AdapterDisabledReference, FrozenReference, LazyReference
-from valence.reports.metrics import repeatable
 
 COUNT = 13
 ROWS = [

@@ -173,13 +173,6 @@ def build_prefix_tree(sequences: Sequence[TokenSequence]) -> PrefixTree:
     return PrefixTree(tokens, position_ids, previous, sequence_ids, loss_mask, segments, leaves)
 
 
-def num_unique_tokens(sequences: Sequence[TokenSequence]) -> int:
-    """Rows of the tree of these sequences, without building it."""
-    return sum(
-        len(sequences[s].token_ids) - num_shared for s, num_shared in _shared_prefixes(sequences)
-    )
-
-
 def _shared_prefixes(sequences: Sequence[TokenSequence]) -> Iterable[tuple[int, int]]:
     """Yield each sequence in sorted order, with the number of tokens that the one before has."""
     ids_before = read_before = np.empty(0, np.int64)

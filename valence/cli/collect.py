@@ -22,7 +22,7 @@ from valence.errors import UserError, install_command
 from valence.terminal import escape_control, print_message, write_line
 
 if TYPE_CHECKING:
-    from valence.serving.app import Service
+    from valence.serving.app import ChatService
 
 READING = {"temperature": 0.7, "max_new_tokens": 512}
 
@@ -99,7 +99,7 @@ def collect(
     from valence.distributed.single import Single
     from valence.lifecycle.restore import open_run
     from valence.rollouts import Sampling
-    from valence.serving.app import Service
+    from valence.serving.app import ChatService
     from valence.serving.chat import ChatModel
     from valence.serving.feedback import FeedbackStore
     from valence.serving.prompts import PromptQueue
@@ -128,7 +128,7 @@ def collect(
     tokens = {} if no_token else {secrets.token_urlsafe(16): name for name in raters}
     store = FeedbackStore(out, model.encoder)
     queue = PromptQueue(prompts or [], store.has_voted)
-    service: Service = Service(model, store, sampling, queue, tokens=tokens)
+    service: ChatService = ChatService(model, store, sampling, queue, tokens=tokens)
     serve(
         service,
         host=host,

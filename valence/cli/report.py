@@ -41,9 +41,8 @@ def report(
     from valence.reports.comparison import comparison_page, refuse_others, write_out
     from valence.reports.comparison_markdown import comparison_markdown, run_markdown
     from valence.reports.rundata import read_run
-    from valence.runs.lock import holder
 
-    found = find_runs(runs, holder)
+    found = find_runs(runs)
     several = len(found) > 1
     target = out or (PAGE if several and not md else None)
     if target:

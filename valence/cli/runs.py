@@ -174,9 +174,8 @@ def runs(
 ) -> None:
     """List the runs in a folder: state, step, time left, last numbers."""
     from valence.reports import runs as listed
-    from valence.runs.lock import holder
 
-    found = listed.list_runs(folder, holder)
+    found = listed.list_runs(folder)
     if not as_json:
         console.print(listed.table(found))
     for line in listed.as_json(found) if as_json else ():

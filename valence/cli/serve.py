@@ -15,7 +15,7 @@ from valence.errors import UserError, install_command
 from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
-    from valence.rewards.build import Spec
+    from valence.config.schema import RewardSettings
     from valence.rewards.calls import CallBackend
     from valence.rewards.server import Service
     from valence.rewards.serving import Limits
@@ -183,7 +183,7 @@ def reward_service(
         loaded.append(name)
         return query_model(name, settings, where)
 
-    def function(spec: Spec, where: str) -> CallBackend:
+    def function(spec: RewardSettings, where: str) -> CallBackend:
         pool = WorkerPool(
             spec.reward,
             spec.settings,

@@ -6,15 +6,12 @@ Every failure is a UserError with the nearest name.
 from __future__ import annotations
 
 import os
-import re
 from difflib import get_close_matches
 from pathlib import Path
 
+from valence.data.sources import is_hub_dataset
 from valence.errors import UserError
 from valence.files import check_path, expand_path
-
-_DATA_FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz)?", re.IGNORECASE)
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def read_recipe_text(path: Path) -> str:
@@ -78,7 +75,7 @@ def locate_data(path: str, folder: Path | None) -> str:
     for place in places:
         if place.exists():
             return os.path.normpath(place)
-    if is_hub_id(path):
+    if is_hub_dataset(path):
         return path
     hints = list(dict.fromkeys(nearest_file(place) for place in places))
     raise UserError(f"there is no file {path}", code="file-not-found", fix="; ".join(hints))
@@ -115,18 +112,8 @@ def _is_jinja(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
-def is_hub_id(path: str) -> bool:
-    """Whether a data path means a data set on the hub: ``owner/name``, where ``owner`` is no folder
-    here.
-    """
-    looks_like_one = _HUB_ID.fullmatch(path) is not None and _DATA_FILE.fullmatch(path) is None
-    return looks_like_one and not Path(path).parent.exists()
-
-
 def nearest_file(path: Path) -> str:
-    """What to do about a missing file: the nearest name in its folder, or the nearest folder that
-    exists.
-    """
+    """How to fix the name of a missing file: the nearest name in its folder, if there is one."""
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist"

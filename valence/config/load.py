@@ -1,5 +1,6 @@
-"""From a recipe file, its overrides and a method's facts to a checked recipe in which every setting
-has an origin.
+"""From a recipe file, its overrides and a method's facts to a checked recipe.
+
+Every setting has an origin.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from pydantic_core import ErrorDetails
 
 from valence.config import messages
 from valence.config.describe import Key, at, dotted, schema_of
-from valence.config.files import is_hub_id, locate_data, read_chat_template, read_recipe_text
+from valence.config.files import locate_data, read_chat_template, read_recipe_text
 from valence.config.parse import COMMAND_LINE, Given, from_mapping, from_yaml, override, to_yaml
 from valence.config.rules import CONTRADICTIONS, NO_EFFECT, SINKS_READ, Case, MethodFacts
 from valence.config.schema import Recipe, RewardSettings, Section, SourceSettings
+from valence.data.sources import is_hub_dataset
 from valence.errors import UserError
 from valence.files import check_path, expand_path
 
@@ -217,8 +219,10 @@ def load_reward(reward: str, overrides: Sequence[str] = ()) -> RewardSettings:
 
 
 def _short_forms(given: Given) -> Given:
-    """Expand what may be written shorter: a model by its name, data by its files to train on, a
-    file by its path, an empty section as nothing.
+    """Expand what may be written shorter.
+
+    A model may be its name, data the files to train on, a list the one section in it, such a
+    section its main setting, and an empty section nothing.
     """
     root = schema_of(Recipe)
     values: dict[str, Any] = {
@@ -229,64 +233,48 @@ def _short_forms(given: Given) -> Given:
         values["model"] = {"name": values["model"]}
     if isinstance(values.get("data"), str | list):
         values["data"] = {"train": values["data"]}
-    data = values.get("data")
-    if isinstance(data, dict):
-        section = cast(dict[str, Any], data)
-        values["data"] = {
-            name: _items(value, "path") if name in LISTS else value
-            for name, value in section.items()
-        }
-    if values.get("reward") is not None:
-        values["reward"] = _items(values["reward"], "reward")
-    run = values.get("run")
-    if isinstance(run, dict) and "sinks" in run:
-        section = cast(dict[str, Any], run)
-        values["run"] = {**section, "sinks": _items(section["sinks"], "kind")}
     mix = values.get("mix")
-    if isinstance(mix, list):
-        values["mix"] = [_with_files_as_sources(part) for part in cast(list[object], mix)]
-    return Given(values, _places_in_lists(given))
-
-
-def _places_in_lists(given: Given) -> dict[Key, str]:
-    """The places of settings, where sections that stand for a list of one are its first item."""
-    mix = given.values.get("mix")
-    lists: list[Key] = [("reward",), ("run", "sinks"), *(("data", name) for name in LISTS)]
-    lists += [
-        ("mix", i, "train")
-        for i in range(len(cast(list[object], mix)) if isinstance(mix, list) else 0)
+    num_parts = len(cast(list[object], mix)) if isinstance(mix, list) else 0
+    lists: list[tuple[Key, str]] = [
+        *([] if values.get("reward") is None else [(("reward",), "reward")]),
+        (("run", "sinks"), "kind"),
+        *((("data", name), "path") for name in LISTS),
+        *((("mix", i, "train"), "path") for i in range(num_parts)),
     ]
-    alone = [path for path in lists if isinstance(messages.value_at(given.values, path), dict)]
-    return {
-        next(
-            (
+    places = given.places
+    for path, name in lists:
+        if isinstance(messages.value_at(values, path), dict):  # its settings are those of item 0
+            places = {
                 (*path, 0, *key[len(path) :])
-                for path in alone
                 if len(key) > len(path) and key[: len(path)] == path
-            ),
-            key,
-        ): place
-        for key, place in given.places.items()
-    }
+                else key: place
+                for key, place in places.items()
+            }
+        values = _with_list(values, path, name)
+    return Given(values, places)
 
 
-def _with_files_as_sources(part: object) -> object:
-    if not isinstance(part, dict) or "train" not in part:
-        return cast(object, part)
-    section = cast(dict[str, Any], part)
-    return {**section, "train": _items(section["train"], "path")}
+def _with_list(values: Any, path: Key, name: str) -> Any:
+    """A copy of ``values`` with a list of sections at ``path``, if anything is there."""
+    if not path:
+        return _items(values, name)
+    part, rest = path[0], path[1:]
+    if isinstance(part, int):
+        return [*values[:part], _with_list(values[part], rest, name), *values[part + 1 :]]
+    if not isinstance(values, dict) or part not in values:
+        return cast(object, values)
+    section = cast(dict[str, Any], values)
+    return {**section, part: _with_list(section[part], rest, name)}
 
 
-def _items(value: object, named: str) -> object:
-    """A list of sections of what may be one of them, or text that stands for one with this setting
-    alone.
-    """
+def _items(value: object, name: str) -> object:
+    """A list of what may be one section, a text that stands for one with this setting, or null."""
     if value is None:
         return []
     if not isinstance(value, str | dict | list):
         return value
     items = cast(list[object], value) if isinstance(value, list) else [cast(object, value)]
-    return [{named: item} if isinstance(item, str) else item for item in items]
+    return [{name: item} if isinstance(item, str) else item for item in items]
 
 
 def _checked_shape(
@@ -343,9 +331,7 @@ def _method(
 
 
 def _validate(model: type[M], given: Given, path: Key, problems: list[UserError]) -> M | None:
-    """The values at ``path`` as a model, or None after adding what is wrong with them to
-    ``problems``.
-    """
+    """The values at ``path`` as a model; None if any is wrong, which is added to ``problems``."""
     values = given.values
     for part in path:
         values = values[part] if isinstance(part, int) else values.get(part, {})
@@ -365,9 +351,7 @@ def _validate(model: type[M], given: Given, path: Key, problems: list[UserError]
 
 
 def _path_of(error: ErrorDetails, values: Any) -> Key:
-    """Where in ``values`` an error is: its location without the names of the alternatives that were
-    tried.
-    """
+    """Where in ``values`` an error is: its location without the alternatives that were tried."""
     path: Key = ()
     for part in error["loc"]:
         inside = isinstance(values, dict) and part in values
@@ -433,9 +417,7 @@ def _files_found(
     folder: Path | None,
     problems: list[UserError],
 ) -> list[SourceSettings]:
-    """A list of files, with their paths as they were found; missing files are added to
-    ``problems``.
-    """
+    """Files with their paths as they were found; missing files are added to ``problems``."""
 
     def found(source: SourceSettings, path: Key) -> SourceSettings:
         check_path(source.path, given.where((*path, "path")))
@@ -484,7 +466,7 @@ def _splits_of_files(case: Case, given: Given) -> Iterator[UserError]:
     """Splits that are named for files, which have none."""
     for name in LISTS:
         for index, source in enumerate[SourceSettings](getattr(case.recipe.data, name)):
-            if source.split is not None and not is_hub_id(source.path):
+            if source.split is not None and not is_hub_dataset(source.path):
                 yield messages.no_effect(
                     given,
                     ("data", name, index, "split"),
@@ -526,9 +508,7 @@ def _contradictions(case: Case, given: Given) -> Iterator[UserError]:
 
 
 def _losses(case: Case) -> Iterator[tuple[Key, MethodFacts, Mapping[str, Any]]]:
-    """The settings of the recipe's loss, and of those of `mix`: where they are, their method, and
-    what they are.
-    """
+    """The place, the method and the settings of the recipe's loss and of those of `mix`."""
     yield ("loss",), case.method, case.recipe.loss
     for i, (method, part) in enumerate(zip(case.mixed, case.recipe.mix, strict=True)):
         yield ("mix", i, "loss"), method, part.loss

@@ -1,6 +1,4 @@
-"""What settings must have to do with each other: those with no effect in this run, and those that
-contradict.
-"""
+"""Rules about several settings: those without effect in a run, and those that contradict."""
 
 from __future__ import annotations
 
@@ -10,20 +8,21 @@ from typing import Any, Protocol
 
 from valence.config.learning_rates import LearningRates
 from valence.config.schema import Recipe
+from valence.data.convert import CONVERSIONS
+from valence.types import Kind, plural
 
 
 class MethodFacts(Protocol):
-    """What a recipe is checked against: the method's name, the rows it reads, and the settings of
-    its loss.
+    """What a recipe is checked against: a method, the rows it reads, and its loss's settings.
 
-    ``kind`` is one of ``valence.types.Kind``. ``settings`` is a pydantic model (the class) that
-    forbids unknown names; it is declared as Any so that a cached property may provide it.
+    ``settings`` is a pydantic model (the class) that forbids unknown names; it is declared as Any
+    so that a cached property may provide it.
     """
 
     @property
     def name(self) -> str: ...
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> Kind: ...
     @property
     def needs_reference(self) -> bool: ...
     @property
@@ -63,9 +62,7 @@ class MethodFacts(Protocol):
         ...
 
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
-        """Settings of the loss that change nothing under the others, and what would turn each
-        on.
-        """
+        """Settings of the loss without effect under the others -> what would turn each on."""
         ...
 
     def contradictions(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
@@ -73,28 +70,8 @@ class MethodFacts(Protocol):
         ...
 
 
-MAKES = {
-    "pairs_to_judgements": "judgement",
-    "pairs_to_rankings": "ranking",
-    "judgements_to_pairs": "preference",
-    "scores_to_judgements": "judgement",
-    "scores_to_pairs": "preference",
-    "scores_to_all_pairs": "preference",
-    "scores_to_rankings": "ranking",
-    "rankings_to_scored": "scored",
-    "chosen_to_demonstrations": "demonstration",
-    "best_to_demonstrations": "demonstration",
-}
-"""Kind of the examples that each ``data.convert`` makes."""
-
-THRESHOLD = (
-    "best_to_demonstrations",
-    "scores_to_all_pairs",
-    "scores_to_judgements",
-    "scores_to_pairs",
-)
+READ_THRESHOLD = tuple(sorted(name for name, c in CONVERSIONS.items() if c.threshold != "none"))
 """Conversions that read ``data.threshold``."""
-
 
 SINKS_READ = {
     "tensorboard": {"folder"},
@@ -152,26 +129,22 @@ class Case:
     @property
     def words(self) -> dict[str, str | None]:
         """What a rule's ``why`` may name."""
-        words = {"scored": "scored answers", "judgement": "rated answers"}
-        kinds = words.get(self.method.kind, f"{self.method.kind}s")
-        return {"method": self.method.name, "kinds": kinds, "convert": self.recipe.data.convert}
+        return {
+            "method": self.method.name,
+            "kinds": plural(self.method.kind),
+            "convert": self.recipe.data.convert,
+        }
 
     @property
     def converts_astray(self) -> bool:
-        """Does ``data.convert`` make what the method does not read?
-
-        A judgement is a scored answer, too.
-        """
-        if self.recipe.data.convert is None:
-            return False
-        makes = MAKES[self.recipe.data.convert]
-        return makes != self.method.kind and (makes, self.method.kind) != ("judgement", "scored")
+        """Does ``data.convert`` make what the method does not read?"""
+        convert = self.recipe.data.convert
+        return convert is not None and not CONVERSIONS[convert].serves(self.method.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A mistake about ``setting`` (a pattern of dotted names) that is there when ``broken`` says
-    so.
+    """A mistake about ``setting`` (a pattern of dotted names) where ``broken`` is true.
 
     ``why`` may name ``{method}``, ``{kinds}`` and ``{convert}``.
     """
@@ -194,17 +167,14 @@ NO_EFFECT = (
         "{method} has no value head",
         "choose ppo",
     ),
-    Rule(
-        "rollout.top_n",
-        lambda c: c.method.name != "rejection",
-        "only rejection reads it",
-        "choose rejection",
-    ),
-    Rule(
-        "rollout.min_reward",
-        lambda c: c.method.name != "rejection",
-        "only rejection reads it",
-        "choose rejection",
+    *(
+        Rule(
+            f"rollout.{name}",
+            lambda c: c.method.name != "rejection",
+            "only rejection reads it",
+            "choose rejection",
+        )
+        for name in ("top_n", "min_reward")
     ),
     Rule(
         "rollout.mask_truncated",
@@ -279,17 +249,22 @@ NO_EFFECT = (
         "no server is started",
         "set rollout.start: true",
     ),
-    Rule("eval.every", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
-    Rule("eval.at_start", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
-    Rule("eval.max_examples", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
+    *(
+        Rule(setting, lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval")
+        for setting in (
+            "eval.every",
+            "eval.at_start",
+            "eval.max_examples",
+            "run.keep_best*",
+            "run.early_stop*",
+        )
+    ),
     Rule(
         "eval.train_examples",
         lambda c: c.method.online,
         "the training rows are prompts",
         "leave it out",
     ),
-    Rule("run.keep_best*", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
-    Rule("run.early_stop*", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule(
         "reference.*",
         lambda c: not c.needs_reference,
@@ -316,27 +291,21 @@ NO_EFFECT = (
     ),
     Rule(
         "data.threshold",
-        lambda c: c.recipe.data.convert not in THRESHOLD,
-        f"only data.convert: {', '.join(THRESHOLD[:-1])} and {THRESHOLD[-1]} read it",
+        lambda c: c.recipe.data.convert not in READ_THRESHOLD,
+        f"only data.convert: {', '.join(READ_THRESHOLD[:-1])} and {READ_THRESHOLD[-1]} read it",
         "set data.convert",
     ),
-    Rule(
-        "data.top_n",
-        lambda c: (
-            "best_to_demonstrations"
-            not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix))
-        ),
-        "only data.convert: best_to_demonstrations reads it",
-        "set data.convert",
-    ),
-    Rule(
-        "data.mask_truncated",
-        lambda c: (
-            "best_to_demonstrations"
-            not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix))
-        ),
-        "only data.convert: best_to_demonstrations reads it",
-        "set data.convert",
+    *(
+        Rule(
+            f"data.{name}",
+            lambda c: (
+                "best_to_demonstrations"
+                not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix))
+            ),
+            "only data.convert: best_to_demonstrations reads it",
+            "set data.convert",
+        )
+        for name in ("top_n", "mask_truncated")
     ),
     Rule(
         "data.train_on",
@@ -352,27 +321,18 @@ NO_EFFECT = (
     ),
     Rule(
         "run.export",
-        lambda c: c.recipe.model.lora is None and c.recipe.model.adapter is None,
+        lambda c: not c.adapts,
         "there is no adapter to merge or to keep apart",
         "set model.lora",
     ),
-    Rule(
-        "parallel.reshard",
-        lambda c: c.recipe.parallel.shard == "off",
-        WHOLE,
-        "set parallel.shard: full",
-    ),
-    Rule(
-        "parallel.sync",
-        lambda c: c.recipe.parallel.shard == "off",
-        WHOLE,
-        "set parallel.shard: full",
-    ),
-    Rule(
-        "parallel.offload",
-        lambda c: c.recipe.parallel.shard == "off",
-        WHOLE,
-        "set parallel.shard: full",
+    *(
+        Rule(
+            f"parallel.{name}",
+            lambda c: c.recipe.parallel.shard == "off",
+            WHOLE,
+            "set parallel.shard: full",
+        )
+        for name in ("reshard", "sync", "offload")
     ),
     Rule(
         "run.samples.prompts",
@@ -380,17 +340,14 @@ NO_EFFECT = (
         "the prompts are those of data.eval or data.test, which are both empty",
         "give data.eval",
     ),
-    Rule(
-        "run.samples.max_new_tokens",
-        lambda c: c.recipe.run.samples.prompts == 0,
-        "no answers are sampled",
-        "set run.samples.prompts",
-    ),
-    Rule(
-        "run.samples.temperature",
-        lambda c: c.recipe.run.samples.prompts == 0,
-        "no answers are sampled",
-        "set run.samples.prompts",
+    *(
+        Rule(
+            f"run.samples.{name}",
+            lambda c: c.recipe.run.samples.prompts == 0,
+            "no answers are sampled",
+            "set run.samples.prompts",
+        )
+        for name in ("max_new_tokens", "temperature")
     ),
 )
 """Settings without effect. Only a setting that differs from its default can break one of these."""
@@ -588,7 +545,7 @@ CONTRADICTIONS = (
     ),
     Rule(
         "model.quantize",
-        lambda c: c.quantizes and c.recipe.model.lora is None and c.recipe.model.adapter is None,
+        lambda c: c.quantizes and not c.adapts,
         "weights of 4 bits do not train: an adapter on them does",
         "set model.lora, or remove model.quantize",
     ),

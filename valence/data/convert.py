@@ -143,9 +143,7 @@ def scores_to_rankings(examples: Sequence[Example], threshold: float | None) -> 
 
 
 def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """The chosen answer of a pair, an answer judged up, or the best of a ranking, to be
-    imitated.
-    """
+    """The chosen answer of a pair, answers judged up, and the best of a ranking, to imitate."""
     made, unused = _nothing()
     for e in examples:
         if _is_undecided(e) or (isinstance(e, Judgement) and not e.label):
@@ -158,15 +156,7 @@ def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | Non
         else:
             assert isinstance(e, Judgement)
             completion = e.completion
-        made.append(
-            Demonstration(
-                prompt=e.prompt,
-                completion=completion,
-                weight=e.weight,
-                info=e.info,
-                origin=e.origin,
-            )
-        )
+        made.append(_demonstration(e, completion))
     return made, unused
 
 
@@ -190,16 +180,7 @@ def best_to_demonstrations(
         scored = sorted((answer for e in group for answer in _scored(e)), key=lambda a: -a[1])
         reasons = [_not_imitated(answer, scored, threshold, mask_truncated) for answer in scored]
         allowed = [answer for answer, reason in zip(scored, reasons, strict=True) if not reason]
-        demonstrations += [
-            Demonstration(
-                prompt=e.prompt,
-                completion=completion,
-                weight=e.weight,
-                info=e.info,
-                origin=e.origin,
-            )
-            for completion, _, e in allowed[:top_n]
-        ]
+        demonstrations += [_demonstration(e, completion) for completion, _, e in allowed[:top_n]]
         excluded = [(e, why) for (_, _, e), why in zip(scored, reasons, strict=True) if why]
         excluded += [
             (e, Unused.TIED_WITH_EARLIER if score == allowed[top_n - 1][1] else Unused.NOT_IN_TOP_N)
@@ -262,8 +243,7 @@ def scores_to_pairs(examples: Sequence[Example], threshold: float | None) -> Con
 
 
 def scores_to_all_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """Every two answers of each ranking, and of each prompt with scored answers, whose scores
-    differ.
+    """Every two answers to a prompt whose scores differ, of rankings and of scored answers.
 
     ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do,
     and no margin is set.
@@ -316,6 +296,13 @@ def _nothing() -> Converted:
 
 def _is_undecided(e: Example) -> bool:
     return isinstance(e, Preference) and e.soft is not None and e.soft <= 0.5
+
+
+def _demonstration(e: Judgement | Preference | Ranking, completion: Content) -> Demonstration:
+    """One of the row's answers, to be imitated."""
+    return Demonstration(
+        prompt=e.prompt, completion=completion, weight=e.weight, info=e.info, origin=e.origin
+    )
 
 
 def _answers_of(e: Example) -> list[Judgement]:
@@ -382,6 +369,10 @@ class Conversion:
     takes: Callable[[Example], bool]
     gives: Kind
     threshold: Literal["needed", "optional", "none"] = "none"
+
+    def serves(self, kind: Kind) -> bool:
+        """Whether a method that reads ``kind`` can read the result."""
+        return self.gives == kind or (self.gives == "judgement" and kind == "scored")
 
 
 def _is_labelled(e: Example) -> bool:

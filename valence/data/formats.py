@@ -420,7 +420,9 @@ class Format:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.need.split(), *self.may.split(), "weight", "info")))
+        renamed = set(self.parts.values())
+        common = (name for name in ("weight", "info") if name not in renamed)
+        return tuple(dict.fromkeys((*self.need.split(), *self.may.split(), *common)))
 
 
 RATINGS = ("label", "score")

@@ -1,6 +1,4 @@
-"""The kind of rows that a method reads: which Examples are of it, which conversion makes it, and
-what to say of others.
-"""
+"""The kinds of rows that methods read: their Examples, conversions to them, and messages."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def conversion_to(
             where="data.convert",
             fix=f"use one of {', '.join(CONVERSIONS)}",
         )
-    if conversion is not None and not _serves(conversion.gives, kind):
+    if conversion is not None and not conversion.serves(kind):
         raise UserError(
             f"{name} makes {WORDS[conversion.gives]}, and the method needs {WORDS[kind]}",
             code="conversion-mismatch",
@@ -97,11 +95,6 @@ def conversion_to(
             run=partial(best_to_demonstrations, top_n=top_n, mask_truncated=mask_truncated),
         )
     return conversion
-
-
-def _serves(made: Kind, kind: Kind) -> bool:
-    """Can a method that reads ``kind`` read what is ``made``?"""
-    return made == kind or (made == "judgement" and kind == "scored")
 
 
 def of_kind(
@@ -158,9 +151,7 @@ def imported_examples(
 def _without_failed(
     examples: Sequence[Example],
 ) -> tuple[list[Example], list[tuple[Example, Unused]]]:
-    """The examples, and those of which no reward could be had, each with what that means for its
-    prompt.
-    """
+    """The examples, and apart from them those whose reward failed, each with the reason."""
     failed = [e for e in examples if isinstance(e, Judgement) and e.error and not verdicts(e)]
     if not failed:
         return list(examples), []
@@ -184,7 +175,7 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
     ways = [
         f"data.convert: {name}{' and data.threshold' if c.threshold == 'needed' else ''}"
         for name, c in CONVERSIONS.items()
-        if _serves(c.gives, kind) and c.takes(e)
+        if c.serves(kind) and c.takes(e)
     ]
     if kind == "prompt":
         ways.append("format: prompt on this file, to read only its prompts")

@@ -133,10 +133,6 @@ class File:
     ignored_columns: Mapping[str, int] = field(default_factory=dict[str, int])
     notes: tuple[str, ...] = ()
 
-    @property
-    def used(self) -> int:
-        return self.rows - self.bad - sum(self.unused.values())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
@@ -154,10 +150,6 @@ class Loaded:
     def sources(self) -> tuple[str, ...]:
         """The file of each Example."""
         return tuple(e.origin.path for e in self.examples)
-
-    @property
-    def formats(self) -> dict[str, str | None]:
-        return {f.path: f.format for f in self.files}
 
     @property
     def ignored_columns(self) -> dict[str, int]:

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, cast
 from valence.data.hub import hub_rows
 from valence.data.strict_json import StrictDecoder
 from valence.errors import UserError
+from valence.files import is_hub_id
 from valence.types import Origin
 
 BUFFER = 1 << 16
@@ -35,7 +36,6 @@ BUFFER = 1 << 16
 SAMPLE_ROWS = 20
 """Rows of a table that are compared with its header to find the delimiter."""
 BOM = b"\xef\xbb\xbf"
-HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -68,8 +68,7 @@ def read_rows(
     limit: int | None = None,
     notes: list[str] | None = None,
 ) -> Iterator[Row | BadRow]:
-    """The rows of a file, or of a hub data set ``owner/name``, in order; with ``limit``, only the
-    first so many.
+    """The rows, or the first ``limit`` rows, of a file or a hub data set ``owner/name``.
 
     An origin's line is the line of the file (jsonl, csv, json arrays) or the number of the row
     (parquet, hub, and json without line breaks). What had to be decided about the file, such as its
@@ -83,7 +82,7 @@ def _rows(
     path: str, split: str | None, subset: str | None, notes: list[str]
 ) -> Iterator[Row | BadRow]:
     file = Path(os.path.expanduser(path))
-    if _is_hub_id(path, file):
+    if is_hub_dataset(path):
         rows = (Row(value, origin) for origin, value in hub_rows(path, split, subset))
     elif split is not None or subset is not None:
         name = "subset" if split is None else "split"
@@ -108,13 +107,14 @@ def _rows(
         )
 
 
-def _is_hub_id(path: str, file: Path) -> bool:
-    """Does it look like ``owner/name``, and not like a file that is missing from a folder that is
-    there?
+def is_hub_dataset(path: str) -> bool:
+    """Whether a path means a data set on the hub.
+
+    It is ``owner/name``, does not end like a file of rows, and ``owner`` is no folder here.
     """
-    return (
-        bool(HUB_ID.fullmatch(path)) and _suffix(file) not in READERS and not file.parent.exists()
-    )
+    file = Path(path)
+    is_id = "/" in path and is_hub_id(path)
+    return is_id and _suffix(file) not in READERS and not file.parent.exists()
 
 
 # Files
@@ -210,9 +210,7 @@ decided.
 
 
 def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
-    """The function that reads this content: chosen by suffix, unless the content is plainly
-    something else.
-    """
+    """The function that reads a file, by its suffix unless the content is plainly another."""
     head = stream.peek(4096)[:4096]
     if head.startswith(b"PAR1"):
         return _parquet

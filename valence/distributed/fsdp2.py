@@ -1,6 +1,4 @@
-"""Weights, their gradients and the optimizer's moments split over the processes of a group, by
-PyTorch's FSDP2.
-"""
+"""Weights, gradients and moments split over the processes of a group, by PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,7 +17,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from valence.distributed.processes import Processes
 
@@ -40,8 +37,7 @@ def shard(
     each: bool = False,
     offload: bool = False,
 ) -> None:
-    """Leaves each process its part of the engine's weights; a layer's are gathered for as long as
-    it runs.
+    """Leave each process its part of the weights; those of a layer are gathered while it runs.
 
     From now on every run of the engine, forward and backward, is one of all processes
     (``engine.is_sharded``). All that is not in ``layers`` (embedding, head) is whole throughout a
@@ -78,20 +74,8 @@ def shard(
 
 
 def sync_gradients(engine: Any, on: bool) -> None:
-    """Whether the next backward run sums the gradients of all processes, with those that it has
-    kept until then.
-    """
+    """Set whether the next backward run sums all processes' gradients, also those kept so far."""
     engine.set_requires_gradient_sync(on or engine.each)
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that is split over processes, all of which call it together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _parts(engine: nn.Module) -> list[FSDPModule]:
@@ -99,9 +83,7 @@ def _parts(engine: nn.Module) -> list[FSDPModule]:
 
 
 def _give_back(engine: nn.Module, *_: Any) -> None:
-    """Leaves this process its part of the weights, after a forward run that no backward run
-    follows.
-    """
+    """Free other processes' parts of the weights after a forward run without a backward run."""
     for module in _parts(engine) if not torch.is_grad_enabled() else ():
         module.reshard()
 

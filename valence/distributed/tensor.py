@@ -1,5 +1,4 @@
-"""Tensor parallelism: several processes hold a part of each layer's weights, and share its
-products.
+"""Tensor parallelism: processes hold a part of each layer's weights and share its products.
 
 Weights are DTensors, so that whoever saves, loads or shards them knows their parts; products run on
 this process's part as a plain tensor. That goes along with an adapter's layers, autocast, and
@@ -188,7 +187,7 @@ class ShardedColumns(nn.Linear):
     group: Group
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(_spread(input, self.group), _local(self.weight), _local(self.bias))
+        return linear(_spread(input, self.group), local(self.weight), local(self.bias))
 
 
 class WholeColumns(ShardedColumns):
@@ -211,7 +210,7 @@ class Rows(nn.Linear):
     group: Group
 
     def forward(self, input: Tensor) -> Tensor:
-        found: Any = _Total.apply(linear(input, _local(self.weight)), self.group)
+        found: Any = _Total.apply(linear(input, local(self.weight)), self.group)
         return found if self.bias is None else found + self.bias.to(found.dtype)
 
 
@@ -228,7 +227,7 @@ class Lookup(nn.Embedding):
     group: Group
 
     def forward(self, input: Tensor) -> Tensor:
-        own, first = _local(self.weight), _first(self.num_embeddings, self.group)
+        own, first = local(self.weight), _first(self.num_embeddings, self.group)
         place = input - first
         absent = (place < 0) | (place >= len(own))
         padding = None if self.padding_idx is None else self.padding_idx - first
@@ -308,7 +307,8 @@ def _cut(weight: nn.Parameter, axis: int, group: Subgroup) -> nn.Parameter:
     return nn.Parameter(made, requires_grad=weight.requires_grad)
 
 
-def _local(weight: Any) -> Any:
+def local(weight: Any) -> Any:
+    """This process's part of a tensor, which shares its memory."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 

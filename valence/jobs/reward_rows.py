@@ -16,8 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from valence.config.load import LISTS, load_recipe
-from valence.config.schema import RewardSettings as Spec
-from valence.config.schema import SourceSettings
+from valence.config.schema import RewardSettings, SourceSettings
 from valence.data.encode import Encoder
 from valence.data.formats import columns_read
 from valence.data.load import stream
@@ -130,7 +129,9 @@ def score_by_reward(
 # The request
 
 
-def specs_of(rewards: Sequence[str], target: str | None, overrides: Sequence[str]) -> list[Spec]:
+def specs_of(
+    rewards: Sequence[str], target: str | None, overrides: Sequence[str]
+) -> list[RewardSettings]:
     """The sections that these words stand for (a name, or `{reward: NAME, weight: 2}`), or else
     those of the target.
     """
@@ -142,7 +143,7 @@ def specs_of(rewards: Sequence[str], target: str | None, overrides: Sequence[str
             BARE, [f"reward=[{listed}]"], method_of=method_of, training=False
         ).recipe
         return list(recipe.reward)
-    found: list[Spec] = []
+    found: list[RewardSettings] = []
     if target is not None:
         found = list(load_target(target, overrides).recipe.reward)
     if not found:
@@ -155,7 +156,7 @@ def specs_of(rewards: Sequence[str], target: str | None, overrides: Sequence[str
     return found
 
 
-def _facts(sources: Sequence[SourceSettings], specs: Sequence[Spec]) -> dict[str, Any]:
+def _facts(sources: Sequence[SourceSettings], specs: Sequence[RewardSettings]) -> dict[str, Any]:
     """What the scores depend on."""
     return {
         "data": [s.model_dump(mode="json", exclude_defaults=True) for s in sources],

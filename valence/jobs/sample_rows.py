@@ -4,7 +4,6 @@ first part of a round offline.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -29,14 +28,14 @@ from valence.jobs.lines import ANEW, Lines, as_line, check_line
 from valence.jobs.score_rows import refuse_inputs
 from valence.lifecycle.restore import open_run
 from valence.lifecycle.saved_models import At
-from valence.models.build import position_limit
+from valence.models.build import check_positions
 from valence.models.digest import model_digest
 from valence.reports.console import Progress, number
 from valence.rollouts.protocol import Sampling
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
-from valence.trainer.sampling import PolicySampler
+from valence.trainer.sampling import PolicySampler, check_can_generate
 from valence.trainer.targets import load_target, with_files
 from valence.trainer.trainer import Trainer
 from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
@@ -299,13 +298,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         run = self.run
-        if run.prepared.method.is_reward_model:
-            raise UserError(
-                "reward models cannot generate text",
-                code="reward-model-cannot-generate",
-                where="sample",
-                fix="use `valence score`",
-            )
+        check_can_generate(run.prepared.method)
         self.tokens = [self._encoded(prompt) for prompt in self.prompts]
         self.sampler = PolicySampler(
             run.policy,
@@ -314,7 +307,15 @@ class _Writer:
             batch_size=self.at_once,
         )
         self.deals = self.group.size > 1 and not (run.policy.is_sharded or run.policy.shared)
-        self._check_positions()
+        longest = max(range(len(self.tokens)), key=lambda k: len(self.tokens[k]))
+        check_positions(
+            run.policy.causal,
+            len(self.tokens[longest]) + self.how.max_new_tokens,
+            "prompt and answer may have",
+            code="prompt-too-long",
+            where=str(self.prompts[longest].origin),
+            fix="give fewer --max-new-tokens, or leave the prompt out",
+        )
 
     def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
         try:
@@ -323,23 +324,6 @@ class _Writer:
             raise UserError(
                 error.what, code=error.code, where=str(prompt.origin), fix=error.fix
             ) from error
-
-    def _check_positions(self) -> None:
-        limit, learned = position_limit(self.run.policy.causal) or (None, False)
-        longest = max(range(len(self.tokens)), key=lambda k: len(self.tokens[k]))
-        length = len(self.tokens[longest]) + self.how.max_new_tokens
-        if limit is None or length <= limit:
-            return
-        where = str(self.prompts[longest].origin)
-        what = f"prompt and answer may have {length} tokens, and the model was made for {limit}"
-        if learned:
-            raise UserError(
-                what,
-                code="prompt-too-long",
-                where=where,
-                fix="give fewer --max-new-tokens, or leave the prompt out",
-            )
-        warnings.warn(f"{where}: {what}", stacklevel=2)
 
     def facts(self) -> dict[str, Any]:
         """What the answers depend on besides the request. All processes come here."""

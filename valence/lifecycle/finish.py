@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from valence.checksums import add_checksum, verify
-from valence.distributed.fsdp2 import local
+from valence.distributed.tensor import local
 from valence.distributed.together import by_first, gathered
 from valence.errors import UserError
 from valence.lifecycle.reference_cache import passes

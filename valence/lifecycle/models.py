@@ -26,9 +26,9 @@ from valence.models.build import (
     best_device,
     build_policy,
     build_reference,
+    check_positions,
     check_vocabulary,
     load_model,
-    position_limit,
     vocabulary_size,
 )
 from valence.models.cache import CachedReference
@@ -61,7 +61,6 @@ def build_models(
     prepared: Prepared,
     *,
     group: Group | None = None,
-    parts: tuple[Group, Group] | None = None,
     model: nn.Module | None = None,
     reference: nn.Module | None = None,
     fills: bool = False,
@@ -76,22 +75,21 @@ def build_models(
     layers may be compiled.
     compiled, sharded: whether layers are compiled, and weights split over processes, where that was
     chosen before.
-    group: all processes, which call it together. parts: of them, those that have other rows than
-    this one, and those that it shares each layer with (as ``Group.split`` gives them).
+    group: all processes, which call it together.
     """
     group = group or Single()
     with prepared.source.placing():
         recipe = prepared.recipe
         check_folders(prepared, group, model=model is None, reference=reference is None)
         same(group, lambda: rows_of(prepared), "give all processes the same rows")
-        data, layers = parts or group.split(recipe.parallel.tensor)
+        data, layers = group.split(recipe.parallel.tensor)
         split = _split(prepared, model, group, sharded)
         loads = _Loads(prepared, split, data, layers)
         policy, stream = loads.policy(model)
         if model is not None:
             _check_same_weights(group, "model", policy)
         check_vocabulary(policy.causal, prepared.tokenizer)
-        _check_positions(policy, prepared)
+        _check_lengths(policy, prepared)
         if fills and recipe.train.router_aux_loss:
             check_router(policy)
         if fills and split.single and _compiles(prepared, policy, compiled, group.size):
@@ -334,35 +332,28 @@ def _kept(
     return CachedReference(built, Path(kept), about=about, again=again, agree=agree)
 
 
-def _check_positions(policy: PolicyModel, prepared: Prepared) -> None:
-    """Rows longer than the model has positions for: an error where they are a table that ends, else
-    a warning.
-    """
-    limit, learned = position_limit(policy.causal) or (None, False)
-    if limit is None or not prepared.corpora:
+def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
+    """Check that the model has positions for the longest row."""
+    if not prepared.corpora:
         return
     own = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
-    every = (unit for corpus in prepared.corpora.values() for unit in corpus.units)
     rows = [
         (
             len(unit.prompt_ids) + max((len(answer.ids) for answer in unit.answers), default=own),
             unit,
         )
-        for unit in every
+        for corpus in prepared.corpora.values()
+        for unit in corpus.units
     ]
     length, unit = max(rows, key=lambda row: row[0])
-    what = f"this row has {length} tokens, and the model was made for {limit}"
-    if length > limit and learned:
-        raise UserError(
-            what,
-            code="row-too-long-for-model",
-            where=str(unit.origin),
-            fix=f"set data.max_length: {limit}",
-        )
-    if length > limit:
-        warnings.warn(
-            f"{unit.origin}: {what}; data.max_length: {limit} leaves such rows out", stacklevel=2
-        )
+    check_positions(
+        policy.causal,
+        length,
+        "this row has",
+        code="row-too-long-for-model",
+        where=str(unit.origin),
+        fix="set data.max_length: {limit}",
+    )
 
 
 def _check_same_vocabulary(policy: PolicyModel, reference: nn.Module, name: str) -> None:

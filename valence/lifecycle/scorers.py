@@ -23,10 +23,10 @@ from valence.models.build import (
     DTYPES,
     best_device,
     build_reference,
+    check_positions,
     check_vocabulary,
     load_model,
     load_tokenizer,
-    position_limit,
     without_dropout,
 )
 from valence.models.check import check_layout
@@ -183,7 +183,15 @@ def load_scorer(
         else:
             policy = _policy(recipe.model, method_in(recipe).is_reward_model)
             check_vocabulary(policy.causal, tokenizer)
-        _check_positions(policy, recipe.data.max_length)
+        check_positions(
+            policy.causal,
+            recipe.data.max_length,
+            "rows may have",
+            code="max-length-too-large",
+            where="data.max_length",
+            fix="give --max-length {limit}",
+            warn=False,
+        )
         other = recipe.reference.model
         if other is not None and isinstance(policy, Scorer):
             raise UserError(
@@ -274,15 +282,3 @@ def _reference(
     model = load_model(name, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     check_vocabulary(model, tokenizer)
     return build_reference(policy, fresh_adapter=False, model=model.to(policy.device), name=name)
-
-
-def _check_positions(policy: PolicyModel, max_length: int) -> None:
-    """Raises UserError when rows may be longer than a table of positions."""
-    limit, learned = position_limit(policy.causal) or (max_length, False)
-    if learned and limit < max_length:
-        raise UserError(
-            f"the model has positions for {limit} tokens",
-            code="max-length-too-large",
-            where="data.max_length",
-            fix=f"give --max-length {limit}",
-        )

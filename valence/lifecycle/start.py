@@ -105,7 +105,8 @@ def build_run(
     world = group or Single()
     given, overrides = as_overrides(given or {}, overrides)
     console = console or terminal_of(world)
-    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=_given(given))
+    in_memory = [name for name, rows in given.items() if rows is not None]
+    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
     checked = source.recipe
     _refuse_own_inputs(checked)
     (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
@@ -180,10 +181,6 @@ def check_sinks(source: LoadedRecipe) -> None:
     with source.placing():
         for sink in source.recipe.run.sinks:
             check(sink.model_dump())
-
-
-def _given(rows: Mapping[str, Rows | None]) -> list[str]:
-    return [name for name, given in rows.items() if given is not None]
 
 
 def _starting_weights(trainer: Trainer, folder: RunFolder) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -258,6 +259,32 @@ def position_limit(model: nn.Module) -> tuple[int, bool] | None:
     return limit, any(
         table.ndim == 2 and limit <= table.shape[0] <= limit + 2 for _, table in tables
     )
+
+
+def check_positions(
+    model: nn.Module,
+    length: int,
+    subject: str,
+    *,
+    code: str,
+    where: str,
+    fix: str,
+    warn: bool = True,
+) -> None:
+    """Raise UserError when a learned table of positions has fewer than ``length``.
+
+    A model whose positions go on beyond those that it was made for is warned of, with ``warn``.
+
+    subject: what is that long. fix: may name ``{limit}``.
+    """
+    limit, learned = position_limit(model) or (length, False)
+    if length <= limit or not (learned or warn):
+        return
+    what = f"{subject} {length} tokens, and the model was made for {limit}"
+    fix = fix.format(limit=limit)
+    if learned:
+        raise UserError(what, code=code, where=where, fix=fix)
+    warnings.warn(f"{where}: {what}; to avoid it, {fix}", stacklevel=3)
 
 
 def build_policy(

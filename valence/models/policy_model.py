@@ -74,9 +74,7 @@ class PolicyModel(nn.Module):
 
     @property
     def how(self) -> str:
-        """What values depend on besides the weights: the type of the products, the layout, and the
-        temperature.
-        """
+        """What values depend on besides the weights: product type, layout and temperature."""
         heat = "" if self.temperature == 1 else f" temperature {self.temperature!r}"
         return (
             f"{self.compute} "
@@ -363,12 +361,12 @@ class PolicyModel(nn.Module):
             s = min(s, batch.sequences - 1)
             yield s, batch.rows(s)
 
-    def outputs(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
-        """What the model's own forward says of one sequence tokens[n] by itself, at these places
-        (None: all): logits [n, V]; of a reward model its scores [n, A].
+    def outputs(self, tokens: Tensor) -> Tensor:
+        """Outputs of the model's own forward for one sequence tokens[n] by itself: logits [n, V],
+        or scores [n, A] of a reward model.
         """
         return self._outputs(
-            tokens, at
+            tokens, None
         ).clone()  # not a view of something larger, by which sharded weights would miss its slope
 
     def _outputs(self, tokens: Tensor, at: Tensor | None, **more: Any) -> Tensor:

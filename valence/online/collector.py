@@ -454,7 +454,7 @@ class Collector:
             for name, value in score.parts.items():
                 tally.add(f"reward/{name}", [value])
         tally.add("rollout/length", [float(len(c.tokens)) for c in completions])
-        shares = (distinct_ngrams(c.tokens) for c in completions)
+        shares = (distinct_4grams(c.tokens) for c in completions)
         tally.add("rollout/distinct_4grams", [share for share in shares if share is not None])
         tally.add("rollout/truncated", [float(c.stop == "length") for c in completions])
         num_failed = len(completions) - len(scores)
@@ -612,12 +612,11 @@ class Collector:
         }
 
 
-def distinct_ngrams(tokens: Sequence[int], n: int = 4, at_least: int = 8) -> float | None:
-    """The share of distinct n-grams among all of a completion; None where it has fewer than
-    ``at_least`` tokens."""
-    if len(tokens) < at_least:
+def distinct_4grams(tokens: Sequence[int]) -> float | None:
+    """The share of distinct 4-grams among all of a completion; None below 8 tokens."""
+    if len(tokens) < 8:
         return None
-    ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    ngrams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
     return len(set(ngrams)) / len(ngrams)
 
 

@@ -186,7 +186,8 @@ class Rounds:
                 return units
             groups, reason = [], UNPAIRED if units else TIED
         if tally.exclusions and reason is TIED:
-            reason = describe_exclusions(tally.exclusions), _fix_for(tally.exclusions)
+            most_frequent = max(EXCLUSIONS, key=lambda name: tally.exclusions.get(name, 0))
+            reason = describe_exclusions(tally.exclusions), FIXES[most_frequent]
         raise NothingToLearnError(
             f"{rollout.max_resample + 1} rounds in a row had nothing to teach: {reason[0]}",
             code="nothing-to-learn",
@@ -342,10 +343,6 @@ def describe_exclusions(exclusions: Mapping[str, int]) -> str:
         f"{sum(exclusions.get(reason, 0) for reason in EXCLUSIONS)} of "
         f"{exclusions['completions']} completions were excluded{excluded}"
     )
-
-
-def _fix_for(exclusions: Mapping[str, int]) -> str:
-    return FIXES[max(EXCLUSIONS, key=lambda reason: exclusions.get(reason, 0))]
 
 
 def seed_of(*parts: object) -> int:

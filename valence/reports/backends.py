@@ -447,13 +447,10 @@ class Mlflow:
         files = [
             each.path
             for folder in self._client.list_artifacts(self._id)
-            for each in self._tables(folder.path)
+            for each in self._client.list_artifacts(self._id, folder.path)
         ]
         matches = (re.fullmatch(r"(.+)-step-(\d+)\.json", path) for path in files)
         return found | {(self._name(match[1]), int(match[2])) for match in matches if match}
-
-    def _tables(self, folder: str) -> list[Any]:
-        return self._client.list_artifacts(self._id, folder)
 
     def has(self, name: str, step: int) -> bool:
         return (self._name(name), step) in self._known

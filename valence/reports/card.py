@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from valence.files import is_hub_id
 from valence.reports.console import (
     as_tables,
     audit_in_words,
@@ -25,7 +26,6 @@ from valence.reports.console import (
 ROWS = 30
 """Most rows of one table of the data."""
 
-HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
 
 NO_RESULTS = (
     "step",
@@ -242,10 +242,7 @@ def _head(facts: CardFacts, is_folder: bool) -> str:
     from ruamel.yaml import YAML
 
     head: dict[str, object] = {"library_name": "peft" if facts.adapter else "transformers"}
-    is_hub_id = not is_folder and re.fullmatch(
-        r"\w[\w.-]*(/\w[\w.-]*)?", facts.base_model, re.ASCII
-    )
-    if is_hub_id:  # the hub refuses a folder as a base model
+    if not is_folder and is_hub_id(facts.base_model):  # the hub refuses a folder as a base model
         head["base_model"] = facts.base_model
         head["base_model_relation"] = "adapter" if facts.adapter else "finetune"
     head |= {name: visible(value) for name, value in facts.license.items()}
@@ -376,7 +373,7 @@ def license_of(model: str) -> dict[str, str]:
 def _card_of_hub(model: str) -> Path | None:
     from transformers.utils.hub import cached_file
 
-    if not re.fullmatch(HUB_ID, model, re.ASCII):
+    if "/" not in model or not is_hub_id(model):
         return None
     try:
         found = cached_file(model, "README.md", _raise_exceptions_for_missing_entries=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from valence.reports.console import exact, visible
 from valence.reports.curves import OF_A_ROUND, spent
 from valence.reports.html import flatten
 from valence.reports.rundata import Json, RunData, read_run
-from valence.reports.runs import HolderLike, RunLine, list_runs
+from valence.reports.runs import RunLine, list_runs
 from valence.reports.stats import finite
 
 
@@ -51,12 +51,11 @@ class Compared:
         return max(self.line.step, self.records[-1]["step"] if self.records else 0)
 
 
-def find_runs(places: Sequence[Path], holder: Callable[[Path], HolderLike | None]) -> list[RunLine]:
+def find_runs(places: Sequence[Path]) -> list[RunLine]:
     """The runs that these folders are or hold, each once: in the order given, those within one
     folder by name.
 
-    holder: says who holds the lock of a run's folder. Raises UserError for what is no folder, or
-    holds no run.
+    Raises UserError for what is no folder, or holds no run.
     """
     found: dict[Path, RunLine] = {}
     for place in places:
@@ -66,7 +65,7 @@ def find_runs(places: Sequence[Path], holder: Callable[[Path], HolderLike | None
             code = "path-is-file" if is_file else "run-not-found"
             fix = "name a run's folder, or a folder that holds runs"
             raise UserError(what, code=code, where=str(place), fix=fix)
-        lines = sorted(list_runs(place, holder), key=lambda line: line.path)
+        lines = sorted(list_runs(place), key=lambda line: line.path)
         if not lines and ((place / "metrics.jsonl").is_file() or (place / "config.yaml").is_file()):
             lines = [RunLine(place, "unreadable", problem="run.json is missing")]
         if not lines:

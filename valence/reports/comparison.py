@@ -34,8 +34,9 @@ def comparison_page(runs: Sequence[Compared]) -> str:
     """The page as HTML."""
     charts: dict[str, Json] = {}
     plotly = bool(plotly_js())
+    warnings = "".join(f'<div class="sign"><p>{esc(each)}</p></div>' for each in gaps(runs))
     sections = [
-        ("Not to be overlooked", _warnings(gaps(runs))),
+        ("Not to be overlooked", warnings),
         *((part.title, _part(part)) for part in tables(runs)),
     ]
     sections += _curves(runs, charts) if plotly else [("Curves", f"<p>{esc(NO_CURVES)}</p>")]
@@ -78,10 +79,6 @@ def refuse_others(path: Path) -> None:
             where=str(path),
             fix="name another file with --out",
         )
-
-
-def _warnings(said: Sequence[str]) -> str:
-    return "".join(f'<div class="sign"><p>{esc(each)}</p></div>' for each in said)
 
 
 def _part(part: TablePart) -> str:

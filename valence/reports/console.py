@@ -18,8 +18,7 @@ from weakref import WeakKeyDictionary
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Column
 
 from valence.terminal import print_message
 
@@ -399,14 +398,3 @@ def _has_rows(value: object) -> bool:
 
 def _is_row(value: object) -> bool:
     return isinstance(value, Mapping) and not any(_has_rows(item) for item in value.values())
-
-
-def evaluation_table(before: Mapping[str, object], after: Mapping[str, object]) -> Table:
-    """Two evaluations side by side, for the terminal."""
-    table = Table(title="Held-out rows")
-    table.add_column("metric")
-    for name in ("before", "after", "change"):
-        table.add_column(name, justify="right")
-    for row in compare(before, after):
-        table.add_row(*(Text(cell) for cell in row))
-    return table

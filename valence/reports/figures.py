@@ -215,11 +215,9 @@ def by_source(rows: Sequence[Json]) -> dict[str, dict[str, list[float]]]:
     return {name: by_class for name, by_class in held.items() if by_class}
 
 
-def _tails(names: Sequence[str], most: int = 40) -> list[str]:
-    """The ends of long names, which tell files of one folder apart; the whole names where they do
-    not.
-    """
-    ends = [name if len(name) <= most else f"…{name[-most:]}" for name in names]
+def _tails(names: Sequence[str]) -> list[str]:
+    """The ends of long names; whole names where the ends do not tell files apart."""
+    ends = [name if len(name) <= 40 else f"…{name[-40:]}" for name in names]
     return [name if ends.count(end) > 1 else end for name, end in zip(names, ends, strict=True)]
 
 

@@ -1,10 +1,9 @@
-"""Pooling of metrics: values that carry their reduction, over micro-batches, steps of a logging
-window, and processes.
-"""
+"""Pool metrics over micro-batches, the steps of a logging window, and processes."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,22 +11,12 @@ import torch
 from torch import Tensor
 
 from valence.distributed.protocol import Group
+from valence.reports import stats
 from valence.types import Mean, Ranked, sent
-
-OF_THE_MACHINE = ("seconds", "tokens/s", "memory")
-"""How the names of numbers begin that differ each time the same is computed."""
-
-
-def repeatable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the log without what tells of time and memory: two runs of the same have this in
-    common.
-    """
-    return {name: value for name, value in record.items() if not name.startswith(OF_THE_MACHINE)}
 
 
 class Meter:
-    """Collects metrics where they are and reduces them once, so that no device is waited for before
-    the end of a window.
+    """Collects metrics on their devices and reduces them once, at the end of a window.
 
     What each process measured may be nothing, or something else. A mean over nothing is left out,
     so that an absent class is never shown as 0.
@@ -156,15 +145,10 @@ def auc(values: Tensor, positive: Tensor) -> float | None:
 
     None when a class is absent.
     """
-    up, down = values[positive.bool()].double(), values[~positive.bool()].double()
-    if not len(up) or not len(down):
+    up, down = values[positive.bool()].tolist(), values[~positive.bool()].tolist()
+    if not up or not down:
         return None
-    if bool(torch.isnan(values).any()):
-        return float("nan")  # it has no rank
-    ordered = down.sort().values
-    below = torch.searchsorted(ordered, up)
-    not_above = torch.searchsorted(ordered, up, right=True)
-    return ((below + not_above).double().mean() / (2 * len(down))).item()
+    return stats.auc(up, down) if not values.isnan().any() else math.nan  # which has no rank
 
 
 def calibration_error(probability: Tensor, positive: Tensor, bins: int = 10) -> float | None:
@@ -190,9 +174,9 @@ def pearson(values: Tensor, others: Tensor) -> float | None:
 
 def spearman(values: Tensor, others: Tensor) -> float | None:
     """Correlation of ranks, ties having the mean of theirs; None when a column is constant."""
-    if bool(torch.isnan(values).any()):
-        return float("nan")  # it has no rank
-    return pearson(_ranks(values), _ranks(others))
+    if values.isnan().any():
+        return math.nan  # which has no rank
+    return stats.spearman(values.tolist(), others.tolist())
 
 
 def explained(values: Tensor, others: Tensor) -> float | None:
@@ -206,12 +190,6 @@ def explained(values: Tensor, others: Tensor) -> float | None:
         1
         - ((others - values).double().var(correction=0) / others.double().var(correction=0)).item()
     )
-
-
-def _ranks(values: Tensor) -> Tensor:
-    """Twice the mean rank of each value [N]: what is below, and what is not above."""
-    ordered = values.sort().values
-    return torch.searchsorted(ordered, values) + torch.searchsorted(ordered, values, right=True)
 
 
 STATISTICS = {

@@ -100,7 +100,8 @@ def render(run: RunData) -> str:
         ("Reproduce", _reproduce(run)),
     )
     method, model = _what(run)
-    intro = f"{_verdict(run)}{_urgent(run)}<p>{_sentence(run)}</p>{_progress(run)}"
+    urgent = _cards(sign for sign in signs(run) if sign.is_urgent)
+    intro = f"{_verdict(run)}{urgent}<p>{_sentence(run)}</p>{_progress(run)}"
     title = f"{method} on {Path(model).name or model}"
     return document(title, intro, sections, charts, status=_status(run), live=_is_running(run))
 
@@ -278,11 +279,6 @@ def _warnings(run: RunData) -> str:
     return _cards(sign for sign in found if not sign.is_urgent) + _lines(
         [*run.problems, *other_warnings(run, found), *run.audited]
     )
-
-
-def _urgent(run: RunData) -> str:
-    """What is shown above everything else."""
-    return _cards(sign for sign in signs(run) if sign.is_urgent)
 
 
 def _cards(found: Iterable[Sign]) -> str:

@@ -9,11 +9,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +21,7 @@ from rich.text import Text
 from valence.checksums import ChecksumError, verify, verify_text
 from valence.errors import UserError
 from valence.reports.console import duration, number, visible
+from valence.runs.lock import holder
 
 DEPTH = 4
 """How many folders down runs are looked for."""
@@ -54,13 +55,6 @@ SHOWN = (
 """Of each group the first number that the log has is shown."""
 
 
-class HolderLike(Protocol):
-    """Who holds the lock of a run's folder."""
-
-    @property
-    def alive(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class RunLine:
     """Where a run stands.
@@ -83,11 +77,11 @@ class RunLine:
     problem: str | None = None
 
 
-def list_runs(folder: Path, holder: Callable[[Path], HolderLike | None]) -> list[RunLine]:
+def list_runs(folder: Path) -> list[RunLine]:
     """The runs in a folder, or the one that it is: those that changed last come first.
 
-    Looks ``DEPTH`` folders down, but not into runs, hidden folders and links. holder: says who
-    holds the lock of a run's folder. Raises UserError when there is no such folder.
+    Looks ``DEPTH`` folders down, but not into runs, hidden folders and links. Raises UserError when
+    there is no such folder.
     """
     if not folder.is_dir():
         raise UserError(
@@ -96,7 +90,7 @@ def list_runs(folder: Path, holder: Callable[[Path], HolderLike | None]) -> list
             where=str(folder),
             fix="name a folder that holds runs, or is one",
         )
-    return sorted(_lines(folder, holder, DEPTH), key=lambda line: (-line.changed, line.path))
+    return sorted(_lines(folder, DEPTH), key=lambda line: (-line.changed, line.path))
 
 
 def table(lines: Sequence[RunLine]) -> Table:
@@ -135,9 +129,7 @@ def table(lines: Sequence[RunLine]) -> Table:
 
 
 def as_json(lines: Sequence[RunLine]) -> list[dict[str, Any]]:
-    """The same as plain values; ``changed`` as ISO time, numbers that are not finite as the log has
-    them: as strings.
-    """
+    """The same as plain values: ``changed`` as ISO time, numbers that are not finite as text."""
     return [
         {
             "path": str(line.path),
@@ -157,9 +149,7 @@ def as_json(lines: Sequence[RunLine]) -> list[dict[str, Any]]:
     ]
 
 
-def _lines(
-    folder: Path, holder: Callable[[Path], HolderLike | None], depth: int
-) -> Iterator[RunLine]:
+def _lines(folder: Path, depth: int) -> Iterator[RunLine]:
     try:
         with os.scandir(folder) as entries:
             names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
@@ -169,15 +159,15 @@ def _lines(
         )
         return
     if names.get("run.json") is False:
-        yield _line(folder, holder)
+        yield _line(folder)
     elif depth > 0:
         for name in sorted(
             name for name, is_folder in names.items() if is_folder and not name.startswith(".")
         ):
-            yield from _lines(folder / name, holder, depth - 1)
+            yield from _lines(folder / name, depth - 1)
 
 
-def _line(run: Path, holder: Callable[[Path], HolderLike | None]) -> RunLine:
+def _line(run: Path) -> RunLine:
     changed = max(_changed(run / name) for name in ("run.json", "metrics.jsonl", "checkpoints"))
     try:
         facts = verify(json.loads((run / "run.json").read_bytes()))
@@ -258,9 +248,7 @@ def _last_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _left(records: Sequence[Mapping[str, Any]], from_start: bool, steps: int) -> float | None:
-    """Seconds for so many steps, as long as those of the records took; None when they do not
-    say.
-    """
+    """Seconds for so many steps at the speed of the records; None if they do not tell it."""
     timed = [
         (r["step"], r["seconds"]) for r in records if isinstance(r.get("seconds"), float | int)
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.rule import Rule
@@ -26,20 +26,13 @@ from valence.types import (
     noun,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PROMPT, TRAINED, CONTEXT, SPECIAL = "dim", "green", "yellow", "reverse"
 _LONGEST_CHARACTER = 4  # tokens: one for each byte of UTF-8
 _SIDES = ("chosen", "rejected")
 _BLANKS = str.maketrans({" ": "·", "\t": "→", "\n": "⏎\n"})
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer: its special tokens, and the text of tokens."""
-
-    @property
-    def all_special_ids(self) -> list[int]: ...
-    def decode(
-        self, token_ids: list[int], skip_special_tokens: bool = ..., **settings: Any
-    ) -> Any: ...
 
 
 def show_row(row: Mapping[str, Any], origin: Origin | None = None) -> RenderableType:
@@ -72,10 +65,8 @@ def show_example(example: Example) -> RenderableType:
     return Group(_heading(noun(kind), example.origin), table, _facts({**facts, "id": example.id}))
 
 
-def show_encoded(encoded: TokenizedExample, tokenizer: Tokenizer) -> RenderableType:
-    """Stage "tokens": the prompt and each answer as coloured tokens, with counts, ids and a
-    legend.
-    """
+def show_encoded(encoded: TokenizedExample, tokenizer: PreTrainedTokenizerBase) -> RenderableType:
+    """Stage "tokens": prompt and answers as coloured tokens, with counts, ids and a legend."""
     parts: list[RenderableType] = [
         _heading(f"{noun(encoded.kind)}, {encoded.tokens} tokens", encoded.origin),
         _legend(),
@@ -102,7 +93,9 @@ def _plain(text: object) -> Text:
     return Text(escape_control(str(text)))
 
 
-def pieces(answer: TokenizedCompletion, tokenizer: Tokenizer) -> Iterator[tuple[slice, str]]:
+def pieces(
+    answer: TokenizedCompletion, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[slice, str]]:
     """The tokens with the text that each adds.
 
     Tokens that hold a part of one character come together, unless only some of them are trained.
@@ -119,14 +112,13 @@ def pieces(answer: TokenizedCompletion, tokenizer: Tokenizer) -> Iterator[tuple[
         before, start = start, end
 
 
-def _decode(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(
-        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+def _decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    settings = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(list(ids), **settings))
 
 
 def _tokens(
-    name: str, answer: TokenizedCompletion, style: str, tokenizer: Tokenizer
+    name: str, answer: TokenizedCompletion, style: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[RenderableType]:
     """A rule with the counts, the tokens in colour (``style`` where not trained), and their ids."""
     cut = "" if answer.complete else ", cut off"

@@ -178,7 +178,7 @@ def _not_finite(run: RunData) -> Iterable[Sign]:
 def _divergence(run: RunData) -> Iterable[Sign]:
     name = next((name_of_kl(each) for each in run.metrics if "rollout/length" in each), "kl")
     course = _course(run, name)
-    if len(course) < RECORDS or not _answers_itself(run):
+    if len(course) < RECORDS or not any(map(is_online, run.metrics)):
         return
     _, middle, last = _ends(course)
     if last >= FAR and last >= GROWING * middle:
@@ -190,10 +190,6 @@ def _divergence(run: RunData) -> Iterable[Sign]:
             "Read the samples: is the text still sound? Raise loss.kl_beta, lower "
             "train.learning_rate, or stop earlier.",
         )
-
-
-def _answers_itself(run: RunData) -> bool:
-    return any(map(is_online, run.metrics))
 
 
 def _kto_drift(run: RunData) -> Iterable[Sign]:

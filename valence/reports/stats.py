@@ -16,9 +16,7 @@ Z95 = 1.959964
 
 
 def finite(value: object) -> TypeGuard[float]:
-    """Whether it is a number that can be drawn: no text, no truth value, not nan, infinite or as
-    good as that.
-    """
+    """Whether it is a number that can be drawn: not a bool, nan, infinite or too large."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
@@ -38,9 +36,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """The place of each value from 0 for the smallest; equal values share the mean of their
-    places.
-    """
+    """The rank of each value, 0 for the smallest; equal values have the mean of their ranks."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     found = [0.0] * len(values)
     first = 0
@@ -59,13 +55,14 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
     a, b = ranks(one), ranks(other)
     middle = (len(a) - 1) / 2
     products = math.fsum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    squares = math.fsum((x - middle) ** 2 for x in a) * math.fsum((y - middle) ** 2 for y in b)
-    return products / math.sqrt(squares) if squares > 0 else None
+    norms = [math.sqrt(math.fsum((x - middle) ** 2 for x in each)) for each in (a, b)]
+    return products / (norms[0] * norms[1]) if all(norms) else None
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927), which also holds for few rows and for shares of 0 and
-    1. count: at least 1.
+    """95 % interval of a share (Wilson 1927), also for few rows and shares of 0 and 1.
+
+    count: at least 1.
     """
     share, spread = hits / count, Z95 * Z95 / count
     middle = (share + spread / 2) / (1 + spread)
@@ -74,9 +71,7 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean, from the standard error of independent values. values: at least
-    two.
-    """
+    """95 % interval of a mean, from the standard error of two or more independent values."""
     middle = math.fsum(values) / len(values)
     variance = math.fsum((each - middle) ** 2 for each in values) / (len(values) - 1)
     half = Z95 * math.sqrt(variance / len(values))
@@ -86,12 +81,11 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def auc(ups: Sequence[float], downs: Sequence[float]) -> float:
     """Probability that one of ups is above one of downs; ties count half. Both: at least one."""
     places = ranks([*ups, *downs])[: len(ups)]
-    return (math.fsum(places) - len(ups) * (len(ups) - 1) / 2) / (len(ups) * len(downs))
+    return (math.fsum(places) - len(ups) * (len(ups) - 1) / 2) / len(ups) / len(downs)
 
 
 def auc_interval(value: float, num_ups: int, num_downs: int) -> tuple[float, float]:
-    """95 % interval of an AUC (Newcombe 2006, method 5), which also holds for few rows and for 0
-    and 1.
+    """95 % interval of an AUC (Newcombe 2006, method 5), also for few rows and for 0 and 1.
 
     The bounds are the values a at which ``|value - a| = 1.96 * sqrt(V(a))``, with Hanley and
     McNeil's variance ``V(a) = a (1-a) (1 + (n-1) ((1-a)/(2-a) + a/(1+a))) / (num_ups * num_downs)``

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from valence.errors import UserError
 from valence.rewards.cache import MOST, Cached, Kept, digest
@@ -17,6 +17,9 @@ from valence.rewards.functions import Function, function_of
 from valence.rewards.http import Servers, addresses
 from valence.rewards.rules import RULES, Rules, rule_of
 from valence.types import Completion, Score
+
+if TYPE_CHECKING:
+    from valence.config.schema import RewardSettings
 
 NAMES_OF_OURS = ("mean", "std", "min", "max")
 """What the log says of the sum."""
@@ -28,35 +31,6 @@ KINDS = (
     "a function (package.module:function), a rule (`valence rewards` lists them), a model's "
     "folder or hub id, or an http address"
 )
-
-
-class Spec(Protocol):
-    """One entry of the recipe's reward section."""
-
-    @property
-    def reward(self) -> str: ...
-    @property
-    def name(self) -> str | None: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def clip(self) -> tuple[float, float] | None: ...
-    @property
-    def gate(self) -> float | None: ...
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-    @property
-    def deterministic(self) -> bool: ...
-    @property
-    def timeout(self) -> float: ...
-    @property
-    def retries(self) -> int: ...
-    @property
-    def concurrency(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def token_env(self) -> str | None: ...
 
 
 def is_function(target: str) -> bool:
@@ -73,14 +47,14 @@ ModelReward = Callable[[str, Mapping[str, Any], str], CallBackend]
 """Loads a reward model: its folder or hub id, the entry's settings, and where they are for
 messages.
 """
-FunctionBackend = Callable[[Spec, str], CallBackend]
+FunctionBackend = Callable[["RewardSettings", str], CallBackend]
 """Loads a function that its backend may call several times at once: the entry, and where its
 function is for messages.
 """
 
 
 def reward_of(
-    specs: Sequence[Spec],
+    specs: Sequence[RewardSettings],
     *,
     model: ModelReward | None = None,
     function: FunctionBackend | None = None,
@@ -118,13 +92,13 @@ class _NotLoaded:
         pass
 
 
-def check_rewards(specs: Sequence[Spec]) -> None:
+def check_rewards(specs: Sequence[RewardSettings]) -> None:
     """Raise UserError for a reward that cannot be found or called, without loading models."""
     if specs:
         reward_of(specs, model=lambda name, settings, where: _NotLoaded())
 
 
-def list_reward_models(specs: Sequence[Spec]) -> list[tuple[str, Mapping[str, Any], str]]:
+def list_reward_models(specs: Sequence[RewardSettings]) -> list[tuple[str, Mapping[str, Any], str]]:
     """The reward models among the rewards: folder or hub id, settings, and where these are set."""
     entries: list[tuple[str, Mapping[str, Any], str]] = []
 
@@ -166,7 +140,7 @@ def _called(reward: Combined) -> list[Calls]:
     return [each for each in called if isinstance(each, Calls)]
 
 
-def _names(specs: Sequence[Spec]) -> list[str]:
+def _names(specs: Sequence[RewardSettings]) -> list[str]:
     """Of the numbers in the log. Raises UserError when two have one name."""
     names = [spec.name or _short(spec.reward) for spec in specs]
     for i, name in enumerate(names):
@@ -189,9 +163,7 @@ def _names(specs: Sequence[Spec]) -> list[str]:
 
 
 def _short(target: str) -> str:
-    """What a reward is called that has no name: the function, the rule, the end of a path, or the
-    host.
-    """
+    """A name for a reward without one: its function, rule, host or the end of its path."""
     if target.startswith(("http://", "https://")):
         host = re.sub(r"^https?://([^@/]*@)?", "", target.split(",")[0]).partition("/")[0]
         return re.sub(r"[^\w.-]+", "-", host) or "server"
@@ -200,7 +172,11 @@ def _short(target: str) -> str:
 
 
 def _calls(
-    spec: Spec, name: str, where: str, model: ModelReward | None, function: FunctionBackend | None
+    spec: RewardSettings,
+    name: str,
+    where: str,
+    model: ModelReward | None,
+    function: FunctionBackend | None,
 ) -> Calls:
     if spec.clip is not None and not spec.clip[0] <= spec.clip[1]:
         what = f"nothing is at least {spec.clip[0]:g} and at most {spec.clip[1]:g}"
@@ -223,11 +199,9 @@ def _calls(
 
 
 def _backend(
-    spec: Spec, where: str, model: ModelReward | None, function: FunctionBackend | None
+    spec: RewardSettings, where: str, model: ModelReward | None, function: FunctionBackend | None
 ) -> tuple[CallBackend, bool, bool]:
-    """What is called; whether it is deterministic by nature; whether several calls may be under
-    way.
-    """
+    """The backend, whether it is deterministic by nature, and whether calls may overlap."""
     target, settings = spec.reward, spec.settings
     place = f"{where}.settings"
     if is_server(target):
@@ -251,7 +225,7 @@ def _backend(
     return model(target, settings, where), True, False
 
 
-def _servers(spec: Spec, where: str) -> Servers:
+def _servers(spec: RewardSettings, where: str) -> Servers:
     unknown = sorted(spec.settings.keys() - {"label"})
     if unknown or not isinstance(spec.settings.get("label", ""), str):
         setting = unknown[0] if unknown else "label"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from valence.errors import UserError
-from valence.rollouts.protocol import Pair, Sampling, unheard
+from valence.rollouts.protocol import Pair, Sampling, check_request, unheard
 from valence.types import Completion, Ids, content_id
 
 if TYPE_CHECKING:
@@ -92,20 +92,7 @@ class HFGenerator:
         tokens. Raises UserError for an empty prompt, and FloatingPointError when the model's logits
         are not finite.
         """
-        if n < 1:
-            raise UserError(
-                f"{n} answers per prompt",
-                code="sampling-value",
-                where="n",
-                fix="ask for at least 1",
-            )
-        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise UserError(
-                "the prompt has no tokens",
-                code="prompt-empty",
-                where=f"prompt {first + empty[0]}",
-                fix="leave empty prompts out",
-            )
+        check_request(prompts, n, first)
         # Prompts of similar length run together, the longest first: the peak of memory comes at the
         # start.
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
@@ -135,13 +122,7 @@ class HFGenerator:
         temperature); at temperature 0, as it is told of sampled answers, at 1. Raises UserError for
         an empty prompt.
         """
-        if empty := [i for i, (prompt, _) in enumerate(pairs) if not prompt]:
-            raise UserError(
-                "the prompt has no tokens",
-                code="prompt-empty",
-                where=f"prompt {empty[0]}",
-                fix="leave empty prompts out",
-            )
+        check_request([prompt for prompt, _ in pairs], 1)
         found: dict[int, list[float]] = {}
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][1]))
         with torch.no_grad(), evaluating(self.model):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from valence.errors import UserError
 from valence.rollouts.asking import Asking, seed_of, unsaid
-from valence.rollouts.protocol import Named, Pair, Sampling, unheard
+from valence.rollouts.protocol import Named, Pair, Sampling, check_request, unheard
 from valence.rollouts.wire import Lost, Refused, Wire
 from valence.types import Completion, Ids, content_id
 
@@ -126,20 +126,7 @@ class OpenAIGenerator:
         Without token ids (``gives_tokens``) prompts and answers make a round trip through text, and
         there are no log-probabilities.
         """
-        if n < 1:
-            raise UserError(
-                f"{n} answers per prompt",
-                code="sampling-value",
-                where="n",
-                fix="ask for at least 1",
-            )
-        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise UserError(
-                "the prompt has no tokens",
-                code="prompt-empty",
-                where=f"prompt {empty[0]}",
-                fix="leave empty prompts out",
-            )
+        check_request(prompts, n)
         answers: dict[int, Completion] = {}
 
         def body(at: int) -> dict[str, Any]:
@@ -230,10 +217,9 @@ class OpenAIGenerator:
             ended = bool(tokens) and tokens[-1] in self.end_ids
         else:
             text, logps = str(choice["text"]), ()
-            tokens = [
-                *self.tokenizer.encode(text, add_special_tokens=False),
-                *([self._end()] if ended else []),
-            ]
+            tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
+            if ended:  # by a token of which only the text is known: take that of training data
+                tokens.append(self.end_ids[0])
         return Completion(
             prompt_id=content_id("prompt", Ids(tuple(prompt))),
             tokens=tuple(tokens),
@@ -242,9 +228,3 @@ class OpenAIGenerator:
             stop="eos" if ended else "length",
             index=index,
         )
-
-    def _end(self) -> int:
-        """The token that stands for an end of which only the text is known: the one that training
-        data ends with.
-        """
-        return self.end_ids[0]

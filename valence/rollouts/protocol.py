@@ -70,6 +70,25 @@ Named = Iterable[tuple[str, "Tensor"]]
 """Weights under the names that they have in a saved model."""
 
 
+def check_request(prompts: Sequence[Sequence[int]], n: int, first: int = 0) -> None:
+    """Raise UserError unless at least one answer to each of some non-empty prompts is asked for.
+
+    first: the number of the first prompt, for messages.
+    """
+    if n < 1:
+        raise UserError(
+            f"{n} answers per prompt", code="sampling-value", where="n", fix="ask for at least 1"
+        )
+    for number, prompt in enumerate(prompts, first):
+        if not prompt:
+            raise UserError(
+                "the prompt has no tokens",
+                code="prompt-empty",
+                where=f"prompt {number}",
+                fix="leave empty prompts out",
+            )
+
+
 def unheard(answers: int) -> None:
     """Who asks for no progress hears nothing of it."""
 
@@ -102,9 +121,7 @@ class Served(Generator, Protocol):
 
     @property
     def gives_tokens(self) -> bool:
-        """Whether completions carry token ids and log-probabilities, which a policy gradient
-        needs.
-        """
+        """Whether completions have token ids and log-probabilities, as policy gradients need."""
         ...
 
     @property

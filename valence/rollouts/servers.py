@@ -179,11 +179,9 @@ class Server:
         if self._written is not None:
             self._written.close()
 
-    def tail(self, lines: int = 15) -> str:
-        """The last lines of its log."""
-        return "\n".join(
-            self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-        )
+    def tail(self) -> str:
+        """The last 15 lines of its log."""
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
 
     def __enter__(self) -> Server:
         return self.start()

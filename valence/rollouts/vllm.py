@@ -19,7 +19,7 @@ import httpx
 
 from valence.errors import UserError
 from valence.rollouts.asking import Asking, seed_of, unsaid
-from valence.rollouts.protocol import Named, Pair, Sampling, unheard
+from valence.rollouts.protocol import Named, Pair, Sampling, check_request, unheard
 from valence.rollouts.transports import PREFIX, WeightTransfer
 from valence.rollouts.wire import Lost, Wire
 from valence.types import Completion, Ids, content_id
@@ -102,20 +102,7 @@ class VLLMGenerator:
         Raises UserError where the server refuses, hangs, or is gone for longer than ``timeout``,
         and FloatingPointError when log-probabilities are not finite.
         """
-        if n < 1:
-            raise UserError(
-                f"{n} answers per prompt",
-                code="sampling-value",
-                where="n",
-                fix="ask for at least 1",
-            )
-        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise UserError(
-                "the prompt has no tokens",
-                code="prompt-empty",
-                where=f"prompt {empty[0]}",
-                fix="leave empty prompts out",
-            )
+        check_request(prompts, n)
         self._can(sampling)
         answers: dict[int, list[Completion]] = {}
 

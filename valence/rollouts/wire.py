@@ -78,12 +78,12 @@ class Wire:
         """
         return self.read(path, self._ask("GET", path, None, seconds))
 
-    def post(self, path: str, body: object = None, *, seconds: float | None = None) -> Any:
+    def post(self, path: str, body: object = None) -> Any:
         """The answer to a POST of ``body`` as JSON.
 
         Raises Lost, or UserError where waiting for the server would not help.
         """
-        return self.read(path, self._ask("POST", path, body, seconds))
+        return self.read(path, self._ask("POST", path, body, None))
 
     def tell(self, path: str, body: object = None, *, seconds: float | None = None) -> None:
         """A POST whose answer says nothing but that it worked."""

@@ -40,7 +40,7 @@ class Registry:
             name: part.state_dict() for name, part in self.parts.items() if name not in leaving_out
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], leaving_out: Collection[str] = ()) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises UserError when the state is not of these parts, of which then none has changed."""
         odd = sorted(self.parts.keys() ^ state.keys())
         if odd:
@@ -52,8 +52,7 @@ class Registry:
                 fix="resume with the version that saved it, or start over with --fresh",
             )
         for name, part in self.parts.items():
-            if name not in leaving_out:
-                part.load_state_dict(state[name])
+            part.load_state_dict(state[name])
 
 
 class Through:

@@ -133,7 +133,7 @@ class FeedbackRequest(Body):
 
 
 @dataclass
-class Service:
+class ChatService:
     """What the application serves.
 
     tokens: rater by secret token; a request without one of them is refused. Empty: anybody is the
@@ -215,7 +215,7 @@ class Service:
         )
 
 
-def application(service: Service) -> "FastAPI":
+def application(service: ChatService) -> "FastAPI":
     """The web application of a service."""
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
@@ -249,7 +249,7 @@ def application(service: Service) -> "FastAPI":
     return app
 
 
-def _rater(service: Service) -> Any:
+def _rater(service: ChatService) -> Any:
     """What a route takes as its rater: refuses a request without a known token."""
     from fastapi import Depends, HTTPException, Request
 
@@ -262,7 +262,7 @@ def _rater(service: Service) -> Any:
     return Depends(rater_of)
 
 
-def _answer(service: Service, id: str) -> Answer:
+def _answer(service: ChatService, id: str) -> Answer:
     """Raises HTTPException with status 404 for an unknown answer."""
     from fastapi import HTTPException
 
@@ -291,7 +291,7 @@ def _add_page(app: "FastAPI") -> None:
         return Response(content, media_type=PAGE_FILES[name], headers=PAGE_HEADERS)
 
 
-def _add_page_requests(app: "FastAPI", service: Service) -> None:
+def _add_page_requests(app: "FastAPI", service: ChatService) -> None:
     """What the page sends."""
     from fastapi import HTTPException
     from fastapi.responses import StreamingResponse
@@ -340,7 +340,7 @@ def _add_page_requests(app: "FastAPI", service: Service) -> None:
         return {"votes": service.store.num_votes}
 
 
-def _add_openai_interface(app: "FastAPI", service: Service) -> None:
+def _add_openai_interface(app: "FastAPI", service: ChatService) -> None:
     """OpenAI's chat completions, and feedback on them."""
     from fastapi import HTTPException
     from fastapi.responses import StreamingResponse
@@ -435,7 +435,7 @@ def _completion(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 async def _chunks(
-    service: Service,
+    service: ChatService,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     sampling: Sampling,

@@ -14,12 +14,12 @@ from valence.rewards.http_limits import (
     raise_connection_limit,
 )
 from valence.rewards.server import listening
-from valence.serving.app import Service, application
+from valence.serving.app import ChatService, application
 
 SHUTDOWN_SECONDS = 5
 
 
-def links_of(service: Service, host: str, port: int) -> list[tuple[str, str]]:
+def links_of(service: ChatService, host: str, port: int) -> list[tuple[str, str]]:
     """The raters, and the link that each of them opens."""
     shown = f"[{host}]" if ":" in host else host
     base = f"http://{shown}:{port}/"
@@ -29,7 +29,7 @@ def links_of(service: Service, host: str, port: int) -> list[tuple[str, str]]:
 
 
 def serve(
-    service: Service,
+    service: ChatService,
     *,
     host: str,
     port: int,

@@ -173,9 +173,7 @@ class Prepared:
 
     @cached_property
     def rollouts(self) -> tuple[int, int, int] | None:
-        """Where this process samples: how many answers at once, and the most tokens of a prompt and
-        of an answer.
-        """
+        """Where this process samples: answers at once, and most tokens of prompt and answer."""
         rollout = self.recipe.rollout
         if not self.method.online or rollout.engine != "hf" or "train" not in self.corpora:
             return None
@@ -215,8 +213,8 @@ class Prepared:
             self.method,
         )
 
-    def origins(self, ids: Sequence[str], most: int = 8) -> str:
-        """Where training rows with these content ids are from, the first of them by name."""
+    def origins(self, ids: Sequence[str]) -> str:
+        """Where training rows with these content ids are from, the first eight by name."""
         trained_on = (corpus for name, corpus in self.corpora.items() if name.endswith("train"))
         found = [
             str(unit.origin)
@@ -224,8 +222,8 @@ class Prepared:
             for unit in corpus.units
             if unit.id in set(ids)
         ]
-        more = f" and {len(found) - most} more" if len(found) > most else ""
-        return ", ".join(found[:most]) + more
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        return ", ".join(found[:8]) + more
 
     @property
     def steps_per_epoch(self) -> int:

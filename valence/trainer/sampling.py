@@ -12,10 +12,22 @@ from valence.models.policy_model import PolicyModel
 from valence.rollouts import HFGenerator, Sampling
 from valence.rollouts.hf import OnTokens
 from valence.rollouts.protocol import unheard
+from valence.trainer.methods import Method
 from valence.types import Completion
 
 NOT_FINITE_FIX = "lower train.learning_rate, or use model.dtype: float32"
 """What helps against a policy whose weights or logits are not finite."""
+
+
+def check_can_generate(method: Method) -> None:
+    """Raise UserError for a method that trains a reward model."""
+    if method.is_reward_model:
+        raise UserError(
+            "reward models cannot generate text",
+            code="reward-model-cannot-generate",
+            where="sample",
+            fix="use `valence score`",
+        )
 
 
 class PolicySampler:

@@ -32,7 +32,7 @@ from valence.trainer.model_files import ModelWriter
 from valence.trainer.optim import warmup_steps
 from valence.trainer.pages import Pages
 from valence.trainer.prepare import AuxiliaryPart, Prepared, rows_to_measure
-from valence.trainer.sampling import PolicySampler, sampling_failed
+from valence.trainer.sampling import PolicySampler, check_can_generate, sampling_failed
 from valence.trainer.saver import Saver
 from valence.trainer.state import LightState, TrainState
 from valence.trainer.step import AuxiliaryLoss, Objective, StepResult, optimizer_step
@@ -556,13 +556,7 @@ class Trainer:
 
         Raises UserError for a reward model, or when the policy's logits are not finite.
         """
-        if self.prepared.method.is_reward_model:
-            raise UserError(
-                "reward models cannot generate text",
-                code="reward-model-cannot-generate",
-                where="sample",
-                fix="use `valence score`",
-            )
+        check_can_generate(self.prepared.method)
         encoder = self.prepared.encoder
         sampler = PolicySampler(self.policy, encoder, version=lambda: self.step)
         token_ids = [encoder.encode_prompt(prompt) for prompt in prompts]

@@ -36,7 +36,22 @@ from valence.data.importers import (
 from valence.data.importers.records import Reader, ReadOptions, Vote
 from valence.errors import UserError
 
-JUNK: list[Any] = [None, True, 7, -1.5, "", "x", "[1", [], [1], [None], {}, {"x": 1}, [{"x": None}]]
+JUNK: list[Any] = [
+    None,
+    True,
+    7,
+    -1.5,
+    "",
+    "x",
+    "[1",
+    "[NaN]",
+    [],
+    [1],
+    [None],
+    {},
+    {"x": 1},
+    [{"x": None}],
+]
 
 
 def real(name: str) -> list[dict[str, Any]]:
@@ -58,6 +73,13 @@ EXPORTS: dict[str, tuple[Reader, list[dict[str, Any]]]] = {
     ),
     "openai": (openai.read, [test_openai.preference()]),
     "openai_stored": (openai.read, [test_openai.stored()]),
+    "openai_listing": (
+        openai.read,
+        [
+            {**test_openai.stored(), "messages": None},
+            {"object": "list", "data": [{"id": "chatcmpl-1-0", "role": "user", "content": "Hi"}]},
+        ],
+    ),
     "label_studio": (
         label_studio.read,
         real("label_studio.json"),

@@ -143,3 +143,13 @@ def test_another_file(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "a"}])
     with raises_error("import-not-an-export", where=path):
         results(read, [path])
+
+
+def test_rows_of_another_form_are_reported(tmp_path: Path) -> None:
+    vote, skipped = sorted(
+        results(read, written(tmp_path, request(), {"total": 1})),
+        key=lambda item: isinstance(item, Skipped),
+    )
+    assert isinstance(vote, Vote)
+    assert isinstance(skipped, Skipped)
+    assert (skipped.reason, skipped.example) == ("shape_unknown", "columns total")

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-import time
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from tests.data.importers.exports import assistant, user
+from valence.data.importers import messages
 from valence.data.importers.messages import (
     Exchange,
+    answer_text,
     assistant_of,
-    at_path,
+    branch,
     exchange_of,
+    merge_turns,
     messages_of,
-    timestamp,
+    prompt_of,
+    prompt_turns,
+    strip_reasoning,
+    text_of,
     tools_of,
+    turns_of,
 )
+from valence.data.importers.records import SkipReason, UnusableVote
 
 HI = (user("Hi"),)
 
@@ -73,6 +79,7 @@ def test_known_shapes_of_inputs(shape: str) -> None:
         {"input": "Hi", "context": "..."},
         {"prompts": ["Human: Hi"]},
         '{"question": "Hi"}',
+        '{"messages": [], "messages": "Hi"}',
         [{"role": "critic", "content": "Hi"}],
         [{"content": "Hi"}],
         ["Hi"],
@@ -81,7 +88,9 @@ def test_known_shapes_of_inputs(shape: str) -> None:
     ],
 )
 def test_unknown_shapes_of_inputs(value: object) -> None:
-    assert messages_of(value) is None
+    with pytest.raises(UnusableVote) as info:
+        messages_of(value)
+    assert info.value.reason == "shape_unknown"
 
 
 HELLO = assistant("Hello")
@@ -127,17 +136,26 @@ def test_known_shapes_of_outputs(shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "reason"),
     [
-        {"answer": "Hello"},
-        '{"answer": "Hello"}',
-        {"choices": [{"message": HELLO}, {"message": assistant("Hey")}]},
-        {"choices": []},
-        user("Hello"),
+        ({"answer": "Hello"}, "shape_unknown"),
+        ('{"answer": "Hello"}', "shape_unknown"),
+        ('{"answer": NaN}', "shape_unknown"),
+        ({"choices": [{"message": HELLO}, {"message": assistant("Hey")}]}, "shape_unknown"),
+        ({"choices": []}, "shape_unknown"),
+        (user("Hello"), "not_assistant"),
     ],
 )
-def test_unknown_shapes_of_outputs(value: object) -> None:
-    assert assistant_of(value) is None
+def test_unknown_shapes_of_outputs(value: object, reason: SkipReason) -> None:
+    with pytest.raises(UnusableVote) as info:
+        assistant_of(value)
+    assert info.value.reason == reason
+    assert answer_text(value) is None
+
+
+def test_text_of_an_output() -> None:
+    assert answer_text({"content": "<think>Hm</think>Hello", "role": "assistant"}) == "Hello"
+    assert answer_text({"role": "assistant", "content": "", "tool_calls": [CALL]}) is None
 
 
 CALL = {
@@ -217,6 +235,15 @@ REASONS: dict[str, tuple[Any, Any, str]] = {
     "unknown input": ({"question": "Hi"}, "Hello", "shape_unknown"),
     "unknown output": ("Hi", {"answer": "Hello"}, "shape_unknown"),
     "output of another conversation": ("Hi", [user("Hey"), HELLO], "shape_unknown"),
+    "an empty turn": ([assistant(""), user("Hi")], "Hello", "shape_unknown"),
+    "an unknown part": ("Hi", {"role": "assistant", "content": [{"type": "x"}]}, "shape_unknown"),
+    "tool calls of another kind": ("Hi", {**HELLO, "tool_calls": 7}, "shape_unknown"),
+    "a tool call without a name": ("Hi", {**HELLO, "tool_calls": [{}]}, "shape_unknown"),
+    "a tool's result in a completion": (
+        "Hi",
+        {"role": "assistant", "content": [{"type": "tool_result", "content": "20"}]},
+        "shape_unknown",
+    ),
     "output with a turn in between": ("Hi", [HELLO, user("And?"), HELLO], "shape_unknown"),
 }
 
@@ -250,51 +277,120 @@ def test_reasoning_is_left_out_unless_it_is_kept(answer: dict[str, Any]) -> None
     assert exchange_of("Hi", answer, keeps_reasoning=True) == Exchange(HI, answer)
 
 
-INSTANT = datetime(2026, 5, 1, 12, 0, 0, 500_000, UTC)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nhm\n</think>\n\nParis", "Paris"),
+        ("  <think>hm</think>Paris", "Paris"),
+        ("hm, so\n</think>\n\nParis", "Paris"),
+        ("<think>\nhm, and so on", ""),
+        ("<think>a</think>\nFirst\n<think>b</think>\nSecond", "First\nSecond"),
+        ('<details type="reasoning" done="false">\nhm', ""),
+        ('First\n<details type="tool_calls" id="x">\ny\n</details>\nSecond', "First\nSecond"),
+        (
+            '<details type="code">x</details>',
+            '<details type="code">x</details>',
+        ),
+        ("Write </think> to end it.", "Write </think> to end it."),
+        ("  Paris\n", "  Paris\n"),
+    ],
+)
+def test_reasoning_is_stripped(text: str, expected: str) -> None:
+    assert strip_reasoning(text) == expected
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("content", "expected"),
     [
-        "2026-05-01T12:00:00.500Z",
-        "2026-05-01T14:00:00.500+02:00",
-        "2026-05-01 12:00:00.500",
-        INSTANT,
-        INSTANT.replace(tzinfo=None),
-        INSTANT.timestamp(),
-        INSTANT.timestamp() * 1e3,
-        str(int(INSTANT.timestamp() * 1e3)),
-        INSTANT.timestamp() * 1e6,
-        int(INSTANT.timestamp() * 10) * 10**8,
+        (None, ""),
+        ("Paris", "Paris"),
+        (["a", {"type": "text", "text": "b"}, {"text": "c"}], "a\nb\nc"),
+        ({"type": "output_text", "text": "a"}, "a"),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}], "a"),
     ],
 )
-def test_timestamps(value: object) -> None:
-    assert timestamp(value) == INSTANT.timestamp()
+def test_content_as_text(content: object, expected: str) -> None:
+    assert text_of(content) == expected
 
 
-@pytest.mark.skipif(not hasattr(time, "tzset"), reason="the zone of a process cannot be set")
-def test_times_without_a_zone_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    time.tzset()
+def test_thoughts_are_kept_on_request() -> None:
+    content = [{"type": "think", "think": "hm"}, {"type": "text", "text": "a"}]
+    assert messages.assistant(content) == assistant("a")
+    completion = messages.assistant(content, keeps_reasoning=True)
+    assert completion == {**assistant("a"), "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([{"type": "image_url", "image_url": {}}], "image"),
+        ([{"type": "input_audio", "input_audio": {}}], "image"),
+        ([{"document": {"name": "x"}}], "image"),
+        ([{"toolUse": {}}], "shape_unknown"),
+        ([{"type": "text", "text": 7}], "shape_unknown"),
+        ([7], "shape_unknown"),
+        (7, "shape_unknown"),
+    ],
+)
+def test_content_that_is_no_text(content: object, reason: SkipReason) -> None:
+    with pytest.raises(UnusableVote) as info:
+        text_of(content)
+    assert info.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("Hi", ["Hi"]),
+        ([{"role": "user", "content": "Hi"}], ["Hi"]),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, ["Hi"]),
+        ('[{"role": "user", "content": "Hi"}]', ["Hi"]),
+    ],
+)
+def test_prompts(value: object, expected: list[str]) -> None:
+    assert [turn["content"] for turn in prompt_of(value)] == expected
+
+
+@pytest.mark.parametrize("value", ["", "  ", None, [], {}])
+def test_no_prompt(value: object) -> None:
+    with pytest.raises(UnusableVote) as info:
+        prompt_of(value)
+    assert info.value.reason == "no_prompt"
+
+
+def test_reasoning_is_stripped_from_the_assistants_turns_alone() -> None:
+    text = "<think>\nhm\n</think>\nParis"
+    turns = turns_of([{"role": role, "content": text} for role in ("user", "assistant")])
+    assert [turn["content"] for turn in turns] == [text, "Paris"]
+
+
+def test_messages_of_the_assistant_in_a_row_are_one_turn() -> None:
+    texts = [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e")]
+    merged = merge_turns([{"role": role, "content": text} for role, text in texts])
+    assert [turn["content"] for turn in merged] == ["a", "b", "c\n\nd", "e"]
+
+
+@pytest.mark.parametrize(
+    ("message", "parents", "expected"),
+    [
+        ("c", {"a": None, "b": "a", "c": "a"}, ["a", "c"]),
+        ("x", {"a": None}, "message_missing"),
+        ("", {"a": None}, "message_missing"),
+        ("b", {"b": "a"}, "no_conversation"),
+        ("b", {"a": "b", "b": "a"}, "no_conversation"),
+    ],
+)
+def test_branches(message: str, parents: dict[str, str | None], expected: Any) -> None:
+    messages = {name: {"name": name, "parent": parent} for name, parent in parents.items()}
     try:
-        assert timestamp("2026-05-01 12:00:00.500") == INSTANT.timestamp()
-    finally:
-        monkeypatch.undo()
-        time.tzset()
+        found: object = [each["name"] for each in branch(messages, message, "parent")]
+    except UnusableVote as error:
+        found = error.reason
+    assert found == expected
 
 
-@pytest.mark.parametrize("value", [None, "", "yesterday", True, [], {}])
-def test_what_is_no_timestamp(value: object) -> None:
-    assert timestamp(value) == 0.0
-
-
-def test_unit_of_a_timestamp() -> None:
-    assert timestamp(5000, "ms") == 5.0
-
-
-def test_paths_lead_through_cells_and_lists() -> None:
-    row = {"input": '{"turns": [{"text": "Hi"}]}', "a.b": 1}
-    assert at_path(row, "input.turns.0.text") == "Hi"
-    assert at_path(row, "input.turns.-1.text") == "Hi"
-    assert at_path(row, "a.b") == 1
-    assert at_path(row, "input.turns.3.text") is None
+def test_an_empty_system_turn_is_left_out() -> None:
+    user = {"role": "user", "content": "hi"}
+    assert prompt_turns([{"role": "system", "content": " "}, user]) == (user,)
+    with pytest.raises(UnusableVote):
+        prompt_turns([{"role": "user", "content": " "}, user])

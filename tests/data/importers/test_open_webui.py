@@ -234,7 +234,11 @@ def test_reasoning_in_parts_is_kept_on_request(tmp_path: Path) -> None:
     row = feedback(messages(output=[THOUGHT, text("12 minutes")]))
     path = write_json(tmp_path / "f.json", [row])
     vote = only_vote(read, path, options=ReadOptions(keeps_reasoning=True))
-    assert vote.completion["content"] == "<think>\nhm\n</think>\n\n12 minutes"
+    assert vote.completion == {
+        "role": "assistant",
+        "content": "12 minutes",
+        "reasoning_content": "hm",
+    }
 
 
 def test_answers_after_different_calls_of_tools_are_not_compared(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from valence.data.importers.sources import SOURCES
 def test_every_tool_has_a_reader(name: str) -> None:
     module = import_module(f"valence.data.importers.{SOURCES[name].module}")
     assert callable(module.read)
-    assert module.SOURCE == name
+    assert name == module.SOURCE
 
 
 def test_tools_with_a_server_can_be_pulled() -> None:

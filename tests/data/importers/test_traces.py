@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.data.importers.exports import assistant, user
 from valence.data.importers.records import Vote
-from valence.data.importers.traces import Step, Traces, combine_votes, label_of, word_label
+from valence.data.importers.traces import Step, Traces, combine_votes
 from valence.types import Origin
 
 
@@ -98,22 +96,3 @@ def test_records_of_others_and_of_unknown_raters_are_not_combined() -> None:
 def test_comparisons_are_not_combined() -> None:
     sides: dict[str, Any] = {"other": assistant("Hey"), "other_message": "n", "winner": "this"}
     assert len(combined(vote(1, 1.0, **sides), vote(2, 2.0, **sides))) == 2
-
-
-@pytest.mark.parametrize(
-    ("value", "label"),
-    [(True, True), ("False", False), (" GOOD ", True), (5, True), ("5.0", True), (2.5, False)],
-)
-def test_labels_by_their_meanings(value: object, label: bool) -> None:
-    assert label_of(value, {"Good": True, "5": True, "2.5": False}) is label
-
-
-@pytest.mark.parametrize("value", [None, "thumbs up", 1, 0, ""])
-def test_values_without_a_meaning(value: object) -> None:
-    assert label_of(value, {}) is None
-
-
-def test_words_of_all_tools() -> None:
-    assert word_label("thumbs up", {}) is True
-    assert word_label("thumbs up", {"thumbs up": False}) is False
-    assert word_label(1, {}) is None

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from tests.logs import repeatable
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
-from valence.reports.metrics import repeatable
 
 VOWELS = "tests.training.online.rewards:vowels"
 PROMPTS = [

@@ -17,7 +17,7 @@ import torch
 from tests.errors import raises_error
 from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
-from valence.online.collector import distinct_ngrams, duplicates
+from valence.online.collector import distinct_4grams, duplicates
 from valence.reports.comparison_markdown import run_markdown
 from valence.reports.online_signs import OnlineWatch
 from valence.reports.page import render
@@ -184,9 +184,9 @@ def test_a_policy_that_only_repeats_itself_is_warned_of(
 
 
 def test_repetition_is_measured_in_tokens() -> None:
-    assert distinct_ngrams(range(20)) == 1
-    assert distinct_ngrams([1, 2] * 10) == 2 / 17
-    assert distinct_ngrams([1] * 7) is None
+    assert distinct_4grams(range(20)) == 1
+    assert distinct_4grams([1, 2] * 10) == 2 / 17
+    assert distinct_4grams([1] * 7) is None
     assert duplicates([(1, 2), (1, 2), (3,), (4,)]) == [1, 1, 0, 0]
     assert duplicates([]) == []
 

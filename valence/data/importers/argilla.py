@@ -14,17 +14,9 @@ from itertools import combinations
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, guess_parts, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    decoded,
-    label_of,
-    object_at,
-    objects_at,
-    prompt_of,
-    value_at,
-)
+from valence.data.importers.fields import decode_json, object_at, objects_at, value_at, word_label
+from valence.data.importers.messages import assistant, prompt_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.types import content_id
@@ -65,14 +57,16 @@ class _Response:
 
 def _record(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
     is_structured = _is_structured(row.value)
-    responses = list(_structured(row.value) if is_structured else _flat(row.value))
+    responses = list(
+        _structured_responses(row.value) if is_structured else _flat_responses(row.value)
+    )
     fields = object_at(row.value, "fields") if is_structured else row.value
     if not responses:
         yield Skipped("no_vote", row.origin)
     by_rater: dict[tuple[str, bool, str], dict[str, Any]] = {}
-    for each in responses:
-        rater = (each.rater, each.is_machine, each.status)
-        by_rater.setdefault(rater, {})[each.question] = decoded(each.value)
+    for response in responses:
+        rater = (response.rater, response.is_machine, response.status)
+        by_rater.setdefault(rater, {})[response.question] = decode_json(response.value)
     for (rater, is_machine, status), answers in by_rater.items():
         if is_machine and not options.includes_machine:
             yield Skipped("machine", row.origin, rater)
@@ -91,24 +85,29 @@ def _record(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
             yield from votes_or_skipped(votes, row.origin)
 
 
-def _structured(row: Columns) -> Iterator[_Response]:
+def _structured_responses(row: Columns) -> Iterator[_Response]:
     status = "submitted" if row.get("status") == "completed" else "draft"
     responses = object_at(row, "responses")
     for question in responses:
-        for each in objects_at(responses, question):
-            yield _Response(question, each.get("value"), str(each.get("user_id") or ""), status)
+        for answer in objects_at(responses, question):
+            yield _Response(question, answer.get("value"), str(answer.get("user_id") or ""), status)
     suggestions = object_at(row, "suggestions")
     for question in suggestions:
-        each = object_at(suggestions, question)
-        yield _Response(question, each.get("value"), str(each.get("agent") or ""), is_machine=True)
+        answer = object_at(suggestions, question)
+        yield _Response(
+            question, answer.get("value"), str(answer.get("agent") or ""), is_machine=True
+        )
 
 
-def _flat(row: Columns) -> Iterator[_Response]:
+def _flat_responses(row: Columns) -> Iterator[_Response]:
     for name in row:
         if name.endswith(".responses"):
             question = name.removesuffix(".responses")
-            values = decoded(row[name])
-            users, statuses = decoded(row.get(f"{name}.users")), decoded(row.get(f"{name}.status"))
+            values = decode_json(row[name])
+            users, statuses = (
+                decode_json(row.get(f"{name}.users")),
+                decode_json(row.get(f"{name}.status")),
+            )
             if not isinstance(values, list):
                 continue
             if not isinstance(users, list) or len(users) != len(values):
@@ -132,7 +131,7 @@ def _votes(
 ) -> Iterator[Vote]:
     keeps = options.keeps_reasoning
     parts = guess_parts(fields, options.paths)
-    prompt = prompt_of(value_at(fields, parts.get("prompt", "")), keeps_reasoning=keeps)
+    prompt = prompt_of(value_at(fields, parts.get("prompt", "")))
     vote = content_id(record, common["rater"])
     base = {**common, "prompt": prompt, "parent": record, "session": record}
     num_votes = 0
@@ -150,7 +149,7 @@ def _votes(
                 scale=GENERATION_SCALE,
                 comment=str(answers.get(f"{match[1]}-rationale") or ""),
             )
-        for better, worse, winner in _compared(value, fields, parts):
+        for better, worse, winner in _rank_pairs(value, fields, parts):
             num_votes += 1
             yield Vote(
                 **base,
@@ -180,7 +179,7 @@ def _votes(
         raise UnusableVote("no_vote", f"questions {', '.join(answers)}")
 
 
-def _compared(
+def _rank_pairs(
     value: object, fields: Columns, parts: Mapping[str, str]
 ) -> Iterator[tuple[str, str, Winner]]:
     """The comparisons of a ranking: the better field, the worse one, and whether they tie.
@@ -220,6 +219,6 @@ def _single(
         if isinstance(value, int | float) and not isinstance(value, bool):
             score = float(value)
         elif label is None and not isinstance(value, list):
-            label = label_of(value, options.labels)
+            label = word_label(value, options.labels)
     correction = answers.get(corrected)
     return label, score, correction if isinstance(correction, str) and correction else None

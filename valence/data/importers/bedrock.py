@@ -6,17 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    object_at,
-    objects_at,
-    prompt_of,
-    seconds,
-    text_of,
-    turns_of,
-)
+from valence.data.importers.fields import object_at, objects_at, timestamp
+from valence.data.importers.messages import assistant, prompt_of, system_turn, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.errors import UserError
@@ -35,9 +27,9 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
         if isinstance(row, Skipped):
             yield row
         elif "humanEvaluationResult" in row.value:
-            yield from votes_or_skipped(_evaluated(row, options), row.origin)
+            yield from votes_or_skipped(_evaluation_votes(row, options), row.origin)
         else:
-            yield from votes_or_skipped(_candidates(row, options), row.origin)
+            yield from votes_or_skipped(_candidate_votes(row, options), row.origin)
 
 
 def _is_row(row: Columns) -> bool:
@@ -48,7 +40,7 @@ def _is_row(row: Columns) -> bool:
     return "schemaVersion" in row or is_last_rated
 
 
-def _candidates(row: Row, options: ReadOptions) -> Iterator[Vote]:
+def _candidate_votes(row: Row, options: ReadOptions) -> Iterator[Vote]:
     keeps = options.keeps_reasoning
     *earlier, last = row.value["messages"]
     if not isinstance(last, Mapping):
@@ -58,9 +50,7 @@ def _candidates(row: Row, options: ReadOptions) -> Iterator[Vote]:
         raise UnusableVote("no_vote", "without candidates")
     if last.get("role") != "assistant":
         raise UnusableVote("not_assistant", last.get("role"))
-    system = text_of(row.value.get("system"), keeps_reasoning=keeps)
-    turns = [{"role": "system", "content": system}] if system.strip() else []
-    prompt = turns_of([*turns, *earlier], keeps_reasoning=keeps)
+    prompt = (*system_turn(row.value.get("system")), *turns_of(earlier))
     by_label: dict[str, list[Any]] = {"preferred": [], "non-preferred": []}
     for candidate in candidates:
         by_label.setdefault(str(candidate.get("preferenceLabel")), []).append(candidate)
@@ -82,14 +72,14 @@ def _candidates(row: Row, options: ReadOptions) -> Iterator[Vote]:
 # Human evaluation jobs
 
 
-def _evaluated(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
+def _evaluation_votes(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
     result = object_at(row.value, "humanEvaluationResult")
     record = object_at(row.value, "inputRecord")
     responses = objects_at(row.value, "modelResponses")
     loop = str(result.get("humanLoopName") or content_id(row.value))
     prompt = record.get("prompt")
     prompt = prompt.get("text") if isinstance(prompt, Mapping) else prompt
-    turns = prompt_of(prompt, keeps_reasoning=options.keeps_reasoning)
+    turns = prompt_of(prompt)
     answers = objects_at(result, "humanAnswers")
     if not answers:
         raise UnusableVote("no_vote", "no worker answered")
@@ -100,24 +90,24 @@ def _evaluated(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
             "source": SOURCE,
             "id": content_id(loop, worker),
             "rater": worker,
-            "updated_at": seconds(answer.get("submissionTime")),
+            "updated_at": timestamp(answer.get("submissionTime")),
             "prompt": turns,
             "session": loop,
             "origin": row.origin,
         }
-        rated = _chosen(results, ("thumbsUpDown", "individualLikertScale"), row, options)
-        compared = _chosen(results, ("comparisonChoice", "comparisonRank"), row, options)
+        rated = _feedback_entries(results, ("thumbsUpDown", "individualLikertScale"), row, options)
+        compared = _feedback_entries(results, ("comparisonChoice", "comparisonRank"), row, options)
         for entry in rated:
-            votes = _rated(entry, responses, common, options)
+            votes = _rating_votes(entry, responses, common, options)
             yield from votes_or_skipped(votes, row.origin)
         for entry in compared:
-            votes = _compared(entry, responses, common, options)
+            votes = _comparison_votes(entry, responses, common, options)
             yield from votes_or_skipped(votes, row.origin)
         if not rated and not compared:
             yield Skipped("no_vote", row.origin, ", ".join(results))
 
 
-def _chosen(
+def _feedback_entries(
     results: Mapping[str, Any], methods: tuple[str, ...], row: Row, options: ReadOptions
 ) -> list[Mapping[str, Any]]:
     """The results of the metrics that are feedback."""
@@ -135,7 +125,7 @@ def _chosen(
     return entries
 
 
-def _rated(
+def _rating_votes(
     entry: Mapping[str, Any],
     responses: list[Any],
     common: Mapping[str, Any],
@@ -159,7 +149,7 @@ def _rated(
     )
 
 
-def _compared(
+def _comparison_votes(
     entry: Mapping[str, Any],
     responses: list[Any],
     common: Mapping[str, Any],
@@ -171,7 +161,7 @@ def _compared(
         raise UnusableVote("shape_unknown", f"{len(responses)} responses compared")
     if isinstance(result, list):
         entries = objects_at(entry, "result")
-        ranks = {str(each.get("modelResponseId")): as_number(each.get("rank")) for each in entries}
+        ranks = {str(e.get("modelResponseId")): as_number(e.get("rank")) for e in entries}
     else:
         best = result.get("modelResponseId") if isinstance(result, Mapping) else result
         ranks = {str(number): 2.0 for number in range(2)} | {str(best): 1.0}

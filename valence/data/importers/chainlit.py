@@ -13,17 +13,11 @@ from contextlib import closing
 from pathlib import Path
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    label_of,
-    merge_turns,
-    seconds,
-    short,
-    turns_of,
-)
+from valence.data.importers.fields import thumb_label, timestamp
+from valence.data.importers.messages import assistant, merge_turns, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.data.sources import Row
+from valence.data.values import shown
 from valence.errors import UserError
 from valence.types import Origin
 
@@ -39,7 +33,9 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     steps: dict[str, Columns] = {}
     users: dict[str, str] = {}
     for path in paths:
-        for row in _database(path) if _is_database(path) else export_rows([path], "Chainlit", _is):
+        is_database = _is_database(path)
+        rows = _database(path) if is_database else export_rows([path], "Chainlit", _is_row)
+        for row in rows:
             if isinstance(row, Skipped):
                 yield row
             elif "forId" in row.value:
@@ -51,12 +47,12 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
                 name = row.value.get("userId") or row.value.get("userIdentifier")
                 users[str(row.value.get("id"))] = str(name or "")
     for thread in threads.values():
-        thread.sort(key=lambda step: seconds(step.get("createdAt")))
+        thread.sort(key=lambda step: timestamp(step.get("createdAt")))
     for row in feedback:
         yield from votes_or_skipped(_vote(row, steps, threads, users, options), row.origin)
 
 
-def _is(row: Columns) -> bool:
+def _is_row(row: Columns) -> bool:
     """Whether a row is of one of the three tables."""
     is_step = "threadId" in row and "type" in row and "output" in row
     is_thread = "userId" in row or "userIdentifier" in row
@@ -100,9 +96,9 @@ def _vote(
     users: Mapping[str, str],
     options: ReadOptions,
 ) -> Iterator[Vote]:
-    label = label_of(row.value.get("value"), options.labels)
+    label = thumb_label(row.value.get("value"), options.labels)
     if label is None:
-        raise UnusableVote("no_vote", short(row.value.get("value")))
+        raise UnusableVote("no_vote", shown(row.value.get("value")))
     target = str(row.value.get("forId"))
     if target not in steps:
         raise UnusableVote("no_conversation", target)
@@ -117,20 +113,20 @@ def _vote(
         raise UnusableVote("failed")
     keeps = options.keeps_reasoning
     turns = [
-        {"role": ROLES[str(each["type"])], "content": each.get("output") or each.get("input")}
-        for each in thread[: thread.index(step)]
-        if str(each.get("type")) in ROLES and not _is_error(each)
+        {"role": ROLES[str(s["type"])], "content": s.get("output") or s.get("input")}
+        for s in thread[: thread.index(step)]
+        if str(s.get("type")) in ROLES and not _is_error(s)
     ]
     while turns and turns[0]["role"] == "assistant":
         del turns[0]  # greetings, which the app writes
     completion = assistant(step.get("output"), keeps_reasoning=keeps)
     # a run may send several messages, of which the last one shows the thumbs
-    *prompt, completion = merge_turns((*turns_of(turns, keeps_reasoning=keeps), completion))
+    *prompt, completion = merge_turns((*turns_of(turns), completion))
     yield Vote(
         source=SOURCE,
         id=str(row.value.get("id") or target),
         rater=users.get(session, ""),
-        updated_at=seconds(row.value.get("updatedAt") or row.value.get("createdAt")),
+        updated_at=timestamp(row.value.get("updatedAt") or row.value.get("createdAt")),
         prompt=tuple(prompt),
         completion=completion,
         message=str(step.get("id")),

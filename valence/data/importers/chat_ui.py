@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from valence.data.importers.exports import export_rows, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import UnusableVote, assistant, decoded, seconds, turns_of
+from valence.data.importers.fields import decode_json, timestamp
+from valence.data.importers.messages import assistant, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.types import content_id
@@ -30,13 +31,13 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    messages = decoded(row.get("messages"))
-    is_list = isinstance(messages, list) and all(isinstance(each, Mapping) for each in messages)
+    messages = decode_json(row.get("messages"))
+    is_list = isinstance(messages, list) and all(isinstance(m, Mapping) for m in messages)
     return is_list and all("from" in message for message in messages)
 
 
 def _conversation(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
-    messages = decoded(row.value["messages"])
+    messages = decode_json(row.value["messages"])
     session = content_id(str(row.value.get("created_at")), messages[:1])
     rated = [index for index, message in enumerate(messages) if as_number(message.get("score"))]
     if not rated:
@@ -62,8 +63,8 @@ def _vote(
     yield Vote(
         source=SOURCE,
         id=f"{session}/{index}",
-        updated_at=seconds(row.value.get("updated_at")),
-        prompt=turns_of(_opening(messages[:first]), role="from", keeps_reasoning=keeps),
+        updated_at=timestamp(row.value.get("updated_at")),
+        prompt=turns_of(_opening(messages[:first])),
         completion=assistant(message.get("content"), keeps_reasoning=keeps),
         message=str(index),
         parent=str(first),
@@ -74,6 +75,7 @@ def _vote(
 
 
 def _opening(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages without an empty system prompt, which every conversation begins with."""
+    """The turns without an empty system prompt, which every conversation begins with."""
     is_empty = messages and messages[0]["from"] == "system" and not messages[0].get("content")
-    return messages[1:] if is_empty else messages
+    opening = messages[1:] if is_empty else messages
+    return [{"role": m["from"], "content": m.get("content")} for m in opening]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
-from valence.data.importers.records import Skipped, Vote
-from valence.data.importers.texts import UnusableVote
+from valence.data.importers.messages import check_prompt
+from valence.data.importers.records import Skipped, UnusableVote, Vote
 from valence.data.sources import BadRow, Row, read_rows
 from valence.errors import UserError
 from valence.types import Origin
 
 Columns = Mapping[str, Any]
+T = TypeVar("T")
 
 PROMPT_COLUMNS = (
     "prompt",
@@ -39,14 +40,22 @@ def export_rows(
     paths: list[str], tool: str, is_export_row: Callable[[Columns], bool]
 ) -> Iterator[Row | Skipped]:
     """The rows of files. Raises UserError when a file's first row is not the tool's."""
+    for row in _recognized_rows(paths, tool, is_export_row):
+        yield row if isinstance(row, Skipped) else row[0]
+
+
+def _recognized_rows(
+    paths: list[str], tool: str, recognize: Callable[[Columns], T]
+) -> Iterator[tuple[Row, T] | Skipped]:
+    """The rows for which ``recognize`` returns something true, each with that value."""
     for path in paths:
         is_recognized = False
         for row in read_rows(path):
             if isinstance(row, BadRow):
                 yield Skipped("shape_unknown", row.origin, row.reason)
-            elif is_export_row(row.value):
+            elif kinds := recognize(row.value):
                 is_recognized = True
-                yield row
+                yield row, kinds
             elif is_recognized:
                 columns = ", ".join(list(row.value)[:5])
                 yield Skipped("shape_unknown", row.origin, f"columns {columns}")
@@ -64,21 +73,60 @@ def not_an_export(tool: str, origin: Origin, columns: list[str]) -> UserError:
     )
 
 
+def load_kind(
+    kind: str,
+    paths: list[str],
+    tool: str,
+    kinds_of: Callable[[Columns], Collection[str]],
+    needed: Mapping[str, str],
+) -> tuple[list[Row], list[Skipped]]:
+    """The rows of one kind in the files of an export, and the rows that cannot be read.
+
+    kinds_of: the kinds of a row; none if it is not of this export. needed: kinds that must be there
+    -> the export that has them. Raises UserError as ``export_rows`` does, and where a kind of rows
+    is missing.
+    """
+    rows: list[Row] = []
+    skipped: list[Skipped] = []
+    present: set[str] = set()
+    for item in _recognized_rows(paths, tool, kinds_of):
+        if isinstance(item, Skipped):
+            skipped.append(item)
+            continue
+        row, kinds = item
+        present |= set(kinds)
+        if kind in kinds:
+            rows.append(row)
+    for name, export in needed.items():
+        if name not in present:
+            raise UserError(
+                f"no file has {export}",
+                code="import-file-missing",
+                where=", ".join(paths),
+                fix=f"export {export} from {tool} too, and name that file beside the others",
+            )
+    return rows, skipped
+
+
+def rows_of_kind(
+    kind: str, paths: list[str], kinds_of: Callable[[Columns], Collection[str]]
+) -> Iterator[Row]:
+    """The rows of one kind, for another pass over files that may not fit into memory."""
+    for path in paths:
+        for row in read_rows(path):
+            if isinstance(row, Row) and kind in kinds_of(row.value):
+                yield row
+
+
 def votes_or_skipped(votes: Iterator[Vote | Skipped], origin: Origin) -> Iterator[Vote | Skipped]:
     """The votes, until one is unusable."""
     try:
         for vote in votes:
             if isinstance(vote, Vote):
-                check_prompt(vote)
+                check_prompt(vote.prompt)
             yield vote
     except UnusableVote as error:
         yield Skipped(error.reason, origin, error.example)
-
-
-def check_prompt(vote: Vote) -> None:
-    """Raise UnusableVote for a completion that answers nothing, such as a greeting."""
-    if not vote.prompt or vote.prompt[-1]["role"] not in ("user", "tool"):
-        raise UnusableVote("no_prompt")
 
 
 def guess_parts(columns: Columns, paths: Mapping[str, str]) -> dict[str, str]:

@@ -11,17 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    decoded,
-    object_at,
-    objects_at,
-    seconds,
-    system_turn,
-    turns_of,
-)
+from valence.data.importers.fields import decode_json, object_at, objects_at, timestamp
+from valence.data.importers.messages import assistant, system_turn, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number
 from valence.types import Message, content_id
@@ -92,7 +84,7 @@ def _single(row: Row, keeps_reasoning: bool) -> Iterator[Vote]:
     yield Vote(
         source=SOURCE,
         id=turn,
-        updated_at=seconds(row.value.get("tstamp")),
+        updated_at=timestamp(row.value.get("tstamp")),
         prompt=prompt,
         completion=completion,
         parent=turn,
@@ -121,7 +113,7 @@ def _logged_battle(row: Row, keeps_reasoning: bool) -> Iterator[Vote]:
         (sides[0], sides[1]),
         BATTLES[row.value["type"]],
         id=f"{session}/{len(sides[0])}",
-        updated_at=seconds(row.value.get("tstamp")),
+        updated_at=timestamp(row.value.get("tstamp")),
         model=models[0],
         other_model=models[1],
         session=session,
@@ -172,7 +164,7 @@ def _battle(row: Row, keeps_reasoning: bool) -> Iterator[Vote]:
         raise UnusableVote("no_vote", row.value.get("winner"))
     sides: list[tuple[Message, ...]] = []
     for name in ("conversation_a", "conversation_b"):
-        conversation = decoded(row.value.get(name))
+        conversation = decode_json(row.value.get(name))
         if not isinstance(conversation, list) or not conversation:
             raise UnusableVote("no_conversation", name)
         sides.append(_turns(conversation, keeps_reasoning))
@@ -181,7 +173,7 @@ def _battle(row: Row, keeps_reasoning: bool) -> Iterator[Vote]:
         (sides[0], sides[1]),
         winner,
         id=str(row.value.get("question_id") or row.value.get("id") or ""),
-        updated_at=seconds(row.value.get("tstamp") or row.value.get("timestamp")),
+        updated_at=timestamp(row.value.get("tstamp") or row.value.get("timestamp")),
         rater=str(row.value.get("judge") or ""),
         model=str(row.value.get("model_a") or ""),
         other_model=str(row.value.get("model_b") or ""),
@@ -197,10 +189,10 @@ def _kaggle(row: Row, keeps_reasoning: bool) -> Iterator[Vote]:
     ]
     if len(winners) != 1:
         raise UnusableVote("no_vote")
-    prompts = decoded(row.value.get("prompt"))
+    prompts = decode_json(row.value.get("prompt"))
     sides: list[tuple[Message, ...]] = []
     for name in ("response_a", "response_b"):
-        responses = decoded(row.value.get(name))
+        responses = decode_json(row.value.get(name))
         if not isinstance(prompts, list) or not isinstance(responses, list):
             raise UnusableVote("shape_unknown", name)
         if len(prompts) != len(responses):
@@ -245,7 +237,7 @@ def _turns(conversation: list[Any], keeps_reasoning: bool) -> tuple[Message, ...
     *earlier, last = conversation
     if not isinstance(last, Mapping):
         raise UnusableVote("shape_unknown", f"turn is {last!r}")
-    turns = turns_of(earlier, keeps_reasoning=keeps_reasoning)
+    turns = turns_of(earlier)
     if last.get("role") != "assistant":
         raise UnusableVote("not_assistant", last.get("role"))
     return (*turns, assistant(last.get("content"), keeps_reasoning=keeps_reasoning))

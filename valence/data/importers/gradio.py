@@ -13,19 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from valence.data.importers.exports import check_prompt, not_an_export
-from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    decoded,
-    label_of,
-    merge_turns,
-    seconds,
-    text_of,
-    turns_of,
-    undo_csv_protection,
-)
+from valence.data.importers.exports import not_an_export
+from valence.data.importers.fields import decode_json, timestamp, undo_csv_protection, word_label
+from valence.data.importers.messages import assistant, check_prompt, merge_turns, text_of, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.errors import UserError
 from valence.types import Message, Origin, content_id
 
@@ -90,9 +81,9 @@ def _event(
     """What a vote is about, its time, and the vote."""
     if len(cells) not in (4, 5):
         raise UnusableVote("shape_unknown", f"{len(cells)} cells")
-    conversation = decoded(undo_csv_protection(cells[0]))
+    conversation = decode_json(undo_csv_protection(cells[0]))
     feedback = undo_csv_protection(cells[3] if len(cells) == 5 and cells[3] else cells[2])
-    time = seconds(cells[-1])
+    time = timestamp(cells[-1])
     position = [int(digits) for digits in re.findall(r"-?\d+", cells[1])]
     if not isinstance(conversation, list) or len(position) not in (1, 2):
         raise UnusableVote("shape_unknown", f"conversation at index {cells[1]}")
@@ -103,7 +94,7 @@ def _event(
     target = content_id([dict(turn) for turn in prompt], dict(completion), position)
     if not feedback:
         return target, time, Skipped("withdrawn", origin)
-    label = label_of(feedback, options.labels)
+    label = word_label(feedback, options.labels)
     if label is None:
         return target, time, Skipped("no_vote", origin, feedback)
     vote = Vote(
@@ -115,7 +106,7 @@ def _event(
         label=label,
         origin=origin,
     )
-    check_prompt(vote)
+    check_prompt(vote.prompt)
     is_custom = feedback not in ("Like", "Dislike")
     return target, time, replace(vote, tags=(feedback,)) if is_custom else vote
 
@@ -143,7 +134,7 @@ def _from_messages(
         for part in (messages[:start], messages[start:end])
     )
     texts = [text_of(message.get("content"), keeps_reasoning=keeps) for message in rated]
-    prompt = merge_turns(turns_of(before, keeps_reasoning=keeps))
+    prompt = merge_turns(turns_of(before))
     return tuple(prompt), assistant("\n\n".join(texts), keeps_reasoning=keeps)
 
 
@@ -172,7 +163,7 @@ def _from_pairs(
     if pairs[row][1] is None:
         raise UnusableVote("unfinished")
     return (
-        turns_of(turns[:-1], keeps_reasoning=keeps),
+        turns_of(turns[:-1]),
         assistant(turns[-1]["content"], keeps_reasoning=keeps),
     )
 

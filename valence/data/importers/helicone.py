@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valence.data.importers.messages import first, is_blank, object_in, timestamp
+from valence.data.importers.exports import load_kind
+from valence.data.importers.fields import first_value, is_blank, object_at, timestamp
 from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.traces import Step, rows_of_kind, vote_on
+from valence.data.importers.traces import Step, vote_on
 from valence.data.sources import Row
 from valence.data.values import as_number, thumb
 from valence.errors import UserError
@@ -18,7 +19,7 @@ NEEDED = {"requests": "requests"}
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     """The votes of an export: files of requests with their bodies."""
-    rows, bad = rows_of_kind("requests", paths, _kinds, "Helicone", NEEDED)
+    rows, bad = load_kind("requests", paths, "Helicone", _kinds, NEEDED)
     yield from bad
     _check_columns(rows)
     for row in rows:
@@ -56,16 +57,16 @@ def _vote(row: Row, options: ReadOptions) -> Vote | Skipped:
     status = as_number(request.get("response_status"))
     if is_blank(request.get("request_body")) and is_blank(request.get("response_body")):
         return Skipped("no_conversation", origin, str(request["request_id"]))
-    properties = object_in(request, "request_properties", "properties")
+    properties = object_at(request, "request_properties", "properties")
     identifier = str(request["request_id"])
     step = Step(
         id=identifier,
         trace=identifier,
         is_generation=True,
         is_failed=status is not None and status != 200,
-        given=request.get("request_body"),
+        inputs=request.get("request_body"),
         answer=request.get("response_body"),
-        model=str(first(request, "response_model", "request_model", "model") or ""),
+        model=str(first_value(request, "response_model", "request_model", "model") or ""),
         session=str(properties.get("Helicone-Session-Id") or ""),
         rater=str(request.get("request_user_id") or ""),
         row=request,
@@ -77,6 +78,6 @@ def _vote(row: Row, options: ReadOptions) -> Vote | Skipped:
         source=SOURCE,
         rater=None,
         id=str(request.get("feedback_id") or identifier),
-        updated_at=timestamp(first(request, "feedback_created_at", "request_created_at")),
+        updated_at=timestamp(first_value(request, "feedback_created_at", "request_created_at")),
         label=label,
     )

@@ -12,19 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, guess_parts, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    decoded,
-    label_of,
+from valence.data.importers.fields import (
+    decode_json,
     object_at,
     objects_at,
-    prompt_of,
-    seconds,
     text_list,
+    timestamp,
     value_at,
+    word_label,
 )
+from valence.data.importers.messages import assistant, prompt_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number
 
@@ -120,14 +118,14 @@ def _annotation(row: Row, annotation: Columns, options: ReadOptions) -> Iterator
     fields = {
         "id": str(annotation.get("id") or ""),
         "rater": "" if rater is None else str(rater),
-        "updated_at": seconds(annotation.get("updated_at") or annotation.get("created_at")),
+        "updated_at": timestamp(annotation.get("updated_at") or annotation.get("created_at")),
     }
     yield _vote(row, object_at(row.value, "data"), answers, fields, options)
 
 
 def _flat(row: Row, options: ReadOptions) -> Iterator[Vote]:
     """The vote of a row of JSON_MIN or CSV, in which data and controls are columns alike."""
-    data = {name: decoded(cell) for name, cell in row.value.items()}
+    data = {name: decode_json(cell) for name, cell in row.value.items()}
     # a column of the data is renamed where a control has the same name
     data |= {name.removeprefix("_data_"): data[name] for name in data if name.startswith("_data_")}
     answers = _Answers()
@@ -136,17 +134,17 @@ def _flat(row: Row, options: ReadOptions) -> Iterator[Vote]:
     for name, cell in row.value.items():
         if name.startswith("_data_") or (name in parts and f"_data_{name}" not in data):
             continue
-        value = decoded(cell)
+        value = decode_json(cell)
         if isinstance(value, str) and name in controls:
             answers.choices[name] = answers.texts[name] = value
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Mapping):
-                answers.add(name, each)
+        for entry in value if isinstance(value, list) else [value]:
+            if isinstance(entry, Mapping):
+                answers.add(name, entry)
     rater = row.value.get("annotator")
     fields = {
         "id": str(row.value.get("annotation_id") or ""),
         "rater": "" if rater is None else str(rater),
-        "updated_at": seconds(row.value.get("updated_at") or row.value.get("created_at")),
+        "updated_at": timestamp(row.value.get("updated_at") or row.value.get("created_at")),
     }
     yield _vote(row, data, answers, fields, options)
 
@@ -185,7 +183,7 @@ def _vote(
     return Vote(
         source=SOURCE,
         **fields,
-        prompt=prompt_of(value_at(data, parts["prompt"]), keeps_reasoning=keeps),
+        prompt=prompt_of(value_at(data, parts["prompt"])),
         completion=assistant(value_at(data, column), keeps_reasoning=keeps),
         message=f"{task}/{column}",
         label=label,
@@ -217,7 +215,7 @@ def _label(answers: _Answers, options: ReadOptions) -> tuple[bool | None, float 
     """Thumbs of the first choice that is one, and the rating."""
     control = options.paths.get("label")
     for name, choice in answers.choices.items():
-        label = label_of(choice, options.labels)
+        label = word_label(choice, options.labels)
         if label is not None and control in (None, name):
             return label, answers.rating
     return None, answers.rating

@@ -8,17 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valence.data.importers.messages import decoded, first, object_in, timestamp, tools_of
+from valence.data.importers.exports import load_kind, rows_of_kind
+from valence.data.importers.fields import first_value, label_of, object_at, objects_at, timestamp
+from valence.data.importers.messages import tools_of
 from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.traces import (
-    Step,
-    Traces,
-    combine_votes,
-    export_rows,
-    label_of,
-    rows_of_kind,
-    vote_on,
-)
+from valence.data.importers.traces import Step, Traces, combine_votes, vote_on
 from valence.data.sources import Row
 from valence.data.values import as_number, thumb
 
@@ -30,14 +24,16 @@ NEEDED = {"scores": "its scores", "steps": "its traces or observations"}
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     """The votes of an export: files of scores, and of observations or traces or both."""
-    scores, bad = rows_of_kind("scores", paths, _kinds, "Langfuse", NEEDED)
+    scores, bad = load_kind("scores", paths, "Langfuse", _kinds, NEEDED)
     yield from bad
     subjects = [_subject(row.value) for row in scores]
     trace_ids = {trace_id for _, trace_id in subjects if trace_id}
     alone = {step_id for step_id, trace_id in subjects if not trace_id} - {""}
-    for row in export_rows(paths) if alone else ():  # version 3 may not name the trace
-        trace_ids |= {step.trace for step in _steps(row.value) if step.id in alone}
-    steps = (step for row in export_rows(paths) for step in _steps(row.value))
+    if alone:  # version 3 may not name the trace
+        rows = rows_of_kind("steps", paths, _kinds)
+        trace_ids |= {s.trace for row in rows for s in _steps(row.value) if s.id in alone}
+    rows = rows_of_kind("steps", paths, _kinds)
+    steps = (step for row in rows for step in _steps(row.value))
     traces = Traces(step for step in steps if step.trace in trace_ids)
     yield from combine_votes(_vote(row, traces, options) for row in scores)
 
@@ -52,19 +48,19 @@ def _kinds(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _vote(row: Row, traces: Traces, options: ReadOptions) -> Vote | Skipped:
     score, origin = row.value, row.origin
-    name, data_type = str(score["name"]), first(score, "dataType", "data_type")
+    name, data_type = str(score["name"]), first_value(score, "dataType", "data_type")
     if score["source"] == "EVAL" and not options.includes_machine:
         return Skipped("machine", origin, name)
-    said = _said(score, data_type, name, options)
-    if not said:
-        value = first(score, "stringValue", "string_value", "value")
+    verdict = _verdict(score, data_type, name, options)
+    if not verdict:
+        value = first_value(score, "stringValue", "string_value", "value")
         return Skipped("no_vote", origin, f"{name}: {value}")
     step_id, trace_id = _subject(score)
-    rater = first(score, "authorUserId", "author_user_id", "authorUserName")
+    rater = first_value(score, "authorUserId", "author_user_id", "authorUserName")
     if score["source"] == "ANNOTATION":
         rater = rater or ""
     else:  # an application sends the votes of whom it serves
-        rater = rater or first(score, "userId", "user_id")
+        rater = rater or first_value(score, "userId", "user_id")
     return vote_on(
         traces.rated_step(step_id, trace_id),
         options,
@@ -72,18 +68,18 @@ def _vote(row: Row, traces: Traces, options: ReadOptions) -> Vote | Skipped:
         source=SOURCE,
         rater=None if rater is None else str(rater),
         id=str(score.get("id") or ""),
-        updated_at=timestamp(first(score, "updatedAt", "updated_at", "timestamp")),
+        updated_at=timestamp(first_value(score, "updatedAt", "updated_at", "timestamp")),
         is_machine=score["source"] == "EVAL",
         comment=str(score.get("comment") or ""),
-        **said,
+        **verdict,
     )
 
 
-def _said(
+def _verdict(
     score: Mapping[str, Any], data_type: object, name: str, options: ReadOptions
 ) -> dict[str, Any]:
     """The fields of a vote that a score has; none if it is not feedback."""
-    text = first(score, "longStringValue", "stringValue", "string_value")
+    text = first_value(score, "longStringValue", "stringValue", "string_value")
     if data_type == "CORRECTION":  # its name is always "output"
         correction = text or score.get("value")
         return {"correction": correction} if isinstance(correction, str) and correction else {}
@@ -105,13 +101,13 @@ def _said(
 
 def _subject(score: Mapping[str, Any]) -> tuple[str, str]:
     """The ids of the observation and the trace that a score is about; "" for none."""
-    if subject := object_in(score, "subject"):  # v3
+    if subject := object_at(score, "subject"):  # v3
         kind, identifier = subject.get("kind"), str(subject.get("id") or "")
         if kind == "observation":
             return identifier, str(subject.get("traceId") or "")
         return "", identifier if kind == "trace" else ""
-    observation = first(score, "observationId", "observation_id")
-    return str(observation or ""), str(first(score, "traceId", "trace_id") or "")
+    observation = first_value(score, "observationId", "observation_id")
+    return str(observation or ""), str(first_value(score, "traceId", "trace_id") or "")
 
 
 def _steps(row: Mapping[str, Any]) -> Iterator[Step]:
@@ -120,23 +116,22 @@ def _steps(row: Mapping[str, Any]) -> Iterator[Step]:
         return
     is_trace = not {"startTime", "start_time"} & row.keys()
     identifier = str(row["id"])
-    inner = [o for o in decoded(row.get("observations")) or () if isinstance(o, dict)]
-    session = str(first(row, "sessionId", "session_id") or "")
-    rater = str(first(row, "userId", "user_id") or "")
-    for observation in inner:
+    session = str(first_value(row, "sessionId", "session_id") or "")
+    rater = str(first_value(row, "userId", "user_id") or "")
+    for observation in objects_at(row, "observations"):
         defaults = {"traceId": identifier, "sessionId": session, "userId": rater}
         yield from _steps({**defaults, **observation})
     yield Step(
         id=identifier,
-        trace=identifier if is_trace else str(first(row, "traceId", "trace_id") or ""),
-        parent=str(first(row, "parentObservationId", "parent_observation_id") or ""),
-        start=timestamp(first(row, "startTime", "start_time", "timestamp")),
+        trace=identifier if is_trace else str(first_value(row, "traceId", "trace_id") or ""),
+        parent=str(first_value(row, "parentObservationId", "parent_observation_id") or ""),
+        start=timestamp(first_value(row, "startTime", "start_time", "timestamp")),
         is_generation=row.get("type") == "GENERATION",
         is_failed=row.get("level") == "ERROR",
-        given=row.get("input"),
+        inputs=row.get("input"),
         answer=row.get("output"),
-        tools=tools_of(first(row, "toolDefinitions", "tool_definitions")),
-        model=str(first(row, "providedModelName", "provided_model_name", "model") or ""),
+        tools=tools_of(first_value(row, "toolDefinitions", "tool_definitions")),
+        model=str(first_value(row, "providedModelName", "provided_model_name", "model") or ""),
         session=session,
         rater=rater,
         row=row,

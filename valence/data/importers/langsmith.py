@@ -7,27 +7,18 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-from valence.data.importers.messages import (
-    Exchange,
-    decoded,
-    first,
-    object_in,
-    text_of,
-    timestamp,
-    tools_of,
-)
-from valence.data.importers.records import ReadOptions, Skipped, SkipReason, Vote, Winner
-from valence.data.importers.traces import (
-    Step,
-    Traces,
-    combine_votes,
-    exchange_in,
-    export_rows,
+from valence.data.importers.exports import load_kind, rows_of_kind
+from valence.data.importers.fields import (
+    decode_json,
+    first_value,
     label_of,
-    rows_of_kind,
-    vote_on,
+    object_at,
+    timestamp,
     word_label,
 )
+from valence.data.importers.messages import Exchange, answer_text, tools_of
+from valence.data.importers.records import ReadOptions, Skipped, SkipReason, Vote, Winner
+from valence.data.importers.traces import Step, Traces, combine_votes, exchange_in, vote_on
 from valence.data.sources import Row
 from valence.data.values import as_number
 
@@ -45,14 +36,14 @@ NEEDED = {"feedback": "feedback", "runs": "runs"}
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     """The votes of an export: files of feedback and of runs."""
-    rows, bad = rows_of_kind("feedback", paths, _kinds, "LangSmith", NEEDED)
+    rows, bad = load_kind("feedback", paths, "LangSmith", _kinds, NEEDED)
     yield from bad
     run_ids = {str(row.value.get("run_id")) for row in rows}
     trace_ids = {str(row.value["trace_id"]) for row in rows if row.value.get("trace_id")}
-    for row in export_rows(paths):
-        if _kinds(row.value) == ("runs",) and str(row.value["id"]) in run_ids:
+    for row in rows_of_kind("runs", paths, _kinds):
+        if str(row.value["id"]) in run_ids:
             trace_ids.add(_trace_id(row.value))
-    runs = (row.value for row in export_rows(paths) if _kinds(row.value) == ("runs",))
+    runs = (row.value for row in rows_of_kind("runs", paths, _kinds))
     traces = Traces(_step(run) for run in runs if _trace_id(run) in trace_ids)
     singles = [row for row in rows if not row.value.get("feedback_group_id")]
     yield from combine_votes(_vote(row, traces, options) for row in singles)
@@ -75,12 +66,12 @@ def _trace_id(run: Mapping[str, Any]) -> str:
 
 
 def _source(feedback: Mapping[str, Any]) -> dict[str, Any]:
-    return object_in(feedback, "feedback_source")
+    return object_at(feedback, "feedback_source")
 
 
-def _said(feedback: Mapping[str, Any], options: ReadOptions) -> dict[str, Any]:
+def _verdict(feedback: Mapping[str, Any], options: ReadOptions) -> dict[str, Any]:
     """The fields of a vote that feedback has; none if it is not a vote."""
-    said: dict[str, Any] = {}
+    verdict: dict[str, Any] = {}
     key, score = feedback["key"], feedback.get("score")
     if key in (options.score_names or NAMES):
         number = as_number(score)
@@ -90,10 +81,10 @@ def _said(feedback: Mapping[str, Any], options: ReadOptions) -> dict[str, Any]:
         if key in THUMBS:
             is_set = label is not False and number != 0
             label, number = THUMBS[key] if is_set else None, None
-        said = {"score": number} if label is None else {"label": label}
-    if (correction := text_of(feedback.get("correction"))) is not None:
-        said["correction"] = correction
-    return {name: value for name, value in said.items() if value is not None}
+        verdict = {"score": number} if label is None else {"label": label}
+    if (correction := answer_text(feedback.get("correction"))) is not None:
+        verdict["correction"] = correction
+    return {name: value for name, value in verdict.items() if value is not None}
 
 
 def _vote(row: Row, traces: Traces, options: ReadOptions) -> Vote | Skipped:
@@ -102,8 +93,8 @@ def _vote(row: Row, traces: Traces, options: ReadOptions) -> Vote | Skipped:
     is_machine = source.get("type") in MACHINE
     if is_machine and not options.includes_machine:
         return Skipped("machine", origin, key)
-    said = _said(feedback, options)
-    if not said:
+    verdict = _verdict(feedback, options)
+    if not verdict:
         if key in THUMBS:
             return Skipped("withdrawn", origin, key)
         is_correction = bool(feedback.get("correction"))
@@ -116,10 +107,10 @@ def _vote(row: Row, traces: Traces, options: ReadOptions) -> Vote | Skipped:
         source=SOURCE,
         rater=_rater(source),
         id=str(feedback.get("id") or ""),
-        updated_at=timestamp(first(feedback, "modified_at", "created_at")),
+        updated_at=timestamp(first_value(feedback, "modified_at", "created_at")),
         is_machine=is_machine,
         comment=str(feedback.get("comment") or ""),
-        **said,
+        **verdict,
     )
 
 
@@ -153,13 +144,13 @@ def _comparison(this: Row, other: Row, traces: Traces, options: ReadOptions) -> 
     scores = [_comparable(row.value.get("score")) for row in (this, other)]
     if scores[0] is None or scores[1] is None:
         return Skipped("no_vote", this.origin, f"{this.value['key']}: no score")
-    found = _step_and_exchange(this, traces, options)
-    if not isinstance(found, tuple):
-        return Skipped(found, this.origin)
-    other_found = _step_and_exchange(other, traces, options)
-    if not isinstance(other_found, tuple):
-        return Skipped(other_found, other.origin)
-    (step, exchange), (other_step, other_exchange) = found, other_found
+    sample = _step_and_exchange(this, traces, options)
+    if not isinstance(sample, tuple):
+        return Skipped(sample, this.origin)
+    other_sample = _step_and_exchange(other, traces, options)
+    if not isinstance(other_sample, tuple):
+        return Skipped(other_sample, other.origin)
+    (step, exchange), (other_step, other_exchange) = sample, other_sample
     if exchange.prompt != other_exchange.prompt:
         return Skipped("multi_turn", this.origin, str(this.value.get("feedback_group_id")))
     better: Winner = "this" if scores[0] > scores[1] else "other"
@@ -171,7 +162,7 @@ def _comparison(this: Row, other: Row, traces: Traces, options: ReadOptions) -> 
         rater=_rater(_source(this.value)),
         id=f"{this.value.get('id')}/{other.value.get('id')}",
         updated_at=max(
-            timestamp(first(row.value, "modified_at", "created_at")) for row in (this, other)
+            timestamp(first_value(row.value, "modified_at", "created_at")) for row in (this, other)
         ),
         is_machine=_source(this.value).get("type") in MACHINE,
         comment=str(this.value.get("comment") or other.value.get("comment") or ""),
@@ -201,10 +192,10 @@ def _comparable(score: object) -> float | None:
 
 
 def _step(run: Mapping[str, Any]) -> Step:
-    extra = object_in(run, "extra")
-    metadata, call = object_in(extra, "metadata"), object_in(extra, "invocation_params")
-    inputs = decoded(run.get("inputs"))
-    model = first(metadata, "ls_model_name") or first(call, "model", "model_name")
+    extra = object_at(run, "extra")
+    metadata, call = object_at(extra, "metadata"), object_at(extra, "invocation_params")
+    inputs = decode_json(run.get("inputs"))
+    model = first_value(metadata, "ls_model_name") or first_value(call, "model", "model_name")
     if model is None and isinstance(inputs, dict):
         model = inputs.get("model")
     return Step(
@@ -214,12 +205,12 @@ def _step(run: Mapping[str, Any]) -> Step:
         start=timestamp(run.get("start_time")),
         is_generation=run["run_type"] == "llm",
         is_failed=bool(run.get("error")),
-        given=inputs,
+        inputs=inputs,
         answer=run.get("outputs"),
         tools=tools_of(call),
         model=str(model or ""),
         # The conversation that a run belongs to has one of these names.
-        session=str(first(metadata, "session_id", "thread_id", "conversation_id") or ""),
+        session=str(first_value(metadata, "session_id", "thread_id", "conversation_id") or ""),
         rater=str(metadata.get("user_id") or ""),
         row=run,
     )

@@ -6,31 +6,22 @@ system prompts, and may be left out where there are none.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    branch,
-    label_of,
-    seconds,
-    short,
-    system_turn,
-    text_list,
-    text_of,
-    turns_of,
-)
+from valence.data.importers.fields import text_list, timestamp, word_label
+from valence.data.importers.messages import branch, completion_of, system_turn, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
+from valence.data.values import shown
 from valence.types import Message, Origin
 
 SOURCE = "librechat"
 ROOT = "00000000-0000-0000-0000-000000000000"
 """Parent of the first message of a conversation."""
-THINKING = re.compile(r"^:::thinking\n.*?\n:::\s*", re.DOTALL | re.MULTILINE)
+AGENT_PARTS = ("tool_call", "agent_update")
+"""Parts about the work of an agent, which the text of its answer does not need."""
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
@@ -63,8 +54,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         if len(value) == 1 and next(iter(value)).startswith("$"):
             return _plain(next(iter(value.values())))
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _vote(
@@ -77,9 +68,9 @@ def _vote(
     feedback = message["feedback"]
     if not isinstance(feedback, Mapping):
         feedback = {"rating": feedback}
-    label = label_of(feedback.get("rating"), options.labels)
+    label = word_label(feedback.get("rating"), options.labels)
     if label is None:
-        raise UnusableVote("no_vote", short(feedback.get("rating")))
+        raise UnusableVote("no_vote", shown(feedback.get("rating")))
     name = str(message["messageId"])
     if message.get("isCreatedByUser"):
         raise UnusableVote("not_assistant", "user")
@@ -89,14 +80,14 @@ def _vote(
         raise UnusableVote("unfinished", message.get("finish_reason") or "")
     path = branch(messages, name, "parentMessageId")
     keeps = options.keeps_reasoning
-    turns = [_turn(each, keeps) for each in path[:-1]]
+    turns = [_turn(m) for m in path[:-1]]
     yield Vote(
         source=SOURCE,
         id=name,
-        updated_at=seconds(message.get("updatedAt") or message.get("createdAt")),
+        updated_at=timestamp(message.get("updatedAt") or message.get("createdAt")),
         rater=str(message.get("user") or ""),
-        prompt=(*system_turn(system), *turns_of(turns, keeps_reasoning=keeps)),
-        completion=assistant(_turn(message, keeps)["content"], keeps_reasoning=keeps),
+        prompt=(*system_turn(system), *turns_of(turns)),
+        completion=completion_of(_turn(message), keeps_reasoning=keeps),
         message=name,
         parent=str(message.get("parentMessageId") or ""),
         label=label,
@@ -108,13 +99,19 @@ def _vote(
     )
 
 
-def _turn(message: Columns, keeps_reasoning: bool) -> Message:
+def _turn(message: Columns) -> Message:
+    """A message as OpenAI writes it, without the work of agents."""
     if message.get("files"):
         raise UnusableVote("image", "files")
     role = "user" if message.get("isCreatedByUser") else "assistant"
     content = message.get("content") or message.get("text")
-    text = text_of(content, keeps_reasoning=keeps_reasoning)
-    return {"role": role, "content": text if keeps_reasoning else THINKING.sub("", text)}
+    if isinstance(content, list):
+        content = [part for part in content if not _is_agent_part(part)]
+    return {"role": role, "content": content}
+
+
+def _is_agent_part(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in AGENT_PARTS
 
 
 def _tags(feedback: Mapping[str, Any]) -> tuple[str, ...]:

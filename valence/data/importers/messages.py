@@ -1,19 +1,18 @@
-"""Chat turns in the shapes that tracing tools record: OpenAI, Anthropic and LangChain.
+"""Chat turns in the shapes that chat tools and tracing tools record: OpenAI, Anthropic, LangChain.
 
-A shape that is not certain gives None: nothing is guessed.
+A shape that is not certain raises UnusableVote: nothing is guessed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from valence.data.importers.records import SkipReason
-from valence.data.strict_json import StrictDecoder
-from valence.data.values import ROLES, TEXT_PARTS
+from valence.data.importers.fields import decode_json, first_value, is_blank, is_json
+from valence.data.importers.records import SkipReason, UnusableVote
+from valence.data.values import ROLES, TEXT_PARTS, shown
 from valence.types import Message
 
 LANGCHAIN_ROLES = {
@@ -24,16 +23,22 @@ LANGCHAIN_ROLES = {
     "function": "tool",
 }
 """Type of a LangChain message -> its role."""
-REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning")
-REASONING_BLOCK = re.compile(
-    r"\s*<think>.*?(?:</think>\s*|\Z)|(?:(?!<think>).)*?^[ \t]*</think>[ \t]*(?:\n\s*|\Z)",
-    re.DOTALL | re.MULTILINE,
+REASONING_BLOCKS = (
+    # of Open WebUI
+    re.compile(
+        r'<details\b[^>]*\btype="(?:reasoning|tool_calls)"[^>]*>.*?(?:</details>\s*|\Z)', re.DOTALL
+    ),
+    # of earlier versions of LibreChat
+    re.compile(r"^:::thinking\n.*?\n:::\s*", re.DOTALL | re.MULTILINE),
+    re.compile(r"^[ \t]*<think>.*?(?:</think>\s*|\Z)", re.DOTALL | re.MULTILINE),
+    # the opening tag was part of the prompt
+    re.compile(r"\A(?:(?!<think>).)*?^[ \t]*</think>[ \t]*(?:\n\s*|\Z)", re.DOTALL | re.M),
 )
-"""Reasoning that a model writes before its answer. Its first tag may be part of the prompt."""
+"""Reasoning, and calls of tools, that models and tools write into the text of a message."""
+REASONING_PARTS = ("think", "thinking", "redacted_thinking", "reasoning", "reasoningContent")
+FILE_PART = re.compile(r"image|file|video|audio|document|^path$|^component$", re.IGNORECASE)
 TRUNCATED = ("length", "max_tokens", "incomplete")
 """What APIs call the end of a completion that reached its length limit."""
-UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-"""Unit of a timestamp -> how many there are in a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,275 +51,279 @@ class Exchange:
 
 
 def exchange_of(
-    given: object, answer: object, *, keeps_reasoning: bool = False
+    request: object, answer: object, *, keeps_reasoning: bool = False
 ) -> Exchange | SkipReason:
     """The prompt and the completion in a recorded input and output, or why there are none."""
-    given, answer = decoded(given), decoded(answer)
+    request, answer = decode_json(request), decode_json(answer)
     if is_truncated(answer):
         return "unfinished"
     if is_blank(answer):
         return "empty"
-    prompt = () if is_blank(given) else messages_of(given)
-    turns = _answer_turns(answer)
-    if prompt is None or not turns:
-        return "shape_unknown"
-    *earlier, completion = turns
-    prompt = _joined(prompt, tuple(earlier))
-    if prompt is None:
-        return "shape_unknown"
-    if any(has_media(turn) for turn in (*prompt, completion)):
-        return "image"
-    if completion["role"] != "assistant":
-        return "not_assistant"
-    completion = completion if keeps_reasoning else _without_reasoning(completion)
-    if not completion["content"].strip() and "tool_calls" not in completion:
-        return "empty"
-    if not prompt or prompt[-1]["role"] not in ("user", "tool"):
-        return "no_prompt"
-    return Exchange(tuple(map(_without_reasoning, prompt)), completion, tools_of(given))
+    try:
+        prompt = () if is_blank(request) else messages_of(request)
+        *earlier, last = _answer_turns(answer)
+        prompt = prompt_turns(_join_turns(prompt, tuple(earlier)))
+        completion = _completion(last, keeps_reasoning=keeps_reasoning)
+        check_prompt(prompt)
+    except UnusableVote as error:
+        return error.reason
+    return Exchange(prompt, completion, tools_of(request))
 
 
-def messages_of(value: object) -> tuple[Message, ...] | None:
-    """The turns of a recorded input; None if its shape is unknown. Plain text is a user's turn."""
-    value = decoded(value)
-    if isinstance(value, str):
-        return None if _is_json(value) else ({"role": "user", "content": value},)
+# Prompts
+
+
+def prompt_of(value: object) -> tuple[Message, ...]:
+    """The prompt in a recorded input. Raises UnusableVote where there is none."""
+    value = decode_json(value)
+    prompt = () if is_blank(value) else prompt_turns(messages_of(value))
+    if not prompt:
+        raise UnusableVote("no_prompt")
+    return prompt
+
+
+def messages_of(value: object) -> tuple[Message, ...]:
+    """The turns of a recorded input. Plain text is a user's turn.
+
+    Raises UnusableVote for an unknown shape.
+    """
+    value = decode_json(value)
+    if isinstance(value, str) and not is_json(value):
+        return ({"role": "user", "content": value},)
     if isinstance(value, list):
         if len(value) == 1 and isinstance(value[0], list):  # LangChain's batches
             return messages_of(value[0])
-        turns: list[Message] = []
-        for item in value:
-            found = _turns(item)
-            if found is None:
-                return None
-            turns += found
-        return tuple(turns)
-    if not isinstance(value, dict):
-        return None
+        return tuple(turn for message in value for turn in _turns(message))
+    if not isinstance(value, Mapping):
+        raise UnusableVote("shape_unknown", f"input is {shown(value)}")
     if "messages" in value:
-        return _after_system(value.get("system"), messages_of(value["messages"]))
+        return (*system_turn(value.get("system")), *messages_of(value["messages"]))
     if "input" in value and (len(value) == 1 or "model" in value or "instructions" in value):
-        return _after_system(value.get("instructions"), messages_of(value["input"]))
+        return (*system_turn(value.get("instructions")), *messages_of(value["input"]))
     return _turns(value)
 
 
-def assistant_of(value: object) -> Message | None:
-    """The last turn of a recorded output; None if its shape is unknown, or if it is not the
-    assistant's.
+def turns_of(messages: Iterable[object]) -> tuple[Message, ...]:
+    """The turns of a list of messages, as ``prompt_turns`` gives them."""
+    return prompt_turns(turn for message in messages for turn in _turns(message))
+
+
+def prompt_turns(turns: Iterable[Message]) -> tuple[Message, ...]:
+    """The turns without the assistant's reasoning, and without an empty system turn.
+
+    Raises UnusableVote for another empty turn.
     """
-    turns = _answer_turns(decoded(value))
-    return turns[-1] if turns and turns[-1]["role"] == "assistant" else None
+    kept: list[Message] = []
+    for turn in map(_without_reasoning, turns):
+        is_empty = not turn["content"].strip() and "tool_calls" not in turn
+        if is_empty and turn["role"] == "system":
+            continue
+        if is_empty and turn["role"] != "tool":
+            raise UnusableVote("shape_unknown", f"an earlier {turn['role']} turn is empty")
+        kept.append(turn)
+    return tuple(kept)
 
 
-def text_of(value: object) -> str | None:
-    """The text of a recorded output; None where it is not text alone."""
-    message = assistant_of(value)
-    if message is None or has_media(message) or "tool_calls" in message:
-        return None
-    return _without_reasoning(message)["content"] or None
+def system_turn(content: object) -> tuple[Message, ...]:
+    """The system prompt that is outside of the messages, as a turn; none where it is empty."""
+    text = text_of(content, keeps_reasoning=True)
+    return ({"role": "system", "content": text},) if text.strip() else ()
+
+
+def check_prompt(prompt: tuple[Message, ...]) -> None:
+    """Raise UnusableVote for a completion that answers nothing, such as a greeting."""
+    if not prompt or prompt[-1]["role"] not in ("user", "tool"):
+        raise UnusableVote("no_prompt")
+
+
+def merge_turns(turns: Iterable[Message]) -> list[Message]:
+    """The turns, in which messages of the assistant that follow each other are one."""
+    merged_turns: list[Message] = []
+    for turn in turns:
+        if merged_turns and turn["role"] == merged_turns[-1]["role"] == "assistant":
+            text = f"{merged_turns[-1]['content']}\n\n{turn['content']}"
+            merged_turns[-1] = {**merged_turns[-1], "content": text}
+        else:
+            merged_turns.append(turn)
+    return merged_turns
+
+
+def branch(
+    messages: Mapping[str, Mapping[str, Any]], message: str, parent_field: str
+) -> list[Mapping[str, Any]]:
+    """The messages that lead to one, from the root of a conversation's tree, and itself.
+
+    Raises UnusableVote when one of them is missing.
+    """
+    if not message:
+        raise UnusableVote("message_missing")
+    path: list[Mapping[str, Any]] = []
+    visited: set[str] = set()
+    while message:
+        if message not in messages or message in visited:
+            raise UnusableVote("no_conversation" if path else "message_missing", message)
+        visited.add(message)
+        path.append(messages[message])
+        message = str(messages[message].get(parent_field) or "")
+    return path[::-1]
 
 
 def tools_of(value: object) -> tuple[Mapping[str, Any], ...]:
     """The tools of a request, or of a list of tools, as OpenAI describes them."""
-    value = decoded(value)
-    items = decoded(value.get("tools")) if isinstance(value, dict) else value
+    value = decode_json(value)
+    items = decode_json(value.get("tools")) if isinstance(value, Mapping) else value
     tools: list[Mapping[str, Any]] = []
     for item in items if isinstance(items, list) else []:
-        tool = decoded(item)
-        if not isinstance(tool, dict):
+        tool = decode_json(item)
+        if not isinstance(tool, Mapping):
             continue
-        if isinstance(tool.get("function"), dict):
+        if isinstance(tool.get("function"), Mapping):
             tools.append({"type": "function", "function": tool["function"]})
         elif isinstance(tool.get("name"), str):
-            parameters = first(tool, "parameters", "input_schema") or {}
+            parameters = first_value(tool, "parameters", "input_schema") or {}
             function = {"name": tool["name"], "description": tool.get("description") or ""}
             tools.append({"type": "function", "function": {**function, "parameters": parameters}})
     return tuple(tools)
 
 
-def has_media(message: Message) -> bool:
-    """Whether a turn holds anything but text, such as an image."""
-    return isinstance(message["content"], list)
+# Completions
 
 
-def is_blank(value: object) -> bool:
-    """Whether nothing was recorded."""
-    return value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
+def assistant(content: object, *, keeps_reasoning: bool = False) -> Message:
+    """A completion with this content. Raises UnusableVote when it is empty."""
+    return completion_of({"role": "assistant", "content": content}, keeps_reasoning=keeps_reasoning)
+
+
+def completion_of(message: object, *, keeps_reasoning: bool = False) -> Message:
+    """The completion that a message is. Raises UnusableVote when it is none, or empty."""
+    return _completion(_turns(message)[-1], keeps_reasoning=keeps_reasoning)
+
+
+def _completion(turn: Message, *, keeps_reasoning: bool) -> Message:
+    if turn["role"] != "assistant":
+        raise UnusableVote("not_assistant", turn["role"])
+    turn = turn if keeps_reasoning else _without_reasoning(turn)
+    if not turn["content"].strip() and "tool_calls" not in turn:
+        raise UnusableVote("empty")
+    return turn
+
+
+def assistant_of(value: object) -> Message:
+    """The last turn of a recorded output.
+
+    Raises UnusableVote if its shape is unknown, or if it is not the assistant's.
+    """
+    turn = _answer_turns(decode_json(value))[-1]
+    if turn["role"] != "assistant":
+        raise UnusableVote("not_assistant", turn["role"])
+    return turn
+
+
+def answer_text(value: object) -> str | None:
+    """The text of a recorded output; None where it is not text alone."""
+    try:
+        turn = assistant_of(value)
+    except UnusableVote:
+        return None
+    return None if "tool_calls" in turn else _without_reasoning(turn)["content"] or None
 
 
 def is_truncated(value: object) -> bool:
     """Whether a recorded output ended at its length limit."""
-    value = decoded(value)
-    if not isinstance(value, dict):
+    value = decode_json(value)
+    if not isinstance(value, Mapping):
         return False
-    if first(value, "stop_reason", "finish_reason", "status") in TRUNCATED:
+    if first_value(value, "stop_reason", "finish_reason", "status") in TRUNCATED:
         return True
-    inner = first(value, "choices", "generations")
+    inner = first_value(value, "choices", "generations")
     while isinstance(inner, list) and len(inner) == 1:
         inner = inner[0]
-    if not isinstance(inner, dict):
+    if not isinstance(inner, Mapping):
         return False
     info = inner.get("generation_info")
-    return is_truncated(inner) or (isinstance(info, dict) and is_truncated(info))
+    return is_truncated(inner) or (isinstance(info, Mapping) and is_truncated(info))
 
 
-def timestamp(value: object, unit: str | None = None) -> float:
-    """Seconds since 1970 (UTC) of a time that is ISO text, a date, or a number; 0 if it is none.
-
-    unit: of numbers: s, ms, us or ns. Without it, the magnitude decides: times from 1973 to 5138
-    are told apart. Times without a zone are UTC.
-    """
-    if isinstance(value, str):
-        text = value.strip()
-        try:
-            value = float(text)
-        except ValueError:
-            try:
-                value = datetime.fromisoformat(text)
-            except ValueError:
-                return 0.0
-    if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return 0.0
-    if unit is None:
-        unit = next((u for u, n in UNITS.items() if value < 1e11 * n), "ns")
-    return value / UNITS[unit]
-
-
-def decoded(value: object) -> Any:
-    """The object or list that is written as JSON in text, as cells of a CSV file have it; any other
-    value unchanged.
-    """
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
-        return value
-    decoder, text = StrictDecoder(), value.strip()
-    try:
-        parsed, end = decoder.value_at(text, 0)
-    except ValueError:
-        return value
-    return value if end < len(text) or decoder.fault else parsed
-
-
-def first(row: Mapping[str, Any], *names: str) -> Any:
-    """The first of these columns that has a value; None if none has."""
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def object_in(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The object in the first of these columns that has a value; empty if none has one."""
-    value = decoded(first(row, *names))
-    return value if isinstance(value, dict) else {}
-
-
-def at_path(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, through JSON in cells; None if nothing is there."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for name in path.split("."):
-        value = decoded(value)
-        if isinstance(value, list) and name.lstrip("-").isdigit():
-            value = value[int(name)] if -len(value) <= int(name) < len(value) else None
-        else:
-            value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
-def _is_json(text: str) -> bool:
-    return decoded(text) is not text
-
-
-def _after_system(system: object, turns: tuple[Message, ...] | None) -> tuple[Message, ...] | None:
-    """The turns with the system prompt that a request has outside of its messages."""
-    if turns is None or is_blank(system):
-        return turns
-    content = _content(system)
-    return None if content is None else ({"role": "system", "content": content[0]}, *turns)
-
-
-def _answer_turns(value: Any) -> tuple[Message, ...] | None:
+def _answer_turns(value: Any) -> tuple[Message, ...]:
     """The turns of an output, of which the last is the completion."""
-    if isinstance(value, str):
-        return None if _is_json(value) else ({"role": "assistant", "content": value},)
-    if isinstance(value, list):
-        if len(value) == 1 and isinstance(value[0], list):
-            return _answer_turns(value[0])
-        return messages_of(value) or None
-    if not isinstance(value, dict):
-        return None
-    for name in ("choices", "generations"):
-        if name in value:
-            return _only_choice(value[name])
-    if "messages" in value:
-        return messages_of(value["messages"]) or None
-    if isinstance(value.get("message"), dict):
-        return _turns(value["message"])
-    if isinstance(value.get("output"), list) and value.get("object") == "response":
-        return _response_turns(value["output"])
-    if value.keys() == {"output"}:  # LangChain and LangSmith wrap outputs that are no objects
-        return _answer_turns(decoded(value["output"]))
-    return _turns(value)
+    turns: tuple[Message, ...] = ()
+    if isinstance(value, str) and not is_json(value):
+        turns = ({"role": "assistant", "content": value},)
+    elif isinstance(value, list):
+        is_nested = len(value) == 1 and isinstance(value[0], list)
+        turns = _answer_turns(value[0]) if is_nested else messages_of(value)
+    elif not isinstance(value, Mapping):
+        pass
+    elif choices := [value[name] for name in ("choices", "generations") if name in value]:
+        turns = _only_choice(choices[0])
+    elif "messages" in value:
+        turns = messages_of(value["messages"])
+    elif isinstance(value.get("message"), Mapping):
+        turns = _turns(value["message"])
+    elif isinstance(value.get("output"), list) and value.get("object") == "response":
+        turns = _response_turns(value["output"])
+    elif value.keys() == {"output"}:  # LangChain and LangSmith wrap outputs that are no objects
+        turns = _answer_turns(decode_json(value["output"]))
+    else:
+        turns = _turns(value)
+    if not turns:
+        raise UnusableVote("shape_unknown", f"output is {shown(value)}")
+    return turns
 
 
-def _only_choice(choices: Any) -> tuple[Message, ...] | None:
+def _only_choice(choices: Any) -> tuple[Message, ...]:
     """The turn of the only choice. Of several, the one that was rated is not known."""
     while isinstance(choices, list) and len(choices) == 1:
         choices = choices[0]
-    if not isinstance(choices, dict):
-        return None
-    if isinstance(choices.get("message"), dict):
-        return _turns(choices["message"])
-    text = choices.get("text")
-    return ({"role": "assistant", "content": text},) if isinstance(text, str) else None
+    if isinstance(choices, Mapping):
+        if isinstance(choices.get("message"), Mapping):
+            return _turns(choices["message"])
+        if isinstance(choices.get("text"), str):
+            return ({"role": "assistant", "content": choices["text"]},)
+    raise UnusableVote("shape_unknown", f"choices are {shown(choices)}")
 
 
-def _response_turns(items: list[Any]) -> tuple[Message, ...] | None:
+def _response_turns(items: list[Any]) -> tuple[Message, ...]:
     """One turn of the items that OpenAI's Responses API returns."""
     texts: list[str] = []
     calls: list[Mapping[str, Any]] = []
     for item in items:
-        kind = item.get("type") if isinstance(item, dict) else None
+        kind = item.get("type") if isinstance(item, Mapping) else None
         if kind == "message":
-            content = _content(item.get("content"))
-            if content is None or not isinstance(content[0], str):
-                return None
-            texts.append(content[0])
+            texts.append(text_of(item.get("content"), keeps_reasoning=True))
         elif kind == "function_call":
             calls.append(_call(item.get("call_id"), item.get("name"), item.get("arguments")))
         elif kind not in REASONING_PARTS:
-            return None
+            raise UnusableVote("shape_unknown", f"output item of type {kind}")
     message: Message = {"role": "assistant", "content": "\n".join(texts)}
     return ({**message, "tool_calls": calls} if calls else message,)
 
 
-def _joined(
-    prompt: tuple[Message, ...], earlier: tuple[Message, ...]
-) -> tuple[Message, ...] | None:
+def _join_turns(prompt: tuple[Message, ...], earlier: tuple[Message, ...]) -> tuple[Message, ...]:
     """The prompt with the turns that an output has before its last one, which may repeat it."""
     if not earlier:
         return prompt
     starts = range(len(earlier) - len(prompt) + 1)
     if any(earlier[start : start + len(prompt)] == prompt for start in starts):
         return earlier
-    is_continuation = all(turn["role"] in ("assistant", "tool") for turn in earlier)
-    return (*prompt, *earlier) if is_continuation else None
+    if any(turn["role"] not in ("assistant", "tool") for turn in earlier):
+        raise UnusableVote("shape_unknown", "the output is of another conversation")
+    return (*prompt, *earlier)
 
 
-def _turns(value: object) -> tuple[Message, ...] | None:
+# Messages
+
+
+def _turns(value: object) -> tuple[Message, ...]:
     """The turns of one recorded message. Anthropic's results of tools are turns of their own."""
-    if not isinstance(value, Mapping):
-        return None
-    role, fields = _role_and_fields(value)
+    role, fields = _role_and_fields(value) if isinstance(value, Mapping) else (None, {})
     if role is None:
-        return None
+        raise UnusableVote("shape_unknown", f"turn is {shown(value)}")
+    content = _parse_content(fields.get("content"))
+    message: dict[str, Any] = {"role": role, "content": content.text}
     calls = _calls(fields)
-    content = _content(fields.get("content"))
-    if content is None or calls is None:
-        return None
-    text, more_calls, results, reasoning = content
-    message: dict[str, Any] = {"role": role, "content": text}
-    if calls := [*calls, *(call for call in more_calls if call["id"] not in _ids(calls))]:
+    ids = {call["id"] for call in calls}
+    if calls := [*calls, *(call for call in content.calls if call["id"] not in ids)]:
         message["tool_calls"] = calls
     if role == "tool":
         message |= {
@@ -322,103 +331,134 @@ def _turns(value: object) -> tuple[Message, ...] | None:
             for name in ("tool_call_id", "name")
             if isinstance(fields.get(name), str)
         }
-    reasoning = first(fields, "reasoning_content", "reasoning") or reasoning
+    reasoning = first_value(fields, "reasoning_content", "reasoning") or content.reasoning
     if role == "assistant" and isinstance(reasoning, str) and reasoning:
         message["reasoning_content"] = reasoning
-    if results:
-        return (*results, message) if text else tuple(results)
+    if content.results:
+        if role != "user":
+            raise UnusableVote("shape_unknown", f"tool_result in a turn of the {role}")
+        return (*content.results, message) if content.text else tuple(content.results)
     return (message,)
-
-
-def _ids(calls: Sequence[Mapping[str, Any]]) -> set[object]:
-    return {call.get("id") for call in calls}
 
 
 def _role_and_fields(value: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     """The role of a message and the object that holds its content."""
-    if value.get("type") == "constructor" and isinstance(value.get("kwargs"), dict):
+    if value.get("type") == "constructor" and isinstance(value.get("kwargs"), Mapping):
         path = value.get("id")
         name = path[-1] if isinstance(path, list) and path else ""
         fields = value["kwargs"]
         kind = str(name).removesuffix("Chunk").removesuffix("Message").lower()
         return LANGCHAIN_ROLES.get(kind) or ROLES.get(str(fields.get("role"))), fields
     if "role" in value:
-        role = value["role"]
-        return (ROLES.get(role) or LANGCHAIN_ROLES.get(role)) if isinstance(role, str) else None, (
-            value
-        )
+        role = str(value["role"])
+        return ROLES.get(role) or LANGCHAIN_ROLES.get(role), value
     kind = str(value.get("type", "")).removesuffix("Chunk").removesuffix("Message").lower()
-    fields = value["data"] if isinstance(value.get("data"), dict) else value
-    role = LANGCHAIN_ROLES.get(kind) if "content" in fields else None
-    return role, fields
+    fields = value["data"] if isinstance(value.get("data"), Mapping) else value
+    return LANGCHAIN_ROLES.get(kind) if "content" in fields else None, fields
 
 
-Parts = tuple[Any, list[Mapping[str, Any]], list[Message], str]
+@dataclass(slots=True)
+class _Content:
+    """Content of a message. results: of tools, as Anthropic puts them into a user's message."""
+
+    text: str = ""
+    calls: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
+    results: list[Message] = field(default_factory=list[Message])
+    reasoning: str = ""
 
 
-def _content(content: object) -> Parts | None:
-    """Text, tool calls, results of tools, and reasoning of a message's content.
+def _parse_content(value: object) -> _Content:
+    """Read content that is text, a part, or a list of parts.
 
-    Content with an image stays a list. None for content of another kind.
+    Raises UnusableVote for images, files and unknown parts.
     """
-    if content is None or isinstance(content, str):
-        return content or "", [], [], ""
-    if not isinstance(content, list):
-        return None
+    if value is None:
+        return _Content()
+    content = _Content()
     texts: list[str] = []
-    calls: list[Mapping[str, Any]] = []
-    results: list[Message] = []
-    reasoning: list[str] = []
-    has_other = False
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+    thoughts: list[str] = []
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, Mapping):
+            raise UnusableVote("shape_unknown", f"content part is {shown(part)}")
+        kind = str(part.get("type") or next((name for name in part if part[name] is not None), ""))
         if kind in TEXT_PARTS:
-            text = part.get("text") if isinstance(part, dict) else part
+            text = part.get("text")
+            text = text.get("value") if isinstance(text, Mapping) else text
             if not isinstance(text, str):
-                return None
+                raise UnusableVote("shape_unknown", f"text of a content part is {shown(text)}")
             texts.append(text)
         elif kind in REASONING_PARTS:
-            reasoning.append(str(first(part, "thinking", "reasoning", "text") or ""))
+            thought = part.get(kind) or part.get("text")
+            thoughts += [thought] if isinstance(thought, str) else []
         elif kind == "tool_use":
-            calls.append(_call(part.get("id"), part.get("name"), part.get("input")))
+            content.calls.append(_call(part.get("id"), part.get("name"), part.get("input")))
         elif kind == "tool_result":
-            inner = _content(part.get("content"))
-            if inner is None:
-                return None
-            result = {"role": "tool", "content": inner[0]}
-            results.append({**result, "tool_call_id": part.get("tool_use_id")})
+            result = text_of(part.get("content"), keeps_reasoning=True)
+            identifier = part.get("tool_use_id")
+            content.results.append({"role": "tool", "content": result, "tool_call_id": identifier})
+        elif kind == "error":
+            raise UnusableVote("failed", "content part of type error")
         else:
-            has_other = True
-    return content if has_other else "\n".join(texts), calls, results, "\n".join(reasoning)
+            reason = "image" if FILE_PART.search(kind) else "shape_unknown"
+            raise UnusableVote(reason, f"content part of type {kind}")
+    content.text = "\n".join(text for text in texts if text)
+    content.reasoning = "\n".join(thoughts)
+    return content
 
 
-def _calls(fields: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+def text_of(value: object, *, keeps_reasoning: bool = False) -> str:
+    """The text of a message's content, without parts that are reasoning.
+
+    Blocks of reasoning and of tool calls in the text are left out, unless ``keeps_reasoning``.
+    Raises UnusableVote for content that is not text alone.
+    """
+    content = _parse_content(value)
+    if content.calls or content.results:
+        raise UnusableVote("shape_unknown", "tool calls or their results instead of text")
+    return content.text if keeps_reasoning else strip_reasoning(content.text)
+
+
+def strip_reasoning(text: str) -> str:
+    """The text without blocks of reasoning and of tool calls."""
+    answer = text
+    for block in REASONING_BLOCKS:
+        answer = block.sub("", answer)
+    return text if answer == text else answer.strip()
+
+
+def _without_reasoning(turn: Message) -> Message:
+    """A turn without the assistant's reasoning."""
+    if turn["role"] != "assistant":
+        return turn
+    plain = {name: value for name, value in turn.items() if name != "reasoning_content"}
+    return {**plain, "content": strip_reasoning(turn["content"])}
+
+
+def _calls(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The tool calls beside a message's content, as OpenAI writes them."""
     more = fields.get("additional_kwargs")
-    given = fields.get("tool_calls") or (more.get("tool_calls") if isinstance(more, dict) else None)
-    calls: list[Mapping[str, Any]] = []
-    for call in given or []:
-        if not isinstance(call, dict):
-            return None
+    calls = fields.get("tool_calls") or (
+        more.get("tool_calls") if isinstance(more, Mapping) else None
+    )
+    calls = decode_json(calls) or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise UnusableVote("shape_unknown", f"tool_calls are {shown(calls)}")
+    tool_calls: list[Mapping[str, Any]] = []
+    for call in calls:
         function = call.get("function")
-        if isinstance(function, dict):
-            calls.append(_call(call.get("id"), function.get("name"), function.get("arguments")))
+        if isinstance(function, Mapping):
+            name, arguments = function.get("name"), function.get("arguments")
         else:
-            calls.append(_call(call.get("id"), call.get("name"), call.get("args")))
-    return calls if all(call["function"]["name"] for call in calls) else None
+            name, arguments = call.get("name"), call.get("args")
+        tool_calls.append(_call(call.get("id"), name, arguments))
+    return tool_calls
 
 
 def _call(identifier: object, name: object, arguments: object) -> Mapping[str, Any]:
+    if not isinstance(name, str) or not name:
+        raise UnusableVote("shape_unknown", f"name of a tool call is {shown(name)}")
     function = {"name": name, "arguments": {} if arguments is None else arguments}
     return {"id": identifier, "type": "function", "function": function}
-
-
-def _without_reasoning(message: Message) -> Message:
-    """A turn without the assistant's reasoning."""
-    if message["role"] != "assistant":
-        return message
-    plain = {name: value for name, value in message.items() if name != "reasoning_content"}
-    if isinstance(plain["content"], str):
-        block = REASONING_BLOCK.match(plain["content"])
-        plain["content"] = plain["content"][block.end() :] if block else plain["content"]
-    return plain

@@ -11,22 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote, Winner
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    branch,
-    object_at,
-    objects_at,
-    seconds,
-    short,
-    system_turn,
-    text_list,
-    text_of,
-    turns_of,
-)
+from valence.data.importers.fields import object_at, objects_at, text_list, timestamp
+from valence.data.importers.messages import assistant, branch, system_turn, text_of, turns_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
-from valence.data.values import as_number
+from valence.data.values import as_number, shown
 from valence.types import Message, Origin
 
 SOURCE = "open_webui"
@@ -118,7 +107,7 @@ def _rating_of_feedback(row: Row, chats: Mapping[str, _Chat]) -> _Rating:
     return _Rating(
         id=str(row.value.get("id") or ""),
         rater=str(row.value.get("user_id") or ""),
-        updated_at=seconds(row.value.get("updated_at") or row.value.get("created_at")),
+        updated_at=timestamp(row.value.get("updated_at") or row.value.get("created_at")),
         session=session,
         message=str(meta.get("message_id") or ""),
         value=data.get("rating"),
@@ -135,7 +124,7 @@ def _rating_of_annotation(message: Mapping[str, Any], chat: _Chat, origin: Origi
     return _Rating(
         id=str(message.get("feedbackId") or f"{chat.id}/{name}"),
         rater=chat.user,
-        updated_at=seconds(message.get("timestamp")),
+        updated_at=timestamp(message.get("timestamp")),
         session=chat.id,
         message=name,
         value=annotation.get("rating"),
@@ -151,7 +140,7 @@ def _votes(
 ) -> Iterator[Vote]:
     sign = rating.sign
     if sign is None:
-        raise UnusableVote("no_vote", "" if rating.value is None else short(rating.value))
+        raise UnusableVote("no_vote", "" if rating.value is None else shown(rating.value))
     if rating.chat is None:
         raise UnusableVote("no_conversation", rating.session)
     messages = rating.chat.messages
@@ -162,7 +151,7 @@ def _votes(
         raise UnusableVote("image", "files")
     earlier, completion = _answer(rated, keeps)
     turns = [turn for message in path[:-1] for turn in _turns(message)]
-    prompt = turns_of([*turns, *earlier], keeps_reasoning=keeps)
+    prompt = turns_of([*turns, *earlier])
     if not any(turn["role"] == "system" for turn in prompt):
         prompt = (*system_turn(rating.chat.system), *prompt)
     details = object_at(rating.data, "details")
@@ -257,7 +246,7 @@ def _answer(
     if message.get("role") != "assistant":
         raise UnusableVote("not_assistant", message.get("role"))
     if message.get("error"):
-        raise UnusableVote("failed", short(message["error"]))
+        raise UnusableVote("failed", shown(message["error"]))
     if message.get("done") is False:
         raise UnusableVote("unfinished")
     *earlier, last = _turns(message)
@@ -277,7 +266,7 @@ def _turns(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if message.get("role") != "assistant" or not items or not is_known:
         return [message]
     results = {
-        str(item.get("call_id")): text_of(item.get("output"))
+        str(item.get("call_id")): text_of(item.get("output"), keeps_reasoning=True)
         for item in items
         if item["type"] == "function_call_output"
     }
@@ -289,7 +278,7 @@ def _turns(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if kind == "message":
             parts += objects_at(item, "content")
         elif kind == "reasoning":
-            thought = text_of(item.get("summary") or item.get("content"))
+            thought = text_of(item.get("summary") or item.get("content"), keeps_reasoning=True)
             parts.append({"type": "reasoning", "text": thought})
         elif kind == "function_call" and call_id in results:
             function = {"name": item.get("name"), "arguments": item.get("arguments")}

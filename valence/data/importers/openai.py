@@ -13,22 +13,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
-from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.texts import (
-    UnusableVote,
-    assistant,
-    decoded,
+from valence.data.importers.fields import (
+    decode_json,
     label_of,
     object_at,
     objects_at,
-    prompt_of,
-    seconds,
-    short,
-    text_of,
+    thumb_label,
+    timestamp,
     value_at,
+    word_label,
 )
+from valence.data.importers.messages import completion_of, prompt_of, tools_of
+from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.data.sources import Row
-from valence.data.values import as_number
+from valence.data.values import as_number, shown
 from valence.errors import UserError
 from valence.types import Message, content_id
 
@@ -38,25 +36,25 @@ SOURCE = "openai"
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     """The votes of preference rows, then those of stored completions."""
     completions: list[Row] = []
-    messages: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    listings: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in export_rows(paths, "OpenAI", _is_row):
         if isinstance(row, Skipped):
             yield row
         elif "preferred_output" in row.value:
-            yield from votes_or_skipped(_preference(row, options), row.origin)
+            yield from votes_or_skipped(_preference_votes(row, options), row.origin)
         elif _is_listing(row.value):
-            for message in row.value["data"]:
+            for message in objects_at(row.value, "data"):
                 # of the form COMPLETION-NUMBER
-                messages[str(message.get("id")).rpartition("-")[0]].append(message)
+                listings[str(message.get("id")).rpartition("-")[0]].append(message)
         else:
             completions.append(row)
     if not completions:
         return
     values = [_feedback(row, options) for row in completions]
-    numbers = {as_number(_as_label(value, options)) for value in values}
+    numbers = {as_number(value) for value in values if label_of(value, options.labels) is None}
     is_scored = not numbers <= {None, -1.0, 0.0, 1.0}
     for row, value in zip(completions, values, strict=True):
-        votes = _stored(row, value, is_scored, messages, options)
+        votes = _stored_votes(row, value, is_scored, listings, options)
         yield from votes_or_skipped(votes, row.origin)
 
 
@@ -71,22 +69,21 @@ def _is_row(row: Columns) -> bool:
 
 def _is_listing(row: Columns) -> bool:
     """Whether this is the list of a stored completion's messages."""
-    data = row.get("data")
-    return row.get("object") == "list" and isinstance(data, list) and "role" in (data or [{}])[0]
+    return row.get("object") == "list" and any("role" in m for m in objects_at(row, "data"))
 
 
-def _preference(row: Row, options: ReadOptions) -> Iterator[Vote]:
-    request = decoded(row.value.get("input"))
+def _preference_votes(row: Row, options: ReadOptions) -> Iterator[Vote]:
+    request = decode_json(row.value.get("input"))
     request = request if isinstance(request, Mapping) else {"messages": request}
     keeps = options.keeps_reasoning
-    prompt = prompt_of(request.get("messages"), keeps_reasoning=keeps)
+    prompt = prompt_of(request.get("messages"))
     chosen = _output(row.value.get("preferred_output"), keeps)
     rejected = _output(row.value.get("non_preferred_output"), keeps)
     yield Vote(
         source=SOURCE,
         id=content_id(row.value),
         prompt=prompt,
-        tools=_tools(request),
+        tools=tools_of(request),
         completion=chosen,
         other=rejected,
         winner="this",
@@ -96,7 +93,7 @@ def _preference(row: Row, options: ReadOptions) -> Iterator[Vote]:
 
 def _output(value: object, keeps_reasoning: bool) -> Message:
     """The one turn of an output."""
-    value = decoded(value)
+    value = decode_json(value)
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -112,19 +109,12 @@ def _answer(message: object, keeps_reasoning: bool) -> Message:
     if message.get("role", "assistant") != "assistant":
         raise UnusableVote("not_assistant", message.get("role"))
     content = message.get("content") or message.get("refusal")
-    tool_calls = message.get("tool_calls")
-    if not tool_calls:
-        return assistant(content, keeps_reasoning=keeps_reasoning)
-    text = text_of(content, keeps_reasoning=keeps_reasoning)
-    return {"role": "assistant", "content": text, "tool_calls": tool_calls}
-
-
-def _tools(request: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(objects_at(request, "tools"))
+    turn = {**message, "role": "assistant", "content": content}
+    return completion_of(turn, keeps_reasoning=keeps_reasoning)
 
 
 def _feedback(row: Row, options: ReadOptions) -> object:
-    """What was said of a stored completion; None for nothing."""
+    """The feedback on a stored completion; None where there is none."""
     path = options.paths.get("label")
     metadata = object_at(row.value, "metadata")
     if path is None:
@@ -138,24 +128,19 @@ def _feedback(row: Row, options: ReadOptions) -> object:
     return value_at(metadata, path) if value is None else value
 
 
-def _as_label(value: object, options: ReadOptions) -> object:
-    """A category as the thumb that it means."""
-    return options.labels.get(str(value), value)
-
-
-def _stored(
+def _stored_votes(
     row: Row,
     value: object,
     is_scored: bool,
-    messages: Mapping[str, list[Mapping[str, Any]]],
+    listings: Mapping[str, list[Mapping[str, Any]]],
     options: ReadOptions,
 ) -> Iterator[Vote]:
     if value is None or value == "":
         raise UnusableVote("no_vote")
-    score = as_number(_as_label(value, options)) if is_scored else None
-    label = None if score is not None else label_of(value, options.labels)
+    label = (word_label if is_scored else thumb_label)(value, options.labels)
+    score = as_number(value) if label is None else None
     if score is None and label is None:
-        raise UnusableVote("no_vote", short(value))
+        raise UnusableVote("no_vote", shown(value))
     name = str(row.value.get("id") or "")
     choices = objects_at(row.value, "choices")
     if len(choices) != 1:
@@ -166,17 +151,17 @@ def _stored(
     if reason == "content_filter":
         raise UnusableVote("failed", "finish_reason content_filter")
     path = options.paths.get("prompt")
-    given = value_at(row.value, path) if path else row.value.get("messages")
-    given = given or messages.get(name)
-    if not given:
+    messages = value_at(row.value, path) if path else row.value.get("messages")
+    messages = messages or listings.get(name)
+    if not messages:
         raise UnusableVote("no_conversation", name)
     keeps = options.keeps_reasoning
     yield Vote(
         source=SOURCE,
         id=name,
-        updated_at=seconds(row.value.get("created")),
-        prompt=prompt_of(given, keeps_reasoning=keeps),
-        tools=_tools(row.value),
+        updated_at=timestamp(row.value.get("created")),
+        prompt=prompt_of(messages),
+        tools=tools_of(row.value),
         completion=_answer(choices[0].get("message"), keeps),
         message=name,
         label=label,

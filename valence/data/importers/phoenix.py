@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valence.data.importers.messages import decoded, first, is_blank, object_in, timestamp, tools_of
-from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.data.importers.traces import (
-    Step,
-    Traces,
-    combine_votes,
-    export_rows,
-    rows_of_kind,
-    vote_on,
+from valence.data.importers.exports import load_kind, rows_of_kind
+from valence.data.importers.fields import (
+    decode_json,
+    first_value,
+    is_blank,
+    object_at,
+    timestamp,
     word_label,
 )
+from valence.data.importers.messages import tools_of
+from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.data.importers.traces import Step, Traces, combine_votes, vote_on
 from valence.data.values import as_number
 from valence.types import Origin
 
@@ -35,15 +36,15 @@ NEEDED = {"annotations": "annotations", "spans": "spans"}
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     """The votes of an export: files of annotations and of spans."""
-    rows, bad = rows_of_kind("annotations", paths, _kinds, "Phoenix", NEEDED)
+    rows, bad = load_kind("annotations", paths, "Phoenix", _kinds, NEEDED)
     yield from bad
     annotations = [(a, row.origin) for row in rows for a in _annotations(row.value)]
     trace_ids = {annotation["trace_id"] for annotation, _ in annotations}
     span_ids = {annotation["span_id"] for annotation, _ in annotations} - {""}
-    for row in export_rows(paths) if span_ids else ():
-        if "spans" in _kinds(row.value) and _ids(row.value)[0] in span_ids:
+    for row in rows_of_kind("spans", paths, _kinds) if span_ids else ():
+        if _ids(row.value)[0] in span_ids:
             trace_ids.add(_ids(row.value)[1])
-    spans = (row.value for row in export_rows(paths) if "spans" in _kinds(row.value))
+    spans = (row.value for row in rows_of_kind("spans", paths, _kinds))
     traces = Traces(_step(span) for span in spans if _ids(span)[1] in trace_ids)
     yield from combine_votes(_vote(a, origin, traces, options) for a, origin in annotations)
 
@@ -59,9 +60,9 @@ def _kinds(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _ids(row: Mapping[str, Any]) -> tuple[str, str]:
     """The ids of a span and of its trace; "" for none."""
-    context = object_in(row, "context")
-    span = first(row, "context.span_id", "span_id") or context.get("span_id")
-    trace = first(row, "context.trace_id", "trace_id") or context.get("trace_id")
+    context = object_at(row, "context")
+    span = first_value(row, "context.span_id", "span_id") or context.get("span_id")
+    trace = first_value(row, "context.trace_id", "trace_id") or context.get("trace_id")
     return str(span or ""), str(trace or "")
 
 
@@ -70,15 +71,15 @@ def _annotations(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     span_id, trace_id = _ids(row)
     if "span_kind" not in row:
         columns = {n.removeprefix("result."): v for n, v in row.items() if n.startswith("result.")}
-        fields = object_in(row, "result") or columns
-        name = first(row, "annotation_name", "name")
+        fields = object_at(row, "result") or columns
+        name = first_value(row, "annotation_name", "name")
         return [{**fields, **row, "name": name, "span_id": span_id, "trace_id": trace_id}]
-    found: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for annotation in _embedded(row):
         on_trace = annotation.pop("on_trace")
         ids = {"span_id": "" if on_trace else span_id, "trace_id": trace_id}
-        found.append({**annotation, **ids})
-    return found
+        annotations.append({**annotation, **ids})
+    return annotations
 
 
 def _embedded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -103,12 +104,12 @@ def _vote(
     name, is_machine = str(annotation.get("name")), annotation["annotator_kind"] != "HUMAN"
     if is_machine and not options.includes_machine:
         return Skipped("machine", origin, name)
-    said: dict[str, Any] = {}
+    verdict: dict[str, Any] = {}
     if name in (options.score_names or NAMES):
         label = word_label(annotation.get("label"), options.labels)
         number = as_number(annotation.get("score"))
-        said = {"label": label} if label is not None else {"score": number}
-    if not any(value is not None for value in said.values()):
+        verdict = {"label": label} if label is not None else {"score": number}
+    if not any(value is not None for value in verdict.values()):
         return Skipped("no_vote", origin, f"{name}: {annotation.get('label')}")
     span_id, trace_id = annotation["span_id"], annotation["trace_id"]
     identifier = str(annotation.get("identifier") or "")
@@ -120,10 +121,10 @@ def _vote(
         source=SOURCE,
         rater="" if identifier == ANONYMOUS else rater,
         id=str(annotation.get("id") or f"{name}/{span_id or trace_id}/{identifier}"),
-        updated_at=timestamp(first(annotation, "updated_at", "created_at")),
+        updated_at=timestamp(first_value(annotation, "updated_at", "created_at")),
         is_machine=is_machine,
         comment=str(annotation.get("explanation") or ""),
-        **said,
+        **verdict,
     )
 
 
@@ -141,7 +142,7 @@ def _step(row: Mapping[str, Any]) -> Step:
         start=timestamp(row.get("start_time")),
         is_generation=row["span_kind"] == "LLM",
         is_failed=row.get("status_code") == "ERROR",
-        given=messages or _value(attributes, "input"),
+        inputs=messages or _value(attributes, "input"),
         answer=answers or _value(attributes, "output"),
         tools=tools_of(tools),
         model=str(model.get("model_name") or ""),
@@ -174,7 +175,7 @@ def _message(item: Mapping[str, Any]) -> dict[str, Any]:
 
 def _attributes(row: Mapping[str, Any]) -> dict[str, Any]:
     """A span's attributes as nested objects, whichever of their names are joined by dots."""
-    flat = dict(object_in(row, "attributes"))
+    flat = dict(object_at(row, "attributes"))
     for name, value in row.items():
         if name.startswith("attributes.") and not is_blank(value):
             flat[name.removeprefix("attributes.")] = value
@@ -194,7 +195,7 @@ def _nested(value: Any) -> Any:
             inner = node.get(part)
             node[part] = inner if isinstance(inner, dict) else {}
             node = node[part]
-        item = _nested(decoded(item) if _is_structure(last) else item)
+        item = _nested(decode_json(item) if _is_structure(last) else item)
         both = isinstance(item, dict) and isinstance(node.get(last), dict)
         node[last] = {**node[last], **item} if both else item
     return _lists(tree)

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, quote, urlsplit, urlunsplit
 
 import httpx
 
-from valence.data.importers.messages import first, object_in, timestamp
+from valence.data.importers.fields import first_value, object_at, timestamp
 from valence.data.importers.records import Reader, ReadOptions, Skipped, Vote
 from valence.errors import UserError
 from valence.network import as_the_environment_says, routes
@@ -197,13 +197,13 @@ class Api:
 
     def by_number(self, path: str, params: Mapping[str, Any]) -> Rows:
         """The rows of pages that are numbered from 1, as Langfuse has them."""
-        seen: set[str] = set()
+        known_ids: set[str] = set()
         page = 1
         while True:
             reply = self.get(path, {**params, "limit": PAGE_SIZE, "page": page})
             rows = self.rows(reply, path)
-            yield from self._new(rows, seen, path)
-            last = object_in(reply, "meta").get("totalPages")
+            yield from self._new(rows, known_ids, path)
+            last = object_at(reply, "meta").get("totalPages")
             is_last = page >= last if isinstance(last, int) else len(rows) < PAGE_SIZE
             if not rows or is_last:
                 return
@@ -211,12 +211,12 @@ class Api:
 
     def by_offset(self, path: str, params: Mapping[str, Any]) -> Rows:
         """The rows of a list that is read from an offset, as LangSmith has it."""
-        seen: set[str] = set()
+        known_ids: set[str] = set()
         offset = 0
         while True:
             reply = self.get(path, {**params, "limit": PAGE_SIZE, "offset": offset})
             rows = self.rows(reply, path, None)
-            yield from self._new(rows, seen, path)
+            yield from self._new(rows, known_ids, path)
             if len(rows) < PAGE_SIZE:
                 return
             offset += len(rows)
@@ -244,12 +244,12 @@ class Api:
             cursors.add(cursor)
             reply = ask(path, {**params, "cursor": cursor})
 
-    def _new(self, rows: list[dict[str, Any]], seen: set[str], path: str) -> Rows:
+    def _new(self, rows: list[dict[str, Any]], known_ids: set[str], path: str) -> Rows:
         """The rows that no earlier page had: new rows shift the pages while they are read."""
-        new = [row for row in rows if str(row.get("id")) not in seen]
+        new = [row for row in rows if str(row.get("id")) not in known_ids]
         if rows and not new:
             raise self.repeats(path)
-        seen.update(str(row.get("id")) for row in new)
+        known_ids.update(str(row.get("id")) for row in new)
         yield from new
 
 
@@ -265,7 +265,7 @@ class Request:
     includes_machine: bool = False
 
     def is_new(self, row: Mapping[str, Any], *columns: str) -> bool:
-        changed = timestamp(first(row, *columns))
+        changed = timestamp(first_value(row, *columns))
         return not changed or changed >= self.since
 
 
@@ -290,7 +290,7 @@ def _langfuse(api: Api, request: Request) -> Rows:
     trace_ids: dict[str, None] = {}
     for score in (_langfuse_scores if has_version_2 else _langfuse_scores_v3)(api, request):
         if request.is_new(score, "updatedAt", "timestamp"):
-            subject = object_in(score, "subject")
+            subject = object_at(score, "subject")
             of_subject = subject.get("id" if subject.get("kind") == "trace" else "traceId")
             if trace_id := score.get("traceId") or of_subject:
                 trace_ids[str(trace_id)] = None
@@ -328,7 +328,7 @@ def _langfuse_observations(api: Api, trace_id: str) -> Rows:
 
 
 def _langfuse_cursor(reply: dict[str, Any]) -> Any:
-    return object_in(reply, "meta").get("cursor")
+    return object_at(reply, "meta").get("cursor")
 
 
 def _phoenix(api: Api, request: Request) -> Rows:
@@ -338,8 +338,8 @@ def _phoenix(api: Api, request: Request) -> Rows:
     those of annotated traces a second time.
     """
     traces = {
-        str(object_in(span, "context").get("span_id")): str(
-            object_in(span, "context").get("trace_id")
+        str(object_at(span, "context").get("span_id")): str(
+            object_at(span, "context").get("trace_id")
         )
         for span in _phoenix_pages(api, request, "spans", {})
     }
@@ -351,7 +351,7 @@ def _phoenix(api: Api, request: Request) -> Rows:
     for ids in _batches(rated):
         for span in _phoenix_pages(api, request, "spans", {"trace_id": ids}):
             # A version that does not know trace_id returns all spans.
-            if object_in(span, "context").get("trace_id") in ids:
+            if object_at(span, "context").get("trace_id") in ids:
                 yield span
 
 
@@ -406,7 +406,7 @@ def _langsmith_runs(api: Api, query: Mapping[str, Any]) -> Rows:
 
 
 def _langsmith_cursor(reply: dict[str, Any]) -> Any:
-    return object_in(reply, "cursors").get("next")
+    return object_at(reply, "cursors").get("next")
 
 
 def _langsmith_project(api: Api, project: str) -> str:

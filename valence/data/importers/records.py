@@ -96,23 +96,23 @@ class Vote:
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold, without fields that have their default and without the rater's id."""
-        found: dict[str, Any] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            is_required = each.default is each.default_factory is MISSING
-            if is_required or value not in (each.default, (), {}):
-                found[each.name] = value
-        found |= {"rater": self.rater_hash} if self.rater else {}
-        return {**found, "origin": {"path": self.origin.path, "line": self.origin.line}}
+        values: dict[str, Any] = {}
+        for column in fields(self):
+            value = getattr(self, column.name)
+            is_required = column.default is column.default_factory is MISSING
+            if is_required or value not in (column.default, (), {}):
+                values[column.name] = value
+        values |= {"rater": self.rater_hash} if self.rater else {}
+        return {**values, "origin": {"path": self.origin.path, "line": self.origin.line}}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Vote:
         """The vote of which ``to_dict`` gave this. Raises TypeError or KeyError if none did."""
-        given = {
-            name: tuple(each) if isinstance(each, list) else each for name, each in value.items()
+        arguments = {
+            name: tuple(item) if isinstance(item, list) else item for name, item in value.items()
         }
         rater = HashedRater(value.get("rater", ""))
-        return cls(**{**given, "rater": rater, "origin": Origin(**value["origin"])})
+        return cls(**{**arguments, "rater": rater, "origin": Origin(**value["origin"])})
 
 
 def hash_rater(source: str, rater: str) -> str:
@@ -175,6 +175,15 @@ class Skipped:
     reason: SkipReason
     origin: Origin
     example: str = ""
+
+
+class UnusableVote(Exception):
+    """Something in an export gives no vote. reason, example: of its ``Skipped``."""
+
+    def __init__(self, reason: SkipReason, example: object = "") -> None:
+        super().__init__(reason)
+        self.reason: SkipReason = reason
+        self.example = str(example)[:80]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

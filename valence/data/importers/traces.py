@@ -5,15 +5,14 @@ vote is about, and the vote on it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from valence.data.importers.messages import Exchange, at_path, exchange_of, is_blank
+from valence.data.importers.fields import is_blank, value_at
+from valence.data.importers.messages import Exchange, exchange_of
 from valence.data.importers.records import ReadOptions, Skipped, SkipReason, Vote
-from valence.data.sources import BadRow, Row, read_rows
-from valence.data.values import as_number, shown, thumb
-from valence.errors import UserError
+from valence.data.values import shown
 from valence.types import Origin
 
 
@@ -21,7 +20,7 @@ from valence.types import Origin
 class Step:
     """A step of a trace: an observation, span or run, or the trace itself.
 
-    start: seconds since 1970. is_generation: a call of a language model. given, answer: what the
+    start: seconds since 1970. is_generation: a call of a language model. inputs, answer: what the
     step recorded as its input and output. row: as it is in the export.
     """
 
@@ -31,7 +30,7 @@ class Step:
     start: float = 0.0
     is_generation: bool
     is_failed: bool = False
-    given: Any = None
+    inputs: Any = None
     answer: Any = None
     tools: tuple[Mapping[str, Any], ...] = ()
     model: str = ""
@@ -70,11 +69,11 @@ class Traces:
         return replace(step, rater=step.rater or trace.rater, session=step.session or trace.session)
 
     def _is_in(self, step: Step, outer: Step) -> bool:
-        passed: set[str] = set()
-        while step.parent and step.parent not in passed:
+        visited: set[str] = set()
+        while step.parent and step.parent not in visited:
             if step.parent == outer.id:
                 return True
-            passed.add(step.parent)
+            visited.add(step.parent)
             if step.parent not in self.steps:
                 return False
             step = self.steps[step.parent]
@@ -85,14 +84,15 @@ def exchange_in(step: Step, options: ReadOptions) -> Exchange | SkipReason:
     """The prompt and completion of a step, or why it has none."""
     if step.is_failed:
         return "failed"
-    given = at_path(step.row, options.paths["prompt"]) if "prompt" in options.paths else step.given
-    answer = step.answer
+    inputs, answer = step.inputs, step.answer
+    if "prompt" in options.paths:
+        inputs = value_at(step.row, options.paths["prompt"])
     if "completion" in options.paths:
-        answer = at_path(step.row, options.paths["completion"])
-    found = exchange_of(given, answer, keeps_reasoning=options.keeps_reasoning)
-    if isinstance(found, Exchange) and step.tools and not found.tools:
-        return replace(found, tools=step.tools)
-    return found
+        answer = value_at(step.row, options.paths["completion"])
+    exchange = exchange_of(inputs, answer, keeps_reasoning=options.keeps_reasoning)
+    if isinstance(exchange, Exchange) and step.tools and not exchange.tools:
+        return replace(exchange, tools=step.tools)
+    return exchange
 
 
 def vote_on(
@@ -102,98 +102,30 @@ def vote_on(
     *,
     source: str,
     rater: str | None,
-    **said: Any,
+    **verdict: Any,
 ) -> Vote | Skipped:
     """A vote on a step, or why there is none.
 
-    rater: None for whom the application served. said: the fields of the vote that say what the
-    rater said.
+    rater: None for whom the application served. verdict: the label, score, correction or
+    winner, as fields of the vote.
     """
     if not isinstance(step, Step):
         return Skipped(step, origin)
-    found = exchange_in(step, options)
-    if not isinstance(found, Exchange):
-        return Skipped(found, origin, f"{shown(step.given)} -> {shown(step.answer)}")
+    exchange = exchange_in(step, options)
+    if not isinstance(exchange, Exchange):
+        return Skipped(exchange, origin, f"{shown(step.inputs)} -> {shown(step.answer)}")
     return Vote(
         source=source,
         origin=origin,
         rater=step.rater if rater is None else rater,
-        prompt=found.prompt,
-        tools=found.tools,
-        completion=found.completion,
+        prompt=exchange.prompt,
+        tools=exchange.tools,
+        completion=exchange.completion,
         message=step.id,
         model=step.model,
         session=step.session,
-        **said,
+        **verdict,
     )
-
-
-def label_of(value: object, labels: Mapping[str, bool]) -> bool | None:
-    """Thumbs up or down: a truth value, or a word or number that the user gave a meaning to."""
-    if value is None or isinstance(value, bool):
-        return value
-    number = as_number(value)
-    is_whole = number is not None and number.is_integer()
-    word = f"{number:.0f}" if is_whole else str(value).strip().casefold()
-    meanings = {name.strip().casefold(): label for name, label in labels.items()}
-    return meanings.get(word, {"true": True, "false": False}.get(word))
-
-
-def word_label(value: object, labels: Mapping[str, bool]) -> bool | None:
-    """``label_of``, and the words that mean thumbs up or down in every tool."""
-    label = label_of(value, labels)
-    return thumb(value) if label is None and isinstance(value, str) else label
-
-
-def export_rows(paths: Sequence[str]) -> Iterator[Row]:
-    """The rows of the files of an export, without those that cannot be read."""
-    for path in paths:
-        yield from (row for row in read_rows(path) if isinstance(row, Row))
-
-
-def rows_of_kind(
-    kind: str,
-    paths: Sequence[str],
-    kinds_of: Callable[[Mapping[str, Any]], Collection[str]],
-    tool: str,
-    needed: Mapping[str, str],
-) -> tuple[list[Row], list[Skipped]]:
-    """The rows of one kind in the files of an export, and the rows that cannot be read.
-
-    Raises UserError for a file that is not of this tool, and where a kind of rows is missing.
-
-    needed: kinds that must be there -> the export that has them.
-    """
-    rows: list[Row] = []
-    bad: list[Skipped] = []
-    present: set[str] = set()
-    for path in paths:
-        in_file: set[str] = set()
-        for row in read_rows(path):
-            if isinstance(row, BadRow):
-                bad.append(Skipped("shape_unknown", row.origin, row.reason))
-                continue
-            kinds = kinds_of(row.value)
-            in_file |= set(kinds)
-            if kind in kinds:
-                rows.append(row)
-        if not in_file:
-            raise UserError(
-                f"the file is not an export of {tool}",
-                code="import-not-an-export",
-                where=path,
-                fix=f"name files of {' and of '.join(needed.values())}",
-            )
-        present |= in_file
-    for name, export in needed.items():
-        if name not in present:
-            raise UserError(
-                f"no file has {export}",
-                code="import-file-missing",
-                where=", ".join(paths),
-                fix=f"export {export} from {tool} too, and name that file beside the others",
-            )
-    return rows, bad
 
 
 def combine_votes(records: Iterable[Vote | Skipped]) -> Iterator[Vote | Skipped]:
