@@ -14,6 +14,7 @@ import pytest
 from tests.data.importers.votes import REAL, compact, only_vote, read_all, write_json
 from tests.errors import raises_error
 from valence.data.importers.chainlit import read
+from valence.data.importers.records import ReadOptions, Vote
 from valence.types import Origin
 
 PROMPT = "u: Capital of France?"
@@ -127,12 +128,21 @@ def test_rows_of_a_database_name_their_table(tmp_path: Path) -> None:
 
 
 def test_the_tables_that_chainlit_wrote() -> None:
+    """Votes that were given in a browser. Chainlit deletes those that are withdrawn."""
     tables = ("feedbacks", "steps", "threads")
-    vote = only_vote(read, *(str(REAL / f"chainlit_{name}.json") for name in tables))
-    assert compact(vote) == (PROMPT, "Paris", True)
-    assert vote.comment == "clear"
-    assert vote.rater
-    assert "ann@example.org" not in repr(vote)
+    paths = [str(REAL / f"chainlit_{name}.json") for name in tables]
+    votes = [vote for vote in read(paths, ReadOptions()) if isinstance(vote, Vote)]
+    spain = f"{PROMPT} | a: Reply 7 | u: Please look up Spain"
+    peru = f"{spain} | a: Searching\n\nReply 8 | u: And Italy? | a: Reply 9 | u: And Peru?"
+    assert [(*compact(vote), vote.comment) for vote in votes] == [
+        (PROMPT, "Reply 7", False, "clear"),
+        (spain, "Searching\n\nReply 8", False, "wrong"),
+        (peru, "Reply 10", True, ""),
+    ]
+    assert {(vote.rater, vote.session) for vote in votes} == {
+        ("76690027-810c-46aa-a1ba-cd632c34ec63", "88f1dd66-d8c7-4369-8799-1764b0870ca4")
+    }
+    assert "ann@example.org" not in repr(votes)
 
 
 def test_a_damaged_database_is_refused(tmp_path: Path) -> None:

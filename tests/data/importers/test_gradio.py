@@ -13,6 +13,7 @@ from tests.data.importers.votes import REAL, only_vote, read_all
 from tests.errors import raises_error
 from valence.data.importers.gradio import read
 from valence.data.importers.records import ReadOptions, Vote
+from valence.data.importers.rows import import_votes, latest_votes
 
 HEADER = ["conversation", "index", "value", "flag", "timestamp"]
 TIME = "2026-11-25 03:44:03.142565"
@@ -146,21 +147,63 @@ def test_a_withdrawn_vote_counts_no_more(tmp_path: Path) -> None:
     assert read_all(read, path) == ["withdrawn", "withdrawn", "withdrawn", (*SECOND, True)]
 
 
+def test_a_custom_flag_replaces_a_thumb(tmp_path: Path) -> None:
+    times = [f"2026-11-25 0{hour}:00:00" for hour in range(4)]
+    path = log(
+        tmp_path / "log.csv",
+        record(CHAT, 1, "Like", times[0]),
+        record(CHAT, 1, "Spam", times[1]),
+        record(CHAT, 3, "Spam", times[2]),
+        record(CHAT, 3, "Like", times[3]),
+    )
+    assert read_all(read, path) == ["withdrawn", "no_vote", "no_vote", (*SECOND, True)]
+    options = ReadOptions(labels={"Spam": False})
+    votes = [vote for vote in read([path], options) if isinstance(vote, Vote)]
+    assert [vote.label for vote in latest_votes(votes)] == [False, True]
+
+
 def test_thoughts_are_kept_on_request(tmp_path: Path) -> None:
     path = log(tmp_path / "log.csv", record(CHAT, 3, "Like"))
     vote = only_vote(read, path, options=ReadOptions(keeps_reasoning=True))
     assert vote.completion["content"] == "Searching\n\nMadrid."
 
 
+FRANCE = ("u: Capital of France?", "The capital is Paris.")
+SPAIN = (f"{FRANCE[0]} | a: {FRANCE[1]} | u: And Spain?", "Madrid,-the capital.")
+
+
 def test_the_log_that_gradio_wrote() -> None:
-    spain = "u: Capital of France? | a: The capital is Paris. | u: =SUM(A1), and Spain?"
-    assert read_all(read, str(REAL / "gradio_log.csv")) == [
+    """Thumbs that were pressed in a browser. Gradio writes each custom flag twice."""
+    path = str(REAL / "gradio_6.31.0.csv")
+    spain = ["withdrawn"] * 3 + ["no_vote"] * 2
+    italy = ["withdrawn", "withdrawn"]
+    assert read_all(read, path) == [
+        (*FRANCE, True),
+        (*FRANCE, False),
+        *spain,
+        *italy,
+        (*FRANCE, False),
         "withdrawn",
-        "withdrawn",
-        (spain, "Madrid,-the capital.", True),
         "no_vote",
-        "withdrawn",
         "no_vote",
+    ]
+    imported = import_votes(read([path], ReadOptions()))
+    assert [(row["completion"], row["label"]) for row in imported.rows["thumbs"]] == [
+        (FRANCE[1], False)
+    ]
+    assert imported.num_replaced == 2
+
+
+def test_the_flags_that_gradio_wrote_have_the_meaning_that_the_user_gives_them() -> None:
+    options = ReadOptions(labels={"Spam": False, "=Bad": False})
+    imported = import_votes(read([str(REAL / "gradio_6.31.0.csv")], options))
+    assert [
+        (row["prompt"][-1]["content"], row["completion"], row["label"], row["info"].get("tags"))
+        for row in imported.rows["thumbs"]
+    ] == [
+        ("And Spain?", SPAIN[1], False, ["Spam"]),
+        ("Capital of France?", FRANCE[1], False, None),
+        ("=SUM(A1), and Italy?", "Reply 4, to =SUM(A1), and Italy?", False, ["=Bad"]),
     ]
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.importers.votes import only_vote, read_all, write_json
+from tests.data.importers.votes import REAL, only_vote, read_all, write_json
 from tests.errors import raises_error
 from valence.data.importers.open_webui import read
 from valence.data.importers.records import ReadOptions, Vote
-from valence.data.importers.rows import make_rows
+from valence.data.importers.rows import import_votes, make_rows
 from valence.types import Origin
 
 PROMPT = "u: How long does rice boil?"
@@ -143,28 +144,146 @@ def test_reasoning_is_kept_on_request(tmp_path: Path) -> None:
     assert vote.completion["content"] == f"{THINKING}12 minutes"
 
 
+def text(*texts: str) -> dict[str, Any]:
+    return {"type": "message", "content": [{"type": "output_text", "text": each} for each in texts]}
+
+
+def called(name: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": name, "name": "look_up", "arguments": "{}"}
+
+
+def result(name: str, content: str) -> dict[str, Any]:
+    parts = [{"type": "input_text", "text": content}]
+    return {"type": "function_call_output", "call_id": name, "output": parts}
+
+
+THOUGHT = {
+    "type": "reasoning",
+    "summary": None,
+    "content": [{"type": "output_text", "text": "hm"}],
+}
+CALLED = f"{PROMPT} | a: I look"
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        pytest.param([THOUGHT, text("12 minutes")], (PROMPT, "12 minutes", True), id="reasoning"),
+        pytest.param([text("12", "minutes")], (PROMPT, "12\nminutes", True), id="two-parts"),
+        pytest.param([text("12"), text("minutes")], (PROMPT, "12\nminutes", True), id="two-texts"),
+        pytest.param(
+            [text("I look"), called("c1"), result("c1", "12"), THOUGHT, text("12 minutes")],
+            (f"{CALLED} | t: 12", "12 minutes", True),
+            id="tool",
+        ),
+        pytest.param(
+            [
+                *(text("I look"), called("c1"), called("c2")),
+                *(result("c2", "b"), result("c1", "a"), text("12 minutes")),
+            ],
+            (f"{CALLED} | t: a | t: b", "12 minutes", True),
+            id="two-tools-at-once",
+        ),
+        pytest.param(
+            [
+                *(text("I look"), called("c1"), result("c1", "a")),
+                *(called("c2"), result("c2", "b"), text("12 minutes")),
+            ],
+            (f"{CALLED} | t: a | a:  | t: b", "12 minutes", True),
+            id="tool-after-tool",
+        ),
+        pytest.param(
+            [text("12 minutes"), called("c1")], (PROMPT, "12 minutes", True), id="no-result"
+        ),
+        pytest.param(
+            [result("c1", "a"), text("12 minutes")], (PROMPT, "12 minutes", True), id="no-call"
+        ),
+        pytest.param([called("c1"), result("c1", "12")], "empty", id="no-text-after-tool"),
+        pytest.param([THOUGHT], "empty", id="thought-alone"),
+        pytest.param([], (PROMPT, "content", True), id="no-output"),
+        pytest.param(
+            [{"type": "open_webui:code_interpreter", "code": "1"}, text("12 minutes")],
+            (PROMPT, "content", True),
+            id="unknown-part",
+        ),
+    ],
+)
+def test_an_answer_in_parts(tmp_path: Path, output: list[Any], expected: object) -> None:
+    row = feedback(messages(content="content", output=output))
+    assert read_all(read, write_json(tmp_path / "f.json", [row])) == [expected]
+
+
+def test_calls_of_tools_are_in_the_prompt(tmp_path: Path) -> None:
+    output = [text("I look"), called("c1"), result("c1", "12"), text("12 minutes")]
+    turns = messages(LATER, output=output)
+    turns.append(message("m6", "m4", "assistant", "You are welcome", done=True))
+    path = write_json(tmp_path / "f.json", [feedback(turns, rated="m6")])
+    vote = only_vote(read, path)
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    assert vote.prompt[1:] == (
+        {"role": "assistant", "content": "I look", "tool_calls": [call]},
+        {"role": "tool", "content": "12", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "12 minutes"},
+        {"role": "user", "content": "Thanks"},
+    )
+    imported = import_votes([vote])
+    assert (len(imported.rows["thumbs"]), imported.skipped) == (1, {})
+
+
+def test_reasoning_in_parts_is_kept_on_request(tmp_path: Path) -> None:
+    row = feedback(messages(output=[THOUGHT, text("12 minutes")]))
+    path = write_json(tmp_path / "f.json", [row])
+    vote = only_vote(read, path, options=ReadOptions(keeps_reasoning=True))
+    assert vote.completion == {
+        "role": "assistant",
+        "content": "12 minutes",
+        "reasoning_content": "hm",
+    }
+
+
+def test_answers_after_different_calls_of_tools_are_not_compared(tmp_path: Path) -> None:
+    output = [called("c1"), result("c1", "12"), text("12 minutes")]
+    rows = [
+        feedback(messages(SIBLING, output=output), arena=True),
+        feedback(messages(SIBLING | {"output": output}), arena=True, id="f2"),
+    ]
+    paths = [write_json(tmp_path / f"{row['id']}.json", [row]) for row in rows]
+    assert [read_all(read, path)[0][1:] for path in paths] == [("12 minutes", True)] * 2
+    assert [len(read_all(read, path)) for path in paths] == [1, 1]
+
+
+UP = (PROMPT, "12 minutes", True)
+DOWN = (PROMPT, "12 minutes", False)
 THIS = (PROMPT, "12 minutes", ("this", "An hour"))
 OTHER = (PROMPT, "12 minutes", ("other", "An hour"))
+REGENERATED = SIBLING | {"model": "llama"}
+"""Another answer of the same model."""
 
 
 @pytest.mark.parametrize(
     ("rating", "extra", "expected"),
     [
-        pytest.param(1, [SIBLING], [THIS], id="up"),
+        pytest.param(1, [SIBLING], [UP, THIS], id="up"),
         pytest.param(
-            1, [SIBLING, THIRD], [THIS, (PROMPT, "12 minutes", ("this", "A day"))], id="up-of-three"
+            1,
+            [SIBLING, THIRD],
+            [UP, THIS, (PROMPT, "12 minutes", ("this", "A day"))],
+            id="up-of-three",
         ),
-        pytest.param(-1, [SIBLING], [OTHER], id="down"),
-        pytest.param(-1, [SIBLING, THIRD], [(PROMPT, "12 minutes", False)], id="down-of-three"),
+        pytest.param(-1, [SIBLING], [DOWN, OTHER], id="down"),
+        pytest.param(-1, [SIBLING, THIRD], [DOWN], id="down-of-three"),
+        pytest.param(1, [REGENERATED], [UP, THIS], id="regenerated-up"),
+        pytest.param(-1, [REGENERATED], [DOWN], id="regenerated-down"),
+        pytest.param(
+            -1, [REGENERATED | {"modelIdx": 1}], [DOWN, OTHER], id="down-of-one-model-twice"
+        ),
         pytest.param(0, [SIBLING], [(PROMPT, "12 minutes", ("tie", "An hour"))], id="draw"),
-        pytest.param(1, [], [(PROMPT, "12 minutes", True)], id="sibling-not-in-snapshot"),
-        pytest.param(
-            1, [SIBLING | {"done": False}], [(PROMPT, "12 minutes", True)], id="sibling-unfinished"
-        ),
+        pytest.param(1, [], [UP], id="sibling-not-in-snapshot"),
+        pytest.param(1, [SIBLING | {"done": False}], [UP], id="sibling-unfinished"),
     ],
 )
 @pytest.mark.parametrize("way", ["arena", "siblings"])
-def test_a_rating_among_several_answers_is_a_comparison(
+def test_a_rating_among_several_answers_is_also_a_comparison(
     tmp_path: Path, way: str, rating: int, extra: list[dict[str, Any]], expected: list[Any]
 ) -> None:
     row = feedback(messages(*extra), rating, arena=way == "arena")
@@ -174,28 +293,28 @@ def test_a_rating_among_several_answers_is_a_comparison(
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "winners"),
+    ("first", "second", "labels", "pairs"),
     [
-        pytest.param(-1, -1, ["both_bad", "both_bad"], id="both-down"),
-        pytest.param(1, 1, ["tie", "tie"], id="both-up"),
-        pytest.param(1, -1, ["this", "other"], id="one-up"),
+        pytest.param(-1, -1, [False, False], [], id="both-down"),
+        pytest.param(1, 1, [True, True], [], id="both-up"),
+        pytest.param(1, -1, [True, False], [("12 minutes", None)], id="one-up"),
+        pytest.param(0, -1, [False], [("12 minutes", None)], id="draw-and-down"),
+        pytest.param(0, 1, [True], [("An hour", None)], id="draw-and-up"),
+        pytest.param(0, 0, [], [("An hour", 0.5)], id="both-draw"),
+        pytest.param(None, 1, [True], [("An hour", None)], id="one-without-rating"),
     ],
 )
-def test_ratings_of_both_answers_decide_together(
-    tmp_path: Path, first: int, second: int, winners: list[str]
+def test_thumbs_on_both_answers(
+    tmp_path: Path, first: Any, second: int, labels: list[bool], pairs: list[Any]
 ) -> None:
     turns = messages(SIBLING)
     rows = [
         feedback(turns, first, arena=True),
         feedback(turns, second, id="f2", rated="m3", arena=True, time=1764000200),
     ]
-    votes = list(read([write_json(tmp_path / "f.json", rows)], ReadOptions()))
-    assert [vote.winner for vote in votes if isinstance(vote, Vote)] == winners
-    made = make_rows([vote for vote in votes if isinstance(vote, Vote)])
-    assert made.num_replaced == 1
-    assert [row["label"] for row in made.rows["thumbs"]] == [False] * (2 if first == -1 else 0)
-    soft = [row.get("soft") for row in made.rows["pairs"]]
-    assert soft == {"both_bad": [], "tie": [0.5], "this": [None]}[winners[0]]
+    made = import_votes(read([write_json(tmp_path / "f.json", rows)], ReadOptions()))
+    assert [row["label"] for row in made.rows["thumbs"]] == labels
+    assert [(row["chosen"], row.get("soft")) for row in made.rows["pairs"]] == pairs
 
 
 def test_regenerated_answers_with_opposite_thumbs_give_a_pair(tmp_path: Path) -> None:
@@ -255,6 +374,97 @@ def test_feedback_without_snapshot_is_joined_with_chats(tmp_path: Path) -> None:
     # the annotation is about the same message, and older
     assert read_all(read, ratings, chats) == expected
     assert read_all(read, chats, ratings) == expected
+
+
+FEEDBACK = REAL / "open_webui_0.12.4.json"
+CHATS = REAL / "open_webui_0.12.4_chats.json"
+RICE = "u: How long does rice boil?"
+PASTA = f"{RICE} | a: Reply 2 of tiny-a. | u: And pasta?"
+FRANCE = "u: What is the capital of France?"
+SPAIN = "u: What is the capital of Spain?"
+ITALY = "u: What is the capital of Italy?"
+SUM = "u: Please think: two plus two? | a: Reply 48 of tiny-a. | u: Please think: and three?"
+CLOCK = (
+    '{"current_timestamp":1795581440,"current_iso":"2026-11-25T04:37:20.641040+00:00",'
+    '"user_local_iso":"2026-11-25T04:37:20.641040+00:00","user_timezone":"UTC"}'
+)
+TIME = f"u: What time is it? | a: I look at the clock. | t: {CLOCK}"
+
+
+def test_the_feedback_that_open_webui_wrote() -> None:
+    """Votes that were given in a browser, the newest one first."""
+    assert read_all(read, str(FEEDBACK)) == [
+        (f"{TIME} | a: Reply 78 of tiny-a. | u: Sure?", "Reply 82 of tiny-a.", True),
+        (TIME, "Reply 78 of tiny-a.", False),
+        ("u: What is the capital of Kenya?", "Nairobi.", True),
+        ("s: Be brief. | u: What is the capital of Norway?", "Reply 67 of tiny-a.", True),
+        (SUM, "Reply 51 of tiny-a.", True),
+        (ITALY, "Reply 42 of tiny-b.", False),
+        (ITALY, "Reply 38 of tiny-b.", True),
+        (SPAIN, "Reply 31 of tiny-a.", True),
+        (SPAIN, "Reply 31 of tiny-a.", ("this", "Reply 32 of tiny-b.")),
+        ("u: What is the capital of Chile?", "Reply 25 of tiny-a.", False),
+        (FRANCE, "Reply 16 of tiny-a.", True),
+        (FRANCE, "Reply 12 of tiny-a.", False),
+        (PASTA, "Reply 6 of tiny-a.", False),
+        (RICE, "Reply 2 of tiny-a.", False),
+    ]
+    votes = [vote for vote in read([str(FEEDBACK)], ReadOptions()) if isinstance(vote, Vote)]
+    assert [(vote.tags, vote.comment) for vote in votes[-2:]] == [
+        (("too_verbose", "Cooking"), ""),
+        (("Cooking",), "right"),
+    ]
+    assert [(vote.model, vote.other_model) for vote in votes[6:9]] == [
+        ("tiny-b", ""),
+        ("tiny-a", ""),
+        ("tiny-a", "tiny-b"),
+    ]
+    assert [vote.updated_at - 1795581236 for vote in votes[-2:]] == [0.0, 5.0]
+
+
+def test_the_rows_of_the_feedback_that_open_webui_wrote() -> None:
+    imported = import_votes(read([str(FEEDBACK)], ReadOptions()))
+    assert [(row["completion"], row["label"]) for row in imported.rows["thumbs"]] == [
+        ("Reply 6 of tiny-a.", False),
+        ("Reply 2 of tiny-a.", False),
+        ("Reply 12 of tiny-a.", False),
+        ("Reply 16 of tiny-a.", True),
+        ("Reply 25 of tiny-a.", False),
+        ("Reply 31 of tiny-a.", True),
+        ("Reply 38 of tiny-b.", True),
+        ("Reply 42 of tiny-b.", False),
+        ("Reply 51 of tiny-a.", True),
+        ("Reply 67 of tiny-a.", True),
+        ("Nairobi.", True),
+        ("Reply 78 of tiny-a.", False),
+        ("Reply 82 of tiny-a.", True),
+    ]
+    assert [(row["chosen"], row["rejected"]) for row in imported.rows["pairs"]] == [
+        ("Reply 31 of tiny-a.", "Reply 32 of tiny-b."),
+        ("Reply 16 of tiny-a.", "Reply 12 of tiny-a."),
+        ("Reply 38 of tiny-b.", "Reply 42 of tiny-b."),
+    ]
+    assert (imported.skipped, imported.num_replaced, imported.num_disputed) == ({}, 0, 0)
+    raters = [row["info"]["raters"] for row in imported.rows["thumbs"]]
+    assert (raters.count(raters[0]), raters.count(raters[-1])) == (6, 7)
+
+
+def test_the_chats_that_open_webui_wrote(tmp_path: Path) -> None:
+    expected = [
+        (FRANCE, "Reply 12 of tiny-a.", False),
+        (FRANCE, "Reply 16 of tiny-a.", True),
+        (RICE, "Reply 2 of tiny-a.", False),
+        (PASTA, "Reply 6 of tiny-a.", False),
+    ]
+    assert read_all(read, str(CHATS)) == expected
+    rows = [row | {"snapshot": None} for row in json.loads(FEEDBACK.read_text(encoding="utf-8"))]
+    joined = read_all(read, write_json(tmp_path / "f.json", rows), str(CHATS))
+    assert [item for item in joined if item != "no_conversation"] == [
+        expected[1],
+        expected[0],
+        expected[3],
+        expected[2],
+    ]
 
 
 def test_files_of_other_tools_are_refused(tmp_path: Path) -> None:

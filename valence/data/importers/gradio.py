@@ -2,7 +2,7 @@
 
 Its header names five columns, and its rows have four: the conversation, the position of the rated
 message, the vote, and the time. The log names no rater, so a later vote on the same conversation
-replaces an earlier one.
+replaces an earlier one. A message has one vote at a time: a custom flag takes the place of a thumb.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADER = ["conversation", "index", "value"]
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
-    """The votes of log files. Votes that were withdrawn later are left out."""
+    """The votes of log files. Votes that were withdrawn or replaced later are left out."""
     events: list[tuple[str, float, Vote | Skipped]] = []
     for path in paths:
         for origin, cells in _records(path):
@@ -34,11 +34,11 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
             except UnusableVote as error:
                 skipped = Skipped(error.reason, origin, error.example)
                 events.append(("", 0.0, skipped))
-    is_withdrawn: dict[str, bool] = {}
+    has_vote: dict[str, bool] = {}
     for target, _, event in sorted(events, key=lambda event: event[1]):
-        is_withdrawn[target] = isinstance(event, Skipped) and event.reason == "withdrawn"
+        has_vote[target] = isinstance(event, Vote)
     for target, _, event in events:
-        if isinstance(event, Vote) and is_withdrawn[target]:
+        if isinstance(event, Vote) and not has_vote[target]:
             yield Skipped("withdrawn", event.origin)
         else:
             yield event
@@ -96,7 +96,7 @@ def _event(
         return target, time, Skipped("withdrawn", origin)
     label = word_label(feedback, options.labels)
     if label is None:
-        return "", time, Skipped("no_vote", origin, feedback)
+        return target, time, Skipped("no_vote", origin, feedback)
     vote = Vote(
         source=SOURCE,
         id=target,

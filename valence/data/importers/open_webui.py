@@ -1,7 +1,7 @@
 """Open WebUI: exported feedback with snapshots of the chats, and exported chats.
 
-Feedback without a snapshot is joined with exported chats. Where one of several answers to a prompt
-was rated, the vote compares it with the others, if their texts are there.
+Feedback without a snapshot is joined with exported chats. A thumb on one of several answers to a
+prompt also compares it with those that the rater gave no thumb, if their texts are there.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
 from valence.data.importers.fields import object_at, objects_at, text_list, timestamp
-from valence.data.importers.messages import assistant, branch, system_turn, turns_of
+from valence.data.importers.messages import assistant, branch, system_turn, text_of, turns_of
 from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number, shown
 from valence.types import Message, Origin
 
 SOURCE = "open_webui"
+OUTPUT_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+"""Parts of an answer that become turns."""
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
@@ -92,12 +94,10 @@ class _Rating:
     origin: Origin
 
     @property
-    def sign(self) -> int:
-        """1 for thumbs up, -1 for thumbs down, 0 for a draw."""
+    def sign(self) -> int | None:
+        """1 for thumbs up, -1 for thumbs down, 0 for a draw; None for anything else."""
         number = as_number(self.value)
-        if number not in (-1, 0, 1):
-            raise UnusableVote("no_vote", "" if self.value is None else shown(self.value))
-        return int(number)
+        return int(number) if number in (-1, 0, 1) else None
 
 
 def _rating_of_feedback(row: Row, chats: Mapping[str, _Chat]) -> _Rating:
@@ -139,6 +139,8 @@ def _votes(
     rating: _Rating, by_message: Mapping[tuple[str, str, str], _Rating], options: ReadOptions
 ) -> Iterator[Vote]:
     sign = rating.sign
+    if sign is None:
+        raise UnusableVote("no_vote", "" if rating.value is None else shown(rating.value))
     if rating.chat is None:
         raise UnusableVote("no_conversation", rating.session)
     messages = rating.chat.messages
@@ -147,7 +149,9 @@ def _votes(
     keeps = options.keeps_reasoning
     if any(message.get("files") for message in path):
         raise UnusableVote("image", "files")
-    prompt = turns_of(path[:-1])
+    earlier, completion = _answer(rated, keeps)
+    turns = [turn for message in path[:-1] for turn in _turns(message)]
+    prompt = turns_of([*turns, *earlier])
     if not any(turn["role"] == "system" for turn in prompt):
         prompt = (*system_turn(rating.chat.system), *prompt)
     details = object_at(rating.data, "details")
@@ -157,7 +161,7 @@ def _votes(
         "updated_at": rating.updated_at,
         "rater": rating.rater,
         "prompt": prompt,
-        "completion": _completion(rated, keeps),
+        "completion": completion,
         "message": rating.message,
         "parent": str(rated.get("parentId") or ""),
         "comment": str(rating.data.get("comment") or ""),
@@ -167,11 +171,17 @@ def _votes(
         "info": {} if details.get("rating") is None else {"rating": details["rating"]},
         "origin": rating.origin,
     }
+    if sign:
+        yield Vote(**fields, label=sign > 0)
     others = _siblings(rated, messages, keeps) if rating.is_comparison else {}
     compared = False
     for name, completion in others.items():
         other_rating = by_message.get((rating.rater, rating.session, name))
-        winner = _winner(sign, other_rating.sign if other_rating else None, len(others))
+        winner = _winner(
+            sign,
+            other_rating.sign if other_rating else None,
+            is_choice=len(others) == 1 and _is_side_by_side(rated, messages[name]),
+        )
         if winner is not None:
             compared = True
             yield Vote(
@@ -181,51 +191,107 @@ def _votes(
                 other_model=_model(messages[name]),
                 winner=winner,
             )
-    if not compared:
-        if sign == 0:
-            raise UnusableVote("no_vote", "a draw without the other answers")
-        yield Vote(**fields, label=sign > 0)
+    if not sign and not compared:
+        raise UnusableVote("no_vote", "a draw without the other answers")
 
 
-def _winner(sign: int, other_sign: int | None, num_others: int) -> Winner | None:
-    """The better of two answers. other_sign: how the same rater rated the other one.
+def _winner(sign: int, other_sign: int | None, *, is_choice: bool) -> Winner | None:
+    """The better of two answers; None where the rating does not say which.
 
-    None where one of several others is better, and nobody knows which.
+    other_sign: how the same rater rated the other one. Two thumbs are two votes, of which
+    ``make_rows`` makes a pair. is_choice: there was a choice between these two, so that a thumb
+    down prefers the other one. It does not prefer an earlier answer that the rater regenerated.
     """
-    if other_sign is not None and other_sign != sign:
-        return "this" if sign > other_sign else "other"
-    if other_sign == -1:
-        return "both_bad"
-    if sign == 0 or other_sign is not None:
-        return "tie"
+    if other_sign is not None:
+        if sign and other_sign:
+            return None
+        return "tie" if sign == other_sign else "this" if sign > other_sign else "other"
     if sign > 0:
         return "this"
-    return "other" if num_others == 1 else None
+    if sign == 0:
+        return "tie"
+    return "other" if is_choice else None
+
+
+def _is_side_by_side(rated: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two answers were shown at once, as those of several models are."""
+    return _model(rated) != _model(other) or rated.get("modelIdx") != other.get("modelIdx")
 
 
 def _siblings(
     rated: Mapping[str, Any], messages: Mapping[str, Mapping[str, Any]], keeps_reasoning: bool
 ) -> dict[str, Message]:
-    """The usable answers to the same turn, by the ids of their messages."""
+    """The usable answers to the same turn, by the ids of their messages.
+
+    Answers that were written after other calls of tools cannot be compared.
+    """
+    rated_earlier, _ = _answer(rated, keeps_reasoning)
     siblings: dict[str, Message] = {}
     for name, message in messages.items():
         is_sibling = message.get("parentId") == rated.get("parentId") and message is not rated
         if is_sibling and not message.get("files"):
             try:
-                siblings[name] = _completion(message, keeps_reasoning)
+                earlier, completion = _answer(message, keeps_reasoning)
             except UnusableVote:
                 continue  # it is not what the vote is about
+            if earlier == rated_earlier:
+                siblings[name] = completion
     return siblings
 
 
-def _completion(message: Mapping[str, Any], keeps_reasoning: bool) -> Message:
+def _answer(
+    message: Mapping[str, Any], keeps_reasoning: bool
+) -> tuple[list[Mapping[str, Any]], Message]:
+    """The turns of an answer before its last one, which call tools, and the completion."""
     if message.get("role") != "assistant":
         raise UnusableVote("not_assistant", message.get("role"))
     if message.get("error"):
         raise UnusableVote("failed", shown(message["error"]))
     if message.get("done") is False:
         raise UnusableVote("unfinished")
-    return assistant(message.get("content"), keeps_reasoning=keeps_reasoning)
+    *earlier, last = _turns(message)
+    if last["role"] != "assistant":
+        raise UnusableVote("empty")
+    return earlier, assistant(last.get("content"), keeps_reasoning=keeps_reasoning)
+
+
+def _turns(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The turns that a message stands for.
+
+    Version 0.12 keeps an answer's texts, reasoning, calls of tools and their results apart in
+    ``output``, and only the joined texts in ``content``.
+    """
+    items = objects_at(message, "output")
+    is_known = all(item.get("type") in OUTPUT_ITEMS for item in items)
+    if message.get("role") != "assistant" or not items or not is_known:
+        return [message]
+    results = {
+        str(item.get("call_id")): text_of(item.get("output"), keeps_reasoning=True)
+        for item in items
+        if item["type"] == "function_call_output"
+    }
+    turns: list[Mapping[str, Any]] = []
+    parts: list[Mapping[str, Any]] = []
+    calls: list[Mapping[str, Any]] = []
+    for item in items:
+        kind, call_id = item["type"], str(item.get("call_id"))
+        if kind == "message":
+            parts += objects_at(item, "content")
+        elif kind == "reasoning":
+            thought = text_of(item.get("summary") or item.get("content"), keeps_reasoning=True)
+            parts.append({"type": "reasoning", "text": thought})
+        elif kind == "function_call" and call_id in results:
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            calls.append({"id": call_id, "type": "function", "function": function})
+        elif kind == "function_call_output" and calls:
+            turns.append({"role": "assistant", "content": parts, "tool_calls": calls})
+            for call in calls:
+                name = str(call["id"])
+                turns.append({"role": "tool", "tool_call_id": name, "content": results[name]})
+            parts, calls = [], []
+    if parts:
+        turns.append({"role": "assistant", "content": parts})
+    return turns or [message]
 
 
 def _model(message: Mapping[str, Any]) -> str:
