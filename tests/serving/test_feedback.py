@@ -481,3 +481,20 @@ def test_two_threads_may_vote_at_once(opened: Open, out: Path) -> None:
     assert [row["weight"] for row in found_rows] == [3.0] * 6
     assert [row["label"] for row in found_rows] == [True, False] * 3
     assert len(rows(out.with_suffix(".votes.jsonl"))) == 18
+
+
+def test_an_import_into_the_same_files_includes_pending_votes(out: Path) -> None:
+    store = FeedbackStore(out)
+    (answer,) = answers(store, 1)
+    store.rate(answer, "anna", label=True)
+    pending = out.with_suffix(".pending.jsonl").read_bytes()
+    store.rate(answer, "anna", label=False)
+    store.close()
+    out.with_suffix(".pending.jsonl").write_bytes(pending)  # as if it had been killed
+    with ImportStore(out).locked() as files:
+        (vote,) = files.votes
+        assert vote.label is False  # the later vote counts
+        votes = [vote, replace(vote, id="other", message="other")]
+        files.write(votes, feedback.make_rows(votes), "thumbs")
+    assert not out.with_suffix(".pending.jsonl").exists()
+    assert [row["label"] for row in rows(out)] == [False, False]
