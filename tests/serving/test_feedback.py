@@ -106,6 +106,8 @@ def test_a_vote_counts_although_the_clock_was_set_back(
     store.rate(answer, "anna", label=True)
     monkeypatch.setattr(feedback.time, "time", lambda: 1e9)
     store.rate(answer, "anna", label=False)
+    first, second = rows(store.out.with_suffix(".pending.jsonl"))
+    assert second["updated_at"] > first["updated_at"]
     assert [row["label"] for row in rows_of(store)] == [False]
     assert [row["label"] for row in rows_of(opened())] == [False]
 
@@ -286,6 +288,7 @@ def test_a_full_disk_refuses_votes_and_loses_none(
         store.flush()
     assert (store.num_votes, len(rows(out))) == (2, 1)
     assert list(out.parent.glob(".*.part")) == []
+    assert [row["message"] for row in rows(out.with_suffix(".pending.jsonl"))] == [second.id]
     disk.is_full = False
     third = sample(seed=10)
     store.add(third)
