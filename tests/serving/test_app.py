@@ -325,7 +325,10 @@ def test_raters_work_through_the_prompts(serve: Serve) -> None:
                 {"role": "user", "content": [{"type": "text", "text": "second"}], "name": None}
             ]
         },
-        {"prompt": [{"role": "user", "content": "third"}], "tools": [tool]},
+        {
+            "prompt": [{"role": "developer", "content": "a"}, {"role": "user", "content": "third"}],
+            "tools": [tool],
+        },
     ]
     served = serve(prompts=prompts)
     assert served.get("/api/session").json()["prompts"] == 3
@@ -575,7 +578,7 @@ def test_too_many_requests_at_once_are_refused(
 @pytest.mark.parametrize("path", ["/api/answer", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_next_client_is_served_when_one_leaves(served: Served, path: str, stream: bool) -> None:
-    served.service.sampling = Sampling(max_new_tokens=200, temperature=2.0)
+    served.service.sampling = Sampling(max_new_tokens=200, temperature=0)
     body = {"messages": HELLO} | ({"stream": stream} if path.startswith("/v1") else {})
     sent = list[Any]()
 

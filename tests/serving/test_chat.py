@@ -30,7 +30,7 @@ def model() -> Iterator[ChatModel]:
     model.close()
 
 
-LONG = Sampling(max_new_tokens=200, temperature=2.0)
+LONG = Sampling(max_new_tokens=200, temperature=0)
 
 
 def test_a_character_is_held_back_until_all_its_bytes_are_there() -> None:
@@ -82,6 +82,10 @@ def test_log_probabilities_are_those_of_the_distribution_sampled_from(model: Cha
     tokens = ids[0, len(answer.prompt_ids) :]
     expected = logits.log_softmax(-1)[-len(tokens) - 1 : -1].gather(1, tokens[:, None])
     assert answer.completion.logps == pytest.approx(expected.squeeze(1).tolist(), abs=1e-4)
+
+
+def test_the_long_answer_of_these_tests_is_long(model: ChatModel) -> None:
+    assert len(run(parts_of(model, sampling=LONG))[1].completion.tokens) == 200
 
 
 def test_sampling_ends_soon_after_the_caller_leaves(model: ChatModel) -> None:

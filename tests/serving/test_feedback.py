@@ -106,6 +106,8 @@ def test_a_vote_counts_although_the_clock_was_set_back(
     store.rate(answer, "anna", label=True)
     monkeypatch.setattr(feedback.time, "time", lambda: 1e9)
     store.rate(answer, "anna", label=False)
+    first, second = rows(store.out.with_suffix(".pending.jsonl"))
+    assert second["updated_at"] > first["updated_at"]
     assert [row["label"] for row in rows_of(store)] == [False]
     assert [row["label"] for row in rows_of(opened())] == [False]
 
@@ -286,6 +288,7 @@ def test_a_full_disk_refuses_votes_and_loses_none(
         store.flush()
     assert (store.num_votes, len(rows(out))) == (2, 1)
     assert list(out.parent.glob(".*.part")) == []
+    assert [row["message"] for row in rows(out.with_suffix(".pending.jsonl"))] == [second.id]
     disk.is_full = False
     third = sample(seed=10)
     store.add(third)
@@ -481,3 +484,20 @@ def test_two_threads_may_vote_at_once(opened: Open, out: Path) -> None:
     assert [row["weight"] for row in found_rows] == [3.0] * 6
     assert [row["label"] for row in found_rows] == [True, False] * 3
     assert len(rows(out.with_suffix(".votes.jsonl"))) == 18
+
+
+def test_an_import_into_the_same_files_includes_pending_votes(out: Path) -> None:
+    store = FeedbackStore(out)
+    (answer,) = answers(store, 1)
+    store.rate(answer, "anna", label=True)
+    pending = out.with_suffix(".pending.jsonl").read_bytes()
+    store.rate(answer, "anna", label=False)
+    store.close()
+    out.with_suffix(".pending.jsonl").write_bytes(pending)  # as if it had been killed
+    with ImportStore(out).locked() as files:
+        (vote,) = files.votes
+        assert vote.label is False  # the later vote counts
+        votes = [vote, replace(vote, id="other", message="other")]
+        files.write(votes, feedback.make_rows(votes), "thumbs")
+    assert not out.with_suffix(".pending.jsonl").exists()
+    assert [row["label"] for row in rows(out)] == [False, False]

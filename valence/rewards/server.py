@@ -512,7 +512,11 @@ def listening(
                 where=f"--host {host}",
                 fix=fix,
             )
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        place = socket.create_server(address[:2], family=family, backlog=2048)
+        # asyncio does so only for sockets whose protocol number is set, which this one's is not;
+        # without it each small part of a response may wait 40 ms for the client's acknowledgement
+        place.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return place
     except OSError as error:
         fix = "choose another --port (0: any that is free), or end what uses it"
         raise UserError(

@@ -21,7 +21,7 @@ from valence.rewards.http_limits import Application, Receive, Send
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer, ChatModel, ChatPrompt, new_id
 from valence.serving.feedback import FeedbackStore, Winner
-from valence.serving.prompts import PromptQueue, normalize
+from valence.serving.prompts import PromptQueue
 from valence.terminal import print_traceback
 from valence.types import Message
 
@@ -200,7 +200,7 @@ class FeedbackService:
             raise UserError(
                 f"{MAX_REQUESTS} requests wait already", code="server-busy", fix="ask again later"
             )
-        turns = [normalize(turn.model_dump()) for turn in messages]
+        turns = [_normalize(turn.model_dump()) for turn in messages]
         _check_storable([*turns, *tools])
         return await asyncio.to_thread(self.model.encode, turns, tools)
 
@@ -237,6 +237,26 @@ class FeedbackService:
         """Stop answering, write the rows, and release the files. Raises UserError."""
         self.model.close()
         self.store.close()
+
+
+def _normalize(message: Mapping[str, Any]) -> Message:
+    """A message with its text in one piece, and without keys that are None.
+
+    Raises UserError for content that is not text.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise UserError(
+                "a message has content that is not text",
+                code="content-not-text",
+                where="messages",
+                fix="send text alone",
+            )
+        content = "".join(str(part.get("text", "")) for part in content)
+    role = "system" if message["role"] == "developer" else message["role"]
+    others = {name: value for name, value in message.items() if value is not None}
+    return {**others, "role": role, "content": content}
 
 
 def _check_storable(parts: Sequence[Message]) -> None:

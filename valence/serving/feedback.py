@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -317,6 +318,7 @@ class FeedbackStore:
         self._newest = max(self._newest, vote.updated_at)
 
 
+@lru_cache(4096)
 def hash_name(rater: str) -> HashedRater:
     """What is written instead of a rater's name."""
     return HashedRater(hash_rater(SOURCE, rater) or "local")

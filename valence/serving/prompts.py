@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from valence.data.load import DataFile, load
-from valence.errors import UserError
 from valence.types import Chat, Message, Prompt, content_id
 
 
@@ -15,26 +14,6 @@ def prompt_id(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = 
     """Identifies a prompt by its content."""
     turns = [dict(message) for message in messages]
     return content_id(turns, [dict(tool) for tool in tools]) if tools else content_id(turns)
-
-
-def normalize(message: Mapping[str, Any]) -> Message:
-    """A message with its text in one piece, and without keys that are None.
-
-    Raises UserError for content that is not text.
-    """
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise UserError(
-                "a message has content that is not text",
-                code="content-not-text",
-                where="messages",
-                fix="send text alone",
-            )
-        content = "".join(str(part.get("text", "")) for part in content)
-    role = "system" if message["role"] == "developer" else message["role"]
-    others = {name: value for name, value in message.items() if value is not None}
-    return {**others, "role": role, "content": content}
 
 
 class PromptQueue:
@@ -49,11 +28,10 @@ class PromptQueue:
     def __init__(self, files: Sequence[str]) -> None:
         examples = load([DataFile(path) for path in files], "prompt").examples if files else ()
         prompts = [example.prompt for example in examples if isinstance(example, Prompt)]
-        self.prompts: list[Chat] = []
-        for prompt in prompts:
-            is_chat = isinstance(prompt, Chat)
-            turns = prompt.messages if is_chat else ({"role": "user", "content": str(prompt)},)
-            self.prompts.append(Chat(tuple(map(normalize, turns)), prompt.tools if is_chat else ()))
+        self.prompts = [
+            prompt if isinstance(prompt, Chat) else Chat(({"role": "user", "content": prompt},))
+            for prompt in prompts
+        ]
         self._ids = [prompt_id(chat.messages, chat.tools) for chat in self.prompts]
         self._skipped: dict[str, set[int]] = defaultdict(set)
 
