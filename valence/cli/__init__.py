@@ -19,7 +19,7 @@ from valence.terminal import Terminal, escape_control, print_message, print_trac
 
 # Each registers its commands, in the order of the help.
 from valence.cli import runs, report, models, look, imports, rewards, serve, doctor  # isort: skip
-from valence.cli import collect  # isort: skip  # noqa: F401
+from valence.cli import audit, collect  # isort: skip  # noqa: F401
 
 arrange(app)
 

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sample": (ASK, 'valence sample runs/first --prompt "Why is the sky blue?" -n 2'),
     "export": (ASK, "valence export runs/first my-model"),
     "import": (JUDGE, "valence import open-webui export.json --out feedback.jsonl"),
+    "audit": (JUDGE, "valence audit feedback.jsonl --model runs/first --out review.jsonl"),
     "score": (JUDGE, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
     "rewards": (JUDGE, "valence rewards exact_match"),
     "serve-reward": (JUDGE, "valence serve-reward exact_match --port 5000"),
