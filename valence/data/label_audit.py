@@ -101,7 +101,7 @@ def _shingles(text: str) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Rating:
+class RaterVerdict:
     """The verdict of one rater on one completion or comparison, the target."""
 
     target: str
@@ -134,19 +134,19 @@ class RaterAgreement:
     raters: tuple[RaterDisagreement, ...]
 
 
-def ratings_of_votes(votes: Iterable[Vote]) -> list[Rating]:
+def ratings_of_votes(votes: Iterable[Vote]) -> list[RaterVerdict]:
     """The ratings of known raters, one for each rater and target."""
     return [
-        Rating(target, f"{vote.source}/{vote.rater_hash}", verdict)
+        RaterVerdict(target, f"{vote.source}/{vote.rater_hash}", verdict)
         for target, group in votes_by_target(votes).items()
         for vote, verdict in group
         if vote.rater
     ]
 
 
-def ratings_of_rows(examples: Iterable[Example]) -> list[Rating]:
+def ratings_of_rows(examples: Iterable[Example]) -> list[RaterVerdict]:
     """The ratings of rows that name their only rater, in ``info.rater`` or ``info.raters``."""
-    found: dict[tuple[str, str], Rating] = {}
+    found: dict[tuple[str, str], RaterVerdict] = {}
     for example in examples:
         raters = example.info.get("raters") or example.info.get("rater")
         names = list(raters) if isinstance(raters, list | tuple) else [raters]
@@ -154,18 +154,18 @@ def ratings_of_rows(examples: Iterable[Example]) -> list[Rating]:
             target = content_id(example.prompt, example.completion)
             verdict = "up" if example.label else "down"
             if names[0] is not None:
-                found[target, str(names[0])] = Rating(target, str(names[0]), verdict)
+                found[target, str(names[0])] = RaterVerdict(target, str(names[0]), verdict)
     return list(found.values())
 
 
-def rater_agreement(ratings: Iterable[Rating]) -> RaterAgreement | None:
+def rater_agreement(ratings: Iterable[RaterVerdict]) -> RaterAgreement | None:
     """How far raters of the same targets agree; None where no target has several ratings.
 
     Alpha is ``1 - observed / expected`` disagreement (Krippendorff 2018, Content Analysis, ch. 12).
     Each of the m ratings of a target is compared with the m - 1 others, and each comparison counts
     ``1 / (m - 1)``; the expected disagreement is that of all ratings compared with each other.
     """
-    groups: dict[str, list[Rating]] = defaultdict(list)
+    groups: dict[str, list[RaterVerdict]] = defaultdict(list)
     for rating in ratings:
         groups[rating.target].append(rating)
     shared = [group for group in groups.values() if len(group) > 1]

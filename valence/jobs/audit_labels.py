@@ -27,7 +27,7 @@ from valence.data.importers.sources import is_source, read_votes
 from valence.data.label_audit import (
     OppositeLabels,
     RaterAgreement,
-    Rating,
+    RaterVerdict,
     content_text,
     form_of,
     near_duplicates,
@@ -351,7 +351,7 @@ def _nothing_rated(files: Sequence[str], rows: _Rows) -> UserError:
     )
 
 
-def _ratings(sources: Sequence[SourceSettings], examples: Sequence[Example]) -> list[Rating]:
+def _ratings(sources: Sequence[SourceSettings], examples: Sequence[Example]) -> list[RaterVerdict]:
     """The ratings of all votes in exports and in files of votes beside the rows; without votes,
     those of rows that name their rater.
     """
@@ -397,11 +397,12 @@ def _located(pair: OppositeLabels) -> tuple[str, str, float]:
 @dataclass(frozen=True, slots=True)
 class _States:
     """probabilities: of the given label, by the place of the row; None where a class has too few
-    rows with states.
+    rows with states. auc, interval: of the classes between which the classifier decides.
     """
 
     probabilities: Mapping[int, float] | None
     auc: float
+    interval: tuple[float, float]
     unusable: Mapping[str, int]
 
 
@@ -582,22 +583,20 @@ def _cross_fit(
     usable = [items[i] for i in states]
     by_item = {id(items[i]): each for i, each in states.items()}
     if not usable:
-        return _States(None, 0.5, unusable)
+        return _States(None, 0.5, (0.0, 1.0), unusable)
     features, labels = _oriented(usable, lambda item: by_item[id(item)])
     if not _is_enough(labels):
-        return _States(None, 0.5, unusable)
+        return _States(None, 0.5, (0.0, 1.0), unusable)
     predicted = cross_fit(features, labels, [item.group for item in usable], C_STATES).tolist()
-    value, _ = _auc(predicted, labels)
+    value, interval = _auc(predicted, labels)
     given = [p if label else 1 - p for p, label in zip(predicted, labels, strict=True)]
-    return _States(dict(zip(states, given, strict=True)), value, unusable)
+    return _States(dict(zip(states, given, strict=True)), value, interval, unusable)
 
 
 def _suspects(items: Sequence[_Item], states: _States, top: int) -> HiddenStateAudit | None:
     if states.probabilities is None:
         return None
     order = sorted(states.probabilities.items(), key=lambda each: (each[1], each[0]))
-    num_up = sum(items[i].label for i in states.probabilities)
-    interval = auc_interval(states.auc, num_up, len(order) - num_up)
     suspects = [
         SuspectRow(
             origin=str(items[i].row.origin),
@@ -607,10 +606,10 @@ def _suspects(items: Sequence[_Item], states: _States, top: int) -> HiddenStateA
         for i, probability in order
         if probability < 0.5
     ]
-    can_tell = interval[0] > 0.5
+    can_tell = states.interval[0] > 0.5
     return HiddenStateAudit(
         auc=states.auc,
-        interval=interval,
+        interval=states.interval,
         rows=len(order),
         unusable=states.unusable,
         num_suspects=len(suspects) if can_tell else 0,

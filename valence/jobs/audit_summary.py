@@ -109,9 +109,10 @@ def _print_form(audit: KindAudit, console: Console) -> None:
     told = f"A classifier that sees only this table's columns has an AUC of {_auc_text(form)}"
     if form.is_predictive:
         told += (
-            f": in {form.auc:.0%} of cases it tells {up} from {down} without reading what is said. "
-            "A model can learn the form instead of the content; if your raters did not mean it, "
-            "balance the rows."
+            f". Of a completion of each class ({up}, {down}), it ranks the "
+            f"right one first in {form.auc:.0%} of cases without reading what they say. A model "
+            "can learn the form instead of the content; if your raters did not mean it, balance "
+            "the rows."
         )
     else:
         told += ": the form does not reliably give the label away."
@@ -149,6 +150,13 @@ def _print_states(audit: KindAudit, console: Console) -> None:
         f"{quality}. It contradicts {states.num_suspects:,} of {states.rows:,} labels. Read these "
         "rows first; many of their labels may still be right.",
     )
+    if audit.form is not None and audit.form.auc > states.interval[0]:
+        print_message(
+            console,
+            "The form alone predicts the labels about as well, so the list may show rows of an "
+            "unusual form rather than wrong labels.",
+            "yellow",
+        )
     table = Table("row", "score", "given", "predicted", "completion", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
     for each in states.suspects:
