@@ -123,6 +123,15 @@ def test_near_duplicates_are_those_that_a_search_of_all_finds() -> None:
 # Agreement
 
 
+def ratings(verdicts: dict[str, str]) -> list[RaterVerdict]:
+    """By target, a letter for the verdict of each rater."""
+    return [
+        RaterVerdict(target, f"r{i}", verdict)
+        for target, letters in verdicts.items()
+        for i, verdict in enumerate(letters)
+    ]
+
+
 def test_agreement_is_that_computed_by_hand() -> None:
     """Three targets: up up down, up down, down down; a fourth has one rating and does not count.
 
@@ -130,10 +139,7 @@ def test_agreement_is_that_computed_by_hand() -> None:
     up and 4 down give 2 * 3 * 4 / (7 * 6) = 4/7. So alpha is 0.
     """
     verdicts = {"t1": "uud", "t2": "ud", "t3": "dd", "t4": "u"}
-    ratings = [
-        RaterVerdict(t, f"r{i}", v) for t, each in verdicts.items() for i, v in enumerate(each)
-    ]
-    found = rater_agreement(ratings)
+    found = rater_agreement(ratings(verdicts))
     assert found is not None
     assert (found.targets, found.ratings) == (3, 7)
     assert found.alpha == pytest.approx(0)
@@ -149,10 +155,7 @@ def test_agreement_is_that_computed_by_hand() -> None:
 def test_agreement_beyond_chance_and_without_variation() -> None:
     """Two raters, four targets, one disagreement: 1 - (2/8) / (2 * 5 * 3 / 56) = 1 - 7/15."""
     verdicts = {"t1": "uu", "t2": "uu", "t3": "ud", "t4": "dd"}
-    ratings = [
-        RaterVerdict(t, f"r{i}", v) for t, each in verdicts.items() for i, v in enumerate(each)
-    ]
-    found = rater_agreement(ratings)
+    found = rater_agreement(ratings(verdicts))
     assert found is not None
     assert found.alpha == pytest.approx(1 - 7 / 15)
     alike = rater_agreement([RaterVerdict("t1", "r0", "u"), RaterVerdict("t1", "r1", "u")])
