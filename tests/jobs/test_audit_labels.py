@@ -363,6 +363,8 @@ def test_mistakes(place: Path) -> None:
         audit_labels([demonstrations])
     with raises_error("no-rated-rows", where="bad.jsonl:1"):
         audit_labels([write("bad.jsonl", [{"prompt": "q", "completion": 3, "label": True}])])
+    with raises_error("file-listed-twice", where=file):
+        audit_labels([file, file])
     with raises_error("out-needs-model", fix="--model"):
         audit_labels([file], out=Path("review.jsonl"))
     with raises_error("output-not-jsonl", where="review.csv"):

@@ -244,6 +244,14 @@ def audit_labels(
     console = console or Terminal()
     source = with_files(model or NO_MODEL, files, overrides, format=format)
     sources = source.recipe.data.eval
+    for number, each in enumerate(sources):
+        if each.path in [other.path for other in sources[:number]]:
+            raise UserError(
+                "this file is listed twice",
+                code="file-listed-twice",
+                where=each.path,
+                fix="list it once",
+            )
     if out is not None:
         _check_out(out, sources, model)
     rows = _read(sources)
@@ -323,8 +331,10 @@ def _read(sources: Sequence[SourceSettings]) -> _Rows:
     rows = _Rows({"thumbs": [], "pairs": []}, [], [])
     for group in read_together(sources):
         for row, example in stream(*group):
-            if isinstance(row, BadRow) or isinstance(example, BadRow):
-                rows.bad.append(example if isinstance(example, BadRow) else row)  # type: ignore[arg-type]
+            if isinstance(example, BadRow):
+                rows.bad.append(example)
+            elif isinstance(row, BadRow):
+                rows.bad.append(row)
             elif isinstance(example, Judgement) and example.label is not None:
                 rows.items["thumbs"].append(_Item(row, example))
             elif (

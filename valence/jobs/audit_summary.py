@@ -42,7 +42,9 @@ def print_audit(audit: LabelAudit, console: Console) -> None:
     for each in audit.kinds if audit.model is not None else ():
         _print_states(each, console)
     if audit.out:
-        print_message(console, f"\nAll rows are in {audit.out}, the most suspicious first.")
+        print_message(
+            console, f"\nAll rows that can be read are in {audit.out}, the most suspicious first."
+        )
 
 
 def _print_title(title: str, console: Console) -> None:
