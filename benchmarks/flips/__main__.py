@@ -1,13 +1,18 @@
-"""python -m benchmarks.flips [--quick] [--seeds N]: thumbs that were turned round on purpose, and
-how many the run page shows.
+"""python -m benchmarks.flips [--quick] [--seeds N] [--look audit training]: thumbs that were turned
+round on purpose, and how many of them are found.
 
-One thumb in twenty of the training rows and of the held-out rows is flipped; KTO trains an adapter
-of SmolLM2-135M-Instruct on them. The figure is the share of flipped rows among the tenth of the
-rows that the page calls most surprising: of training rows, which the model has learnt from, and of
-held-out rows, which it has not. By chance it is 0.1. Two sets: the quickstart's thumbs, judged by a
-rule, and LLaMA-Factory's demonstration set, 300 judged answers to all kinds of instructions, of
-which those that are not too long are taken. `--quick`: the quickstart alone, one seed, one epoch.
-Exit status: 0 all shares held their bars, 1 some did not.
+Of the training rows 5, 10 and 20 % are flipped, and two ways to look for them order the rows:
+
+- audit: ``valence audit --model``, before any training. The hidden states are computed once.
+- training: the rows that the run page calls most surprising after KTO has trained an adapter of the
+  same model, SmolLM2-135M-Instruct, on them.
+
+The figure is the recall: the share of flipped rows among the first 10 and the first 20 % of the
+rows. Random order has 0.1 and 0.2. ``form`` is the audit's order by the form of the completions
+alone, without a model. Intervals are of the mean over seeds, which flip other rows of the same
+sets. Two sets: the quickstart's thumbs, judged by a rule, and LLaMA-Factory's demonstration set,
+300 judged answers to all kinds of instructions, of which those that are not too long are taken.
+``--quick``: the audit alone, 8 seeds. Exit status: 0 all figures held their bars, 1 some did not.
 """
 
 from __future__ import annotations
@@ -18,40 +23,46 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 import valence
 from examples.demo import assets
+from valence.data.label_audit import content_text, form_of
+from valence.data.load import DataFile, stream
+from valence.jobs.audit_labels import C_FORM, C_STATES, hidden_states, load_policy
+from valence.jobs.cross_fit import cross_fit
 from valence.reports.rows import surprise
+from valence.reports.stats import mean_interval
+from valence.trainer.targets import with_files
+from valence.types import Judgement, content_id
 
-FLIPPED, LOOKED_AT = 0.05, 0.1
-"""Share of the rows that is turned round, and share of the rows that is looked at."""
+FLIPPED, LOOKED_AT = (0.05, 0.1, 0.2), (0.1, 0.2)
+"""Shares of the rows that are turned round, and shares of the rows that are looked at."""
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 LETTERS = 1200
 """Of an instruction and its answer, in the demonstration set."""
-BARS = {"quickstart": 0.3, "instructions": 0.15}
-"""Least mean share of the flipped training rows that must be found, below what was measured first:
-three times that of chance, and one and a half times.
+BARS: dict[tuple[str, str, float], tuple[float, float]] = {
+    ("audit", "quickstart", 0.05): (0.55, 0.75),
+    ("audit", "quickstart", 0.1): (0.45, 0.7),
+    ("audit", "quickstart", 0.2): (0.25, 0.48),
+    ("audit", "instructions", 0.05): (0.2, 0.35),
+    ("audit", "instructions", 0.1): (0.17, 0.33),
+    ("audit", "instructions", 0.2): (0.12, 0.25),
+    ("training", "quickstart", 0.05): (0.3, 0.3),
+    ("training", "instructions", 0.05): (0.15, 0.2),
+}
+"""Least mean recall in the first 10 and 20 % of the rows, by way, set and share that is flipped,
+below what was measured first.
 """
+WAYS = ("audit", "training")
 
 Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Found:
-    """Share of the flipped rows among the most surprising ones, and of how many: of training and of
-    held-out rows.
-    """
-
-    train: float
-    held_out: float
-    flipped: tuple[int, int]
 
 
 def quickstart() -> tuple[Rows, Rows]:
@@ -79,28 +90,23 @@ def instructions() -> tuple[Rows, Rows]:
 SETS = {"quickstart": quickstart, "instructions": instructions}
 
 
-def flip(rows: Rows, seed: int) -> tuple[Rows, set[int]]:
-    """The rows with one in twenty turned round, and which these are."""
-    chosen = set(random.Random(seed).sample(range(len(rows)), max(1, round(FLIPPED * len(rows)))))
+def flip(rows: Rows, seed: int, share: float) -> tuple[Rows, set[int]]:
+    """The rows with a share of them turned round, and which these are."""
+    chosen = set(random.Random(seed).sample(range(len(rows)), max(1, round(share * len(rows)))))
     return [
         row | {"label": not row["label"]} if i in chosen else row for i, row in enumerate(rows)
     ], chosen
 
 
-def share(evaluation: Path, flipped: set[int]) -> float:
-    """Of the flipped rows (places in their file) those among the most surprising ones.
-
-    A row's origin ends with its line.
-    """
-    rows = json.loads(evaluation.read_text(encoding="utf-8"))["rows"]
-    ordered = [int(row["origin"].rsplit(":", 1)[1]) - 1 for row, _ in surprise(rows)]
-    assert len(ordered) == len(rows)
-    seen = set(ordered[: math.ceil(LOOKED_AT * len(ordered))])
-    there = flipped & set(ordered)
-    return len(seen & there) / len(there)
+def recalls(order: Sequence[int], flipped: set[int]) -> tuple[float, ...]:
+    """Of the flipped rows, those among the first ones, for each share that is looked at."""
+    return tuple(
+        len(flipped & set(order[: math.ceil(share * len(order))])) / len(flipped & set(order))
+        for share in LOOKED_AT
+    )
 
 
-def recipe(model: Path, folder: Path, seed: int, epochs: float) -> dict[str, Any]:
+def recipe(model: Path, folder: Path, seed: int) -> dict[str, Any]:
     return {
         "method": "kto",
         "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
@@ -111,7 +117,7 @@ def recipe(model: Path, folder: Path, seed: int, epochs: float) -> dict[str, Any
         },
         "train": {
             "batch_size": 16,
-            "epochs": epochs,
+            "epochs": 2.0,
             "learning_rate": 1.2e-4,
             "warmup": 0.1,
             "seed": seed,
@@ -122,55 +128,102 @@ def recipe(model: Path, folder: Path, seed: int, epochs: float) -> dict[str, Any
     }
 
 
-def look(name: str, model: Path, seed: int, epochs: float) -> Found:
-    """One run on flipped rows, and what its page would show."""
-    parts = [flip(rows, seed) for rows in SETS[name]()]
+def order_after_training(rows: Rows, held: Rows, model: Path, seed: int) -> list[int]:
+    """The training rows from the most surprising one on, after a run on them."""
     with TemporaryDirectory() as place:
         folder = Path(place)
-        for file, (rows, _) in zip(("train", "held"), parts, strict=True):
+        for file, part in (("train", rows), ("held", held)):
             (folder / f"{file}.jsonl").write_text(
-                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+                "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8"
             )
-        run = valence.train(recipe(model, folder, seed, epochs), quiet=True)
-        evaluations = [
-            folder / "run" / "eval" / f"{each}.json" for each in ("train", f"step-{run.step}")
-        ]
-        train, held = (
-            share(path, flipped) for path, (_, flipped) in zip(evaluations, parts, strict=True)
+        valence.train(recipe(model, folder, seed), quiet=True)
+        evaluation = json.loads((folder / "run" / "eval" / "train.json").read_text("utf-8"))["rows"]
+    # a row's origin ends with its line
+    return [int(row["origin"].rsplit(":", 1)[1]) - 1 for row, _ in surprise(evaluation)]
+
+
+class Audited:
+    """The rows of a set, with the features by which the audit orders them."""
+
+    def __init__(self, rows: Rows, model: Path) -> None:
+        with TemporaryDirectory() as place:
+            file = Path(place) / "rows.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            examples = [each for _, each in stream(DataFile(str(file)))]
+        judged = [each for each in examples if isinstance(each, Judgement)]
+        assert len(judged) == len(rows)
+        policy, encoder = load_policy(
+            str(model), with_files(str(model), [], ["data.max_length=2048"])
         )
-    return Found(train, held, (len(parts[0][1]), len(parts[1][1])))
+        units = encoder.encode_all(judged).units
+        assert len(units) == len(rows)
+        states = hidden_states(policy, units, quiet=True)
+        self.states = torch.cat(list(states))
+        forms = [form_of(content_text(each.completion)) for each in judged]
+        self.form = torch.tensor([list(form.values()) for form in forms]).log1p()
+        self.groups = [content_id(each.prompt, each.completion) for each in judged]
+
+    def order(self, features: torch.Tensor, rows: Rows, c: float) -> list[int]:
+        """The rows from the least probable label on."""
+        labels = [bool(row["label"]) for row in rows]
+        up = cross_fit(features, labels, self.groups, c).tolist()
+        given = [p if label else 1 - p for p, label in zip(up, labels, strict=True)]
+        return sorted(range(len(rows)), key=lambda i: given[i])
+
+
+def interval(values: Sequence[float]) -> str:
+    low, high = mean_interval(values) if len(values) > 1 else (math.nan, math.nan)
+    return f"{fmean(values):.2f} [{max(0.0, low):.2f}, {min(1.0, high):.2f}]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flips", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the audit alone, 8 seeds")
+    parser.add_argument("--only", nargs="+", choices=SETS, metavar="SET", default=list(SETS))
+    parser.add_argument("--look", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--flipped", nargs="+", type=float, choices=FLIPPED, default=FLIPPED)
     parser.add_argument(
-        "--quick", action="store_true", help="the quickstart alone, one seed, one epoch"
+        "--seeds", type=int, help="default: 16 of the audit (8 if quick), 3 of training"
     )
-    parser.add_argument("--only", nargs="+", choices=SETS, metavar="SET")
-    parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args(arguments)
-    names, seeds, epochs = (
-        (["quickstart"], 1, 1.0) if given.quick else (given.only or list(SETS), given.seeds, 2.0)
-    )
     disable_progress_bar()
-    model, figures = assets.smollm2(), list[tuple[str, bool]]()
-    print(
-        f"{'set':<14}{'seed':>5}{'flipped':>9}{'found':>8}{'held out':>10}{'found':>8}", flush=True
-    )
-    for name in names:
-        found: list[Found] = []
-        for seed in range(seeds):
-            found.append(one := look(name, model, seed, epochs))
-            print(
-                f"{name:<14}{seed:>5}{one.flipped[0]:>9}{one.train:>8.2f}{one.flipped[1]:>10}{one.held_out:>8.2f}",
-                flush=True,
-            )
-        mean, held = fmean(each.train for each in found), fmean(each.held_out for each in found)
-        figures.append(
-            (f"{name} {mean:.2f}>={BARS[name]:g} (held out {held:.2f})", mean >= BARS[name])
-        )
-    print("; ".join(f"{said} {'held' if held else 'short'}" for said, held in figures))
-    return 0 if all(held for _, held in figures) else 1
+    model = assets.smollm2()
+    found: dict[tuple[str, str, float], list[tuple[float, ...]]] = {}
+    print(f"{'set':<14}{'rows':>5}{'flipped':>9}  {'way':<10}{'first 10 %':>20}{'first 20 %':>20}")
+    for name in given.only:
+        train, held = SETS[name]()
+        audited = Audited(train, model) if "audit" in given.look else None
+        for share in given.flipped:
+            for seed in range(given.seeds or (8 if given.quick else 16)) if audited else ():
+                rows, flipped = flip(train, seed, share)
+                for way, features, c in (
+                    ("audit", audited.states, C_STATES),
+                    ("form", audited.form, C_FORM),
+                ):
+                    order = audited.order(features, rows, c)
+                    found.setdefault((way, name, share), []).append(recalls(order, flipped))
+            is_trained = "training" in given.look and not given.quick
+            for seed in range(given.seeds or 3) if is_trained else ():
+                rows, flipped = flip(train, seed, share)
+                order = order_after_training(rows, flip(held, seed, share)[0], model, seed)
+                found.setdefault(("training", name, share), []).append(recalls(order, flipped))
+            for way in ("audit", "form", "training"):
+                if values := found.get((way, name, share)):
+                    ten, twenty = map(interval, zip(*values, strict=True))
+                    print(
+                        f"{name:<14}{len(train):>5}{share:>9.0%}  {way:<10}{ten:>20}{twenty:>20}",
+                        flush=True,
+                    )
+    figures: list[tuple[str, bool]] = []
+    for key, bars in BARS.items():
+        for looked_at, bar, values in zip(
+            LOOKED_AT, bars, zip(*found.get(key, ()), strict=True), strict=False
+        ):
+            figure = fmean(values)
+            label = f"{key[0]} {key[1]} {key[2]:.0%} in {looked_at:.0%} {figure:.2f}>={bar:g}"
+            figures.append((label, figure >= bar))
+    print("; ".join(f"{label} {'held' if held else 'short'}" for label, held in figures))
+    return 0 if figures and all(held for _, held in figures) else 1
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": (ASK, "valence export runs/first my-model"),
     "import": (JUDGE, "valence import open-webui export.json --out feedback.jsonl"),
     "collect": (JUDGE, "valence collect runs/first --out feedback.jsonl"),
+    "audit": (JUDGE, "valence audit feedback.jsonl --model runs/first --out review.jsonl"),
     "score": (JUDGE, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
     "rewards": (JUDGE, "valence rewards exact_match"),
     "serve-reward": (JUDGE, "valence serve-reward exact_match --port 5000"),

@@ -391,7 +391,7 @@ def _findings(
     """Only what was found, by name (``audit_text.py`` says what each means)."""
     units = encoded.units
     rows: dict[str, Sequence[str]] = {
-        "contradictions": _contradictions(examples),
+        "contradictions": [f"{a.origin} against {b.origin}" for a, b in contradictions(examples)],
         "duplicates": _duplicates(examples),
         "equal_sides": [
             str(e.origin) for e in examples if isinstance(e, Preference) and e.chosen == e.rejected
@@ -457,10 +457,12 @@ def _duplicates(examples: Sequence[Example]) -> list[str]:
     return found
 
 
-def _contradictions(examples: Sequence[Example]) -> list[str]:
-    """An answer judged up here and down there; a pair preferred both ways."""
+def contradictions(examples: Iterable[Example]) -> list[tuple[Example, Example]]:
+    """Each example with the first one that says the opposite: an answer judged up here and down
+    there, or a pair preferred both ways.
+    """
     first: dict[tuple[str, bool], Example] = {}
-    found: list[str] = []
+    found: list[tuple[Example, Example]] = []
     for example in examples:
         verdict = _verdict(example)
         if verdict is None:
@@ -468,7 +470,7 @@ def _contradictions(examples: Sequence[Example]) -> list[str]:
         first.setdefault(verdict, example)
         other = first.get((verdict[0], not verdict[1]))
         if other is not None:
-            found.append(f"{example.origin} against {other.origin}")
+            found.append((example, other))
     return found
 
 

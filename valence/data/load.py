@@ -242,15 +242,16 @@ def read_sources(
     return islice(chain.from_iterable(_rows(source, source.limit) for source in sources), limit)
 
 
-def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
+def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
     """Each row of a file with the Example of whatever kind that it holds, or why it holds none,
     read when it is asked for.
 
-    Raises UserError where the file as a whole is at fault; when ``keys`` name a column of no row,
-    at its end. Of the export of a feedback tool, the rows that are made of its votes.
+    others: further files of an export, see ``read_together``. Of the export of a feedback tool, the
+    rows that are made of its votes. Raises UserError where the file as a whole is at fault; when
+    ``keys`` name a column of no row, at its end.
     """
     if is_source(source.format):
-        for row, example in islice(_located(_read_export([source])), source.limit):
+        for row, example in islice(_located(_read_export([source, *others])), source.limit):
             yield row, _weighted(example, source.weight)
         return
     head, rest = _head(
@@ -315,15 +316,7 @@ def _has_column(head: Sequence[Mapping[str, object]], path: str) -> bool:
 def _with_exports(
     sources: Sequence[Source], select: Callable[[ImportedRows], list[Example] | list[Row]]
 ) -> list[Source]:
-    """The sources, with rows in memory in place of exports of feedback tools.
-
-    Files that differ in nothing but their path are read together: some tools write the votes and
-    the conversations into different ones.
-    """
-    exports: dict[tuple[object, ...], list[Source]] = {}
-    for number, source in enumerate(sources):
-        settings = (source.format, source.weight, source.limit, *sorted(source.keys.items()))
-        exports.setdefault(settings if is_source(source.format) else (number,), []).append(source)
+    """The sources, with rows in memory in place of exports of feedback tools."""
     return [
         InMemory(
             select(_read_export(group)),
@@ -334,8 +327,21 @@ def _with_exports(
         )
         if group[0].format and is_source(group[0].format)
         else group[0]
-        for group in exports.values()
+        for group in read_together(sources)
     ]
+
+
+def read_together(sources: Sequence[Source]) -> list[list[Source]]:
+    """The sources, with exports of feedback tools that are read together in one list.
+
+    These differ in nothing but their path: some tools write the votes and the conversations into
+    different files.
+    """
+    groups: dict[tuple[object, ...], list[Source]] = {}
+    for number, source in enumerate(sources):
+        settings = (source.format, source.weight, source.limit, *sorted(source.keys.items()))
+        groups.setdefault(settings if is_source(source.format) else (number,), []).append(source)
+    return list(groups.values())
 
 
 def _read_export(sources: Sequence[Source]) -> ImportedRows:

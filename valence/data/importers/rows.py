@@ -136,21 +136,31 @@ def agreement(votes: Iterable[Vote]) -> tuple[int, float | None]:
     """How many completions or comparisons several raters voted on, and the share of all pairs of
     such votes that agree; None where there is no such pair.
     """
-    verdicts: dict[str, list[object]] = defaultdict(list)
+    verdicts = [[verdict for _, verdict in group] for group in votes_by_target(votes).values()]
+    shared = [group for group in verdicts if len(group) > 1]
+    pairs = [a == b for group in shared for a, b in combinations(group, 2)]
+    return len(shared), fmean(pairs) if pairs else None
+
+
+def votes_by_target(votes: Iterable[Vote]) -> dict[str, list[tuple[Vote, str]]]:
+    """The votes on each completion or comparison, each with its verdict: "up" or "down"; "first",
+    "second", "tie" or "both_bad". Scores and corrections are no verdicts.
+    """
+    groups: dict[str, list[tuple[Vote, str]]] = defaultdict(list)
     first: dict[str, str | Message] = {}
     for vote in votes:
         side = vote.message or vote.completion
-        if vote.winner is None:
-            verdict: object = vote.label
-        elif vote.winner in ("this", "other"):
-            verdict = (vote.winner == "this") is (side == first.setdefault(vote.target, side))
-        else:
+        if vote.winner in ("this", "other"):
+            is_first = (vote.winner == "this") is (side == first.setdefault(vote.target, side))
+            verdict = "first" if is_first else "second"
+        elif vote.winner is not None:
             verdict = vote.winner
-        if verdict is not None:
-            verdicts[vote.target].append(verdict)
-    shared = [group for group in verdicts.values() if len(group) > 1]
-    pairs = [a == b for group in shared for a, b in combinations(group, 2)]
-    return len(shared), fmean(pairs) if pairs else None
+        elif vote.label is not None:
+            verdict = "up" if vote.label else "down"
+        else:
+            continue
+        groups[vote.target].append((vote, verdict))
+    return groups
 
 
 def _add_sibling_pairs(siblings: list[tuple[bool, list[Vote]]], result: ImportedRows) -> None:

@@ -1,0 +1,400 @@
+"""Audits of labels: what is found, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.command import command, command_error, place
+from tests.errors import check_error, raises_error
+from tests.jobs.chat_log import chat_log, entry, write_export
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
+from valence.data.encode import Encoder
+from valence.data.label_audit import (
+    RaterVerdict,
+    form_of,
+    near_duplicates,
+    rater_agreement,
+    ratings_of_rows,
+)
+from valence.data.load import load
+from valence.jobs.audit_labels import audit_labels, hidden_states
+from valence.jobs.cross_fit import cross_fit, fit_logistic
+from valence.jobs.import_rows import import_feedback
+from valence.models.policy_model import PolicyModel
+from valence.types import Judgement, Origin
+
+__all__ = ["chat_log", "place"]
+
+GOOD = ("sun", "star", "moon", "earth", "helpful")
+BAD = ("hello", "world", "capital", "France", "tool")
+FLIPPED = (3, 10, 17, 24, 31, 38)
+NUM_ROWS = 60
+
+
+def thumbs() -> list[dict[str, Any]]:
+    """Rows whose completions of equal form are rated by their words; those in FLIPPED, wrongly."""
+    generator = random.Random(0)
+    rows: list[dict[str, Any]] = []
+    for i in range(NUM_ROWS):
+        is_good = i % 2 == 0
+        words = " ".join(generator.choices(GOOD if is_good else BAD, k=6))
+        label = is_good is not (i in FLIPPED)
+        rows.append({"prompt": f"question {i}", "completion": words, "label": label})
+    return rows
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def judgement(completion: str, label: bool, line: int = 1, **changes: Any) -> Judgement:
+    origin = Origin("rows.jsonl", line)
+    return Judgement(
+        prompt="question", completion=completion, label=label, origin=origin, **changes
+    )
+
+
+# Contradictions and near-duplicates
+
+
+def test_contradictions_and_near_duplicates_are_named(place: Path) -> None:
+    rows = [
+        {"prompt": "q", "completion": "The sun is a star, and it is hot.", "label": True},
+        {"prompt": "q", "completion": "The sun is a star, and it is hot.", "label": False},
+        {"prompt": "q", "completion": "the sun is a star, and it is hot", "label": False},
+        {"prompt": "another", "completion": "the sun is a star, and it is hot", "label": False},
+        {"prompt": "q", "completion": "Nobody knows.", "label": False},
+    ]
+    found = audit_labels([write("thumbs.jsonl", rows)], quiet=True)
+    assert found.contradictions == (("thumbs.jsonl:2", "thumbs.jsonl:1"),)
+    # 8 of 9 shingles of the one are all of the other
+    assert found.near_duplicates == (("thumbs.jsonl:1", "thumbs.jsonl:3", round(8 / 9, 3)),)
+
+
+def test_pairs_that_are_preferred_both_ways_contradict(place: Path) -> None:
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "chosen": "b", "rejected": "a"},
+        {"prompt": "q", "chosen": "b", "rejected": "a", "soft": 0.1},
+        {"prompt": "q", "chosen": "a", "rejected": "c", "soft": 0.5},
+    ]
+    found = audit_labels([write("pairs.jsonl", rows)], quiet=True)
+    assert found.contradictions == (
+        ("pairs.jsonl:2", "pairs.jsonl:1"),
+        ("pairs.jsonl:3", "pairs.jsonl:2"),
+    )
+    assert [(each.kind, each.rows, each.up) for each in found.kinds] == [("pairs", 3, 2)]
+    assert found.unrated == 1
+
+
+def test_near_duplicates_are_those_that_a_search_of_all_finds() -> None:
+    generator = random.Random(1)
+    texts = [" ".join(generator.choices("abcd", k=generator.randint(2, 14))) for _ in range(150)]
+    texts += [f"{text} {generator.choice('abcd')}" for text in texts]
+    rows = [(judgement(t, generator.random() < 0.3, i + 1), t) for i, t in enumerate(texts)]
+
+    def shingles(text: str) -> set[str]:
+        words = text.split()
+        return {" ".join(words[i : i + 3]) for i in range(max(1, len(words) - 2))}
+
+    for threshold in (0.5, 0.8):
+        expected = {
+            (a.origin.line, b.origin.line)
+            for a, one in rows
+            for b, other in rows
+            if a.label and not b.label and one != other
+            and len(shingles(one) & shingles(other))
+            >= threshold * len(shingles(one) | shingles(other))
+        }  # fmt: skip
+        found = near_duplicates(rows, threshold)
+        assert len(expected) > 5
+        assert {(each.up.origin.line, each.down.origin.line) for each in found} == expected
+        assert len(found) == len(expected)
+
+
+# Agreement
+
+
+def ratings(verdicts: dict[str, str]) -> list[RaterVerdict]:
+    """By target, a letter for the verdict of each rater."""
+    return [
+        RaterVerdict(target, f"r{i}", verdict)
+        for target, letters in verdicts.items()
+        for i, verdict in enumerate(letters)
+    ]
+
+
+def test_agreement_is_that_computed_by_hand() -> None:
+    """Three targets: up up down, up down, down down; a fourth has one rating and does not count.
+
+    Disagreeing ordered pairs: 4 / (3 - 1) = 2 and 2 / (2 - 1) = 2, of 7 ratings: 4/7. Expected: 3
+    up and 4 down give 2 * 3 * 4 / (7 * 6) = 4/7. So alpha is 0.
+    """
+    verdicts = {"t1": "uud", "t2": "ud", "t3": "dd", "t4": "u"}
+    found = rater_agreement(ratings(verdicts))
+    assert found is not None
+    assert (found.targets, found.ratings) == (3, 7)
+    assert found.alpha == pytest.approx(0)
+    assert found.disagreement == pytest.approx(3 / 5)
+    # r2 differs from both others on t1; r1 from r2 and r0; r0 from r2 and, on t2, from r1
+    assert [(r.rater, r.ratings, r.pairs, r.disagreement) for r in found.raters] == [
+        ("r2", 1, 2, 1.0),
+        ("r0", 3, 4, 0.5),
+        ("r1", 3, 4, 0.5),
+    ]
+
+
+def test_agreement_beyond_chance_and_without_variation() -> None:
+    """Two raters, four targets, one disagreement: 1 - (2/8) / (2 * 5 * 3 / 56) = 1 - 7/15."""
+    verdicts = {"t1": "uu", "t2": "uu", "t3": "ud", "t4": "dd"}
+    found = rater_agreement(ratings(verdicts))
+    assert found is not None
+    assert found.alpha == pytest.approx(1 - 7 / 15)
+    alike = rater_agreement([RaterVerdict("t1", "r0", "u"), RaterVerdict("t1", "r1", "u")])
+    assert alike is not None
+    assert alike.alpha is None
+    assert rater_agreement([RaterVerdict("t1", "r0", "u"), RaterVerdict("t2", "r1", "u")]) is None
+
+
+@pytest.mark.usefixtures("chat_log")
+def test_votes_beside_the_rows_are_read(place: Path) -> None:
+    votes = [
+        entry(number, number != 2, message="m1", question="q", answer="a") for number in (1, 2, 3)
+    ]
+    export = write_export(Path("log.jsonl"), *votes)
+    import_feedback("chat_log", [export], Path("feedback.jsonl"), quiet=True)
+    beside = audit_labels(["feedback.jsonl"], quiet=True).agreement
+    assert beside is not None
+    assert (beside.targets, beside.ratings) == (1, 3)
+    assert beside.disagreement == pytest.approx(2 / 3)
+    assert beside.raters[0].disagreement == 1
+    assert "person" not in str(beside)
+    assert audit_labels([export], format="chat_log", quiet=True).agreement == beside
+    Path("feedback.votes.jsonl").write_text('{"label": true}\n')
+    with raises_error("votes-file-invalid", where="feedback.votes.jsonl:1"):
+        audit_labels(["feedback.jsonl"], quiet=True)
+
+
+def test_rows_may_name_their_rater() -> None:
+    rows = [
+        judgement("a", True, info={"rater": "x"}),
+        judgement("a", False, info={"raters": ["y"]}),
+        judgement("a", False, info={"raters": ["y", "z"]}),
+        judgement("a", False),
+    ]
+    found = rater_agreement(ratings_of_rows(rows))
+    assert found is not None
+    assert (found.ratings, found.disagreement) == (2, 1.0)
+
+
+# Form
+
+
+def test_form_counts_what_it_says() -> None:
+    text = "I'm sorry, I cannot.\n- one\n2. two\n```\ncode\n```\nWhy? Why?"
+    assert form_of(text) == {
+        "words": 13, "list items": 2, "code blocks": 1, "question marks": 2, "refusals": 2,
+    }  # fmt: skip
+    assert form_of("He cannot. A well-known I.") | {"words": 0} == dict.fromkeys(form_of(""), 0)
+
+
+def test_labels_that_follow_from_length_are_predicted_and_others_are_not(place: Path) -> None:
+    rows = [row | {"label": len(row["completion"]) % 2 == 0} for row in thumbs()]
+    for row in rows:
+        row["completion"] = row["completion"] + " more words" * (3 if row["label"] else 0)
+    (found,) = audit_labels([write("long.jsonl", rows)], quiet=True).kinds
+    assert found.form is not None
+    assert found.form.is_predictive
+    assert found.form.auc == 1
+    words = found.form.features[0]
+    assert (words.name, words.up, words.down, words.auc) == ("words", 12, 6, 1)
+    (found,) = audit_labels([write("equal.jsonl", thumbs())], quiet=True).kinds
+    assert found.form is not None
+    assert not found.form.is_predictive
+    few = [row for row in thumbs() if row["label"]] + [row for row in thumbs() if not row["label"]][
+        :9
+    ]
+    (found,) = audit_labels([write("few.jsonl", few)], quiet=True).kinds
+    assert (found.down, found.form) == (9, None)
+
+
+# Cross-fitting
+
+
+def test_a_regression_is_the_minimum_of_its_own_loss() -> None:
+    torch.manual_seed(0)
+    x, included = torch.randn(40, 5).double(), (torch.rand(40, 3) < 0.7).double()
+    y = (torch.rand(40) < 0.5).double()
+    weights, biases = fit_logistic(x, y, included, 2.0)
+    errors = (torch.sigmoid(x @ weights + biases) - y[:, None]) * included
+    assert (2.0 * x.T @ errors + weights).abs().max() < 1e-4
+    assert errors.sum(0).abs().max() < 1e-4
+
+
+def test_no_row_is_predicted_from_itself_or_its_copies() -> None:
+    """Random features of more dimensions than rows: whoever sees a label predicts it."""
+    torch.manual_seed(0)
+    features = torch.randn(40, 200)
+    labels = [i % 2 == 0 for i in range(40)]
+    groups = [str(i) for i in range(40)]
+    doubled = torch.cat([features, features])
+    probabilities = cross_fit(doubled, labels * 2, groups * 2, 10.0)
+    for part in (probabilities[:40], probabilities[40:]):
+        ups = torch.tensor(labels)
+        assert part[ups].mean() - part[~ups].mean() < 0.1
+    leaking = cross_fit(doubled, labels * 2, [str(i) for i in range(80)], 10.0)
+    assert leaking[:40][ups].mean() - leaking[:40][~ups].mean() > 0.3
+
+
+# Hidden states
+
+
+def test_states_are_those_of_each_sequence_alone() -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny(vocab_size=len(tokenizer), layers=4, dtype=torch.float32)
+    encoder = Encoder(tokenizer, max_length=128)
+    shared = [judgement("The sun is", True), judgement("The sun is a star.", False, 2)]
+    units = encoder.encode_all(shared).units
+    policy = PolicyModel(model).eval()
+    packed = hidden_states(policy, units, quiet=True)
+    policy.lay_out(packed=False)
+    alone = hidden_states(policy, units, quiet=True)
+    for unit, one, other in zip(units, packed, alone, strict=True):
+        ids = torch.tensor([unit.prompt_ids + unit.answers[0].ids])
+        with torch.no_grad(), policy.stock():
+            states = model(ids, output_hidden_states=True).hidden_states[3][0]
+        completion = states[len(unit.prompt_ids) :]
+        expected = torch.cat([completion[-1], completion.mean(0)])[None]
+        torch.testing.assert_close(one, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(other, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_planted_flips_are_found(place: Path) -> None:
+    found = audit_labels([write("thumbs.jsonl", thumbs())], model="model", quiet=True)
+    states = found.kinds[0].states
+    assert states is not None
+    assert states.can_tell
+    assert states.rows == NUM_ROWS
+    lines = [int(each.origin.rpartition(":")[2]) - 1 for each in states.suspects]
+    # by chance 0.6 of the first six are flipped
+    assert len(set(lines[:6]) & set(FLIPPED)) >= 4
+    scores = [each.score for each in states.suspects]
+    assert scores == sorted(scores, reverse=True)
+    assert min(scores) > 0.5
+    assert all(each.given is not each.predicted for each in states.suspects)
+
+
+def test_planted_flips_of_pairs_are_found(place: Path) -> None:
+    generator = random.Random(0)
+    rows: list[dict[str, Any]] = []
+    for i in range(NUM_ROWS):
+        good, bad = (" ".join(generator.choices(words, k=6)) for words in (GOOD, BAD))
+        chosen, rejected = (bad, good) if i in FLIPPED else (good, bad)
+        rows.append({"prompt": f"question {i}", "chosen": chosen, "rejected": rejected})
+    found = audit_labels([write("pairs.jsonl", rows)], model="model", top=6, quiet=True)
+    states = found.kinds[0].states
+    assert states is not None
+    lines = [int(each.origin.rpartition(":")[2]) - 1 for each in states.suspects]
+    assert len(set(lines) & set(FLIPPED)) >= 5
+    assert {(each.given, each.predicted) for each in states.suspects} == {("chosen", "rejected")}
+
+
+def test_a_model_that_cannot_tell_labels_apart_lists_nothing(place: Path) -> None:
+    generator = random.Random(3)
+    rows = [row | {"label": generator.random() < 0.5} for row in thumbs()]
+    found = audit_labels(
+        [write("thumbs.jsonl", rows)], model="model", out=Path("review.jsonl"), quiet=True
+    )
+    states = found.kinds[0].states
+    assert states is not None
+    assert not states.can_tell
+    assert states.interval[0] <= 0.5 <= states.interval[1]
+    assert (states.suspects, states.num_suspects, found.out) == ((), 0, None)
+    assert not Path("review.jsonl").exists()
+
+
+def test_rows_are_written_again_and_train(place: Path) -> None:
+    rows = [*thumbs(), {"prompt": "unrated", "completion": "sun", "label": None}]
+    rows[5]["info"] = {"comment": "kept"}
+    # a row that is too long for the model has no score and is written all the same
+    rows[7]["completion"] = "sun " * 3000
+    file = write("thumbs.jsonl", rows[:-1])
+    found = audit_labels([file], model="model", out=Path("review.jsonl"), quiet=True)
+    assert found.out == "review.jsonl"
+    lines = [json.loads(line) for line in Path("review.jsonl").read_text().splitlines()]
+    assert len(lines) == NUM_ROWS
+    audits = [line["info"]["audit"] for line in lines if "audit" in line.get("info", {})]
+    assert len(audits) == NUM_ROWS - 1
+    assert found.kinds[0].states is not None
+    assert sum(found.kinds[0].states.unusable.values()) == 1
+    scores = [each["score"] for each in audits]
+    assert scores == sorted(scores, reverse=True)
+    assert all((each["score"] > 0.5) is (each["given"] is not each["predicted"]) for each in audits)
+    assert all(line["info"]["audit"]["given"] is line["label"] for line in lines[: len(audits)])
+    (kept,) = (line for line in lines if line["prompt"] == "question 5")
+    assert kept["info"]["comment"] == "kept"
+    before, after = ({e.id for e in load_all(name)} for name in ("thumbs.jsonl", "review.jsonl"))
+    assert before == after
+    assert command("train", "recipe.yaml", "data.train=review.jsonl", "train.max_steps=1") == 0
+
+
+def load_all(name: str) -> tuple[Any, ...]:
+    from valence.data.load import DataFile
+
+    return load([DataFile(name)], "judgement").examples
+
+
+# Mistakes
+
+
+def test_mistakes(place: Path) -> None:
+    file = write("thumbs.jsonl", thumbs())
+    pairs = write("pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    demonstrations = write("demonstrations.jsonl", [{"prompt": "q", "completion": "a"}])
+    with raises_error("no-rated-rows", where=demonstrations):
+        audit_labels([demonstrations])
+    with raises_error("no-rated-rows", where="bad.jsonl:1"):
+        audit_labels([write("bad.jsonl", [{"prompt": "q", "completion": 3, "label": True}])])
+    with raises_error("file-listed-twice", where=file):
+        audit_labels([file, file])
+    with raises_error("out-needs-model", fix="--model"):
+        audit_labels([file], out=Path("review.jsonl"))
+    with raises_error("output-not-jsonl", where="review.csv"):
+        audit_labels([file], model="model", out=Path("review.csv"))
+    with raises_error("output-is-input", where=file):
+        audit_labels([file], model="model", out=Path(file))
+    with raises_error("path-exists", where=pairs):
+        audit_labels([file], model="model", out=Path(pairs))
+    with raises_error("path-invalid-output", where="no/review.jsonl"):
+        audit_labels([file], model="model", out=Path("no/review.jsonl"))
+    with raises_error("rows-of-two-kinds", where="review.jsonl"):
+        audit_labels([file, pairs], model="model", out=Path("review.jsonl"))
+    with raises_error("model-not-found"):
+        audit_labels([file], model="./no-model")
+    check_error(command_error("audit", "absent.jsonl"), "file-not-found")
+    assert command("audit", file, "--top", "0") == 2
+
+
+# The command
+
+
+def test_the_command_prints_what_was_found(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("thumbs.jsonl", thumbs())
+    assert command("audit", file, "--model", "model", "--top", "3") == 0
+    shown = capsys.readouterr().out
+    assert f"{NUM_ROWS} thumbs: 30 up, 30 down" in shown
+    assert "0.5 is chance" in shown
+    assert shown.count("thumbs.jsonl:") == 3
+    assert command("audit", file, "--model", "model", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["kinds"][0]["rows"]) == ("done", NUM_ROWS)
+    assert command("audit", "absent.jsonl", "--json") == 2
+    assert json.loads(capsys.readouterr().out)["code"] == "file-not-found"

@@ -1,0 +1,655 @@
+"""Label quality of rated rows: contradictions, agreement of raters, labels that the form of a
+completion gives away, and labels that a model's hidden states contradict.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from valence.batching.micro_batches import StepPacker
+from valence.config.load import LISTS, LoadedRecipe
+from valence.config.schema import SourceSettings
+from valence.data import values
+from valence.data.audit import contradictions
+from valence.data.encode import Encoder
+from valence.data.importers.records import ReadOptions, Vote
+from valence.data.importers.rows import ROW_KINDS, latest_votes
+from valence.data.importers.sources import is_source, read_votes
+from valence.data.label_audit import (
+    OppositeLabels,
+    RaterAgreement,
+    RaterVerdict,
+    content_text,
+    form_of,
+    near_duplicates,
+    rater_agreement,
+    ratings_of_rows,
+    ratings_of_votes,
+)
+from valence.data.load import read_together, stream
+from valence.data.sources import BadRow, Row
+from valence.errors import UserError
+from valence.files import check_path
+from valence.jobs.cross_fit import FEWEST, cross_fit
+from valence.jobs.lines import as_line, check_line
+from valence.jobs.score_rows import refuse_inputs
+from valence.lifecycle.scorers import LogProbScorer, RewardModelScorer, load_scorer
+from valence.models.features import completion_states
+from valence.models.policy_model import PolicyModel
+from valence.reports.console import Progress
+from valence.reports.stats import auc, auc_interval, mean
+from valence.terminal import Terminal, print_message
+from valence.trainer.prepare import prepare
+from valence.trainer.targets import is_run, with_files
+from valence.types import Example, Judgement, Preference, TokenizedExample, content_id
+
+TOP = 20
+"""Rows that are listed, unless something else is asked for."""
+SHOWN = 5
+"""Bad rows that are named."""
+C_FORM, C_STATES = 1.0, 3.0
+"""Inverse strengths of the penalty: of features of the form, and of hidden states."""
+TOKENS = 8192
+"""Tokens that run at once, unless the recipe says otherwise."""
+NO_MODEL: dict[str, Any] = {"method": "kto", "model": {"name": "none", "dtype": "float32"}}
+"""The recipe with which rows are read where no model is named."""
+
+RatedKind = Literal["thumbs", "pairs"]
+SIDES: dict[RatedKind, tuple[str, str]] = {
+    "thumbs": ("up", "down"),
+    "pairs": ("chosen", "rejected"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FormFeature:
+    """A property of the form. up, down: its mean in completions rated up and down (chosen and
+    rejected). auc: how well it alone predicts the label; above 0.5, more of it is rated better.
+    """
+
+    name: str
+    up: float
+    down: float
+    auc: float
+
+
+@dataclass(frozen=True, slots=True)
+class FormAudit:
+    """How well the form of completions predicts their labels, cross-fitted."""
+
+    auc: float
+    interval: tuple[float, float]
+    features: tuple[FormFeature, ...]
+
+    @property
+    def is_predictive(self) -> bool:
+        return self.interval[0] > 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspectRow:
+    """A row whose label the model contradicts.
+
+    score: 1 minus the cross-fitted probability of the given label. given, predicted: of thumbs the
+    label, of pairs the better side.
+    """
+
+    origin: str
+    score: float
+    given: bool | str
+    predicted: bool | str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenStateAudit:
+    """What a classifier on the model's hidden states says of the labels.
+
+    auc: of cross-fitted probabilities against the given labels. rows: that have states; unusable:
+    the others, by reason. num_suspects: rows whose label is contradicted; suspects: the first of
+    them, most suspicious first. Both are empty unless ``can_tell``.
+    """
+
+    auc: float
+    interval: tuple[float, float]
+    rows: int
+    unusable: Mapping[str, int]
+    num_suspects: int
+    suspects: tuple[SuspectRow, ...]
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether the model tells the labels apart."""
+        return self.interval[0] > 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindAudit:
+    """The audit of thumbs, or of pairs.
+
+    up, down: rows of each class; of pairs, rows that prefer ``chosen`` and ``rejected``. form,
+    states: None where there are too few rows of a class; states also without a model.
+    """
+
+    kind: RatedKind
+    rows: int
+    up: int
+    down: int
+    form: FormAudit | None
+    states: HiddenStateAudit | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelAudit:
+    """contradictions: origins of rows that say the opposite of an earlier one, and of that one.
+    near_duplicates: origins of a row rated up and one rated down, and their similarity. unrated:
+    rows without a label or preference. bad: rows that cannot be read, with the first reasons. out:
+    the file that was written.
+    """
+
+    kinds: tuple[KindAudit, ...]
+    unrated: int
+    num_bad: int
+    bad: tuple[str, ...]
+    contradictions: tuple[tuple[str, str], ...]
+    near_duplicates: tuple[tuple[str, str, float], ...]
+    agreement: RaterAgreement | None
+    model: str | None = None
+    out: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A rated row."""
+
+    row: Row
+    example: Judgement | Preference
+
+    @property
+    def label(self) -> bool:
+        """Whether it is rated up, or its chosen side is preferred."""
+        if isinstance(self.example, Judgement):
+            return bool(self.example.label)
+        return self.example.soft is None or self.example.soft > 0.5
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Of its completion, or of both sides."""
+        if isinstance(self.example, Judgement):
+            contents = {"completion": self.example.completion}
+        else:
+            contents = {"chosen": self.example.chosen, "rejected": self.example.rejected}
+        # rows with token ids have their text as well
+        return tuple(
+            content_text(content) or str(self.row.value.get(name) or "")
+            for name, content in contents.items()
+        )
+
+    @property
+    def group(self) -> str:
+        """The same for rows with the same content, whatever their label."""
+        example = self.example
+        if isinstance(example, Judgement):
+            return content_id(example.prompt, example.completion)
+        sides = sorted((content_id(example.chosen), content_id(example.rejected)))
+        return content_id(example.prompt, *sides)
+
+    def named(self, label: bool) -> bool | str:
+        """The label as it is written: of a pair, the better side."""
+        if isinstance(self.example, Judgement):
+            return label
+        return SIDES["pairs"][0 if label else 1]
+
+
+@dataclass
+class _Rows:
+    items: dict[RatedKind, list[_Item]]
+    unrated: list[Row]
+    bad: list[BadRow]
+
+
+def audit_labels(
+    files: Sequence[str],
+    *,
+    model: str | None = None,
+    out: Path | None = None,
+    top: int = TOP,
+    format: str | None = None,
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+    quiet: bool = False,
+) -> LabelAudit:
+    """Audit the labels of the rated rows in these files.
+
+    files: paths, or sections as in a recipe. model: folder or hub id, a run's folder, or a recipe,
+    whose hidden states are compared with the labels. out: gets the rows again with ``info.audit``,
+    most suspicious first. top: suspicious rows to list. format: of files that name none. overrides:
+    settings of the model.
+
+    Raises UserError for a mistake in the request, and when no row has a label or preference.
+    """
+    console = console or Terminal()
+    source = with_files(model or NO_MODEL, files, overrides, format=format)
+    sources = source.recipe.data.eval
+    for number, each in enumerate(sources):
+        if each.path in [other.path for other in sources[:number]]:
+            raise UserError(
+                "this file is listed twice",
+                code="file-listed-twice",
+                where=each.path,
+                fix="list it once",
+            )
+    if out is not None:
+        _check_out(out, sources, model)
+    rows = _read(sources)
+    items = [item for group in rows.items.values() for item in group]
+    if not items:
+        raise _nothing_rated(files, rows)
+    if out is not None:
+        if all(rows.items.values()):
+            raise UserError(
+                "thumbs and pairs cannot be sorted into one file",
+                code="rows-of-two-kinds",
+                where=str(out),
+                fix="audit the files of thumbs and of pairs one after the other",
+            )
+        for item in items:
+            check_line(item.row.value, item.row.origin)
+    examples = [item.example for item in items]
+    judged = [
+        (item.example, item.texts[0]) for item in items if isinstance(item.example, Judgement)
+    ]
+    ratings = _ratings(sources, examples)
+    states: dict[RatedKind, _States] = {}
+    if model is not None:
+        states = _all_states(model, source, rows.items, overrides, console, quiet)
+    found = LabelAudit(
+        kinds=tuple(
+            _audit_kind(kind, group, states.get(kind), top)
+            for kind, group in rows.items.items()
+            if group
+        ),
+        unrated=len(rows.unrated),
+        num_bad=len(rows.bad),
+        bad=tuple(f"{row.origin}: {row.reason}" for row in rows.bad[:SHOWN]),
+        contradictions=tuple((str(a.origin), str(b.origin)) for a, b in contradictions(examples)),
+        near_duplicates=tuple(map(_located, near_duplicates(judged))),
+        agreement=rater_agreement(ratings),
+        model=model,
+    )
+    if out is None or not any(each.states and each.states.can_tell for each in found.kinds):
+        return found
+    kind = found.kinds[0].kind
+    _write(out, rows, rows.items[kind], states[kind].probabilities)
+    return replace(found, out=str(out))
+
+
+# Reading
+
+
+def _check_out(out: Path, sources: Sequence[SourceSettings], model: str | None) -> None:
+    check_path(out)
+    if model is None:
+        raise UserError(
+            "rows are sorted by what a model says of their labels",
+            code="out-needs-model",
+            where="--out",
+            fix="name a model or a run with --model",
+        )
+    if out.suffix not in (".jsonl", ".ndjson"):
+        raise UserError(
+            "rows are written as JSON Lines",
+            code="output-not-jsonl",
+            where=str(out),
+            fix="name a file that ends in .jsonl",
+        )
+    refuse_inputs(out, sources)
+    if out.exists() or not out.parent.is_dir():
+        is_there = out.exists()
+        raise UserError(
+            "this exists already" if is_there else f"there is no folder {out.parent}",
+            code="path-exists" if is_there else "path-invalid-output",
+            where=str(out),
+            fix="name a new file in a folder that exists",
+        )
+
+
+def _read(sources: Sequence[SourceSettings]) -> _Rows:
+    rows = _Rows({"thumbs": [], "pairs": []}, [], [])
+    for group in read_together(sources):
+        for row, example in stream(*group):
+            if isinstance(example, BadRow):
+                rows.bad.append(example)
+            elif isinstance(row, BadRow):
+                rows.bad.append(row)
+            elif isinstance(example, Judgement) and example.label is not None:
+                rows.items["thumbs"].append(_Item(row, example))
+            elif (
+                isinstance(example, Preference)
+                and example.soft != 0.5
+                and example.chosen != example.rejected
+            ):
+                rows.items["pairs"].append(_Item(row, example))
+            else:
+                rows.unrated.append(row)
+    return rows
+
+
+def _nothing_rated(files: Sequence[str], rows: _Rows) -> UserError:
+    first = rows.bad[0] if rows.bad else None
+    return UserError(
+        f"of {len(rows.unrated) + len(rows.bad):,} rows none is rated up or down or prefers a "
+        f"completion" + (f" (first: {first.reason})" if first else ""),
+        code="no-rated-rows",
+        where=str(first.origin) if first else ", ".join(files),
+        fix="name files of thumbs or pairs"
+        if first is None
+        else first.fix or "name files of thumbs or pairs",
+    )
+
+
+def _ratings(sources: Sequence[SourceSettings], examples: Sequence[Example]) -> list[RaterVerdict]:
+    """The ratings of all votes in exports and in files of votes beside the rows; without votes,
+    those of rows that name their rater.
+    """
+    votes: list[Vote] = []
+    for group in read_together([each for each in sources if is_source(each.format)]):
+        options = ReadOptions(paths=dict(group[0].keys))
+        read = read_votes(group[0].format or "", [each.path for each in group], options)
+        votes += [vote for vote in read if isinstance(vote, Vote)]
+    for path in dict.fromkeys(_votes_path(Path(each.path)) for each in sources):
+        if path is not None:
+            votes += _stored_votes(path)
+    return ratings_of_votes(latest_votes(votes)) if votes else ratings_of_rows(examples)
+
+
+def _votes_path(rows: Path) -> Path | None:
+    """The file of votes that an import wrote beside a file of rows."""
+    name, _, kind = rows.stem.rpartition(".")
+    stems = [rows.stem, *([name] if kind in ROW_KINDS else [])]
+    paths = [rows.with_name(f"{stem}.votes{rows.suffix}") for stem in stems]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _stored_votes(path: Path) -> Iterator[Vote]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            yield Vote.from_dict(json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                "this is no vote of an import",
+                code="votes-file-invalid",
+                where=f"{path}:{number}",
+                fix="repeat the import, or move the file elsewhere",
+            ) from error
+
+
+def _located(pair: OppositeLabels) -> tuple[str, str, float]:
+    return str(pair.up.origin), str(pair.down.origin), round(pair.similarity, 3)
+
+
+# Labels and features
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """probabilities: of the given label, by the place of the row; None where a class has too few
+    rows with states. auc, interval: of the classes between which the classifier decides.
+    """
+
+    probabilities: Mapping[int, float] | None
+    auc: float
+    interval: tuple[float, float]
+    unusable: Mapping[str, int]
+
+
+def _audit_kind(
+    kind: RatedKind, items: Sequence[_Item], states: _States | None, top: int
+) -> KindAudit:
+    num_up = sum(item.label for item in items)
+    return KindAudit(
+        kind=kind,
+        rows=len(items),
+        up=num_up,
+        down=len(items) - num_up,
+        form=_audit_form(kind, items),
+        states=None if states is None else _suspects(items, states, top),
+    )
+
+
+def _oriented(
+    items: Sequence[_Item], completions: Callable[[_Item], Sequence[Tensor]]
+) -> tuple[Tensor, list[bool]]:
+    """Features [n, d] and labels with two classes.
+
+    Of a pair, the difference between the sides, in a random order; the label says whether the first
+    one is the better one.
+    """
+    features: list[Tensor] = []
+    labels: list[bool] = []
+    generator = random.Random(0)
+    for item in items:
+        first, *others = completions(item)
+        is_swapped = bool(others) and generator.random() < 0.5
+        difference = first - others[0] if others else first
+        features.append(-difference if is_swapped else difference)
+        labels.append(item.label is not is_swapped)
+    return torch.stack(features), labels
+
+
+def _is_enough(labels: Sequence[bool]) -> bool:
+    return min(sum(labels), len(labels) - sum(labels)) >= FEWEST
+
+
+def _audit_form(kind: RatedKind, items: Sequence[_Item]) -> FormAudit | None:
+    forms = [[form_of(text) for text in item.texts] for item in items]
+    names = list(forms[0][0])
+    vectors = {
+        id(item): [torch.tensor(list(form.values())).log1p() for form in each]
+        for item, each in zip(items, forms, strict=True)
+    }
+    features, labels = _oriented(items, lambda item: vectors[id(item)])
+    if not _is_enough(labels):
+        return None
+    probabilities = cross_fit(features, labels, [item.group for item in items], C_FORM).tolist()
+    value, interval = _auc(probabilities, labels)
+    found: list[FormFeature] = []
+    for name in names:
+        if kind == "thumbs":
+            ups, downs = (
+                [form[0][name] for item, form in zip(items, forms, strict=True) if item.label is up]
+                for up in (True, False)
+            )
+            own = auc(ups, downs)
+        else:
+            better = [
+                [form[0 if item.label is up else 1][name] for up in (True, False)]
+                for item, form in zip(items, forms, strict=True)
+            ]
+            ups, downs = [b for b, _ in better], [w for _, w in better]
+            own = mean((b > w) + (b == w) / 2 for b, w in better) or 0.0
+        found.append(FormFeature(name, mean(ups) or 0.0, mean(downs) or 0.0, own))
+    return FormAudit(value, interval, tuple(found))
+
+
+def _auc(
+    probabilities: Sequence[float], labels: Sequence[bool]
+) -> tuple[float, tuple[float, float]]:
+    ups = [p for p, label in zip(probabilities, labels, strict=True) if label]
+    downs = [p for p, label in zip(probabilities, labels, strict=True) if not label]
+    value = auc(ups, downs)
+    return value, auc_interval(value, len(ups), len(downs))
+
+
+# Hidden states
+
+
+def _all_states(
+    target: str,
+    source: LoadedRecipe,
+    items: Mapping[RatedKind, Sequence[_Item]],
+    overrides: Sequence[str],
+    console: Console,
+    quiet: bool,
+) -> dict[RatedKind, _States]:
+    """Runs the model over the rows of each kind that has some."""
+    if not quiet:
+        print_message(console, f"loading and checking {target}")
+    policy, encoder = load_policy(target, source, overrides)
+    asked = source.recipe.train.micro_batch_tokens
+    tokens = asked if isinstance(asked, int) else TOKENS
+    found: dict[RatedKind, _States] = {}
+    for kind, group in items.items():
+        if group:
+            units, unusable = _encode(group, encoder)
+            states = hidden_states(policy, list(units.values()), tokens, console, quiet)
+            found[kind] = _cross_fit(
+                {i: list(each) for i, each in zip(units, states, strict=True)}, group, unusable
+            )
+    return found
+
+
+def load_policy(
+    target: str, source: LoadedRecipe, overrides: Sequence[str] = ()
+) -> tuple[PolicyModel, Encoder]:
+    """The model of a target, of which ``source`` is the recipe, and what makes its tokens."""
+    none = source.recipe.data.model_copy(update={name: [] for name in LISTS})
+    source = replace(source, recipe=source.recipe.model_copy(update={"data": none}))
+    encoder = prepare(source, rewards=False).encoder
+    empty = [*overrides, *(f"data.{name}=[]" for name in LISTS), "reference.cache=off"]
+    run = Path(target) if is_run(target) else None
+    scorer = load_scorer(source, encoder.tokenizer, beta=None, run=run, overrides=empty)
+    if isinstance(scorer, LogProbScorer):
+        return scorer.policy, encoder
+    assert isinstance(scorer, RewardModelScorer)
+    return scorer.engine, encoder
+
+
+def _encode(
+    items: Sequence[_Item], encoder: Encoder
+) -> tuple[dict[int, TokenizedExample], dict[str, int]]:
+    """The tokens of each row by its place, and how many have none, by reason."""
+    units: dict[int, TokenizedExample] = {}
+    unusable: dict[str, int] = {}
+    for i, item in enumerate(items):
+        encoded = encoder.encode_all([item.example])
+        if encoded.units:
+            units[i] = encoded.units[0]
+        else:
+            reason = encoded.unusable[0].reason
+            unusable[reason] = unusable.get(reason, 0) + 1
+    return units, unusable
+
+
+def hidden_states(
+    policy: PolicyModel,
+    units: Sequence[TokenizedExample],
+    tokens: int = TOKENS,
+    console: Console | None = None,
+    quiet: bool = False,
+) -> list[Tensor]:
+    """The states [sides, 2 h] of the completions of each unit. tokens: that run at once."""
+    if not units:
+        return []
+    packer = StepPacker(units, device=policy.device)
+    found: dict[int, Tensor] = {}
+    with Progress(console or Terminal(), "states", len(units), quiet=quiet) as bar:
+        for indices in packer.pack(packer.example_indices, tokens):
+            batch = packer.micro_batch(indices)
+            places = [(i, side) for i in indices for side in range(len(units[i].answers))]
+            lengths = [len(units[i].answers[side].ids) for i, side in places]
+            try:
+                states = completion_states(policy, batch, lengths)
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"there is no memory for {len(batch.tokens)} tokens at once",
+                    code="out-of-memory",
+                    where=str(units[indices[0]].origin),
+                    fix="name a recipe with a smaller train.micro_batch_tokens as --model",
+                ) from error
+            for i in indices:
+                rows = [row for row, (unit, _) in enumerate(places) if unit == i]
+                found[i] = states[rows]
+            bar.update(len(found))
+    return [found[i] for i in range(len(units))]
+
+
+def _cross_fit(
+    states: Mapping[int, Sequence[Tensor]], items: Sequence[_Item], unusable: Mapping[str, int]
+) -> _States:
+    usable = [items[i] for i in states]
+    by_item = {id(items[i]): each for i, each in states.items()}
+    if not usable:
+        return _States(None, 0.5, (0.0, 1.0), unusable)
+    features, labels = _oriented(usable, lambda item: by_item[id(item)])
+    if not _is_enough(labels):
+        return _States(None, 0.5, (0.0, 1.0), unusable)
+    predicted = cross_fit(features, labels, [item.group for item in usable], C_STATES).tolist()
+    value, interval = _auc(predicted, labels)
+    given = [p if label else 1 - p for p, label in zip(predicted, labels, strict=True)]
+    return _States(dict(zip(states, given, strict=True)), value, interval, unusable)
+
+
+def _suspects(items: Sequence[_Item], states: _States, top: int) -> HiddenStateAudit | None:
+    if states.probabilities is None:
+        return None
+    order = sorted(states.probabilities.items(), key=lambda each: (each[1], each[0]))
+    suspects = [
+        SuspectRow(
+            origin=str(items[i].row.origin),
+            **_verdict(items[i], probability),
+            completion=items[i].texts[0],
+        )
+        for i, probability in order
+        if probability < 0.5
+    ]
+    can_tell = states.interval[0] > 0.5
+    return HiddenStateAudit(
+        auc=states.auc,
+        interval=states.interval,
+        rows=len(order),
+        unusable=states.unusable,
+        num_suspects=len(suspects) if can_tell else 0,
+        suspects=tuple(suspects[:top]) if can_tell else (),
+    )
+
+
+def _verdict(item: _Item, probability: float) -> dict[str, Any]:
+    """What is said of a row whose given label has this probability."""
+    predicted = item.label if probability >= 0.5 else not item.label
+    return {
+        "score": round(1 - probability, 4),
+        "given": item.named(item.label),
+        "predicted": item.named(predicted),
+    }
+
+
+def _write(
+    out: Path, rows: _Rows, items: Sequence[_Item], probabilities: Mapping[int, float] | None
+) -> None:
+    """Writes all rows that could be read: first those with a score, most suspicious first."""
+    assert probabilities is not None
+    order = sorted(range(len(items)), key=lambda i: (probabilities.get(i, 2.0), i))
+    with out.open("x", encoding="utf-8", errors="backslashreplace") as file:
+        for i in order:
+            value = items[i].row.value
+            if i in probabilities:
+                info = {**values.info(value.get("info") or {}, "info")}
+                info["audit"] = _verdict(items[i], probabilities[i])
+                value = {**value, "info": info}
+            file.write(as_line(value) + "\n")
+        for row in rows.unrated:
+            file.write(as_line(row.value) + "\n")
