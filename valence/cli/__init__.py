@@ -117,6 +117,7 @@ def valence(
 __all__ = [
     "MISTAKE",
     "app",
+    "audit",
     "collect",
     "console",
     "doctor",
