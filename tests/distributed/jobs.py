@@ -208,6 +208,7 @@ def watched(group: Group, ends: bool, printed: str) -> str:
 
 
 def wrong_type(group: Group) -> str:
+    group.barrier("connected")  # the error is raised before anything is sent
     try:
         group.sum(torch.ones(2, dtype=torch.int16))
     except RuntimeError as error:
