@@ -39,7 +39,7 @@ class Facts:
     is_reward_model: bool = False
     online: bool = False
     is_on_policy: bool = False
-    least_rollouts: int = 1
+    min_rollouts: int = 1
     rollout_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     learning_rates: LearningRates = LEARNING_RATES["preference"]
 
@@ -62,7 +62,7 @@ METHODS = {
 }
 ONLINE = {
     "grpo": Facts(
-        "grpo", "prompt", True, NoSettings, online=True, is_on_policy=True, least_rollouts=2
+        "grpo", "prompt", True, NoSettings, online=True, is_on_policy=True, min_rollouts=2
     ),
     "rejection": Facts("rejection", "prompt", True, NoSettings, online=True),
 }

@@ -38,7 +38,7 @@ BACKGROUND = pytest.mark.parametrize("background", [
 
 
 def saved_in_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(keeper, "MIN_BACKGROUND_BYTES", 0)
 
 
 def fails(disk: Disk, folder: Path, part: str, which: int) -> list[str]:

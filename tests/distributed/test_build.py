@@ -33,7 +33,7 @@ from valence.models.memory import Split
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference, Reference, SyncedReference
 from valence.planning import plan as planning
-from valence.planning.memory import choose_split, least_free
+from valence.planning.memory import choose_split, min_free_memory
 from valence.planning.plan import describe, make_plan
 from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, prepare
@@ -409,7 +409,7 @@ def test_one_process_says_that_it_has_nothing_to_split_over(place: Path) -> None
     run = prepared(place, {"model": {"name": "llama"}}, shard="full")
     assert len([line for line in describe(make_plan(run)) if "parallel.shard: full" in line]) == 1
     assert build_models(run)[0].is_sharded is False
-    assert least_free(5, torch.device("cpu"), Single()) == 5
+    assert min_free_memory(5, torch.device("cpu"), Single()) == 5
 
 
 def differing(group: Group, place: Path) -> None:

@@ -21,7 +21,7 @@ from valence.models.attention import KeyValueMemory, attend, remembering
 from valence.models.flex import BLOCK, Visible
 from valence.models.layout import segments_of, split, table
 from valence.models.policy_model import filled
-from valence.planning.plan import MOST
+from valence.planning.plan import MAX_TOKENS
 
 
 def attended(*given: Any) -> Tensor:
@@ -252,9 +252,12 @@ def test_the_compiler_of_attention_has_room_for_every_size() -> None:
 
     With and without a gradient, and second passes behind first ones; with a window and none.
     """
-    sizes = {filled(tokens, "cuda") for tokens in range(1, MOST["cuda"] + 1)}
+    sizes = {filled(tokens, "cuda") for tokens in range(1, MAX_TOKENS["cuda"] + 1)}
     pairs = [
-        (first, second) for first in sizes for second in sizes if first + second <= MOST["cuda"]
+        (first, second)
+        for first in sizes
+        for second in sizes
+        if first + second <= MAX_TOKENS["cuda"]
     ]
     assert min(sizes) >= BLOCK
     limits: list[int] = []

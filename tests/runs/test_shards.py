@@ -126,7 +126,7 @@ def saves(
     kept.save(2, model.state(), {"rank": group.rank})
     found: dict[str, Any] = {
         "numbers": model.numbers(),
-        "saved": (kept.failed, kept.told(), kept.steps()),
+        "saved": (kept.failed, kept.take_messages(), kept.steps()),
     }
     for rank, place, name in FAULTS:
         as_it_is = getattr(place, name)
@@ -137,14 +137,14 @@ def saves(
         group.barrier("failed")
         found[name] = (
             kept.failed,
-            kept.told(),
+            kept.take_messages(),
             sorted(path.name for path in Path(folder).iterdir()),
         )
         group.barrier("seen")
     for step in (4, 5):
-        kept.save(step, model.state(), {}, beside=_beside if step == 5 else None)
+        kept.save(step, model.state(), {}, add_files=_beside if step == 5 else None)
     group.barrier("seen")
-    found["after"] = (kept.failed, kept.told(), kept.steps())
+    found["after"] = (kept.failed, kept.take_messages(), kept.steps())
     return found | {"loaded": loads(group, other, numbers)}
 
 
@@ -165,7 +165,7 @@ FAULTS: list[tuple[int, Any, str]] = [
     (2, Path, "is_dir"),
     (3, HuggingFaceStorageWriter, "write_data"),
     (1, hashlib, "file_digest"),
-    (0, store, "synced"),
+    (0, store, "fsync_path"),
 ]
 """Which process cannot do what."""
 
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_four_is_loaded_by_one(
         for name, value in alone[1][0].items()
         if value.ndim > 1
     }
-    assert store.whole(weights)["0.weight"].equal(weights["0.weight"].whole())
+    assert store.load_tensors(weights)["0.weight"].equal(weights["0.weight"].load())
     with raises_error("checkpoint-damaged"):
         weights["0.weight"].into(torch.zeros(7, 5))
     with pytest.raises(TypeError, match=f"{saved[0] / 'step-5'} .*0.weight"):
@@ -365,10 +365,10 @@ class Case:
 
 CASES = {
     "all weights": Case("qwen3", config={"more": [1.5]}),
-    "tied": Case("llama-tied", largest=20_000),
-    "other names": Case("gpt_neox", largest=20_000),
-    "other pieces": Case("qwen3_moe", largest=20_000),
-    "merged": Case("llama", lora={}, largest=20_000),
+    "tied": Case("llama-tied", max_file_bytes=20_000),
+    "other names": Case("gpt_neox", max_file_bytes=20_000),
+    "other pieces": Case("qwen3_moe", max_file_bytes=20_000),
+    "merged": Case("llama", lora={}, max_file_bytes=20_000),
     "merged, narrow": Case(
         "llama-tied", lora={"use_dora": True, "target_modules": "all-linear"}, narrow=True
     ),
@@ -390,7 +390,7 @@ def exports(
     tokenizer, said = tiny_tokenizer(), []
     for name, case in CASES.items():
         exporting.export(case.sharded(), tokenizer, Path(folder, name), group=group, **case.how)
-    for place in ("save_file", "synced"):
+    for place in ("save_file", "fsync_path"):
         where: Any = exporting if place == "save_file" else store
         as_it_is = getattr(where, place)
         if group.rank == 0:
@@ -476,7 +476,9 @@ def said(file: Path) -> Any:
 
 
 @slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "largest" in case.how])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if "max_file_bytes" in case.how]
+)
 def test_files_are_no_larger_than_asked_for(
     name: str, exported: tuple[Path, Path, list[Any]]
 ) -> None:

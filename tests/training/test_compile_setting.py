@@ -73,7 +73,7 @@ def test_auto_compiles_what_is_long_enough(
     build()
     build("train.compile=off")
     assert compiled == []
-    monkeypatch.setitem(plan.WORTH_COMPILING, "cpu", 1.0)
+    monkeypatch.setitem(plan.MIN_OPERATIONS_TO_COMPILE, "cpu", 1.0)
     assert build() == compiled
 
 

@@ -190,7 +190,7 @@ def test_memory_that_runs_out_again_ends_the_run_with_advice() -> None:
 def test_the_best_is_the_first_best_and_a_number_that_is_not_finite_never_is() -> None:
     best = BestMetricTracker(Best(metric="eval/x", mode="max"))
     values = [9.0, 1.0, math.nan, 2.0, 2.0, math.inf, 1.5]
-    better = [best.see(step, {"eval/x": value}) for step, value in enumerate(values)]
+    better = [best.update(step, {"eval/x": value}) for step, value in enumerate(values)]
     assert better == [
         False,
         True,
@@ -204,7 +204,7 @@ def test_the_best_is_the_first_best_and_a_number_that_is_not_finite_never_is() -
     early = BestMetricTracker(EarlyStop(metric="eval/x", min_delta=0.1, patience=2))
     for step, value in enumerate([1.0, 0.95, 0.85, 0.8, 0.79], start=1):
         assert not early.exhausted
-        early.see(step, {"eval/x": value})
+        early.update(step, {"eval/x": value})
     assert early.step == 3
     assert re.findall(r"[\d.]+\b", early.exhausted) == ["3", "0.85", "2"]
     other = BestMetricTracker(EarlyStop(metric="eval/x"))
@@ -219,17 +219,19 @@ def test_a_jump_of_the_loss_is_a_warning_and_noise_is_not() -> None:
     torch.manual_seed(0)
     watch = AnomalyDetector()
     noise = [0.7 + 0.02 * float(torch.randn(())) for _ in range(300)]
-    assert [warning for value in noise for warning in watch.see({"loss": value})] == []
-    assert watch.see({"loss": float("nan")}) == []
-    (warning,) = watch.see({"loss": 3.0})
+    assert [warning for value in noise for warning in watch.update({"loss": value})] == []
+    assert watch.update({"loss": float("nan")}) == []
+    (warning,) = watch.update({"loss": 3.0})
     assert re.findall(r"[\d.]+\b", warning)[:1] == ["3"]
     falling = AnomalyDetector()
-    assert [warning for i in range(300) for warning in falling.see({"loss": 2.0 * 0.98**i})] == []
+    assert [
+        warning for i in range(300) for warning in falling.update({"loss": 2.0 * 0.98**i})
+    ] == []
     early = AnomalyDetector()
     assert [
         warning
         for value in (0.7, 0.7, 5.0)
-        for warning in early.see(
+        for warning in early.update(
             {"loss": value},
         )
     ] == []  # too few to know
@@ -241,12 +243,12 @@ def test_preferred_answers_that_become_unlikely_are_one_warning() -> None:
     (warning,) = [
         warning
         for value in falling
-        for warning in watch.see(
+        for warning in watch.update(
             {"eval/logps/chosen": value},
         )
     ]
     assert re.findall(r"-[\d.]+\b", warning) == ["-100", "-151"]
-    assert AnomalyDetector().see({}) == []
+    assert AnomalyDetector().update({}) == []
 
 
 def test_training_goes_on_with_a_full_disk_until_too_many_saves_failed(

@@ -21,7 +21,7 @@ from valence.files import make_folder, open_file
 from valence.models.log_prob_store import LogProbStore
 from valence.rewards.cache import Kept
 from valence.runs.folder import FOLDERS
-from valence.runs.store import write_whole, written_aside
+from valence.runs.store import atomic_folder, write_atomically
 from valence.types import Score
 
 __all__ = ["folder", "settings"]
@@ -160,12 +160,12 @@ def test_writers_refuse_links_below_their_root(tmp_path: Path, outside: Path) ->
     (root / "inner/c").symlink_to(outside / "file")
     (root / "inner/dangling").symlink_to(outside / "new")
     with raises_error("path-is-symlink", where="root/link"):
-        write_whole(root / "link/a", b"y", root)
+        write_atomically(root / "link/a", b"y", root)
     with raises_error("path-is-symlink", where="inner/.a.part"):
-        write_whole(root / "inner/a", b"y", root)
+        write_atomically(root / "inner/a", b"y", root)
     with (
         raises_error("path-is-symlink", where="inner/.b.part"),
-        written_aside(root / "inner/b") as aside,
+        atomic_folder(root / "inner/b") as aside,
     ):
         (aside / "file").write_bytes(b"y")
     for name in ("inner/c", "inner/dangling", "link/new"):
@@ -176,5 +176,5 @@ def test_writers_refuse_links_below_their_root(tmp_path: Path, outside: Path) ->
         make_folder(root / "link/deeper", root)
     assert is_untouched(outside)
     (tmp_path / "way").symlink_to(root)  # the root itself may be a link
-    write_whole(tmp_path / "way/inner/d", b"y", tmp_path / "way")
+    write_atomically(tmp_path / "way/inner/d", b"y", tmp_path / "way")
     assert (root / "inner/d").read_bytes() == b"y"

@@ -49,13 +49,14 @@ def test_the_page_takes_a_small_share_of_the_time(written: tuple[Clock, list[str
     while clock.now < 10_000:
         ours.update()
         clock.now += 1
-    assert 10_000 / (pages.SHARE * 2 + 4) - 1 < len(found) <= 10_000 / (pages.SHARE * 2)
+    most = 10_000 * pages.MAX_SHARE / 2
+    assert 10_000 / (2 / pages.MAX_SHARE + 4) - 1 < len(found) <= most
 
 
 def test_a_short_run_writes_none_on_the_way(written: tuple[Clock, list[str]]) -> None:
     clock, found = written
     ours = pages.Pages(Path("run"), found.append, clock)
-    clock.now = pages.EVERY - 1
+    clock.now = pages.MIN_INTERVAL - 1
     ours.update()
     assert found == []
 

@@ -26,7 +26,7 @@ from valence.config.load import load_recipe
 from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.planning import plan
-from valence.planning.plan import LEAST, MARGIN, MOST, Plan, describe, make_plan
+from valence.planning.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
 from valence.reports.console import duration
 from valence.runs import store
 from valence.trainer.methods import method_of
@@ -69,13 +69,13 @@ def planned(recipe: dict[str, Any], *overrides: str, given: Mapping[str, Any] = 
 def test_as_many_tokens_run_at_once_as_fit_and_are_of_use(recipe: dict[str, Any]) -> None:
     found = planned(recipe)
     assert found.free is not None
-    most = MOST["cpu"]
+    most = MAX_TOKENS["cpu"]
     assert (
         replace(found, free=None).micro_batch_tokens
         == replace(found, free=2**50).micro_batch_tokens
         == most
     )
-    assert replace(found, free=1).micro_batch_tokens == LEAST
+    assert replace(found, free=1).micro_batch_tokens == MIN_TOKENS
     just = int(found.memory.total(most) / MARGIN) + 1
     assert replace(found, free=just).micro_batch_tokens == most
     assert replace(found, free=just - 100).micro_batch_tokens == most // 2
@@ -91,7 +91,7 @@ def test_the_number_is_written_down_and_kept(
 ) -> None:
     """By a run that is taken up, and by one that is brought back, whatever is free then."""
     run = build_run(recipe, given=GIVEN, quiet=True)
-    most = MOST["cpu"]
+    most = MAX_TOKENS["cpu"]
     assert (
         run.state.budget.at(0, "training")
         == run.model_writer.facts["micro_batch_tokens"][0][2]
@@ -101,7 +101,7 @@ def test_the_number_is_written_down_and_kept(
     run.save()
     monkeypatch.setattr(plan, "free_memory", lambda _: 1)
     again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, given=GIVEN, quiet=True)
-    assert again.state.budget.at(0, "training") == LEAST
+    assert again.state.budget.at(0, "training") == MIN_TOKENS
     again.load_state_dict(store.load(tmp_path / "run/checkpoints/step-1"))
     assert again.state.budget.at(0, "training") == most
     assert restore(tmp_path / "run", quiet=True).state.budget.at(1, "evaluation") == most
@@ -219,7 +219,7 @@ def test_what_a_run_takes_is_printed_before_it(
     lines = {line.split(":")[0]: line for line in describe(found)}
     assert list(lines) == ["steps", "tokens", "weights", "memory", "time"]
     assert re.findall(r"\d+", lines["steps"]) == ["6", "3", "12"]  # in all and per epoch, rows
-    assert f"{MOST['cpu']:,} " in lines["tokens"]
+    assert f"{MAX_TOKENS['cpu']:,} " in lines["tokens"]
     assert re.findall(r"[\d,]*\d", lines["weights"]) == [f"{found.shape.parameters:,}"]
     adapted = planned(recipe, "model.lora={rank: 2}")
     (weights,) = [line for line in describe(adapted) if line.startswith("weights")]
@@ -316,7 +316,7 @@ def test_evaluation_is_part_of_the_time(
         planned(recipe, "eval.train_examples=12").evaluation_seconds
         > planned(recipe, "eval.train_examples=4").evaluation_seconds
     )
-    monkeypatch.setattr(plan, "ROWS_LOOKED_AT", 3)
+    monkeypatch.setattr(plan, "ROWS_COUNTED", 3)
     assert seconds("eval.at_start=false") == pytest.approx(once, rel=0.3)
 
 

@@ -215,7 +215,7 @@ def test_a_time_limit_that_allows_no_step_is_an_error(
     killed_run: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def over(stop: Stop) -> bool:
-        stop.take_over("run.max_time", OUT_OF_TIME)
+        stop.adopt("run.max_time", OUT_OF_TIME)
         return True
 
     settings["run"]["max_time"] = "01:00:00"

@@ -79,7 +79,7 @@ def test_layers_are_not_compiled_of_their_own_accord(
     from valence.lifecycle import models
     from valence.planning import plan
 
-    monkeypatch.setattr(plan, "WORTH_COMPILING", {"cpu": 0.0})
+    monkeypatch.setattr(plan, "MIN_OPERATIONS_TO_COMPILE", {"cpu": 0.0})
     for module in (models, plan):
         monkeypatch.setattr(module, "why_not", lambda _device: "")
     compiled: list[Any] = []

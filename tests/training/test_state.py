@@ -15,7 +15,7 @@ import torch
 from tests.errors import raises_error
 from tests.training.test_mix import PAIRS, SHOWN, run_of, written
 from tests.training.walk import walk
-from valence.runs.state import Registry, Through
+from valence.runs.state import Registry, StateFunctions
 from valence.runs.store import Snapshot, load
 from valence.trainer.trainer import Trainer
 
@@ -174,8 +174,8 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_parts_of_another_version_are_refused_before_anything_changes() -> None:
     seen: list[Any] = []
     registry = Registry()
-    registry.add("a", Through(lambda: 1, seen.append))
-    registry.add("b", Through(lambda: 2, seen.append))
+    registry.add("a", StateFunctions(lambda: 1, seen.append))
+    registry.add("b", StateFunctions(lambda: 2, seen.append))
     for state in ({"a": 1}, {"a": 1, "b": 2, "c": 3}):
         with raises_error("checkpoint-version", where="checkpoint"):
             registry.load_state_dict(state)
@@ -183,4 +183,4 @@ def test_parts_of_another_version_are_refused_before_anything_changes() -> None:
     registry.load_state_dict(registry.state_dict())
     assert seen == [1, 2]
     with pytest.raises(ValueError, match=r"\ba\b"):
-        registry.add("a", Through(lambda: 1, seen.append))
+        registry.add("a", StateFunctions(lambda: 1, seen.append))

@@ -85,7 +85,7 @@ def with_reward(method: Method) -> Method | None:
 
 def own_doc(method: Method) -> Doc:
     """What the answers of a round become, of a method that learns from the policy's own."""
-    return read_doc(method.makes.fn.__doc__ or "" if method.makes else "")
+    return read_doc(method.sample_builder.fn.__doc__ or "" if method.sample_builder else "")
 
 
 def added(method: Method) -> set[str]:
@@ -127,19 +127,19 @@ def own_facts(method: Method) -> dict[str, str]:
     """Those of a method that learns from the policy's own answers, beside what it shares with its
     loss.
     """
-    reads = method.makes.reads if method.makes else ()
+    reads = method.sample_builder.reads if method.sample_builder else ()
     needed = method.asks_reference or "ref_t" in reads
     found = {
         "rows": "prompts alone; other columns reach the reward",
         "reference": "yes" if needed else "to log the divergence, as `rollout.measure_kl` says",
-        "answers": f"`rollout.num_rollouts` to each prompt, {method.least_rollouts} or more",
+        "answers": f"`rollout.num_rollouts` to each prompt, {method.min_rollouts} or more",
     }
     if "top_n" in reads:
         found["answers"] += (
             "; the `rollout.top_n` best are trained on, of groups whose rewards differ, without "
             "truncated ones (`rollout.mask_truncated`) and those below `rollout.min_reward`"
         )
-    if method.fills:
+    if method.resamples:
         found["answers"] += (
             "; prompts whose answers all have the same reward are replaced by others"
         )

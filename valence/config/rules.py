@@ -41,7 +41,7 @@ class MethodFacts(Protocol):
         ...
 
     @property
-    def least_rollouts(self) -> int:
+    def min_rollouts(self) -> int:
         """Answers to a prompt below which there is nothing to learn."""
         ...
 
@@ -357,7 +357,7 @@ CONTRADICTIONS = (
         "rollout.num_rollouts",
         lambda c: (
             c.method.online
-            and c.recipe.rollout.num_rollouts < c.method.least_rollouts
+            and c.recipe.rollout.num_rollouts < c.method.min_rollouts
             and (c.method.name != "rejection" or c.recipe.rollout.min_reward is None)
         ),
         "{method} compares answers to the same prompt, and one has nothing to be compared with",

@@ -90,7 +90,7 @@ def score_by_reward(
         specs = specs_of(rewards, target, overrides)
         own = load_target(target, overrides).recipe.data if target is not None else None
         bare = BARE | {"reward": "length"}
-        sources = with_files(bare, data, (), own=own, format=format).recipe.data.eval
+        sources = with_files(bare, data, (), recorded=own, format=format).recipe.data.eval
         refuse_inputs(out, sources)
         lines = Lines(out, WINDOW, fresh=fresh) if group.rank == 0 else None
         if lines:

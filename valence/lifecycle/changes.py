@@ -1,6 +1,4 @@
-"""Whether a run is still the one that its folder holds: settings one by one, rows by a hash
-each.
-"""
+"""Compare the settings and rows of a recipe with those of the run in its folder."""
 
 from __future__ import annotations
 
@@ -42,9 +40,9 @@ FREE = (
     | {f"parallel.{name}" for name in ("shard", "tensor", "reshard", "sync", "offload")}
     | {"eval.train_examples"}
 )
-"""Settings on which neither the weights nor the log depend, but for their last digits."""
+"""Settings that change neither weights nor log beyond their last digits."""
 MAY_GROW = ("train.epochs", "train.max_steps")
-OF_THE_ORDER = (
+BATCH_SETTINGS = (
     "train.batch_size",
     "train.drop_last",
     "train.seed",
@@ -52,15 +50,16 @@ OF_THE_ORDER = (
     "rollout.epochs",
     "rollout.steps",
 )
-"""Settings that say which rows make up which step."""
-PLACE = re.compile(r"((?:data|mix\.\d+)\.(?:train|eval|test))\.\d+\.path")
+"""Settings that decide which rows form which step."""
+PATH_SETTING = re.compile(r"((?:data|mix\.\d+)\.(?:train|eval|test))\.\d+\.path")
 ROWS = "rows.safetensors"
-LISTED = 12
+MAX_LISTED = 12
 
 
 def changes(path: Path, was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:
-    """Settings and lists of rows that are not as they were (``was``: what a checkpoint says of its
-    run), and how.
+    """Describe each setting and list of rows that differs from the previous run.
+
+    path: the run's folder. was: settings and rows as its checkpoint records them.
     """
     rows = _changed_rows(path, was["rows"], prepared) if was.get("rows") else {}
     return _changed_settings(was.get("settings") or {}, prepared, rows) | rows
@@ -73,14 +72,15 @@ def refuse(
     prepared: Prepared,
     path: Path,
 ) -> None:
-    """Raises UserError about changes that are allowed neither by name nor by an earlier start
-    (``facts``: of run.json), and about a name to allow that is none.
+    """Raise UserError for a change that neither ``allow`` nor an earlier start permits.
+
+    Also raised for a name in ``allow`` that is not a setting. facts: content of run.json.
     """
     names = {*settings_of(prepared), *rows_of(prepared), *changed}
-    for each in allow:
-        if not any(_within(name, each) for name in names):
+    for allowed in allow:
+        if not any(_within(name, allowed) for name in names):
             near = difflib.get_close_matches(
-                each, [*names, *(name.rsplit(".", 1)[-1] for name in names)], 1
+                allowed, [*names, *(name.rsplit(".", 1)[-1] for name in names)], 1
             )
             meant = [
                 name
@@ -88,7 +88,7 @@ def refuse(
                 if near and (name == near[0] or name.endswith(f".{near[0]}"))
             ]
             raise UserError(
-                f"there is no setting {each}",
+                f"there is no setting {allowed}",
                 code="allow-unknown-setting",
                 where="--allow",
                 fix=f"did you mean {meant[0]}?" if meant else None,
@@ -97,39 +97,33 @@ def refuse(
     refused = [
         name
         for name in changed
-        if name not in known and not any(_within(name, each) for each in allow)
+        if name not in known and not any(_within(name, allowed) for allowed in allow)
     ]
     if not refused:
         return
-    said = [f"  {changed[name]}" for name in refused[:LISTED]]
-    said += [f"  and {len(refused) - LISTED} more"] if len(refused) > LISTED else []
-    named = refused if len(refused) <= 4 else sorted({name.split(".")[0] for name in refused})
-    words = " ".join(f"--allow {name}" for name in named)
+    lines = [f"  {changed[name]}" for name in refused[:MAX_LISTED]]
+    lines += [f"  and {len(refused) - MAX_LISTED} more"] if len(refused) > MAX_LISTED else []
+    sections = refused if len(refused) <= 4 else sorted({name.split(".")[0] for name in refused})
+    options = " ".join(f"--allow {name}" for name in sections)
     raise UserError(
-        "\n".join(["the run in this folder was another one:", *said]),
+        "\n".join(["this folder holds a run with other settings or rows:", *lines]),
         code="run-differs",
         where=f"run.dir: {path}",
-        fix=f"undo the change; or go on with it all the same: {words}; or start anew: `valence "
-        f"train RECIPE --fresh`; "
-        "or choose another run.dir",
+        fix=f"undo the change; or accept it: {options}; or start over: `valence train RECIPE "
+        f"--fresh`; or choose another run.dir",
     )
 
 
 def settings_of(prepared: Prepared) -> dict[str, Any]:
-    """Every setting, as JSON has it, by dotted name."""
-    return json.loads(
-        json.dumps(
-            {name: each.value for name, each in prepared.source.settings.items()}, default=str
-        )
-    )
+    """Every setting by its dotted name, as JSON values."""
+    settings = {name: setting.value for name, setting in prepared.source.settings.items()}
+    return json.loads(json.dumps(settings, default=str))
 
 
 def choices_of(policy: PolicyModel, world: Group) -> dict[str, Any]:
-    """What the last bits of a result depend on besides settings and rows: choices that were made,
-    and the machine.
-    """
-    made = {"compiled": policy.compiled, "packed": policy.packs, "sharded": policy.is_sharded}
-    return made | _machine(world)
+    """Choices and the machine, on which the last bits of a result depend besides settings."""
+    choices = {"compiled": policy.compiled, "packed": policy.packs, "sharded": policy.is_sharded}
+    return choices | _machine(world)
 
 
 def _machine(world: Group) -> dict[str, Any]:
@@ -144,7 +138,7 @@ def _machine(world: Group) -> dict[str, Any]:
 
 
 def differences(was: Mapping[str, Any], world: Group) -> list[str]:
-    """What is not as it was on the machine, so that the last digits of results may differ."""
+    """Differences of machine and versions, which may change the last digits of results."""
     before = {**(was.get("versions") or {}), **(was.get("choices") or {})}
     here = versions() | _machine(world)
     return [
@@ -159,8 +153,9 @@ def _within(name: str, section: str) -> bool:
 
 
 def _accepted(facts: Mapping[str, Any], prepared: Prepared) -> set[str]:
-    """Settings and lists of rows that are as they were at the last start, which may have been after
-    the newest checkpoint.
+    """Settings and lists of rows that are unchanged since the last start.
+
+    That start may be later than the newest checkpoint.
     """
     now, was = (
         settings_of(prepared) | rows_of(prepared),
@@ -172,11 +167,13 @@ def _accepted(facts: Mapping[str, Any], prepared: Prepared) -> set[str]:
 def _changed_settings(
     was: Mapping[str, Any], prepared: Prepared, rows: Mapping[str, str]
 ) -> dict[str, str]:
-    """But for those that may change freely, have grown and may, or follow from the rows; and paths
-    whose rows are the same.
+    """Describe changed settings that need permission.
+
+    Left out: settings in FREE, those in MAY_GROW that have grown, automatic ones that follow from
+    changed rows, and paths to the same rows.
     """
     now, settings = settings_of(prepared) if was else {}, prepared.source.settings
-    found: dict[str, str] = {}
+    changed: dict[str, str] = {}
     for name in sorted(was.keys() | now.keys()):
         before, after = was.get(name), now.get(name)
         if before == after or name in FREE or name.startswith("run.sinks"):
@@ -191,21 +188,21 @@ def _changed_settings(
             continue
         if name in MAY_GROW and (after is None or (before is not None and after > before)):
             continue
-        place = PLACE.fullmatch(name)
-        if place and place[1] not in rows:
+        path_setting = PATH_SETTING.fullmatch(name)
+        if path_setting and path_setting[1] not in rows:
             continue
-        found[name] = (
+        changed[name] = (
             f"{name}: {json.dumps(before, ensure_ascii=False)} -> "
             f"{json.dumps(after, ensure_ascii=False)}"
         )
-    return found
+    return changed
 
 
 # ------------------------------------------------------------------ rows
 
 
 def rows_of(prepared: Prepared) -> dict[str, Any]:
-    """How many rows each list of the recipe has, and a digest of them."""
+    """Number and digest of the rows in each list of the recipe."""
     return {
         _list(name): {
             "rows": len(c.units),
@@ -216,21 +213,17 @@ def rows_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def hashes_of(prepared: Prepared) -> bytes:
-    """A hash of every row, by which it can be said later what has changed; as safetensors with a
-    checksum.
-    """
+    """A hash of every row, to find changed rows later, as safetensors with a checksum."""
     hashes = {_list(name): torch.tensor(_hashes(c.units)) for name, c in prepared.corpora.items()}
     return save(hashes, metadata={KEY: _checksum(hashes)})
 
 
 def _checksum(hashes: Mapping[str, torch.Tensor]) -> str:
-    return str(checksum({name: each.tolist() for name, each in hashes.items()}))
+    return str(checksum({name: values.tolist() for name, values in hashes.items()}))
 
 
-def _kept_hashes(path: Path) -> dict[str, torch.Tensor]:
-    """The hashes that were written when the run began; none when the file is not there or has
-    changed.
-    """
+def _saved_hashes(path: Path) -> dict[str, torch.Tensor]:
+    """The hashes from the start of the run; empty if the file is missing or damaged."""
     try:
         with safe_open(path, "pt") as file:
             hashes = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -243,9 +236,11 @@ def _kept_hashes(path: Path) -> dict[str, torch.Tensor]:
 def _changed_rows(path: Path, was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:
     now = rows_of(prepared)
     names = [name for name in sorted(now.keys() | was.keys()) if was.get(name) != now.get(name)]
-    kept = _kept_hashes(path / ROWS) if names else {}
+    saved = _saved_hashes(path / ROWS) if names else {}
     corpora = {_list(name): corpus for name, corpus in prepared.corpora.items()}
-    return {name: _how(name, was, now, kept.get(name), corpora.get(name)) for name in names}
+    return {
+        name: _describe_change(name, was, now, saved.get(name), corpora.get(name)) for name in names
+    }
 
 
 def _list(corpus: str) -> str:
@@ -253,32 +248,32 @@ def _list(corpus: str) -> str:
     return corpus if corpus.startswith("mix") else f"data.{corpus}"
 
 
-def _how(
+def _describe_change(
     name: str,
     was: Mapping[str, Any],
     now: Mapping[str, Any],
-    kept: torch.Tensor | None,
+    saved: torch.Tensor | None,
     corpus: Corpus | None,
 ) -> str:
-    """What has changed about a list of rows, in words."""
+    """Describe how a list of rows differs. saved: hashes from the start of the run."""
     before = (was.get(name) or {}).get("rows", 0)
-    said = f"{name}: {before} rows then, {now[name]['rows'] if corpus else 'none'} now"
-    if kept is None or corpus is None:
-        return said
+    counts = f"{name}: {before} rows then, {now[name]['rows'] if corpus else 'none'} now"
+    if saved is None or corpus is None:
+        return counts
     hashes = _hashes(corpus.units)
-    old = set(kept.tolist())
-    new = [unit for unit, each in zip(corpus.units, hashes, strict=True) if each not in old]
-    gone = len(old - set(hashes))
-    parts = [f"{len(new)} are new, the first of them {new[0].origin}"] if new else []
-    parts += [f"{gone} are gone or have changed"] if gone else []
-    return f"{said}: {', '.join(parts) or 'the same ones in another order'}"
+    old = set(saved.tolist())
+    new = [unit for unit, value in zip(corpus.units, hashes, strict=True) if value not in old]
+    num_gone = len(old - set(hashes))
+    parts = [f"{len(new)} are new, the first is {new[0].origin}"] if new else []
+    parts += [f"{num_gone} are gone or changed"] if num_gone else []
+    return f"{counts}: {', '.join(parts) or 'the same rows in another order'}"
 
 
 def _digest(corpus: Corpus, in_order: bool) -> str:
-    """Of all rows.
+    """Digest of all rows.
 
-    The order of those to train on counts only among rows with the same content, as it does for a
-    run.
+    in_order: whether their order counts. That of training rows counts only among rows with the
+    same content, because the sampler orders them itself.
     """
     units, hashes = corpus.units, _hashes(corpus.units)
     order = range(len(units)) if in_order else sorted(range(len(units)), key=lambda i: units[i].id)
@@ -290,9 +285,7 @@ def _hashes(units: Sequence[TokenizedExample]) -> list[int]:
 
 
 def _hash(unit: TokenizedExample) -> int:
-    """Of all that training reads of a row: its tokens, which of them are trained on, and its
-    verdict.
-    """
+    """Hash of everything that training reads of a row: tokens, masks, labels and weight."""
     digest = hashlib.blake2b(digest_size=8)
     for ids, mask in (
         (unit.prompt_ids, unit.prompt_mask),

@@ -93,18 +93,18 @@ def _report_end(trainer: Trainer, folder: RunFolder) -> None:
         trainer.messages.note_once(f"not imitated: {describe_exclusions(exclusions)}")
         folder.state(exclusions=dict(exclusions))
     best = trainer.state.best
-    if best.wanted is not None and best.step not in (None, trainer.step):
+    if best.criterion is not None and best.step not in (None, trainer.step):
         trainer.messages.note_once(
-            f"the best evaluation was at step {best.step} ({best.wanted.metric} {best.best:.4g}): "
-            f"use `--step best`; model/ has the last weights"
+            f"the best evaluation was at step {best.step} ({best.criterion.metric} "
+            f"{best.best:.4g}): use `--step best`; model/ has the last weights"
         )
 
 
 def _test(trainer: Trainer, folder: RunFolder) -> None:
     if "test" in trainer.prepared.corpora:
-        found = trainer.evaluate(name="test")
-        folder.write("eval/test.json", as_json(trainer.step, found.metrics, found.rows))
-        metrics = {f"test/{name}": value for name, value in found.metrics.items()}
+        result = trainer.evaluate(name="test")
+        folder.write("eval/test.json", as_json(trainer.step, result.metrics, result.rows))
+        metrics = {f"test/{name}": value for name, value in result.metrics.items()}
         trainer.log.log({"step": trainer.step} | metrics)
 
 
@@ -119,8 +119,8 @@ def _samples_after(
         ]
         if len(both) < len(before):  # other held-out rows were allowed since
             trainer.messages.warn(
-                f"{len(before) - len(both)} of {len(before)} prompts that were answered before "
-                f"training are gone"
+                f"{len(before) - len(both)} of {len(before)} prompts answered before training "
+                f"are no longer in the held-out rows"
             )
         folder.write("samples.json", [add_checksum(row) for row in both])
 
@@ -128,18 +128,18 @@ def _samples_after(
 def _measure_trained(trainer: Trainer, folder: RunFolder) -> None:
     """Measure some of the training rows with the trained model."""
     try:
-        found = trainer.evaluate_training_rows()
+        result = trainer.evaluate_training_rows()
     except UserError as error:
         trainer.messages.note_once(f"the training rows were not measured for the report: {error}")
         return
-    if found is not None:
-        folder.write("eval/train.json", as_json(trainer.step, found.metrics, found.rows))
+    if result is not None:
+        folder.write("eval/train.json", as_json(trainer.step, result.metrics, result.rows))
 
 
 def _open_cache(trainer: Trainer) -> None:
-    """Free the reference's memory when the cache holds everything that the run will read.
+    """Free the reference's memory if the cache holds everything that the run will read.
 
-    Notes when the cache cannot be used.
+    Prints a note if the cache cannot be used.
     """
     if not isinstance(trainer.reference, CachedReference):
         return
@@ -166,9 +166,9 @@ def _report_cache(trainer: Trainer) -> None:
 
 
 def _save_after_failure(trainer: Trainer) -> None:
-    """Save after a failure, unless weights were changing, or other processes may not know of it.
+    """Save after a failure, unless an update was under way or the processes are out of sync.
 
-    A save that fails must not hide the first failure.
+    A failed save must not hide the first failure.
     """
     try:
         assert trainer.saver is not None
@@ -197,29 +197,29 @@ def _check_weights(trainer: Trainer) -> None:
 
 
 def _samples_before(trainer: Trainer) -> list[dict[str, str]]:
-    """Answers of the policy before its first step; those in the folder when the run resumes."""
+    """Answers of the policy before its first step; when resuming, those saved in the folder."""
     assert trainer.folder is not None
-    kept = trainer.folder.path / "samples.json"
+    path = trainer.folder.path / "samples.json"
     if trainer.step == 0:
-        found = _samples(trainer)
-        if found:
-            trainer.folder.write(kept.name, [add_checksum(row) for row in found])
-        return found
+        samples = _samples(trainer)
+        if samples:
+            trainer.folder.write(path.name, [add_checksum(row) for row in samples])
+        return samples
     return (
-        by_first(trainer.world, partial(_read_samples, trainer, kept))
+        by_first(trainer.world, partial(_read_samples, trainer, path))
         if trainer.recipe.run.samples.prompts
         else []
     )
 
 
-def _read_samples(trainer: Trainer, kept: Path) -> list[dict[str, str]]:
+def _read_samples(trainer: Trainer, path: Path) -> list[dict[str, str]]:
     try:
-        rows = [verify(row) for row in json.loads(kept.read_text(encoding="utf-8"))]
+        rows = [verify(row) for row in json.loads(path.read_text(encoding="utf-8"))]
         return [{name: row[name] for name in ("prompt", "before")} for row in rows]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         trainer.messages.warn(
-            f"{kept}: the answers from before the first step are lost ({error}), and none are "
-            f"compared"
+            f"{path}: the answers from before training cannot be read ({error}), so the report "
+            f"compares none"
         )
         return []
 

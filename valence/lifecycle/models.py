@@ -1,4 +1,4 @@
-"""The models of a run: the policy, and what it is compared with."""
+"""Load the models of a run: the policy and its reference."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from valence.models.values import add_values
 from valence.planning.memory import (
     at_rest,
     choose_split,
-    fits_whole,
+    fits_on_one_device,
     layers_of,
-    least_free,
-    trains_whole,
+    min_free_memory,
+    trains_all_weights,
 )
 from valence.planning.plan import pays_to_compile
 from valence.trainer.prepare import Prepared
@@ -67,15 +67,12 @@ def build_models(
     compiled: bool | None = None,
     sharded: bool | None = None,
 ) -> tuple[PolicyModel, Reference | None]:
-    """Loads the policy and what it is compared with.
+    """Load the policy and its reference.
 
-    Objects given replace those that the recipe names.
-
-    fills: for a run that trains: a cache in its own folder is added to (else it is only read), and
-    layers may be compiled.
-    compiled, sharded: whether layers are compiled, and weights split over processes, where that was
-    chosen before.
-    group: all processes, which call it together.
+    model, reference: used instead of the models that the recipe names. fills: the run trains, so
+    the cache in its folder is extended (otherwise it is only read) and layers may be compiled.
+    compiled, sharded: earlier decisions to compile layers and to split weights over processes; None
+    decides now. group: all processes call this together.
     """
     group = group or Single()
     with prepared.source.placing():
@@ -84,47 +81,49 @@ def build_models(
         same(group, lambda: rows_of(prepared), "give all processes the same rows")
         data, layers = group.split(recipe.parallel.tensor)
         split = _split(prepared, model, group, sharded)
-        loads = _Loads(prepared, split, data, layers)
-        policy, stream = loads.policy(model)
+        loader = _ModelLoader(prepared, split, data, layers)
+        policy, stream = loader.policy(model)
         if model is not None:
             _check_same_weights(group, "model", policy)
         check_vocabulary(policy.causal, prepared.tokenizer)
         _check_lengths(policy, prepared)
         if fills and recipe.train.router_aux_loss:
             check_router(policy)
-        if fills and split.single and _compiles(prepared, policy, compiled, group.size):
+        if fills and split.single and _should_compile(prepared, policy, compiled, group.size):
             compile_layers(policy)
-        own = recipe.reference.model if reference is None else None
-        copied = prepared.needs_reference and reference is None and own is None
-        # a copy is made of what is still whole, or still nothing
-        built = loads.reference(policy, None) if copied else None
-        loads.share(policy, stream)
+        name = recipe.reference.model if reference is None else None
+        is_copy = prepared.needs_reference and reference is None and name is None
+        # Copied before the policy's weights are split, or read.
+        built = loader.reference(policy, None) if is_copy else None
+        loader.share(policy, stream)
         if isinstance(built, FrozenReference):
-            loads.share(built.engine, stream)
-        elif prepared.needs_reference and not copied:
+            loader.share(built.engine, stream)
+        elif prepared.needs_reference and not is_copy:
             built = (
-                loads.reference(policy, reference, among=group)
+                loader.reference(policy, reference, among=group)
                 if reference is not None
-                else loads.named_reference(policy, own)
+                else loader.named_reference(policy, name)
             )
-        # How the reference's weights can be had once more.
-        whole = copied and model is None and trains_whole(recipe)
-        again = partial(loads.named_reference, policy, own) if own or whole else None
+        # The cache may free the reference's weights and load them again.
+        can_reload = name or (is_copy and model is None and trains_all_weights(recipe))
+        again = partial(loader.named_reference, policy, name) if can_reload else None
         if data.rank:
-            # an adapter's dropout is another in each process
+            # an adapter's dropout differs between processes
             torch.manual_seed(recipe.train.seed + data.rank)
-        # those without which this process cannot run the reference
+        if built is None:
+            return policy, None
+        # the processes that run the reference together
         among = group if split.ways > 1 else layers
-        return policy, None if built is None else _kept(built, recipe, fills, again, among.any)
+        return policy, _with_cache(built, recipe, fills, again, among.any)
 
 
 @dataclass(frozen=True)
-class _Loads:
-    """Loads the models of a run.
+class _ModelLoader:
+    """Load the models of a run.
 
-    Where they are split, each process has its part alone: a model is made without weights, what is
-    to be a copy of it is copied, and then each is shared and read. Only what cannot be read in
-    parts is loaded whole before.
+    Where weights are split, each process only ever holds its part: the model is built without
+    weights, the reference is copied from it, and then each is split and read. Models that cannot be
+    read in parts are loaded in full first.
     """
 
     prepared: Prepared
@@ -133,22 +132,23 @@ class _Loads:
     layers: Group
 
     def policy(self, model: nn.Module | None) -> tuple[PolicyModel, Stream | None]:
-        """Of the model given, or the recipe's."""
+        """The policy from this model, or from the one that the recipe names."""
         recipe, spec, stream = self.prepared.recipe, self.prepared.recipe.model, None
         torch.manual_seed(recipe.train.seed)
         if model is None:
             model, stream = self._model(None)
         scores = self.prepared.method.is_reward_model
         if is_reward_model(model) is not scores:
-            what = "is a reward model" if not scores else "has no head for scores"
+            problem = "is a reward model" if not scores else "has no head for scores"
             raise UserError(
-                f"the model given {what}",
+                f"the model object {problem}",
                 code="model-kind",
                 where="model",
-                fix=f"give what {recipe.method} trains",
+                fix=f"pass a {'reward' if scores else 'causal language'} model, which "
+                f"{recipe.method} trains",
             )
         _check_quantized(model, spec)
-        # the adapter's random half is drawn here, whatever loading has drawn
+        # The adapter's random weights must not depend on the numbers that loading has drawn.
         torch.manual_seed(recipe.train.seed)
         policy = build_policy(
             model.to(best_device()),
@@ -163,9 +163,8 @@ class _Loads:
             stream.forget(policy.causal)
         if self.prepared.method.online and recipe.loss.get("value"):
             if not self.split.single:
-                what = "values are not computed where weights are split over processes"
                 raise UserError(
-                    what,
+                    "the value head does not support weights split over processes",
                     code="value-head-unsupported",
                     where="parallel.shard",
                     fix="set parallel.shard: off and parallel.tensor: 1",
@@ -174,7 +173,7 @@ class _Loads:
         return policy, stream
 
     def named_reference(self, policy: PolicyModel, name: str | None) -> Reference:
-        """The model of a folder or hub id; None: that of the policy, as it is there."""
+        """The reference from a folder or hub id; None: from where the policy was loaded."""
         model, stream = self._model(name)
         return self.reference(policy, model, stream)
 
@@ -185,8 +184,9 @@ class _Loads:
         stream: Stream | None = None,
         among: Group | None = None,
     ) -> Reference:
-        """The model given, or the policy as it is now, which is then still to be shared. among:
-        processes that call this together, and whose weights are to be the same.
+        """The reference from this model, or a copy of the policy, which is not split yet.
+
+        among: processes that call this together and must hold the same weights.
         """
         recipe = self.prepared.recipe
         name = recipe.reference.model
@@ -197,11 +197,11 @@ class _Loads:
             policy,
             fresh_adapter=recipe.model.lora is not None and recipe.model.adapter is None,
             model=model,
-            name=name or "the model given",
+            name=name or "the model object",
             follows=recipe.reference.sync_every is not None,
             check=self.split.single,
         )
-        # as the policy is computed, to the last bits
+        # so that policy and reference agree to the last bit
         if policy.compiled and isinstance(built, FrozenReference):
             compile_layers(built.engine)
         if model is not None and isinstance(built, FrozenReference):
@@ -213,7 +213,7 @@ class _Loads:
         return built
 
     def share(self, engine: PolicyModel, stream: Stream | None) -> None:
-        """Leaves this process its part, and chooses the layout."""
+        """Keep this process's part of the weights, and choose the layout."""
         if self.split.single:
             return
         share(engine, stream, self.split, self.data, self.layers, best_device())
@@ -223,58 +223,56 @@ class _Loads:
 
     def _model(self, name: str | None) -> tuple[nn.Module, Stream | None]:
         recipe, spec = self.prepared.recipe, self.prepared.recipe.model
-        more: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
-        more["dtype"] = at_rest(recipe)
+        options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
+        options["dtype"] = at_rest(recipe)
         file = spec.gguf_file if name is None else None
         if name is None and self.prepared.method.is_reward_model:
-            more["attributes"] = spec.attributes or ONE
+            options["attributes"] = spec.attributes or ONE
         name = name or spec.name
-        # what is in 4 bits is made of whole weights
+        # 4-bit weights are quantized from full ones
         if not self.split.single and not spec.quantize:
             try:
-                return outline(name, device=best_device(), gguf_file=file, **more)
-            except CannotStreamError as why:
+                return outline(name, device=best_device(), gguf_file=file, **options)
+            except CannotStreamError as reason:
                 if self.data.rank == self.layers.rank == 0:
                     warnings.warn(
-                        f"each process loads all weights of {name} before they are split, as {why}",
+                        f"each process loads all weights of {name} before they are split, because "
+                        f"{reason}",
                         stacklevel=2,
                     )
-        return load_model(name, gguf_file=file, quantize=spec.quantize is not None, **more), None
+        model = load_model(name, gguf_file=file, quantize=spec.quantize is not None, **options)
+        return model, None
 
 
 def _check_quantized(model: nn.Module, spec: Model) -> None:
-    """Raises UserError when a model is in 4 bits and the recipe does not say so, or the other way
-    round.
-    """
+    """Raise UserError unless the model is 4-bit quantized exactly if the recipe says so."""
     if is_quantized(model) and not spec.quantize:
-        fix = "name the model that it was made of, and set model.quantize: nf4"
         raise UserError(
-            "its weights are kept in 4 bits",
+            "the model is 4-bit quantized",
             code="model-quantized",
             where=f"model.name: {spec.name}",
-            fix=fix,
+            fix="name the model it was quantized from, and set model.quantize: nf4",
         )
     if spec.quantize and not is_quantized(model):
-        fix = "load it so, give its name instead, or remove model.quantize"
         raise UserError(
-            "the model given has no weights of 4 bits",
+            "the model object is not 4-bit quantized",
             code="model-quantized",
             where="model.quantize",
-            fix=fix,
+            fix="load it with 4-bit quantization, pass its name instead, or remove model.quantize",
         )
 
 
 def _check_same_weights(group: Group, name: str, engine: PolicyModel) -> None:
-    """Raises UserError when the processes have different ones."""
+    """Raise UserError if the processes hold different weights."""
     same(
         group,
         lambda: {name: model_digest(engine, adapter=True)},
-        "let all processes give or load the same weights",
+        "pass or load the same weights in all processes",
     )
 
 
 def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bool | None) -> Split:
-    """How the processes share the weights."""
+    """How weights are split over the processes. before: the decision of an earlier start."""
     spec, device = prepared.recipe.model, best_device()
 
     def fits() -> bool:
@@ -282,21 +280,24 @@ def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bo
         shape = shape_of(
             bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
         )
-        return fits_whole(prepared, shape, device, least_free(free_memory(device), device, group))
+        free = min_free_memory(free_memory(device), device, group)
+        return fits_on_one_device(prepared, shape, device, free)
 
     return choose_split(prepared.recipe, group.size, device, before=before, fits=fits)
 
 
-def _compiles(prepared: Prepared, policy: PolicyModel, chosen: bool | None, processes: int) -> bool:
+def _should_compile(
+    prepared: Prepared, policy: PolicyModel, chosen: bool | None, processes: int
+) -> bool:
     if prepared.recipe.train.router_aux_loss:  # compiled layers return no router logits
         return False
-    if chosen and (why := why_not(policy.device)):
-        fix = "install what is missing, or go on without: train.compile=off --allow train.compile"
+    if chosen and (reason := why_not(policy.device)):
         raise UserError(
-            f"the layers of this run were compiled, and now {why}",
+            f"the layers of this run were compiled, and now {reason}",
             code="compile-changed",
             where="train.compile",
-            fix=fix,
+            fix="install what is missing, or continue without compiling: train.compile=off "
+            "--allow train.compile",
         )
     weights = sum(p.numel() for p in policy.parameters())
     return (
@@ -304,42 +305,46 @@ def _compiles(prepared: Prepared, policy: PolicyModel, chosen: bool | None, proc
     )
 
 
-def own_cache(recipe: Recipe) -> Path:
-    """Where a run keeps its reference's values when the recipe names no other place."""
+def default_cache(recipe: Recipe) -> Path:
+    """The folder of the reference cache if the recipe names no other."""
     return Path(recipe.run.dir) / "reference"
 
 
-def _kept(
+def _with_cache(
     built: Reference,
     recipe: Recipe,
     fills: bool,
     again: Callable[[], Reference] | None,
     agree: Callable[[bool], bool],
 ) -> Reference:
-    """The reference with the cache that the recipe asks for."""
-    kept = recipe.reference.cache
-    # own answers are new in each round
-    if kept == "off" or recipe.reference.sync_every is not None or recipe.reward:
+    """Add the cache that the recipe asks for to the reference.
+
+    again: loads the reference once more. agree: whether any process says yes.
+    """
+    cache = recipe.reference.cache
+    # rollouts differ in each round
+    if cache == "off" or recipe.reference.sync_every is not None or recipe.reward:
         return built
     about = (
         f"{recipe.reference.model or recipe.model.name} in "
         f"{recipe.model.quantize or recipe.model.dtype}"
     )
-    if kept == "auto":
+    if cache == "auto":
         return CachedReference(
-            built, own_cache(recipe), about=about, fills=fills, again=again, agree=agree
+            built, default_cache(recipe), about=about, fills=fills, again=again, agree=agree
         )
-    return CachedReference(built, Path(kept), about=about, again=again, agree=agree)
+    return CachedReference(built, Path(cache), about=about, again=again, agree=agree)
 
 
 def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
-    """Check that the model has positions for the longest row."""
+    """Raise UserError if the longest row exceeds the positions of the model."""
     if not prepared.corpora:
         return
-    own = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
+    new_tokens = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
     rows = [
         (
-            len(unit.prompt_ids) + max((len(answer.ids) for answer in unit.answers), default=own),
+            len(unit.prompt_ids)
+            + max((len(answer.ids) for answer in unit.answers), default=new_tokens),
             unit,
         )
         for corpus in prepared.corpora.values()
@@ -369,8 +374,9 @@ def _check_same_vocabulary(policy: PolicyModel, reference: nn.Module, name: str)
 
 
 def check_folders(prepared: Prepared, group: Group, *, model: bool, reference: bool) -> None:
-    """Raises UserError, on all processes, when what one of them would load is not what rank 0
-    would. model, reference: whether these are loaded from where the recipe says.
+    """Raise UserError on all processes if one would load other files than rank 0.
+
+    model, reference: whether they are loaded from where the recipe says.
     """
     if group.size == 1:
         return
@@ -387,7 +393,7 @@ def check_folders(prepared: Prepared, group: Group, *, model: bool, reference: b
     same(
         group,
         lambda: facts,
-        "let all processes read the same folders, as from a disk that they share",
+        "let all processes read the same folders, for example on a shared disk",
     )
 
 
@@ -399,9 +405,9 @@ def share(
     layers: Group,
     device: torch.device,
 ) -> None:
-    """Leaves each process its part of an engine's weights, and reads that from the files, unless
-    they were loaded whole. data: the processes that have other rows; layers: those that share each
-    layer.
+    """Keep this process's part of a model's weights, read from the files if not loaded yet.
+
+    data: the processes that train on different rows. layers: those that share each layer.
     """
     tensor_parallel(engine.model, layers)
     engine.shared = layers.size > 1

@@ -42,12 +42,10 @@ def score(
     quiet: bool = False,
     command: str = "valence.score(...)",
 ) -> CachedReference:
-    """Fills the reference cache of a recipe, each process of the group with its share.
+    """Fill the reference cache of a recipe; each process of the group computes its share.
 
-    What is there already is not computed.
-
-    verify: of how many sequences the values are computed again afterwards and compared. Raises
-    UserError when the recipe keeps no cache, or what it keeps is not what the reference gives.
+    Cached values are not computed again. verify: how many sequences to recompute and compare
+    afterwards. Raises UserError if the recipe uses no cache, or cached values are wrong.
     """
     world, console = group or Single(), console or Terminal()
     source = load_recipe(recipe, overrides, method_of=method_of)
@@ -58,30 +56,29 @@ def score(
             *(method_of(part.method) for part in source.recipe.mix),
         ]
         if methods[0].online:
-            what = f"{source.recipe.method} compares answers that are not there yet"
             raise UserError(
-                what,
+                f"{source.recipe.method} trains on completions that do not exist yet",
                 code="nothing-to-score",
                 where="method",
                 fix="to score stored answers, give --data and --out",
             )
         if not any(method.needs_reference for method in methods):
             raise UserError(
-                f"{source.recipe.method} reads no reference",
+                f"{source.recipe.method} uses no reference",
                 code="nothing-to-score",
                 where="method",
                 fix="there is nothing to score",
             )
         if source.recipe.reference.sync_every is not None:
             raise UserError(
-                "the reference moves with the policy",
+                "the reference is synced with the policy, so its values cannot be cached",
                 code="nothing-to-score",
                 where="reference.sync_every",
-                fix="there is nothing to keep",
+                fix="remove reference.sync_every",
             )
         if where == "off":
             raise UserError(
-                "there is no cache to fill",
+                "the reference cache is off",
                 code="nothing-to-score",
                 where="reference.cache",
                 fix="name a folder, or set it to auto",
@@ -95,12 +92,11 @@ def score(
         if folder:
             ending.callback(folder.close)
             if folder.taken_up:
-                fix = "choose another run.dir, or name a folder in reference.cache"
                 raise UserError(
-                    "the folder holds a run already",
+                    "the folder already holds a run",
                     code="run-exists",
                     where=f"run.dir: {folder.path}",
-                    fix=fix,
+                    fix="choose another run.dir, or name a folder in reference.cache",
                 )
         stop.limit(seconds_of(source.recipe.run.max_time or ""))
         prepared = prepare(source)
@@ -123,14 +119,13 @@ def score(
         try:
             cached.sync()
         except OSError as error:
-            what = f"what was computed cannot be kept ({error.strerror})"
             raise UserError(
-                what,
+                f"the cache cannot be written ({error.strerror})",
                 code="file-not-writable",
                 where=str(cached.folder),
-                fix="make room, and give the same command again",
+                fix="free disk space, then rerun the same command to resume",
             ) from error
-        world.barrier("scored")  # what one has computed all can read
+        world.barrier("scored")  # from here on, all processes can read all values
     cached.hits, cached.misses = map(
         sum, zip(*gathered(trainer.state.group, [cached.hits, cached.misses]), strict=True)
     )
@@ -188,9 +183,7 @@ def _objectives(
 
 
 def _measured_training_rows(trainer: Trainer) -> list[TokenizedExample]:
-    """The training rows that are measured afterwards; none where they cannot be measured together,
-    because KL pairs cannot be made of them.
-    """
+    """The training rows that are evaluated after training; none if they form no KL pairs."""
     objective, units = trainer.state.objective, trainer.prepared.measured_training_rows
     units = [units[i] for i in canonical_order(units, 0, 0)]
     try:

@@ -73,38 +73,43 @@ def restore(
 
 
 def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
-    """Raises UserError for a reward of a run's folder that is code, or a server that would be sent
-    prompts and completions.
+    """Raise UserError for a reward in a run's recipe that is code or a server.
+
+    Code would be executed; a server would receive prompts and completions.
     """
     for spec in recipe.reward:
         code = "code-not-trusted"
         if is_function(spec.reward) or spec.settings.get("trust_remote_code"):
-            what = f"this run would execute the reward {spec.reward}"
+            problem = f"this run would execute the reward {spec.reward}"
         elif is_server(spec.reward):
-            what = f"this run would send prompts and completions to the reward server {spec.reward}"
+            problem = (
+                f"this run would send prompts and completions to the reward server {spec.reward}"
+            )
             code = "server-not-trusted"
         else:
             continue
         fix = (
-            "read the reward's code, or ask who runs the server, then give --trust-reward to "
-            "allow it"
+            "read the reward's code, or find out who runs the server, then allow it with "
+            "--trust-reward"
         )
-        raise UserError(what, code=code, where=str(run_dir / "config.yaml"), fix=fix)
+        raise UserError(problem, code=code, where=str(run_dir / "config.yaml"), fix=fix)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object of a run's folder; empty when it is not there.
+    """Read a JSON object from a run's folder; empty if the file does not exist.
 
-    Raises UserError when it is damaged.
+    Raises UserError if it is damaged.
     """
     if not path.is_file():
         return {}
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
-        fix = "put the file back, or remove it: the model card then lacks its content"
         raise UserError(
-            f"this file is damaged ({error})", code="file-damaged", where=str(path), fix=fix
+            f"this file is damaged ({error})",
+            code="file-damaged",
+            where=str(path),
+            fix="restore the file, or remove it: the model card then lacks its content",
         ) from error
 
 
@@ -116,7 +121,7 @@ def open_run(
     at: At = None,
     console: Console | None = None,
 ) -> Trainer:
-    """Return the run, recipe or model that a target names, without rows, to sample from it."""
+    """Open the run, recipe or model that a target names, without rows, to sample from it."""
     overrides = [*(f"data.{name}=[]" for name in LISTS), *overrides]
     if is_run(target):
         return restore(Path(target), overrides=overrides, group=group, at=at, console=console)
@@ -132,7 +137,7 @@ def open_recipe(
     console: Console | None,
     rewards: bool = False,
 ) -> Trainer:
-    """Return the run of a recipe before its first step. rewards: load those that it names."""
+    """Build the run of a recipe before its first step. rewards: load those that it names."""
     if at is not None:
         raise UserError(
             "a recipe or a model has no checkpoints",

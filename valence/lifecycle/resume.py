@@ -20,7 +20,7 @@ from valence.distributed import shards
 from valence.distributed.together import by_first
 from valence.errors import UserError
 from valence.lifecycle.changes import (
-    OF_THE_ORDER,
+    BATCH_SETTINGS,
     ROWS,
     changes,
     differences,
@@ -44,19 +44,26 @@ OPTIMIZER_SETTINGS = {
     "train.betas": ("betas",),
     "value.learning_rate": ("lr", "initial_lr"),
 }
-"""The names of settings in the optimizer."""
+"""Settings and their names in the optimizer's parameter groups."""
 
 
-MAY_GO_ON = ("run.early_stop", "train.max_zero_gradient_steps", "rollout.", "reward", "loss.")
-"""Settings after whose change a run that ended early may go on."""
+CONTINUING_SETTINGS = (
+    "run.early_stop",
+    "train.max_zero_gradient_steps",
+    "rollout.",
+    "reward",
+    "loss.",
+)
+"""A change of these settings lets a run continue that ended early."""
 
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """What a run that is taken up was.
+    """The run in a folder, to be resumed.
 
-    ``saved``: its newest whole checkpoint, if it came that far; ``changed``: settings and rows that
-    differ and may, and how.
+    saved: its newest undamaged checkpoint, if any. state: of that checkpoint. was: its recorded
+    settings, rows and choices. changed: allowed differences of settings and rows, with a
+    description each.
     """
 
     folder: RunFolder
@@ -72,17 +79,17 @@ class PreviousRun:
 
     @cached_property
     def first(self) -> int:
-        """The step at which the present rows begin.
+        """The step at which the sampler starts on the current rows.
 
-        Where steps are made up otherwise, it is put so that as much of the data is behind the run
-        as it was.
+        If the size or order of batches has changed, it is chosen so that the run has trained on
+        the same share of the data as before.
         """
         if self.state is None:
             return 0
         first = self.state["counters"]["first"]
         if "data.train" in self.changed:
             return self.step
-        if not any(name in self.changed for name in OF_THE_ORDER):
+        if not any(name in self.changed for name in BATCH_SETTINGS):
             return first
         was, now = self.was["settings"], self.prepared.recipe
         rows = self.was["rows"]["data.train"]["rows"]
@@ -95,29 +102,30 @@ class PreviousRun:
                 full + (rest > 0 and not was["train.drop_last"]),
                 self.prepared.steps_per_epoch,
             )
-        return self._behind(first, before, after)
+        return self._rescaled_first(first, before, after)
 
     @cached_property
     def firsts(self) -> dict[str, int]:
-        """Likewise of the rows of each part of `mix`, by their name."""
+        """The same for the rows of each part of `mix`, by name."""
         if self.state is None:
             return {}
         saved, was = self.state["counters"]["firsts"], self.was["settings"]
-        found: dict[str, int] = {}
+        firsts: dict[str, int] = {}
         for i, part in enumerate(self.prepared.mixed):
             size = was.get(f"mix.{i}.batch_size") or was["train.batch_size"]
             if part.rows in self.changed:
-                found[part.rows] = self.step
+                firsts[part.rows] = self.step
             elif size == part.sampler.batch_size:
-                found[part.rows] = saved.get(part.rows, 0)
+                firsts[part.rows] = saved.get(part.rows, 0)
             else:
                 before, after = -(-len(part.sampler.units) // size), part.sampler.steps_per_epoch
-                found[part.rows] = self._behind(saved.get(part.rows, 0), before, after)
-        return found
+                firsts[part.rows] = self._rescaled_first(saved.get(part.rows, 0), before, after)
+        return firsts
 
-    def _behind(self, first: int, before: float, after: float) -> int:
-        """The step at which rows begin that have been gone through as far as they were, with so
-        many steps an epoch before and after.
+    def _rescaled_first(self, first: int, before: float, after: float) -> int:
+        """The first step that leaves the same share of an epoch done.
+
+        before, after: steps per epoch.
         """
         return self.step - round((self.step - first) / before * after)
 
@@ -128,13 +136,13 @@ class PreviousRun:
     @property
     def finished(self) -> bool:
         facts = self.folder.facts
-        longer = self.total > facts.get("total_steps", 0) or any(
-            name == "data.train" or name.startswith(MAY_GO_ON) for name in self.changed
+        is_longer = self.total > facts.get("total_steps", 0) or any(
+            name == "data.train" or name.startswith(CONTINUING_SETTINGS) for name in self.changed
         )
-        enough = facts.get("steps", 0) >= self.total or (
-            bool(facts.get("ended_early")) and not longer
+        is_complete = facts.get("steps", 0) >= self.total or (
+            bool(facts.get("ended_early")) and not is_longer
         )
-        return facts.get("status") == "done" and enough
+        return facts.get("status") == "done" and is_complete
 
     @property
     def choices(self) -> Mapping[str, Any]:
@@ -142,19 +150,17 @@ class PreviousRun:
 
     @property
     def compiled(self) -> bool | None:
-        """Whether its layers were compiled; None where that is to be chosen anew."""
+        """Whether its layers were compiled; None if that is to be decided again."""
         return None if "train.compile" in self.changed else self.choices.get("compiled")
 
     @property
     def sharded(self) -> bool | None:
-        """Whether the model was split over the processes; None where that was not chosen."""
+        """Whether the model was split over the processes; None if that was not decided."""
         return self.choices.get("sharded")
 
     @property
     def budget(self) -> Sequence[Sequence[Any]]:
-        """The tokens that ran at once, as Budget has them; empty where that is to be chosen
-        anew.
-        """
+        """Tokens per micro-batch, as in Budget; empty if they are to be planned again."""
         if "train.micro_batch_tokens" in self.changed:
             return ()
         noted = self.folder.facts.get("micro_batch_tokens") or []
@@ -176,14 +182,14 @@ class PreviousRun:
 
     def _finished(self) -> str:
         facts = self.folder.facts
-        how = (
+        reason = (
             f"it ended early: {facts['ended_early']}"
             if facts.get("ended_early")
             else f"{facts.get('steps')} steps"
         )
         when = f", {facts['finished']}" if facts.get("finished") else ""
         return (
-            f"the run in {self.folder.path} is finished ({how}{when}): nothing to do\n"
+            f"the run in {self.folder.path} is finished ({reason}{when}): nothing to do\n"
             "  to train longer, raise train.epochs or train.max_steps; to start over, use "
             "`valence train RECIPE --fresh`"
         )
@@ -198,13 +204,13 @@ class PreviousRun:
             where += ": only the final evaluation and the model are left"
         lines = [
             f"resuming the run in {self.folder.path} {where}",
-            *(f"  with {said}" for said in self.changed.values()),
+            *(f"  with {change}" for change in self.changed.values()),
         ]
         before = self.folder.facts.get("total_steps")
         if before and before != self.total:
             lines.append(
-                f"  {self.total} steps instead of {before}: the learning-rate schedule is that "
-                f"of {self.total} steps from here on"
+                f"  {self.total} steps instead of {before}: from here on, the learning rate "
+                f"follows the schedule for {self.total} steps"
             )
         if self.state and "data.train" in self.changed:
             lines.append(f"  from step {self.step} on, all rows of the new data are trained on")
@@ -214,46 +220,44 @@ class PreviousRun:
 def find_previous_run(
     folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()
 ) -> PreviousRun:
-    """The run in this folder.
+    """Find the run in this folder and compare it with the recipe.
 
-    Raises UserError, with a list of differences, when it is not the one that the recipe describes,
-    but for what is allowed by name (a setting, or a section with all in it).
+    allow: settings or sections that may differ. Raises UserError with a list of all other
+    differences, and if there is no state to resume from.
     """
     place, was, changed = by_first(folder.group, partial(_find_checkpoint, folder, prepared, allow))
     saved = Saved(Path(place[0]), place[1], was) if place else None
     lazy = HEAVY if folder.group.size > 1 else ()
     state = store.load(saved.path, shards.read, lazy) if saved and saved.has_state else None
     prepared = _as_recorded(prepared, was)
-    found = PreviousRun(folder, prepared, saved, state, was, changed)
-    if found.finished:
+    previous = PreviousRun(folder, prepared, saved, state, was, changed)
+    if previous.finished:
         if not state:
-            folder.say(f"no state of it is kept: its weights are those in {folder.path / 'model'}")
+            folder.say(f"the run has no saved state: its weights are in {folder.path / 'model'}")
     elif saved and not state:
         raise UserError(
-            "the checkpoints of this run hold no state to go on from (run.save_state is false)",
+            "the checkpoints of this run hold no state to resume from (run.save_state is false)",
             code="checkpoint-without-state",
             where=str(saved.path),
-            fix="start anew (`valence train RECIPE --fresh`), which moves it aside; its models "
-            "are in checkpoints/step-N/model",
+            fix="start over (`valence train RECIPE --fresh`), which moves this run aside; its "
+            "models are in checkpoints/step-N/model",
         )
-    elif found.step > found.total:
+    elif previous.step > previous.total:
         raise UserError(
-            f"the run has done {found.step} steps, more than the {found.total} that are asked "
-            f"for now",
+            f"the run has done {previous.step} steps, but the recipe asks for only "
+            f"{previous.total}",
             code="run-beyond-steps",
             where=f"run.dir: {folder.path}",
-            fix="raise train.epochs or train.max_steps, or use what is there (`valence export "
-            "RUN FOLDER`)",
+            fix="raise train.epochs or train.max_steps, or export the model as it is (`valence "
+            "export RUN FOLDER`)",
         )
-    return found
+    return previous
 
 
 def _find_checkpoint(
     folder: RunFolder, prepared: Prepared, allow: Sequence[str]
 ) -> tuple[tuple[str, int] | None, Mapping[str, Any], Mapping[str, str]]:
-    """Of the newest checkpoint where it is and its step; what the run was; what has changed
-    since.
-    """
+    """Path and step of the newest checkpoint, what the run recorded, and what has changed."""
     checkpoints = Checkpoints(folder.path / "checkpoints", None)
     checkpoints.tidy()
     saved = checkpoints.newest(folder.say)
@@ -265,17 +269,16 @@ def _find_checkpoint(
 
 
 def _as_recorded(prepared: Prepared, was: Mapping[str, Any]) -> Prepared:
-    """The run with the automatic settings that it had before."""
+    """Replace automatic settings by those that the run recorded."""
     source = with_recorded(prepared.source, was.get("settings") or {})
     return replace(prepared, source=source, recipe=source.recipe)
 
 
 def with_recorded(source: LoadedRecipe, settings: Mapping[str, Any]) -> LoadedRecipe:
-    """The recipe with the automatic settings that its run had before.
+    """Replace the automatic settings of a recipe by those that its run recorded.
 
-    ``settings``: as the run recorded them.
-
-    Not those of ``data``: rows were encoded by them already, and a difference is refused on resume.
+    Settings of ``data`` are left alone: the rows are already tokenized with them, and a difference
+    is refused when resuming.
     """
     for name, setting in source.settings.items():
         if name.startswith("data."):
@@ -317,8 +320,8 @@ def resume(trainer: Trainer, previous: PreviousRun) -> None:
             f"the saved state is that of another optimizer or schedule ({error})",
             code="optimizer-changed",
             where="checkpoint",
-            fix="give those that the run began with, or start over (`valence train RECIPE "
-            "--fresh`)",
+            fix="use the optimizer and schedule of the run's first start, or start over "
+            "(`valence train RECIPE --fresh`)",
         ) from error
     counters = state.counters
     is_longer = state.total_steps > counters.total
@@ -334,7 +337,7 @@ def resume(trainer: Trainer, previous: PreviousRun) -> None:
     assert trainer.saver is not None
     if trainer.world.rank == 0:
         try:
-            # The process that was killed may not have come to it.
+            # A killed process may have written the checkpoint and not pruned older ones.
             trainer.saver.checkpoints.prune(state.best.step)
         except OSError as error:
             trainer.messages.warn(f"an old checkpoint could not be removed: {error}")

@@ -1,4 +1,4 @@
-"""Reward models as rewards: a saved one (or a run of one) judges the policy's answers."""
+"""Reward models as rewards: score completions with a saved model or the run that trained one."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ from valence.types import (
     TokenizedExample,
 )
 
-HERE = Origin("an answer", 0)
+HERE = Origin("a completion", 0)
 
 
 def as_row(encoder: Encoder, completion: Completion) -> TokenizedExample | Unusable:
-    """A completion as the rows that a model was trained on are; of one without text, which no row
-    may be, the end alone.
-    """
+    """Tokenize a completion as a training row; without text, it is the end token alone."""
     if completion.text.strip():
         return encoder.encode(as_example(completion))
     unit = encoder.encode(as_example(replace(completion, text=".")))
@@ -53,13 +51,10 @@ def as_row(encoder: Encoder, completion: Completion) -> TokenizedExample | Unusa
 
 @dataclass
 class ModelScores:
-    """Calls a reward model on batches of answers, in a thread.
-
-    There is no time limit: it is the machine's own work.
-    """
+    """Score completions with a reward model, in a thread, without a time limit."""
 
     target: str
-    judge: RewardModelScorer
+    scorer: RewardModelScorer
     encoder: Encoder
     settings: RewardModelSettings
     read: Callable[[Encoder, Completion], TokenizedExample | Unusable] = as_row
@@ -67,18 +62,18 @@ class ModelScores:
     @property
     def identity(self) -> Mapping[str, Any]:
         return {
-            "reward model": dict(self.judge.facts),
+            "reward model": dict(self.scorer.facts),
             "settings": self.settings.model_dump(exclude={"tokens"}),
         }
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
-        found = await in_thread(lambda: self._scores(completions), None)
-        if isinstance(found, Raised):
-            raise found.error
-        return found
+        result = await in_thread(lambda: self._scores(completions), None)
+        if isinstance(result, Raised):
+            raise result.error
+        return result
 
     async def close(self) -> None:
-        """It goes with the program."""
+        """Nothing to release: the model lives as long as the program."""
 
     def _scores(self, completions: Sequence[Completion]) -> list[Score]:
         encoded = [self.read(self.encoder, completion) for completion in completions]
@@ -98,33 +93,31 @@ class ModelScores:
         ]  # fmt: skip
 
     def _numbers(self, units: Sequence[TokenizedExample]) -> list[Numbers]:
-        found: dict[int, Numbers] = {}
-        for batch in make_micro_batches(units, self.settings.tokens, self.judge.device):
+        results: dict[int, Numbers] = {}
+        for batch in make_micro_batches(units, self.settings.tokens, self.scorer.device):
             try:
-                numbers = self.judge(batch)
+                numbers = self.scorer(batch)
             except torch.OutOfMemoryError as error:
                 raise UserError(
-                    f"there is no memory for {len(batch.tokens)} tokens of the reward model "
+                    f"out of memory with {len(batch.tokens)} tokens of the reward model "
                     f"{self.target} at once",
                     code="out-of-memory",
                     where="reward: settings.tokens", fix="set it lower",
                 ) from error  # fmt: skip
-            found |= zip(batch.unit.tolist(), numbers, strict=True)
-        return [found[k] for k in range(len(units))]
+            results |= zip(batch.unit.tolist(), numbers, strict=True)
+        return [results[k] for k in range(len(units))]
 
     def _score(self, numbers: Numbers) -> Score:
-        given = numbers["normalised" if self.settings.normalised else "score"]
-        if not isinstance(given, dict):
-            return Score(given)
+        score = numbers["normalised" if self.settings.normalised else "score"]
+        if not isinstance(score, dict):
+            return Score(score)
         chosen = self.settings.attribute
         weights = chosen if isinstance(chosen, dict) else {str(chosen): 1.0}
-        return Score(sum(weight * given[name] for name, weight in weights.items()), given)
+        return Score(sum(weight * score[name] for name, weight in weights.items()), score)
 
 
 def as_example(completion: Completion) -> Demonstration:
-    """A completion in the form in which rows of a reward model are: chat turns for a chat, text for
-    text.
-    """
+    """A completion as a row of a reward model: chat turns for a chat, text for text."""
     prompt: Content = (
         completion.prompt
         if isinstance(completion.prompt, str)
@@ -137,46 +130,46 @@ def as_example(completion: Completion) -> Demonstration:
 
 
 def reward_model(target: str, settings: Mapping[str, Any], where: str) -> CallBackend:
-    """A reward model's folder or hub id, or the folder of a run that trained one.
+    """Load a reward model from a folder, a hub id, or the folder of a run that trained one.
 
-    Raises UserError when it is none, or a setting does not fit it.
+    Raises UserError if it is not a reward model or does not support a setting.
     """
-    given = parse_settings(target, settings, where)
+    parsed = parse_settings(target, settings, where)
     with placed_at_reward(target, where):
-        source, overrides = load_reward_recipe(target, given)
+        source, overrides = load_reward_recipe(target, parsed)
         encoder = prepare(source, rewards=False).encoder
         run = Path(target) if is_run(target) else None
-        judge = load_scorer(source, encoder.tokenizer, beta=None, run=run, overrides=overrides)
-    if not isinstance(judge, RewardModelScorer):
-        what = "this model answers; it gives no scores"
-        fix = "name a reward model (a run of bradley_terry, pointwise or ordinal writes one)"
+        scorer = load_scorer(source, encoder.tokenizer, beta=None, run=run, overrides=overrides)
+    if not isinstance(scorer, RewardModelScorer):
         raise UserError(
-            what, code="reward-not-a-reward-model", where=f"{where}.reward: {target}", fix=fix
+            "this is a language model, not a reward model",
+            code="reward-not-a-reward-model",
+            where=f"{where}.reward: {target}",
+            fix="name a reward model, such as a run of bradley_terry, pointwise or ordinal",
         )
-    _check(judge, given, f"{where}.settings")
-    return ModelScores(target, judge, encoder, given)
+    _check(scorer, parsed, f"{where}.settings")
+    return ModelScores(target, scorer, encoder, parsed)
 
 
-def _check(judge: RewardModelScorer, settings: RewardModelSettings, where: str) -> None:
-    """Raises UserError for settings that the model has nothing for."""
-    config: Any = judge.engine.causal.config
+def _check(scorer: RewardModelScorer, settings: RewardModelSettings, where: str) -> None:
+    """Raise UserError for settings that the model does not support."""
+    config: Any = scorer.engine.causal.config
     names: list[str] = list(config.id2label.values())
     chosen = settings.attribute
     wanted = list(chosen) if isinstance(chosen, dict) else [chosen] if chosen is not None else []
-    lacking = [name for name in wanted if name not in names]
-    if lacking or (len(names) > 1 and not wanted) or (len(names) == 1 and isinstance(chosen, dict)):
-        what = f"the model scores {', '.join(names)}" + (f", not {lacking[0]}" if lacking else "")
+    missing = [name for name in wanted if name not in names]
+    if missing or (len(names) > 1 and not wanted) or (len(names) == 1 and isinstance(chosen, dict)):
         raise UserError(
-            what,
+            f"the model scores {', '.join(names)}" + (f", not {missing[0]}" if missing else ""),
             code="reward-attribute",
             where=f"{where}.attribute",
-            fix="name one of them, or give several a weight each"
+            fix="name one of them, or several with a weight each"
             if len(names) > 1
             else "remove it",
         )
     if settings.normalised and not getattr(config, "reward_std", None):
         raise UserError(
-            "no mean and deviation are saved with the model",
+            "the model has no saved mean and standard deviation",
             code="reward-not-normalised",
             where=f"{where}.normalised",
             fix="remove it",

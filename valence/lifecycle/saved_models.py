@@ -27,7 +27,7 @@ At = int | Literal["best"] | None
 """Which checkpoint: that of a step, of the best evaluation (run.keep_best), or the newest."""
 
 ATTEMPTS = 20
-"""How often a checkpoint is looked for while the run that writes them removes older ones."""
+"""How often to look for a checkpoint while the run that writes them removes older ones."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def load_saved_models(
     """
     world = world or Single()
     source = load_run_recipe(run_dir, overrides)
-    # The run was trained by more processes than are here now.
+    # The run may have used more processes.
     if world.size % source.recipe.parallel.tensor:
         source = load_run_recipe(run_dir, [*overrides, "parallel.tensor=1"])
     check_recipe(source)
@@ -75,8 +75,8 @@ def load_saved_models(
     prepared = prepare(source, rewards=rewards)
     policy, reference = build_models(prepared, group=world)
 
-    def load(found: Path) -> Mapping[str, Any]:
-        saved = state if found == place else read(found)
+    def load(path: Path) -> Mapping[str, Any]:
+        saved = state if path == place else read(path)
         load_weights(policy, reference, saved)
         return saved
 
@@ -92,10 +92,10 @@ def _read_checkpoint(
 ) -> tuple[Path, Any]:
     """A checkpoint and the result of ``read`` on it.
 
-    The run may still be training and remove old checkpoints: when the folder is gone before all of
-    it is read, the next one is used. checked: a checkpoint that is known to be whole, tried first.
+    The run may still be training and remove old checkpoints: if a folder disappears while it is
+    read, the next one is used. checked: an undamaged checkpoint to try first.
 
-    All processes call it. Raises UserError when no checkpoint can be read.
+    All processes call it. Raises UserError if no checkpoint can be read.
     """
     place = checked
     for _ in range(ATTEMPTS):
@@ -114,33 +114,32 @@ def _read_checkpoint(
 
 
 def _find_checkpoint(run_dir: Path, at: At) -> Saved:
-    """A checkpoint of a run that is whole: the one asked for, or the newest.
+    """The requested checkpoint, or the newest, without damage.
 
-    Raises UserError when there is none.
+    Raises UserError if there is none.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints", None)
     for _ in range(ATTEMPTS):
         steps = checkpoints.steps()
         try:
-            found = _checked(checkpoints, steps, at, run_dir)
+            saved = _checked(checkpoints, steps, at, run_dir)
         except UserError:
             if steps == checkpoints.steps():
                 raise
             continue  # the run has removed or written a checkpoint meanwhile
-        if not found.has_state:
-            fix = "use the model in it, which transformers loads"
+        if not saved.has_state:
             raise UserError(
                 "this checkpoint holds no state (run.save_state was false)",
                 code="checkpoint-without-state",
-                where=str(found.path),
-                fix=fix,
+                where=str(saved.path),
+                fix="use the model in it, which transformers loads",
             )
-        return found
+        return saved
     raise _removed_too_fast(run_dir)
 
 
 def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Path) -> Saved:
-    """One of these checkpoints, if it is whole."""
+    """One of these checkpoints, if it is undamaged."""
     if not steps:
         raise UserError(
             "the run has no checkpoint",
@@ -149,36 +148,36 @@ def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Pa
             fix="name a run that finished or was interrupted",
         )
     if at is None:
-        return _newest_whole(checkpoints, steps)
+        return _newest_undamaged(checkpoints, steps)
     step = at
     if step == "best":
-        step = store.load(_newest_whole(checkpoints, steps).path, lazy=HEAVY)["best"]["step"]
+        step = store.load(_newest_undamaged(checkpoints, steps).path, lazy=HEAVY)["best"]["step"]
         if step is None:
             raise UserError(
-                "no checkpoint is the best one",
+                "the run has not recorded a best checkpoint",
                 code="checkpoint-not-found",
                 where=str(run_dir),
                 fix="set run.keep_best before training",
             )
     if step not in steps:
-        kept = ", ".join(map(str, steps))
         raise UserError(
             f"the run has no checkpoint of step {step}",
             code="checkpoint-not-found",
             where=str(run_dir),
-            fix=f"name one of {kept}",
+            fix=f"name one of {', '.join(map(str, steps))}",
         )
     return check(checkpoints.path(step))
 
 
-def _newest_whole(checkpoints: Checkpoints, steps: Sequence[int]) -> Saved:
-    """The newest of these checkpoints that is whole, with a warning that names newer ones that are
-    not. Raises Damaged when there is none, or when the run removes the one that is being read.
+def _newest_undamaged(checkpoints: Checkpoints, steps: Sequence[int]) -> Saved:
+    """The newest undamaged checkpoint of these; warns about newer ones that are damaged.
+
+    Raises Damaged if there is none, or if the run removes the one that is being read.
     """
     damaged: list[Damaged] = []
     for step in reversed(steps):
         try:
-            found = check(checkpoints.path(step))
+            saved = check(checkpoints.path(step))
         except Damaged as error:
             if not checkpoints.path(step).is_dir():
                 raise
@@ -186,16 +185,15 @@ def _newest_whole(checkpoints: Checkpoints, steps: Sequence[int]) -> Saved:
             continue
         for error in damaged:
             warnings.warn(
-                f"{error.where}: {error.what}; {found.path.name} is used instead", stacklevel=2
+                f"{error.where}: {error.what}; {saved.path.name} is used instead", stacklevel=2
             )
-        return found
+        return saved
     raise damaged[0]
 
 
 def _removed_too_fast(run_dir: Path) -> UserError:
-    what = "checkpoints of the run are removed faster than they can be read"
     return UserError(
-        what,
+        "the run removes its checkpoints faster than they can be read",
         code="checkpoints-pruned",
         where=str(run_dir),
         fix="raise run.keep, or wait until the run has ended",

@@ -1,6 +1,4 @@
-"""What says numbers about answers: a model's log-probabilities, alone or against a reference, or a
-reward model.
-"""
+"""Score completions: log-probabilities of a model, alone or against a reference, or rewards."""
 
 from __future__ import annotations
 
@@ -40,15 +38,15 @@ from valence.trainer.prepare import with_dtype
 from valence.types import MicroBatch
 
 BETA = 0.1
-"""Of the reward, where neither the call nor the recipe says it."""
+"""Default beta of the implicit reward."""
 SCALES = ("beta", "tau")
 """Settings of losses that an implicit reward may read."""
 Numbers = dict[str, float | dict[str, float]]
-"""What is said of one answer, by name; of a reward model's attributes, each by its own name."""
+"""The numbers of one completion by name; those of several attributes by their names."""
 
 
 class CompletionScorer(Protocol):
-    """Gives each sequence of a micro-batch its numbers, by name. ``facts``: what they depend on."""
+    """Compute the numbers of each sequence of a micro-batch. facts: what they depend on."""
 
     @property
     def facts(self) -> Mapping[str, Any]: ...
@@ -59,9 +57,10 @@ class CompletionScorer(Protocol):
 
 @dataclass(frozen=True)
 class LogProbScorer:
-    """Sums over an answer's tokens, in nats: ``logp`` under the model, ``ref`` under the reference;
-    ``mean_logp`` per token; ``logratio``: their difference; ``reward``: what ``implicit`` makes of
-    them under these settings of a loss.
+    """Sums of log-probabilities over the tokens of a completion, in nats.
+
+    ``logp`` under the model, ``ref`` under the reference, ``logratio`` their difference;
+    ``mean_logp`` per token; ``reward``: the implicit reward of a loss with these settings.
     """
 
     policy: PolicyModel
@@ -71,12 +70,12 @@ class LogProbScorer:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {"model": model_digest(self.policy, adapter=True)}
-        found["reference"] = None if self.reference is None else self.reference.digests().model
+        facts: dict[str, Any] = {"model": model_digest(self.policy, adapter=True)}
+        facts["reference"] = None if self.reference is None else self.reference.digests().model
         if self.implicit is not None:
-            found["reward"] = self.implicit.__name__
-            found |= {name: self.settings[name] for name in SCALES if name in self.settings}
-        return found
+            facts["reward"] = self.implicit.__name__
+            facts |= {name: self.settings[name] for name in SCALES if name in self.settings}
+        return facts
 
     @property
     def device(self) -> torch.device:
@@ -97,8 +96,9 @@ class LogProbScorer:
 
 @dataclass(frozen=True)
 class RewardModelScorer:
-    """A reward model's ``score``, and ``normalised`` by the mean and standard deviation that are
-    saved with it; of several attributes, by their names.
+    """The ``score`` of a reward model, and ``normalised`` by its saved mean and deviation.
+
+    Several attributes are scored by name.
     """
 
     engine: Scorer
@@ -116,17 +116,20 @@ class RewardModelScorer:
         config, score = self.engine.causal.config, self.engine(batch).score
         assert score is not None
         names, values = list(config.id2label.values()), score.cpu().double()
-        found = {"score": values}
+        columns = {"score": values}
         mean, std = (
             torch.tensor(getattr(config, name, None) or []).double()
             for name in ("reward_mean", "reward_std")
         )
         if len(mean) == len(std) == len(names) and bool((std > 0).all()):
-            found["normalised"] = (values - mean) / std
+            columns["normalised"] = (values - mean) / std
         counts = _counts(batch).tolist()
         return [
             {
-                **{name: _by_attribute(names, of[s].tolist()) for name, of in found.items()},
+                **{
+                    name: _by_attribute(names, column[s].tolist())
+                    for name, column in columns.items()
+                },
                 "tokens": counts[s],
             }
             for s in range(batch.sequences)
@@ -138,7 +141,7 @@ def _by_attribute(names: Sequence[str], values: Sequence[float]) -> float | dict
 
 
 def _counts(batch: MicroBatch) -> Tensor:
-    """Tokens of each sequence that are measured: [S]."""
+    """Scored tokens of each sequence: [S]."""
     return torch.bincount(batch.cpu_scored[1], minlength=batch.sequences)
 
 
@@ -158,22 +161,21 @@ def load_scorer(
     run: Path | None,
     overrides: Sequence[str],
 ) -> CompletionScorer:
-    """The model of a recipe and what it is compared with, if anything. run: the folder of the run
-    whose weights it has.
+    """Load the model of a recipe, and its reference if one is named.
 
-    A recipe's own starting model is no reference; a run has the reward that it trains. Raises
-    UserError when a model cannot be loaded or has other tokens.
+    run: the folder of the run whose weights are used; it is scored with the implicit reward that it
+    trains. The recipe's starting model is not used as a reference. Raises UserError if a model
+    cannot be loaded or the tokenizers differ.
     """
     source = with_dtype(source)
     recipe = source.recipe
-    own = None if run is None else method_in(recipe).loss.reward
-    if own is not None and beta is not None:
+    implicit = None if run is None else method_in(recipe).loss.reward
+    if implicit is not None and beta is not None:
         raise UserError(
-            f"a run of {recipe.method} is scored with the reward that it trains, under its own "
-            f"settings",
+            f"a run of {recipe.method} is scored with the implicit reward of its recipe",
             code="beta-unused",
             where="--beta",
-            fix="leave it out, or score the model that the run wrote, with --reference",
+            fix="leave out --beta, or score the exported model with --reference",
         )
     with source.placing():
         reference = None
@@ -195,7 +197,7 @@ def load_scorer(
         other = recipe.reference.model
         if other is not None and isinstance(policy, Scorer):
             raise UserError(
-                "a reward model is compared with no other",
+                "reward models have no reference",
                 code="reference-unused",
                 where="reference.model",
                 fix="leave it out",
@@ -204,7 +206,7 @@ def load_scorer(
             reference = _reference(policy, other, recipe.model, tokenizer)
     if reference is None and beta is not None:
         raise UserError(
-            "there is no reward without a reference",
+            "the implicit reward needs a reference",
             code="beta-needs-reference",
             where="--beta",
             fix="give --reference, or leave out --beta",
@@ -212,22 +214,21 @@ def load_scorer(
     policy.eval()
     if isinstance(policy, Scorer):
         return RewardModelScorer(policy)
-    if own is not None:
-        return LogProbScorer(policy, reference, own, recipe.loss)
+    if implicit is not None:
+        return LogProbScorer(policy, reference, implicit, recipe.loss)
     settings = {"beta": recipe.loss.get("beta", BETA) if beta is None else beta}
     return LogProbScorer(policy, reference, None if reference is None else log_ratio, settings)
 
 
 def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:
-    """A model as it is, in the type asked for: nothing trains, so there are no masters."""
+    """Load a model for scoring, without float32 master weights."""
     dtype, attributes = DTYPES[spec.dtype], _attributes(spec)
     if is_reward_model and attributes is None:
-        fix = "name a run's folder, or the model that it wrote"
         raise UserError(
-            "a reward model without training has a random head",
+            "the head of an untrained reward model is random",
             code="reward-model-untrained",
             where="model.name",
-            fix=fix,
+            fix="name the folder of a run, or its exported model",
         )
     model = load_model(
         spec.name,
@@ -240,7 +241,7 @@ def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:
     if attributes is not None:
         widen_head(model)
     model, compute = without_dropout(model), None
-    if spec.adapter is not None:  # its weights are wide, whatever those below it are
+    if spec.adapter is not None:  # adapter weights are float32, whatever the model's dtype
         model, compute = (
             with_adapter(model, None, spec.adapter),
             torch.bfloat16 if dtype == torch.bfloat16 else None,
@@ -251,7 +252,7 @@ def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:
 
 
 def _attributes(spec: Model) -> list[str] | None:
-    """What a saved reward model scores; None for another model."""
+    """The attributes that a saved reward model scores; None for other models."""
     must_exist(spec.name, "model.name")
     if spec.gguf_file is not None:
         return None
@@ -267,13 +268,13 @@ def _attributes(spec: Model) -> list[str] | None:
 def _reference(
     policy: PolicyModel, name: str, spec: Model, tokenizer: PreTrainedTokenizerBase
 ) -> Reference:
-    """A model of its own. Raises UserError when its tokens are not the policy's."""
+    """Load a separate reference model. Raises UserError if its tokenizer differs."""
     if not Path(name).is_dir() or any(Path(name).glob("tokenizer*")):
-        theirs = load_tokenizer(name, trust_remote_code=spec.trust_remote_code)
-        if theirs.get_vocab() != tokenizer.get_vocab():
+        ref_tokenizer = load_tokenizer(name, trust_remote_code=spec.trust_remote_code)
+        if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise UserError(
-                "model and reference have different tokenizers: their log-probabilities do not "
-                "compare",
+                "model and reference have different tokenizers, so their log-probabilities "
+                "cannot be compared",
                 code="tokenizer-mismatch",
                 where=f"reference.model: {name}",
                 fix="use a reference with the model's tokenizer",

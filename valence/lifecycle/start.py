@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe, load_recipe
-from valence.config.schema import Recipe, seconds_of
+from valence.config.schema import seconds_of
 from valence.data.audit_text import render, warnings_of
 from valence.data.objects import PathOrPaths, Rows, as_overrides
 from valence.data.rendering import describe_rendering
@@ -29,7 +29,7 @@ from valence.lifecycle.resume import PreviousRun, find_previous_run, record_star
 from valence.models.digest import model_digest
 from valence.planning.plan import crowding, describe, make_plan
 from valence.reports.trackers import check
-from valence.runs.folder import RunFolder, refuse_own_inputs
+from valence.runs.folder import RunFolder, refuse_inputs_in_folder
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.trainer.methods import method_of
@@ -43,10 +43,11 @@ def train_in_folder(
     overrides: Sequence[str],
     console: Console,
     group: Group,
-    **how: Any,
+    **options: Any,
 ) -> Path:
-    """As ``train``, with its arguments, for who wants what it writes and not the model: of a run
-    that is finished nothing is loaded. Returns the run's folder; raises what ``train`` does.
+    """Train as ``train`` does, with its arguments, and return the run's folder.
+
+    Loads no model if the run is finished.
     """
     stop = Stop(console)
     with stop.listening():
@@ -58,7 +59,7 @@ def train_in_folder(
                 group=group,
                 stop=stop,
                 loads_finished=False,
-                **how,
+                **options,
             )
         except _FinishedError as finished:
             return finished.folder
@@ -66,7 +67,7 @@ def train_in_folder(
 
 
 class _FinishedError(Exception):
-    """There is nothing to do in this folder."""
+    """The run in this folder is finished."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -74,7 +75,7 @@ class _FinishedError(Exception):
 
 
 def terminal_of(group: Group) -> Console:
-    """What rank 0 prints on; the others print nothing."""
+    """The console of this process: only rank 0 prints."""
     return Terminal(quiet=group.rank > 0)
 
 
@@ -98,9 +99,9 @@ def build_run(
 ) -> Trainer:
     """Return a trainer that is ready to ``fit``.
 
-    Rows are read and audited (the audit is printed), models are loaded, the folder is claimed, and
-    the state of a run that is there is loaded. loads_finished: load the model of a finished run;
-    else raises _FinishedError.
+    Reads and audits the rows (the audit is printed), loads the models, claims the folder, and loads
+    the state of the run in it, if any. loads_finished: load the model of a finished run; otherwise
+    raises _FinishedError.
     """
     world = group or Single()
     given, overrides = as_overrides(given or {}, overrides)
@@ -108,7 +109,16 @@ def build_run(
     in_memory = [name for name, rows in given.items() if rows is not None]
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
     checked = source.recipe
-    _refuse_own_inputs(checked)
+    refuse_inputs_in_folder(
+        Path(checked.run.dir),
+        {
+            "model.name": checked.model.name,
+            "model.adapter": checked.model.adapter,
+            "model.tokenizer": checked.model.tokenizer,
+            "reference.model": checked.reference.model,
+            "reference.cache": checked.reference.cache,
+        },
+    )
     (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
     say = partial(print_message, console)
     folder = RunFolder(
@@ -122,12 +132,12 @@ def build_run(
         same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         previous = find_previous_run(folder, prepared, allow) if folder.taken_up else None
         prepared = previous.prepared if previous else prepared
-        tokens, sharded = _announced(prepared, model, previous, console, quiet, world)
-        finished = _nothing_to_do(previous, folder, stop, loads_finished)
+        tokens, sharded = _print_plan(prepared, model, previous, console, quiet, world)
+        finished = _is_finished(previous, folder, stop, loads_finished)
         if not finished:
             by_first(world, partial(check_sinks, source))
             folder.claim()
-            failing.callback(_gave_up, folder)
+            failing.callback(_record_failure, folder)
             if previous is None:
                 record_start(folder, prepared, command, tokens, None)
         if not quiet and model is None:
@@ -164,10 +174,10 @@ def build_run(
     return trainer
 
 
-def _nothing_to_do(
+def _is_finished(
     previous: PreviousRun | None, folder: RunFolder, stop: Stop, loads_finished: bool
 ) -> bool:
-    """Whether the run is finished. Raises _FinishedError if its model is not wanted then."""
+    """Whether the run is finished. Raises _FinishedError if its model need not be loaded."""
     if previous is None or not previous.finished:
         return False
     if not loads_finished:
@@ -177,53 +187,39 @@ def _nothing_to_do(
 
 
 def check_sinks(source: LoadedRecipe) -> None:
-    """Raises UserError for a tracker that cannot be had."""
+    """Raise UserError for a tracker that is not available."""
     with source.placing():
         for sink in source.recipe.run.sinks:
             check(sink.model_dump())
 
 
 def _starting_weights(trainer: Trainer, folder: RunFolder) -> str | None:
-    """A digest of a model that was given, as it is before its first step.
+    """Digest of a model object before the first step.
 
-    Raises UserError when it is not as it was at the first
-    start: in one process it may have been trained since.
+    Raises UserError if it differs from that of the run's first start: the same process may have
+    trained it since.
     """
-    known = folder.facts.get("start")
+    recorded = folder.facts.get("start")
     if trainer.step > 0:
-        return known
-    found = model_digest(trainer.policy, adapter=True)
-    if folder.taken_up and found != known:
-        fix = "give it as it was then, or start anew with fresh=True"
+        return recorded
+    digest = model_digest(trainer.policy, adapter=True)
+    if folder.taken_up and digest != recorded:
         raise UserError(
-            "the model given is not as it was when this run began",
+            "the model object has changed since this run began",
             code="model-changed",
             where="model",
-            fix=fix,
+            fix="pass it with its original weights, or start over with fresh=True",
         )
-    return found
+    return digest
 
 
-def _refuse_own_inputs(checked: Recipe) -> None:
-    refuse_own_inputs(
-        Path(checked.run.dir),
-        {
-            "model.name": checked.model.name,
-            "model.adapter": checked.model.adapter,
-            "model.tokenizer": checked.model.tokenizer,
-            "reference.model": checked.reference.model,
-            "reference.cache": checked.reference.cache,
-        },
-    )
-
-
-def _gave_up(folder: RunFolder) -> None:
-    """A run that did not come to its training."""
+def _record_failure(folder: RunFolder) -> None:
+    """Record that a run failed before its training began."""
     if folder.facts.get("status") == "running":
         folder.state(status="failed")
 
 
-def _announced(
+def _print_plan(
     prepared: Prepared,
     model: nn.Module | None,
     previous: PreviousRun | None,
@@ -231,9 +227,9 @@ def _announced(
     quiet: bool,
     group: Group,
 ) -> tuple[int, bool | None]:
-    """Says what is going to be done.
+    """Print the audit and the plan of a run, or how it resumes.
 
-    Returns how many tokens run at once, and whether weights are split over processes.
+    Returns the tokens per micro-batch, and whether weights are split over processes.
     """
     say = partial(print_message, console)
     if crowded := crowding(group.size):
@@ -254,7 +250,7 @@ def _announced(
 
 
 def show_audit(prepared: Prepared, console: Console) -> None:
-    """What is in the data, and how rows become text, on screen."""
+    """Print the audit of the data, and how rows become text."""
     for name, corpus in prepared.corpora.items():
         console.rule(name if name.startswith("mix") else f"data.{name}", align="left")
         print_message(console, render(corpus.audit, training=name == "train"))
@@ -266,9 +262,7 @@ def show_audit(prepared: Prepared, console: Console) -> None:
 
 
 def _warn_of_data(prepared: Prepared, console: Console) -> None:
-    """Print the audit's warnings on standard error, where ``--quiet`` leaves everything else
-    out.
-    """
+    """Print the audit's warnings on standard error, the only output with ``--quiet``."""
     for name, corpus in prepared.corpora.items():
         where = name if name.startswith("mix") else f"data.{name}"
         for warning in warnings_of(corpus.audit):

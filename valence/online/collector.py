@@ -72,7 +72,7 @@ class RoundTally:
             self.totals["reward/min"] = min(self.rewards), 1.0
         seconds = {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.seconds.items()}
         return {
-            name: Mean(*(torch.tensor(each, dtype=torch.float64) for each in pair))
+            name: Mean(*(torch.tensor(number, dtype=torch.float64) for number in pair))
             for name, pair in (self.totals | seconds).items()
         }
 
@@ -425,8 +425,8 @@ class Collector:
                     reward - self._overlong_penalty(len(sampled[i].tokens))
                     for i, reward in zip(places, rewards, strict=True)
                 )
-                kept = tuple(sampled[i] for i in places)
-                groups.append(RolloutGroup(prompt.example, kept, shaped))
+                scored = tuple(sampled[i] for i in places)
+                groups.append(RolloutGroup(prompt.example, scored, shaped))
         tally.add("rollout/tied", [float(group.tied) for group in groups])
         tally.add("rollout/duplicates", duplicates([c.tokens for g in completions for c in g]))
         return groups
@@ -476,11 +476,11 @@ class Collector:
         ]
         with tally.timing("measuring"):
             columns = self._retry.run("training", lambda: self._measure(units, names))
-        builder = self._prepared.method.makes
+        builder = self._prepared.method.sample_builder
         assert builder is not None
         if "ref_t" in builder.reads and "ref" not in names:
             # The divergence has no weight in the loss, so that there is no reference.
-            columns = [each | {"ref": each["old"]} for each in columns]
+            columns = [values | {"ref": values["old"]} for values in columns]
         remaining = iter(columns)
         return [
             replace(group, columns=tuple(next(remaining) for _ in group.answers))

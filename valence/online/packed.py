@@ -1,4 +1,4 @@
-"""Units of a round as a saved state holds them: their tokens and columns in one tensor each."""
+"""Pack the examples of a round for a checkpoint: tokens and columns in one tensor each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from valence.types import Origin, TokenizedCompletion, TokenizedExample
 
 PLAIN = ("id", "kind", "label", "scores", "attributes", "margin", "soft", "weight", "source")
-"""What of a unit is kept as it is."""
+"""Fields that are saved as they are."""
 
 
 def packed(units: Sequence[TokenizedExample]) -> dict[str, Any]:
-    """Units whose prompts are not trained on, and whose answers are: each with all of its tokens,
-    or with none of them.
+    """Pack the tokens, columns and other fields of examples.
+
+    Prompts are outside the loss mask; a completion is entirely inside or outside it.
     """
     answers = [answer for unit in units for answer in unit.answers]
     columns: dict[str, list[float]] = {}
@@ -48,13 +49,13 @@ def packed(units: Sequence[TokenizedExample]) -> dict[str, Any]:
 
 
 def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:
-    """The units that ``packed`` was given."""
+    """Restore the examples that ``packed`` packed."""
     tokens = iter(state["tokens"].split([n for lengths in state["lengths"] for n in lengths]))
     complete = iter(state["complete"])
     masked = iter(state["masked"])
     sizes = [n for _, *lengths in state["lengths"] for n in lengths]
     columns = {name: iter(values.split(sizes)) for name, values in state["columns"].items()}
-    found: list[TokenizedExample] = []
+    examples: list[TokenizedExample] = []
     for row, (_, *lengths) in zip(state["rows"], state["lengths"], strict=True):
         prompt = tuple(next(tokens).tolist())
         answers = [
@@ -71,7 +72,7 @@ def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:
             "attributes": tuple((name, score) for name, score in row["attributes"]),
             "origin": Origin(**row["origin"]),
         }
-        found.append(
+        examples.append(
             TokenizedExample(
                 **plain,
                 prompt_ids=prompt,
@@ -79,4 +80,4 @@ def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:
                 answers=tuple(answers),
             )
         )
-    return found
+    return examples

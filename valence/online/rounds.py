@@ -90,7 +90,7 @@ class Rounds:
         self.num_rounds += 1
         self.exclusions.update(tally.exclusions)
         self._warn_of_changed_rewards()
-        if self._prepared.method.fills:
+        if self._prepared.method.resamples:
             self._sample_ahead(seed_of(recipe.train.seed, "rollout", self.num_rounds, "ahead"))
         if self.kl_beta is not None and tally.kl_estimates:
             self.kl_beta = adapted(
@@ -165,20 +165,20 @@ class Rounds:
         """
         recipe, method = self._prepared.recipe, self._prepared.method
         rollout, batch_size = recipe.rollout, recipe.train.batch_size
-        assert method.makes is not None
+        assert method.sample_builder is not None
         groups: list[RolloutGroup] = []
         reason: tuple[str, str] = TIED
         for attempt in range(rollout.max_resample + 1):
             sampled = self._sample_groups(
                 self._next_prompts(batch_size - len(groups)), attempt, tally
             )
-            groups += [group for group in sampled if not (method.fills and group.tied)]
+            groups += [group for group in sampled if not (method.resamples and group.tied)]
             self._count_excluded(sampled, tally)
             is_last = attempt == rollout.max_resample
-            if method.fills and len(groups) < batch_size and not is_last:
+            if method.resamples and len(groups) < batch_size and not is_last:
                 continue
             units = (
-                method.makes(self._measure(groups, tally), rollout, self._loss_settings)
+                method.sample_builder(self._measure(groups, tally), rollout, self._loss_settings)
                 if groups
                 else []
             )
@@ -218,7 +218,7 @@ class Rounds:
         recipe, collector = self._prepared.recipe, self.collector
         seed = seed_of(recipe.train.seed, "rollout", self.num_rounds, attempt)
         completions = collector.sample(prompts, recipe.rollout.num_rollouts, seed, tally)
-        if not self._prepared.method.fills:  # else this round may need more prompts first
+        if not self._prepared.method.resamples:  # else this round may need more prompts first
             self._sample_ahead(seed)
         return collector.group(prompts, completions, collector.score(completions, tally), tally)
 
@@ -252,7 +252,7 @@ class Rounds:
 
     def _count_excluded(self, groups: Sequence[RolloutGroup], tally: RoundTally) -> None:
         """Count what the method must not train on, where it excludes completions one by one."""
-        builder, rollout = self._prepared.method.makes, self._prepared.recipe.rollout
+        builder, rollout = self._prepared.method.sample_builder, self._prepared.recipe.rollout
         assert builder is not None
         if builder.excludes is None:
             return

@@ -28,8 +28,8 @@ from valence.rewards.build import list_reward_models
 from valence.trainer.prepare import Prepared
 from valence.trainer.targets import is_run
 
-MARGIN = 0.8  # share of the free memory that `auto` may plan to take
-LEAST = 512  # tokens that run at once, where `auto` finds little memory
+MARGIN = 0.8  # share of the free memory that `auto` plans to use
+MIN_TOKENS = 512  # tokens per micro-batch that `auto` never goes below
 
 
 def choose_split(
@@ -40,19 +40,20 @@ def choose_split(
     before: bool | None,
     fits: Callable[[], bool],
 ) -> Split:
-    """How the weights are split over so many processes. before: whether they were, where `auto`
-    chose it before; fits: whether one process could hold all that a run needs, which all agree on.
+    """Choose how the weights are split over ``size`` processes.
 
-    Raises UserError when the optimizer, the compiler or the device does not go along with it.
+    before: what `auto` chose at an earlier start. fits: whether one process can hold everything
+    that a run needs; all processes agree on it.
+
+    Raises UserError if the optimizer, the compiler or the device does not support the split.
     """
     parallel = recipe.parallel
     if size % parallel.tensor:
-        what = f"{size} processes are not a multiple of {parallel.tensor}"
         raise UserError(
-            what,
+            f"{size} processes are not a multiple of {parallel.tensor}",
             code="tensor-size-mismatch",
             where="parallel.tensor",
-            fix=f"give --nproc a multiple of {parallel.tensor}, or set it to 1",
+            fix=f"set --nproc to a multiple of {parallel.tensor}, or parallel.tensor to 1",
         )
     ways = size // parallel.tensor
     if parallel.shard == "auto":
@@ -62,71 +63,81 @@ def choose_split(
     if not shards or ways == 1:
         split = Split(tensor=parallel.tensor)
     else:
-        each = trains_whole(recipe) if parallel.sync == "auto" else parallel.sync == "micro_batch"
+        sync_each = (
+            trains_all_weights(recipe)
+            if parallel.sync == "auto"
+            else parallel.sync == "micro_batch"
+        )
         split = Split(
-            ways, parallel.tensor, reshard=parallel.reshard, each=each, offload=parallel.offload
+            ways,
+            parallel.tensor,
+            reshard=parallel.reshard,
+            each=sync_each,
+            offload=parallel.offload,
         )
     if split.single:
         return split
     if recipe.train.optimizer == "adamw_8bit":
-        raise _not_with_split(
-            "moments of 8 bits cannot be split over processes",
+        raise _unsupported_with_split(
+            "8-bit optimizer states cannot be split over processes",
             "train.optimizer",
             "set train.optimizer: adamw",
         )
     if recipe.train.compile == "on":
-        raise _not_with_split(
-            "layers that are split over processes are not compiled", "train.compile", "remove it"
+        raise _unsupported_with_split(
+            "layers that are split over processes cannot be compiled",
+            "train.compile",
+            "remove it",
         )
     if recipe.train.router_aux_loss:
-        what = "the load-balancing loss is not computed where weights are split over processes"
-        raise _not_with_split(what, "train.router_aux_loss", "remove it")
+        raise _unsupported_with_split(
+            "the load-balancing loss does not support weights split over processes",
+            "train.router_aux_loss",
+            "remove it",
+        )
     if split.offload:
         check_offload(recipe, device)
     return split
 
 
 def check_offload(recipe: Recipe, device: torch.device) -> None:
-    """Raise UserError where weights would be moved out of the memory of a device that there is
-    not.
-    """
+    """Raise UserError if weights are to be offloaded without a CUDA device."""
     if recipe.parallel.offload and device.type != "cuda":
-        what = "weights are in the host's memory already: there is no CUDA device"
         raise UserError(
-            what, code="parallel-unsupported", where="parallel.offload", fix="remove it"
+            "parallel.offload needs a CUDA device: on a CPU, weights are in CPU memory anyway",
+            code="parallel-unsupported",
+            where="parallel.offload",
+            fix="remove it",
         )
 
 
-def _not_with_split(what: str, where: str, fix: str) -> UserError:
+def _unsupported_with_split(problem: str, where: str, fix: str) -> UserError:
     return UserError(
-        what,
+        problem,
         code="parallel-unsupported",
         where=where,
         fix=f"{fix}, or set parallel.shard: off and parallel.tensor: 1",
     )
 
 
-def trains_whole(recipe: Recipe) -> bool:
-    """Whether all weights train."""
+def trains_all_weights(recipe: Recipe) -> bool:
+    """Whether all weights train, rather than an adapter."""
     return recipe.model.lora is None and recipe.model.adapter is None
 
 
 def at_rest(recipe: Recipe) -> torch.dtype:
-    """Of the weights as they are kept.
-
-    All that train are masters: narrower, they would have lost their last bits.
-    """
+    """Dtype of the stored weights; trained ones have float32 masters."""
     dtype = DTYPES[recipe.model.dtype]
-    return torch.promote_types(dtype, torch.float32) if trains_whole(recipe) else dtype
+    return torch.promote_types(dtype, torch.float32) if trains_all_weights(recipe) else dtype
 
 
 def sampled_in(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Of products, keys and values while answers are sampled (see ``PolicyModel.sampling``)."""
+    """Dtype of products, keys and values while sampling (see ``PolicyModel.sampling``)."""
     return at_rest(recipe) if device.type == "cpu" else DTYPES[recipe.model.dtype]
 
 
 def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
-    """Return the model given, or the recipe's model, without weights."""
+    """This model, or that of the recipe, without weights."""
     if model is not None:
         return skeleton_of(model)
     spec = prepared.recipe.model
@@ -139,50 +150,51 @@ def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
 def memory_of(
     prepared: Prepared, shape: Shape, device: torch.device, split: Split, *, compiled: bool = False
 ) -> Memory:
-    """What each process of a run will need."""
+    """Estimate the memory that each process of a run needs."""
     recipe = prepared.recipe
-    apart = recipe.model.lora is None or recipe.reference.model is not None
-    # where nothing is split, its copy shares the policy's frozen weights
-    moves = recipe.reference.sync_every is not None
+    is_separate = recipe.model.lora is None or recipe.reference.model is not None
+    # without a split, a synced reference shares the policy's frozen weights
+    is_synced = recipe.reference.sync_every is not None
     width = DTYPES[recipe.model.dtype].itemsize
-    predicted = partial(
+    estimate = partial(
         predict,
         shape,
         width=width,
-        frozen_copy=prepared.needs_reference and (apart or (moves and not split.single)),
+        frozen_copy=prepared.needs_reference and (is_separate or (is_synced and not split.single)),
         checkpointing=recipe.train.checkpointing,
         optimizer=recipe.train.optimizer,
         device=device,
         split=split,
     )
-    found = predicted(compiled=compiled)
+    memory = estimate(compiled=compiled)
     if prepared.values_apart:
-        found = with_values(found, predicted(), shape, width)
+        memory = with_values(memory, estimate(), shape, width)
     if prepared.rollouts:
         rows, prompt, new = prepared.rollouts
-        found = replace(
-            found,
+        memory = replace(
+            memory,
             sampling=sampled(shape, rows, prompt + new, sampled_in(recipe, device).itemsize)
             // split.tensor,
         )
     if recipe.reward:
-        found = replace(found, judges=bytes_of_rewards(recipe))
-    return found
+        memory = replace(memory, judges=bytes_of_rewards(recipe))
+    return memory
 
 
-def fits_whole(prepared: Prepared, shape: Shape, device: torch.device, free: int | None) -> bool:
-    """Whether a process with this much free memory could hold all weights, and what else it takes
-    to train.
-    """
-    asked = prepared.recipe.train.micro_batch_tokens
-    needs = memory_of(prepared, shape, device, Split(tensor=prepared.recipe.parallel.tensor))
-    return free is None or needs.total(LEAST if asked == "auto" else asked) <= MARGIN * free
+def fits_on_one_device(
+    prepared: Prepared, shape: Shape, device: torch.device, free: int | None
+) -> bool:
+    """Whether a process with ``free`` bytes can hold all weights and train them."""
+    requested = prepared.recipe.train.micro_batch_tokens
+    tokens = MIN_TOKENS if requested == "auto" else requested
+    memory = memory_of(prepared, shape, device, Split(tensor=prepared.recipe.parallel.tensor))
+    return free is None or memory.total(tokens) <= MARGIN * free
 
 
-def least_free(free: int | None, device: torch.device, group: Group) -> int | None:
-    """Bytes that each process has, when this one's device has so many: the least of all.
+def min_free_memory(free: int | None, device: torch.device, group: Group) -> int | None:
+    """The smallest number of free bytes of any process; those on one host share its memory.
 
-    Those on a host share its memory.
+    free: bytes on this process's device; None if unknown.
     """
     if group.size == 1:
         return free
@@ -194,9 +206,9 @@ def least_free(free: int | None, device: torch.device, group: Group) -> int | No
 
 
 def bytes_of_rewards(recipe: Recipe) -> int:
-    """Bytes of the weights of all reward models of a recipe, before any is loaded.
+    """Bytes of the weights of all reward models of a recipe, without loading them.
 
-    Raises UserError when one of them does not exist.
+    Raises UserError if one of them does not exist.
     """
     return sum(
         _bytes_of_reward_model(target, parse_settings(target, settings, where), where)

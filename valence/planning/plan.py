@@ -1,6 +1,4 @@
-"""What a run will take, before it runs: steps, tokens, memory, time; and how many tokens it may run
-at once.
-"""
+"""Estimate a run before it starts: steps, tokens, memory, time and the size of micro-batches."""
 
 from __future__ import annotations
 
@@ -29,14 +27,14 @@ from valence.models.policy_model import PolicyModel
 from valence.models.shape import Shape, shape_of
 from valence.models.speed import Work
 from valence.planning.memory import (
-    LEAST,
     MARGIN,
+    MIN_TOKENS,
     check_offload,
     choose_split,
-    fits_whole,
+    fits_on_one_device,
     layers_of,
-    least_free,
     memory_of,
+    min_free_memory,
     sampled_in,
 )
 from valence.reports.console import duration
@@ -44,21 +42,19 @@ from valence.trainer.methods import Method, read_of_tokens
 from valence.trainer.prepare import Prepared
 from valence.types import TokenizedExample, plural
 
-WORTH_COMPILING = {"cpu": 2e14, "cuda": 1e17}
-"""Operations of a run, about five minutes of them, from which on compiled layers save more time
-than they take to compile.
-"""
-MOST = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # beyond them, a step is not faster
-LOOKED_AT = 4  # steps whose work is counted
-ROWS_LOOKED_AT = 512  # rows of an evaluation whose work is counted
+MIN_OPERATIONS_TO_COMPILE = {"cpu": 2e14, "cuda": 1e17}
+"""Operations of a run, about five minutes, above which compiling layers saves time."""
+MAX_TOKENS = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # larger micro-batches are not faster
+STEPS_COUNTED = 4  # steps whose operations are counted
+ROWS_COUNTED = 512  # rows of an evaluation whose operations are counted
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found out about a run before it starts.
+    """Estimates for a run.
 
-    ``free``: bytes that each process has on its device, where something tells; ``processes``: all
-    of them; ``split``: how they share the weights.
+    free: bytes available to each process on its device; None if unknown. processes: their number.
+    split: how weights are split over them.
     """
 
     prepared: Prepared
@@ -71,21 +67,22 @@ class Plan:
 
     @property
     def dealt(self) -> int:
-        """Processes that a step's rows are dealt to."""
+        """Number of processes that train on different rows."""
         return self.processes // self.split.tensor
 
     @cached_property
     def micro_batch_tokens(self) -> int:
-        """The recipe's, or with `auto` the largest power of two that fits (a power of two, so that
-        it is the same next time).
+        """Tokens per micro-batch: those of the recipe, or the largest power of two that fits.
+
+        A power of two does not change with small differences of free memory.
         """
-        asked = self.prepared.recipe.train.micro_batch_tokens
-        if asked != "auto":
-            return asked
-        tokens = MOST[self.device.type]
+        requested = self.prepared.recipe.train.micro_batch_tokens
+        if requested != "auto":
+            return requested
+        tokens = MAX_TOKENS[self.device.type]
         while (
             self.free is not None
-            and tokens > LEAST
+            and tokens > MIN_TOKENS
             and self.memory.total(tokens) > MARGIN * self.free
         ):
             tokens //= 2
@@ -93,7 +90,7 @@ class Plan:
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest micro-batch that may come to a process."""
+        """Upper bound for the tokens of a micro-batch."""
         return max(
             map(
                 self._largest,
@@ -103,19 +100,19 @@ class Plan:
 
     def _largest(self, sampler: Sampler) -> int:
         longest = sorted(sampler.units, key=_rows)[-sampler.batch_size :]
-        # what they begin with in common, as answers to one prompt do, runs once
+        # a prefix that sequences share is computed once
         step = int(_work(longest).tokens)
         return max(_rows(longest[-1]), min(self.micro_batch_tokens, -(-step // self.dealt)))
 
     @cached_property
     def work(self) -> list[list[tuple[Method, Work, Work]]]:
-        """Of some of the run's steps: for each method what trains, and what is only measured."""
+        """Work of some steps: for each method, with and without gradient."""
         prepared = self.prepared
         parts = [
             (prepared.method, prepared.planned),
             *((part.method, part.sampler) for part in prepared.mixed),
         ]
-        numbers = range(0, prepared.total_steps, -(-prepared.total_steps // LOOKED_AT))
+        numbers = range(0, prepared.total_steps, -(-prepared.total_steps // STEPS_COUNTED))
         return [
             [self._work_of(method, sampler, number) for method, sampler in parts]
             for number in numbers
@@ -129,30 +126,36 @@ class Plan:
     def _work_of_units(
         self, method: Method, units: Sequence[TokenizedExample]
     ) -> tuple[Work, Work]:
-        """Of the units themselves, and of the mismatched sequences that go with them."""
-        own, both = _work(units), list(units)
+        """Work of the examples, and of the KL pairs that they need."""
+        example_work, sequences = _work(units), list(units)
         if method.needs_kl_pairs:
-            both += make_kl_pairs_in_groups(
+            sequences += make_kl_pairs_in_groups(
                 units, len(units), "next", max_length=self.prepared.recipe.data.max_length
             )
-        return own, _work(both) - own
+        return example_work, _work(sequences) - example_work
 
     def seconds(self, *, again: bool = False) -> float:
-        """About how long a step takes, by its operations and the rate at which this machine
-        multiplies matrices. again: in an epoch after the first, where the cache knows what the
-        reference said of the answers.
+        """Estimated seconds per step, from its operations and this machine's matrix products.
+
+        again: in later epochs, when the reference's log-probabilities are cached.
         """
         recipe = self.prepared.recipe
-        known = again and self._keeps_reference
+        is_cached = again and self._keeps_reference
         operations = [
             speed.step(
                 self.shape,
                 trained,
                 measured,
-                *((measured,) if known else (trained, measured) if method.asks_reference else ()),
+                *(
+                    (measured,)
+                    if is_cached
+                    else (trained, measured)
+                    if method.asks_reference
+                    else ()
+                ),
                 checkpointing=recipe.train.checkpointing,
             )
-            + (self._operations_of_answers(trained) if method.online else 0)
+            + (self._rollout_operations(trained) if method.online else 0)
             for step in self.work
             for method, trained, measured in step
         ]
@@ -168,7 +171,7 @@ class Plan:
 
     @property
     def _keeps_reference(self) -> bool:
-        """Whether the reference's log-probabilities of a row are computed once in the run."""
+        """Whether the reference's log-probabilities of a row are computed only once."""
         recipe = self.prepared.recipe
         return (
             recipe.reference.cache != "off"
@@ -178,7 +181,7 @@ class Plan:
 
     @property
     def evaluations(self) -> int:
-        """How often data.eval is measured."""
+        """Number of evaluations on data.eval."""
         prepared, recipe = self.prepared, self.prepared.recipe.eval
         if "eval" not in prepared.corpora:
             return 0
@@ -187,10 +190,9 @@ class Plan:
 
     @property
     def evaluation_seconds(self) -> float:
-        """About how long it takes to measure held-out rows, test rows, and training rows
-        afterwards.
+        """Estimated seconds of all evaluations: held-out, test and training rows.
 
-        0 where the model's own answers are measured: they would have to be sampled first.
+        0 for online methods, which sample completions first.
         """
         prepared, recipe = self.prepared, self.prepared.recipe
         if prepared.method.online:
@@ -198,32 +200,28 @@ class Plan:
         operations = 0.0
         if times := self.evaluations:
             held_out = prepared.corpora["eval"].units[: recipe.eval.max_examples]
-            operations += self._operations_of_measuring(held_out)
-            operations += (times - 1) * self._operations_of_measuring(
-                held_out, is_known=self._keeps_reference
+            operations += self._evaluation_operations(held_out)
+            operations += (times - 1) * self._evaluation_operations(
+                held_out, is_cached=self._keeps_reference
             )
         if "test" in prepared.corpora:
-            operations += self._operations_of_measuring(prepared.corpora["test"].units)
-        if most := recipe.eval.train_examples:
-            operations += self._operations_of_measuring(prepared.corpora["train"].units[:most])
+            operations += self._evaluation_operations(prepared.corpora["test"].units)
+        if limit := recipe.eval.train_examples:
+            operations += self._evaluation_operations(prepared.corpora["train"].units[:limit])
         return operations / self._rate / self.processes
 
-    def _operations_of_measuring(
-        self, units: Sequence[TokenizedExample], *, is_known: bool = False
+    def _evaluation_operations(
+        self, units: Sequence[TokenizedExample], *, is_cached: bool = False
     ) -> float:
-        """Of measuring rows once. is_known: the reference's log-probabilities of them are
-        stored.
-        """
-        looked_at, method = units[:ROWS_LOOKED_AT], self.prepared.method
-        own, mismatched = self._work_of_units(method, looked_at)
-        passes = 2 if method.asks_reference and not is_known else 1
-        each = speed.forward(self.shape, own) + speed.forward(self.shape, mismatched)
-        return passes * each * len(units) / len(looked_at)
+        """Operations of one evaluation. is_cached: the reference's log-probabilities are stored."""
+        counted, method = units[:ROWS_COUNTED], self.prepared.method
+        matched, mismatched = self._work_of_units(method, counted)
+        num_models = 2 if method.asks_reference and not is_cached else 1
+        operations = speed.forward(self.shape, matched) + speed.forward(self.shape, mismatched)
+        return num_models * operations * len(units) / len(counted)
 
-    def _operations_of_answers(self, trained: Work) -> float:
-        """What own answers add to a step: each is measured once in its round, and a value model
-        trains beside the policy.
-        """
+    def _rollout_operations(self, trained: Work) -> float:
+        """Additional operations of an online step: log-probs of rollouts, and the value model."""
         prepared, recipe = self.prepared, self.prepared.recipe
         measured = len(read_of_tokens(recipe, reference=prepared.needs_reference)) * speed.forward(
             self.shape, trained
@@ -238,21 +236,22 @@ class Plan:
 
     @property
     def round_seconds(self) -> float | None:
-        """About how long it takes to sample the answers of a round, were all as long as they may
-        be; None where a server does.
+        """Estimated seconds to sample a round of completions of maximum length.
+
+        None if a server samples them.
         """
         if self.prepared.rollouts is None:
             return None
         rows, prompt, new = self.prepared.rollouts
         recipe = self.prepared.recipe
-        turns = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * self.dealt))
-        return turns * speed.sampling(
+        batches = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * self.dealt))
+        return batches * speed.sampling(
             self.shape, rows, prompt, new, self.device, sampled_in(recipe, self.device)
         )
 
     @property
     def total_seconds(self) -> float:
-        """About how long all steps take."""
+        """Estimated seconds of all steps."""
         steps = self.prepared.total_steps
         first = min(steps, self.prepared.steps_per_epoch)
         return first * self.seconds() + (steps - first) * self.seconds(again=True)
@@ -265,12 +264,13 @@ def make_plan(
     *,
     sharded: bool | None = None,
 ) -> Plan:
-    """Looks at the model (that of the recipe, unless another is given) and at the device, and loads
-    nothing. group: all processes, which call it together and find the same. sharded: whether
-    weights are split over them, where it was chosen before.
+    """Plan a run from its recipe, model and device, without loading weights.
 
-    Raises UserError when there is no such model, the tokenizer or the adapter does not fit it, its
-    layers cannot be recomputed as the recipe asks, or weights not be split.
+    model: used instead of the model that the recipe names. group: all processes call this together
+    and get the same plan. sharded: an earlier decision to split weights over processes.
+
+    Raises UserError if the model does not exist, the tokenizer or adapter does not fit it, or it
+    does not support checkpointing or the split.
     """
     group = group or Single()
     recipe, spec, device = prepared.recipe, prepared.recipe.model, best_device()
@@ -283,13 +283,13 @@ def make_plan(
         shape = shape_of(
             bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
         )
-        free = least_free(free_memory(device), device, group)
+        free = min_free_memory(free_memory(device), device, group)
         split = choose_split(
             recipe,
             group.size,
             device,
             before=sharded,
-            fits=lambda: fits_whole(prepared, shape, device, free),
+            fits=lambda: fits_on_one_device(prepared, shape, device, free),
         )
         compiled = (
             pays_to_compile(prepared, shape.parameters, device, group.size)
@@ -301,25 +301,25 @@ def make_plan(
 
 
 def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, processes: int) -> bool:
-    """Whether the recipe asks for compiled layers, or leaves it open and the run is long.
+    """Whether to compile layers: if the recipe says so, or `auto` and the run is long enough.
 
-    Counted, not measured: the values in a reference cache are those of one way to compute them.
-    Raises UserError when they are asked for and cannot be had.
+    Decided by counting operations, so that reruns decide alike and their reference cache stays
+    valid. Raises UserError if compilation is requested and not available.
     """
-    asked, why = prepared.recipe.train.compile, why_not(device)
-    if asked == "on" and why:
+    requested, reason = prepared.recipe.train.compile, why_not(device)
+    if requested == "on" and reason:
         raise UserError(
-            why,
+            reason,
             code="compile-unavailable",
             where="train.compile",
             fix="install what is missing, or set it to auto or off",
         )
     not_compiled = prepared.recipe.model.quantize or prepared.recipe.train.router_aux_loss
-    if asked != "auto" or why or "train" not in prepared.corpora or not_compiled:
-        return asked == "on"
+    if requested != "auto" or reason or "train" not in prepared.corpora or not_compiled:
+        return requested == "on"
     epochs = prepared.total_steps / prepared.steps_per_epoch
     tokens = epochs * sum(unit.tokens for unit in prepared.corpora["train"].units)
-    return 6 * weights * tokens / processes >= WORTH_COMPILING[device.type]
+    return 6 * weights * tokens / processes >= MIN_OPERATIONS_TO_COMPILE[device.type]
 
 
 def planned_tokens(prepared: Prepared, policy: PolicyModel, world: Group) -> int:
@@ -329,10 +329,9 @@ def planned_tokens(prepared: Prepared, policy: PolicyModel, world: Group) -> int
 
 
 def crowding(processes: int) -> str:
-    """What to warn of when so many processes of this host share its cores; empty where each has
-    one, or a GPU of its own.
+    """A warning if there are more processes on this host than cores or GPUs; else empty.
 
-    Under a launcher ``LOCAL_WORLD_SIZE`` says how many are on this host.
+    Launchers set ``LOCAL_WORLD_SIZE`` to the number of processes on this host.
     """
     local, cores = int(os.environ.get("LOCAL_WORLD_SIZE", processes)), usable_cores()
     if local <= cores or torch.cuda.device_count() >= local:
@@ -345,13 +344,12 @@ def crowding(processes: int) -> str:
 
 
 def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
-    """Lines to print: optimizer steps, tokens per epoch, trained weights, and what memory and time
-    they are predicted to take.
+    """Lines to print: steps, tokens, weights, and estimates of memory and time.
 
-    in_detail: also name what is computed without gradient.
+    in_detail: also mention the sequences without gradient.
     """
     prepared, shape, memory = plan.prepared, plan.shape, plan.memory
-    method, asked = prepared.method, prepared.recipe.train.micro_batch_tokens
+    method, requested = prepared.method, prepared.recipe.train.micro_batch_tokens
     units = prepared.planned.units
     longest = max(map(_rows, units))
     mismatched = (
@@ -359,7 +357,8 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     )
     trained = ", all trained" if shape.full else f" frozen + {shape.trained:,} trained"
     narrow = f", {shape.quantized:,} in 4 bits" if shape.quantized else ""
-    total, each = memory.total(plan.largest), " each" if plan.processes > 1 else ""
+    total = memory.total(plan.largest)
+    per_process = " each" if plan.processes > 1 else ""
     parts = {
         "program": memory.program,
         "weights": memory.weights,
@@ -367,24 +366,24 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         "gradient and optimizer": memory.gradient + memory.optimizer,
         "activations and head": plan.largest * memory.per_token + memory.head,
     }
-    more = {
+    optional = {
         "gathered weights": memory.gathered,
         "value model": memory.value,
         "reward models": memory.judges,
-        "or, while sampling, answers": memory.sampling,
+        "or, while sampling, completions": memory.sampling,
     }
-    parts |= {name: size for name, size in more.items() if size}
+    parts |= {name: size for name, size in optional.items() if size}
     rows = len(prepared.corpora["train"].units)
     lines = [
         f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {rows} "
         f"{plural(method.kind)})",
         f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of "
-        f"{plan.micro_batch_tokens:,}" + (" (auto)" if asked == "auto" else ""),
+        f"{plan.micro_batch_tokens:,}" + (" (auto)" if requested == "auto" else ""),
         f"weights: {shape.parameters:,}{trained}{narrow}",
-        *_shared(plan),
-        f"memory: about {_gigabytes(total)}{each} "
+        *_describe_split(plan),
+        f"memory: about {_gigabytes(total)}{per_process} "
         f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
-        *_times(plan),
+        *_describe_times(plan),
     ]
     if prepared.source.settings.get(
         "loss.desirable_weight", prepared.source.settings["method"]
@@ -407,59 +406,59 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         )
     if longest > plan.micro_batch_tokens:
         lines.append(
-            f"the largest row has {longest} tokens, more than train.micro_batch_tokens: such "
-            f"rows form micro-batches of their own"
+            f"the largest row has {longest} tokens, more than train.micro_batch_tokens: each such "
+            f"row forms a micro-batch"
         )
     if prepared.ends_early:
         lines.append(prepared.ends_early)
-    if said := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
-        lines.append(said)
+    if warning := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
+        lines.append(warning)
     return lines
 
 
-def _times(plan: Plan) -> list[str]:
-    """What to say of the time that a run takes."""
+def _describe_times(plan: Plan) -> list[str]:
     prepared, rollout = plan.prepared, plan.prepared.recipe.rollout
     steps, measuring = plan.total_seconds, plan.evaluation_seconds
     count = prepared.total_steps
     parts = f"{count} step{'s' * (count != 1)} of about {duration(plan.seconds())} at first"
     parts += f", {duration(measuring)} for evaluation" if measuring else ""
-    more = "sampling, scoring, evaluation, " if prepared.method.online else ""
-    said = [
-        f"time: about {duration(steps + measuring)} ({parts}), without {more}loading the model "
-        f"and writing files"
+    excluded = "sampling, scoring, evaluation, " if prepared.method.online else ""
+    lines = [
+        f"time: about {duration(steps + measuring)} ({parts}), without {excluded}loading the "
+        f"model and writing files"
     ]
-    if (each := plan.round_seconds) is not None:
+    if (seconds := plan.round_seconds) is not None:
         rounds = -(-prepared.total_steps // rollout.steps_per_round)
-        said.append(
-            f"sampling: up to about {duration(each)} per round, {duration(rounds * each)} in "
-            f"total, "
-            f"if every answer has {rollout.max_new_tokens:,} tokens"
+        lines.append(
+            f"sampling: up to about {duration(seconds)} per round, {duration(rounds * seconds)} "
+            f"in total, if every completion has {rollout.max_new_tokens:,} tokens"
         )
-    return said
+    return lines
 
 
-def _shared(plan: Plan) -> list[str]:
-    """What to say of how processes share the run."""
+def _describe_split(plan: Plan) -> list[str]:
+    """How the weights are split over processes; empty for a single process."""
     if plan.processes == 1:
         full = plan.prepared.recipe.parallel.shard == "full"
         return ["1 process: parallel.shard: full has nothing to split over"] if full else []
     split = plan.split
-    whole = (
+    weights = (
         "all weights" if split.tensor == 1 else f"1/{split.tensor} of every layer (parallel.tensor)"
     )
-    held = f"1/{split.ways} of {whole}, their gradients and moments" if split.ways > 1 else whole
+    held = (
+        f"1/{split.ways} of {weights}, their gradients and moments" if split.ways > 1 else weights
+    )
     auto = " (parallel.shard: auto)" if plan.prepared.recipe.parallel.shard == "auto" else ""
     return [f"{plan.processes} processes: each holds {held}{auto}"]
 
 
 def _rows(unit: TokenizedExample) -> int:
-    """Tokens that run for a unit, whose answers share their prompt."""
+    """Tokens computed for an example, whose completions share their prompt."""
     return len(unit.prompt_ids) + sum(len(answer.ids) for answer in unit.answers)
 
 
 def _work(units: Sequence[TokenizedExample]) -> Work:
-    """Of one pass over these units, were they all in one micro-batch."""
+    """Work of one pass over these examples as a single micro-batch."""
     tree = StepPacker(units).tree
     return Work(
         tokens=len(tree.tokens),

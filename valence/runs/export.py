@@ -1,4 +1,4 @@
-"""A trained policy as a folder that transformers loads and vLLM serves."""
+"""Export a trained policy as a folder that transformers loads and vLLM serves."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from transformers import PreTrainedTokenizerBase
 
 from valence.distributed.protocol import Group
 from valence.errors import UserError
-from valence.runs.store import agreed, apart, is_sharded, place_aside, written_aside
+from valence.runs.store import (
+    agreed,
+    atomic_folder,
+    is_sharded,
+    temporary_path,
+    without_shared_memory,
+)
 
-LARGEST = 5 * 10**9
-"""Bytes of a file of weights."""
+MAX_FILE_BYTES = 5 * 10**9
+"""Size of a file of weights."""
 Merge = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
 
 
@@ -33,48 +39,48 @@ def export(
     ends: Collection[int] = (),
     config: Mapping[str, Any] | None = None,
     group: Group | None = None,
-    largest: int = LARGEST,
+    max_file_bytes: int = MAX_FILE_BYTES,
     merge: Merge | None = None,
 ) -> Path:
-    """Writes weights (safetensors), tokenizer with its chat template, generation settings and card
-    (README.md).
+    """Write weights (safetensors), tokenizer with chat template, generation settings and card.
 
-    what: the adapter merged into a copy of the weights (also auto), or the adapter alone. Without
-    an adapter: all weights.
-    ends: tokens at which an answer ends, besides those at which the model stopped before.
-    config: entries of config.json besides the model's own.
-    group: the processes over which weights are sharded, all of which call this; rank 0 gets them
-    one after another, and writes them. It holds ``largest`` bytes (of a file) of them at once; all,
-    where transformers saves them in other pieces than it trains. merge: makes the merged model of
-    the model and its adapter's weights, where its own weights are too coarse to merge into; rank 0
-    then holds a whole model on the host. Raises UserError in all processes when it cannot be
-    written.
+    what: ``merged`` (also ``auto``) merges the adapter into a copy of the weights; ``adapter``
+    writes it alone. Without an adapter, all weights are written.
+    ends: additional stop tokens.
+    config: additional entries of config.json.
+    group: the processes over which weights are sharded; all of them call this. Rank 0 gathers and
+    writes one piece after another and holds at most ``max_file_bytes``, or all weights if
+    transformers saves them in other pieces than it trains.
+    merge: builds the merged model from the model and its adapter's weights, for quantized models;
+    rank 0 then holds a full model in CPU memory.
+
+    Raises UserError in all processes if the folder cannot be written.
     """
     leads = group is None or group.rank == 0
     adapter = hasattr(model, "peft_config") and what == "adapter"
     with ExitStack() as opened:
         with agreed(group):
-            folder = opened.enter_context(written_aside(target)) if leads else place_aside(target)
+            folder = (
+                opened.enter_context(atomic_folder(target)) if leads else temporary_path(target)
+            )
         if merge is not None and hasattr(model, "peft_config") and not adapter:
-            _write_made(model, folder, group, config or {}, merge, largest)
+            _write_merged(model, folder, group, config or {}, merge, max_file_bytes)
         elif any(is_sharded(p) for p in model.parameters()):
-            _write_gathered(model, folder, group, adapter, config or {}, largest)
+            _write_gathered(model, folder, group, adapter, config or {}, max_file_bytes)
         elif leads:
-            _write_whole(model, folder, adapter, config or {})
+            _write_local(model, folder, adapter, config or {})
         with agreed(group):
             if leads:
                 tokenizer.save_pretrained(folder)
                 _remove_absolute_paths(folder)
-                _stop_at(ends, folder)
+                _add_stop_tokens(ends, folder)
                 (folder / "README.md").write_text(card, encoding="utf-8")
             opened.close()
     return target
 
 
 def portable_name(name: str) -> str:
-    """The name of a model for others: a hub id or relative path as it is, of an absolute path the
-    last part alone.
-    """
+    """A model's name for publication: the last part of an absolute path, else the name itself."""
     return Path(name).name or name if name.startswith(("/", "~")) else name
 
 
@@ -83,11 +89,11 @@ PATHS_IN = {
     "config.json": "_name_or_path",
     "tokenizer_config.json": "name_or_path",
 }
-"""Where transformers and peft write down what a model was loaded from."""
+"""Where transformers and peft record the path that a model was loaded from."""
 
 
 def _remove_absolute_paths(folder: Path) -> None:
-    """Local folders would tell others of this machine, and lead nowhere on theirs."""
+    """Shorten absolute paths, which reveal details of this machine and do not exist elsewhere."""
     for file, key in PATHS_IN.items():
         path = folder / file
         if not path.exists():
@@ -101,9 +107,10 @@ def _remove_absolute_paths(folder: Path) -> None:
             )
 
 
-def _stop_at(ends: Collection[int], folder: Path) -> None:
-    """Names tokens among those at which ``generate`` and servers stop: a base model would go on
-    behind the turns that it has learned. Nothing to do for an adapter or a reward model.
+def _add_stop_tokens(ends: Collection[int], folder: Path) -> None:
+    """Add stop tokens for ``generate`` and servers, so that a base model stops after its turn.
+
+    Adapters and reward models have no generation settings.
     """
     path = folder / "generation_config.json"
     if not path.exists():
@@ -112,18 +119,18 @@ def _stop_at(ends: Collection[int], folder: Path) -> None:
     known = settings.get("eos_token_id")
     before = known if isinstance(known, list) else [] if known is None else [known]
     if missing := sorted(set(ends) - set(before)):
-        named = [*before, *missing]
-        settings["eos_token_id"] = named if len(named) > 1 else named[0]
+        stop_ids = [*before, *missing]
+        settings["eos_token_id"] = stop_ids if len(stop_ids) > 1 else stop_ids[0]
         path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_whole(model: nn.Module, folder: Path, adapter: bool, config: Mapping[str, Any]) -> None:
-    """A model all of whose weights are in this process."""
-    whole: Any = model
+def _write_local(model: nn.Module, folder: Path, adapter: bool, config: Mapping[str, Any]) -> None:
+    """Write a model whose weights are all in this process."""
+    saved: Any = model
     if hasattr(model, "peft_config") and not adapter:
-        whole = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
-    whole.config.update(config)
-    whole.save_pretrained(folder)
+        saved = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
+    saved.config.update(config)
+    saved.save_pretrained(folder)
 
 
 @torch.no_grad()
@@ -133,9 +140,9 @@ def _write_gathered(
     group: Group | None,
     adapter: bool,
     config: Mapping[str, Any],
-    largest: int,
+    max_file_bytes: int,
 ) -> None:
-    """A model whose weights are sharded."""
+    """Write a model whose weights are sharded."""
     leads = group is None or group.rank == 0
     if adapter:
         _write_adapter(model, folder, group)
@@ -144,84 +151,80 @@ def _write_gathered(
     base.config.update(config)
     pieces, shapes = _pieces(base)
     names = _names_on_disk(base, shapes)
-    files, found = _Files(folder, largest), dict[str, Tensor]()
+    files, gathered = _WeightFiles(folder, max_file_bytes), dict[str, Tensor]()
     with agreed(group):
         if leads and names is not None:
             base.save_pretrained(folder, state_dict={})
     for name, piece in pieces.items():
         weights = (
-            {name: _gathered(piece, leads)}
+            {name: _gather(piece, leads)}
             if isinstance(piece, Tensor)
-            else _merged(name, piece, leads)
+            else _merge_layer(name, piece, leads)
         )
         with agreed(group):
             if leads and names is not None:
                 files.add({names[name]: weight for name, weight in weights.items()})
             elif leads:
-                found |= weights
+                gathered |= weights
     with agreed(group):
         if leads and names is not None:
             files.close()
         elif leads:
-            base.save_pretrained(folder, state_dict=found, max_shard_size=largest)
+            base.save_pretrained(folder, state_dict=gathered, max_shard_size=max_file_bytes)
 
 
 def _write_adapter(model: Any, folder: Path, group: Group | None) -> None:
-    """The adapter alone."""
+    """Write the adapter alone."""
     leads = group is None or group.rank == 0
-    values = _with_whole_adapter(model, leads)
+    values = _gather_adapter(model, leads)
     with agreed(group):
         if leads:
             model.save_pretrained(folder, state_dict=values)
 
 
 @torch.no_grad()
-def _write_made(
+def _write_merged(
     model: Any,
     folder: Path,
     group: Group | None,
     config: Mapping[str, Any],
     merge: Merge,
-    largest: int,
+    max_file_bytes: int,
 ) -> None:
-    """What is made of the adapter by others."""
+    """Write the model that ``merge`` builds from the adapter."""
     from peft import get_peft_model_state_dict
 
     leads = group is None or group.rank == 0
-    values = _with_whole_adapter(model, leads)
+    values = _gather_adapter(model, leads)
     with agreed(group):
         if leads:
-            made: Any = merge(model, get_peft_model_state_dict(model, state_dict=values))
-            made.config.update(config)
-            made.save_pretrained(folder, max_shard_size=largest)
+            merged: Any = merge(model, get_peft_model_state_dict(model, state_dict=values))
+            merged.config.update(config)
+            merged.save_pretrained(folder, max_shard_size=max_file_bytes)
 
 
-def _with_whole_adapter(model: Any, keep: bool) -> dict[str, Tensor]:
-    """All tensors of a model, those of its adapter whole and on the host."""
+def _gather_adapter(model: Any, keep: bool) -> dict[str, Tensor]:
+    """All tensors of a model, with those of its adapter gathered on the CPU."""
     from peft import get_peft_model_state_dict
 
     values = model.state_dict(keep_vars=True)
-    own = {id(value) for value in get_peft_model_state_dict(model, state_dict=values).values()}
+    adapter = {id(value) for value in get_peft_model_state_dict(model, state_dict=values).values()}
     return {
-        name: _gathered(value, keep) if id(value) in own else value
+        name: _gather(value, keep) if id(value) in adapter else value
         for name, value in values.items()
     }
 
 
-def _gathered(tensor: Any, keep: bool) -> Tensor:
-    """The whole of a tensor on the host, for which all processes come together if it is sharded;
-    nothing of it without keep.
-    """
-    found = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
-    return found.cpu().contiguous() if keep else found.new_empty(0)
+def _gather(tensor: Any, keep: bool) -> Tensor:
+    """The full tensor on the CPU, gathered by all processes if sharded; empty without keep."""
+    full = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
+    return full.cpu().contiguous() if keep else full.new_empty(0)
 
 
-def _merged(name: str, layer: Any, keep: bool) -> dict[str, Tensor]:
-    """The weights, by their names in the model, of a layer with an adapter merged into it; none
-    without keep.
-    """
+def _merge_layer(name: str, layer: Any, keep: bool) -> dict[str, Tensor]:
+    """The weights of a layer with its adapter merged, by name; empty without keep."""
     gathered = {
-        id(p): nn.Parameter(_gathered(p, keep), requires_grad=False) for p in layer.parameters()
+        id(p): nn.Parameter(_gather(p, keep), requires_grad=False) for p in layer.parameters()
     }
     if not keep:
         return {}
@@ -237,14 +240,14 @@ def _merged(name: str, layer: Any, keep: bool) -> dict[str, Tensor]:
 
 
 def _pieces(base: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What is gathered at once, by name: a tensor, or a layer with an adapter, in the order of the
-    model; weights that are tied are there once. And all tensors that come of it, without memory
-    behind them.
+    """The units to gather by name, in model order: a tensor, or a layer with an adapter.
+
+    Tied weights appear once. Also returns the resulting tensors on the meta device.
     """
     layers = {
         n: m
         for n, m in base.named_modules()
-        if (n and hasattr(m, "unload_and_optionally_merge_module")) or _adapted(m)
+        if (n and hasattr(m, "unload_and_optionally_merge_module")) or _has_adapter(m)
     }
     pieces, shapes = dict[str, Any](), dict[str, Tensor]()
     tied = _tied(base, layers)
@@ -264,58 +267,55 @@ def _pieces(base: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return pieces, shapes
 
 
-def _adapted(module: nn.Module) -> bool:
+def _has_adapter(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "merge")
 
 
 def _owner(key: str, layers: Mapping[str, Any]) -> str | None:
-    """The outermost of the layers that a tensor of the model is in."""
+    """The outermost of these layers that contains a tensor."""
     parts = key.split(".")
     heads = (".".join(parts[:i]) for i in range(1, len(parts)))
     return next((head for head in heads if head in layers), None)
 
 
 def _tied(base: Any, layers: Mapping[str, Any]) -> set[str]:
-    """Names of tensors that are there under another name, which transformers ties to it when it
-    loads the model.
-    """
+    """Names of tied tensors that transformers restores from another name when loading."""
     names: dict[int, list[str]] = {}
     for key, value in base.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(key)
-    found: set[str] = set()
-    for same in names.values():
-        if len(same) > 1 and any(_owner(key, layers) for key in same):
-            what = f"the adapter is on weights that are tied ({', '.join(same)})"
+    tied: set[str] = set()
+    for keys in names.values():
+        if len(keys) > 1 and any(_owner(key, layers) for key in keys):
             raise UserError(
-                what,
+                f"the adapter is on tied weights ({', '.join(keys)})",
                 code="adapter-tied-weights",
                 where="run.export",
-                fix="export the adapter alone, or with parallel.shard: off",
+                fix="export the adapter alone, or use parallel.shard: off",
             )
-        extra = [key for key in same if key in base.all_tied_weights_keys]
-        found |= set(extra if len(extra) < len(same) else extra[1:])
-    return found
+        extra = [key for key in keys if key in base.all_tied_weights_keys]
+        tied |= set(extra if len(extra) < len(keys) else extra[1:])
+    return tied
 
 
 def _names_on_disk(base: Any, shapes: dict[str, Tensor]) -> dict[str, str] | None:
-    """What transformers calls each weight in a file; None where it also cuts or joins weights to
-    save them.
+    """The name of each weight in the files of transformers.
+
+    None if transformers also splits or joins weights to save them.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     names = {
         id(tensor): name for name, tensor in revert_weight_conversion(base, dict(shapes)).items()
     }
-    found = {name: names.get(id(tensor)) for name, tensor in shapes.items()}
-    known = {name: there for name, there in found.items() if there is not None}
-    return known if len(known) == len(names) == len(shapes) else None
+    renamed = {name: names[id(tensor)] for name, tensor in shapes.items() if id(tensor) in names}
+    return renamed if len(renamed) == len(names) == len(shapes) else None
 
 
-class _Files:
-    """Weights in files of at most so many bytes, named as transformers names them."""
+class _WeightFiles:
+    """Weights in files of at most ``max_bytes``, named as transformers names them."""
 
-    def __init__(self, folder: Path, largest: int) -> None:
-        self.folder, self.largest = folder, largest
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
         self._open: dict[str, Tensor] = {}
         self._size = 0
         self._written: list[list[str]] = []
@@ -323,31 +323,31 @@ class _Files:
 
     def add(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
-            if self._open and self._size + weight.nbytes > self.largest:
+            if self._open and self._size + weight.nbytes > self.max_bytes:
                 self._write()
             self._open[name] = weight
             self._size += weight.nbytes
 
     def close(self) -> None:
-        """Gives the files their names, which say how many there are, and adds the index where they
-        are several.
-        """
+        """Rename the files to include their number, and add the index if there are several."""
         self._write()
         count = len(self._written)
-        called = (
+        file_names = (
             ["model.safetensors"]
             if count == 1
             else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         )
-        for i, name in enumerate(called):
+        for i, name in enumerate(file_names):
             self._path(i).rename(self.folder / name)
         if count > 1:
-            where = {
-                weight: called[i] for i, weights in enumerate(self._written) for weight in weights
+            weight_map = {
+                weight: file_names[i]
+                for i, weights in enumerate(self._written)
+                for weight in weights
             }
             index = {
                 "metadata": {"total_size": self._total},
-                "weight_map": dict(sorted(where.items())),
+                "weight_map": dict(sorted(weight_map.items())),
             }
             (self.folder / "model.safetensors.index.json").write_text(
                 json.dumps(index, indent=2) + "\n", encoding="utf-8"
@@ -357,7 +357,8 @@ class _Files:
         return self.folder / f"part-{i}.safetensors"
 
     def _write(self) -> None:
-        save_file(apart(self._open), self._path(len(self._written)), metadata={"format": "pt"})
+        weights = without_shared_memory(self._open)
+        save_file(weights, self._path(len(self._written)), metadata={"format": "pt"})
         self._written.append(list(self._open))
         self._total += self._size
         self._open, self._size = {}, 0

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, and what is written where."""
+"""The folder of a run: its lock and its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from valence.distributed.together import by_first
 from valence.errors import UserError
 from valence.files import check_path, refuse_links
 from valence.runs.lock import NAME, Lock
-from valence.runs.store import write_whole
+from valence.runs.store import write_atomically
 
 FOLDERS = (
     "eval",
@@ -35,17 +35,16 @@ FOLDERS = (
     "mlflow",
     "trackio",
 )
-"""Folders that a run fills, some of them through libraries."""
+"""Folders that a run or the libraries it uses write into."""
 IDENTITY = ("settings", "rows", "choices", "versions")
-"""Facts that say what a run is: a checkpoint holds them too."""
+"""The facts of run.json that are also stored in each checkpoint."""
 
 
 class RunFolder:
-    """config.yaml, audit.json, metrics.jsonl, run.json, rows.safetensors, eval/, checkpoints/,
-    model/, report.html.
+    """The folder with config.yaml, run.json, metrics.jsonl, checkpoints/, model/ and others.
 
-    ``taken_up``: it holds a run that is to go on. ``facts``: what run.json says, by now. It is
-    locked against other processes from the moment it is known to exist until ``close``.
+    ``taken_up``: it holds a run to resume. ``facts``: the content of run.json. The folder is locked
+    from its discovery until ``close``.
     """
 
     def __init__(
@@ -56,14 +55,13 @@ class RunFolder:
         say: Callable[[str], None] = lambda _: None,
         group: Group | None = None,
     ) -> None:
-        """Looks whether the folder can be had.
+        """Inspect the folder, and lock it if it exists.
 
-        ``fresh``: a run that is there will be moved aside. group: of the processes of the run, of
-        which rank 0 looks and writes; the others are told what it found.
+        fresh: move an earlier run aside. group: the processes of the run; rank 0 inspects and
+        writes, and passes the result to the others.
 
-        A run that ended before its first step leaves nothing worth keeping: its folder is free. A
-        folder that holds anything but a run is never written into: a run replaces what is there
-        under the names it uses.
+        The folder of a run that ended before its first step is reused. Folders with files of
+        anything but a run are refused, because a run overwrites files of the names it uses.
         """
         check_path(path, "run.dir")
         self.path, self.say = path.resolve() if path.is_symlink() else path, say
@@ -71,29 +69,28 @@ class RunFolder:
         self.writes = self.group.rank == 0
         self.facts: dict[str, Any] = {}
         self._unwritten: dict[str, str] = {}
-        self._told = False
+        self._has_warned = False
         self._guard = threading.Lock()
         self.lock = Lock(self.path)
-        self.taken_up = self._looked = False
-        self.taken_up, self.facts = by_first(self.group, partial(self._look, fresh))
+        self.taken_up = self._is_inspected = False
+        self.taken_up, self.facts = by_first(self.group, partial(self._inspect, fresh))
 
-    def _look(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
-        """Whether a run is to go on there, and what its run.json says.
+    def _inspect(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
+        """Whether there is a run to resume, and the content of its run.json.
 
-        Raises UserError when that cannot be found out.
+        Raises UserError if the folder cannot be read, or holds anything else.
         """
         try:
-            return self._inspect(fresh)
+            return self._find_run(fresh)
         except OSError as error:
-            fix = "make the folder readable, or choose another run.dir"
             raise UserError(
                 f"the folder cannot be read ({error.strerror})",
                 code="folder-not-readable",
                 where=f"run.dir: {self.path}",
-                fix=fix,
+                fix="make the folder readable, or choose another run.dir",
             ) from error
 
-    def _inspect(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
+    def _find_run(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
         path = self.path
         if path.exists() and not path.is_dir():
             raise UserError(
@@ -108,41 +105,40 @@ class RunFolder:
                     fix="name a new or an empty folder",
                 )
             self._take()
-            self._looked = True
+            self._is_inspected = True
             if _holds_work(path) and not fresh:
                 return True, self._read_facts()
         return False, {}
 
     def _take(self) -> None:
-        if said := self.lock.take(self.say):
-            self.say(said)
+        if message := self.lock.take(self.say):
+            self.say(message)
 
     def _read_facts(self) -> dict[str, Any]:
         try:
             return read_object(self.path / "run.json")
         except (OSError, ValueError) as error:
             self.say(
-                f"{self.path / 'run.json'} cannot be read ({error}): what a checkpoint says of "
-                f"the run is used"
+                f"{self.path / 'run.json'} cannot be read ({error}): the facts of the newest "
+                f"checkpoint are used instead"
             )
             return {}
 
     def claim(self) -> None:
-        """Makes the folder, moving an earlier run aside. Raises UserError when it cannot."""
+        """Create the folder, moving an earlier run aside. Raises UserError if that fails."""
         by_first(self.group, self._claim)
 
     def _claim(self) -> None:
         path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._take()  # before anything else: its file says that this is a run's folder
-            if _holds_work(path) and not self._looked:
-                fix = "give the command again: it goes on with it"
+            self._take()  # before anything else: the lock file marks the folder of a run
+            if _holds_work(path) and not self._is_inspected:
                 raise UserError(
-                    "another program has trained here meanwhile",
+                    "another program has trained in this folder in the meantime",
                     code="run-modified",
                     where=f"run.dir: {path}",
-                    fix=fix,
+                    fix="rerun the same command to resume that run",
                 )
             if _holds_work(path) and not self.taken_up:
                 free = _free_name(path)
@@ -157,19 +153,19 @@ class RunFolder:
             (path / "eval").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"cannot make the folder ({error.strerror})",
+                f"the folder cannot be created ({error.strerror})",
                 code="folder-not-writable",
                 where=f"run.dir: {path}",
                 fix="choose another run.dir",
             ) from error
 
     def close(self) -> None:
-        """Lets others have the folder."""
+        """Release the folder."""
         if self.writes:
             self.lock.release()
 
     def write(self, name: str, content: bytes | str | Mapping[str, Any] | Sequence[Any]) -> Path:
-        """Writes a file as a whole: bytes, text, or anything JSON can say."""
+        """Write a file atomically: bytes, text, or a JSON value."""
         target = self.path / name
         if not self.writes:
             return target
@@ -179,20 +175,18 @@ class RunFolder:
             else _text(content).encode("utf-8", errors="backslashreplace")
         )
         try:
-            write_whole(target, raw, self.path)
+            write_atomically(target, raw, self.path)
         except OSError as error:
             raise UserError(
                 f"cannot be written ({error.strerror})",
                 code="file-not-writable",
                 where=str(target),
-                fix="make room, or restore the folder",
+                fix="free disk space, or restore the folder",
             ) from error
         return target
 
     def keep(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> None:
-        """Writes a file; if it cannot be written, that is told once, and tried again with each
-        checkpoint.
-        """
+        """Write a file; after a failure, warn once and retry with each checkpoint."""
         if not self.writes:
             return
         with self._guard:
@@ -200,42 +194,41 @@ class RunFolder:
         try:
             self.sync()
         except OSError as error:
-            if not self._told:
+            if not self._has_warned:
                 self.say(
-                    f"{self.path / name}: cannot be written ({error.strerror}); it is tried again"
+                    f"{self.path / name}: cannot be written ({error.strerror}); the run retries "
+                    f"with each checkpoint"
                 )
-            self._told = True
+            self._has_warned = True
 
     def sync(self) -> None:
-        """Returns when all that was to be kept is written. Raises OSError when it cannot be."""
+        """Write all files that ``keep`` could not write. Raises OSError."""
         with self._guard:
             for name in list(self._unwritten):
                 content = self._unwritten[name].encode("utf-8", errors="backslashreplace")
-                write_whole(self.path / name, content, self.path)
+                write_atomically(self.path / name, content, self.path)
                 del self._unwritten[name]
-            self._told = False
+            self._has_warned = False
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint says about the run that it is of."""
+        """The facts of the run that each checkpoint records."""
         return {name: self.facts.get(name) for name in IDENTITY}
 
     def state(self, **facts: Any) -> None:
-        """Adds to run.json: the command, versions, times, status."""
+        """Add facts to run.json: the command, versions, times, status."""
         self.facts |= facts
         self.keep("run.json", add_checksum(self.facts))
 
     def note(self, kind: str, message: str) -> None:
-        """Adds a line to the notes or warnings in run.json, unless it is there: a run that is taken
-        up says some things again.
-        """
+        """Add a line to the notes or warnings in run.json; resumed runs repeat some of them."""
         if message not in self.facts.get(kind, []):
             self.state(**{kind: [*self.facts.get(kind, []), message]})
 
     def evaluation(
         self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
     ) -> None:
-        """eval/step-N.json with every row and number, and the same to read as eval/step-N.txt."""
+        """Write eval/step-N.json with all rows and numbers, and eval/step-N.txt for readers."""
         self.keep(f"eval/step-{step}.json", as_json(step, metrics, rows))
         self.keep(f"eval/step-{step}.txt", "\n".join(_readable(step, metrics, rows)))
 
@@ -247,27 +240,27 @@ def _text(content: str | Mapping[str, Any] | Sequence[Any]) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object that a run has written, without its checksum.
+    """Read a JSON object that a run has written, without its checksum.
 
-    Raises OSError, and ValueError when it has changed.
+    Raises OSError, and ValueError if the content has changed.
     """
-    found: Any = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    content: Any = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
         raise ValueError("not a JSON object")
-    return verify(found)
+    return verify(content)
 
 
 def as_json(
     step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """An evaluation as its file has it."""
+    """An evaluation as the content of its file."""
     return add_checksum(
         {"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]}
     )
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with numbers that are not finite as strings, since JSON has no word for them."""
+    """The row with non-finite numbers as strings, because JSON cannot represent them."""
     return {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in row.items()}
 
 
@@ -276,7 +269,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers of a run depend on."""
+    """Versions of the software that the numbers of a run depend on."""
     import torch
     import transformers
 
@@ -290,14 +283,12 @@ def versions() -> dict[str, str]:
     }
 
 
-def refuse_own_inputs(run_dir: Path, inputs: Mapping[str, str | None]) -> None:
-    """Raises UserError when something that the run reads (setting -> path) lies in the folder that
-    it writes.
-    """
+def refuse_inputs_in_folder(run_dir: Path, inputs: Mapping[str, str | None]) -> None:
+    """Raise UserError if an input of a run (setting -> path) is inside the run's folder."""
     for setting, name in inputs.items():
         if name and Path(name).exists() and Path(name).resolve().is_relative_to(run_dir.resolve()):
             raise UserError(
-                f"{name} lies in the run's own folder, which the run writes",
+                f"{name} is inside run.dir, where the run writes its files",
                 code="data-in-run-folder",
                 where=setting,
                 fix="choose another run.dir",
@@ -305,7 +296,7 @@ def refuse_own_inputs(run_dir: Path, inputs: Mapping[str, str | None]) -> None:
 
 
 def _holds_work(path: Path) -> bool:
-    """Whether a run in this folder has come to its first step, or to its first evaluation."""
+    """Whether a run in this folder has reached its first step or evaluation."""
     log = path / "metrics.jsonl"
     return (
         (path / "model").exists()

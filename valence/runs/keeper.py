@@ -1,6 +1,4 @@
-"""The checkpoints of a run: written whole or not at all, checked before they are used, the oldest
-removed.
-"""
+"""The checkpoints of a run: saved atomically, verified by checksums, and pruned."""
 
 from __future__ import annotations
 
@@ -28,28 +26,25 @@ from valence.runs.store import (
     Snapshot,
     Write,
     agreed,
-    place_aside,
-    synced,
-    written_aside,
+    atomic_folder,
+    fsync_path,
+    temporary_path,
 )
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 NUMBER = re.compile(r"0|[1-9][0-9]*")
-WORTH_A_THREAD = 2**22
-"""Bytes of state from which on a save is written while training goes on."""
+MIN_BACKGROUND_BYTES = 2**22
+"""States of at least this size are written in the background."""
 
 
 class Damaged(UserError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint whose files are missing or have changed."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was found whole.
-
-    ``facts``: what the run said about itself when it was saved.
-    """
+    """An undamaged checkpoint. facts: what the run recorded about itself."""
 
     path: Path
     step: int
@@ -61,13 +56,12 @@ class Saved:
 
 
 class Checkpoints:
-    """checkpoints/step-N of a run's folder.
+    """The folders checkpoints/step-N of a run.
 
-    A save that fails leaves the earlier ones as they are. ``failed``: how many have failed since
-    one was written; ``trouble``: what went wrong with them, until it is told. ``keep``: how many of
-    the newest stay (None: all). ``group``: the processes that save together, where the state has
-    tensors sharded over them: all of these then call ``save`` alike, and come back from it with the
-    same success or failure. ``write``: writes such tensors. All else is done by rank 0 alone.
+    A failed save leaves earlier checkpoints unchanged. ``failed``: failures since the last
+    successful save. keep: how many of the newest to keep (None: all). group: the processes over
+    which tensors are sharded; all of them call ``save`` and return with the same result. write:
+    writes the sharded tensors. Rank 0 does everything else.
     """
 
     def __init__(
@@ -76,37 +70,35 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.group = group if group is not None and group.size > 1 else None
         self.leads = group is None or group.rank == 0
-        self.write = write or _unwritten
+        self.write = write or _no_writer
         self.failed = 0
-        self.trouble: list[str] = []
+        self.messages: list[str] = []
         self._writing: threading.Thread | None = None
-        self._open: int | None = None  # the step that is being saved
+        self._saving_step: int | None = None
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that there are, whole or not, ascending.
+        """Steps of all checkpoints, damaged ones included, ascending.
 
-        Raises UserError when the folder cannot be read: what is in it is then unknown, which is not
-        the same as nothing.
+        Raises UserError if the folder cannot be read, which is not the same as an empty one.
         """
         names = [name.removeprefix("step-") for name in self._names() if name.startswith("step-")]
         return sorted(int(name) for name in names if NUMBER.fullmatch(name))
 
     def _names(self) -> list[str]:
-        """Names in the folder; none when it does not exist.
+        """Names in the folder; empty if it does not exist.
 
-        Raises UserError when it cannot be read.
+        Raises UserError if it cannot be read.
         """
         try:
             return os.listdir(self.folder)
         except FileNotFoundError:
             return []
         except OSError as error:
-            fix = "make the folder readable, or start over with --fresh"
             raise UserError(
                 f"the checkpoints cannot be listed ({error.strerror})",
                 code="file-not-readable",
                 where=str(self.folder),
-                fix=fix,
+                fix="make the folder readable, or start over with --fresh",
             ) from error
 
     def path(self, step: int) -> Path:
@@ -119,59 +111,58 @@ class Checkpoints:
         facts: Mapping[str, Any],
         *,
         first: Iterable[Callable[[], None]] = (),
-        beside: Callable[[Path], None] | None = None,
+        add_files: Callable[[Path], None] | None = None,
         spare: int | None = None,
         wait: bool = False,
     ) -> None:
-        """Writes a checkpoint, in the background where its size makes that worth while, else (and
-        with ``wait``) at once.
+        """Write a checkpoint, in the background if it is large.
 
-        first: what must be on the disk before it counts. beside: adds files to its folder (training
-        then waits). spare: the step of one that stays whatever its age. Whether it went well is
-        told by ``failed`` and ``trouble``. Processes that save together do so at once.
+        first: functions that write other files, called before the checkpoint is complete.
+        add_files: adds files to the checkpoint's folder; blocks training. spare: a step that is
+        never pruned. wait: block until it is written. Failures are reported by ``failed`` and
+        ``take_messages``. Processes that save together always block.
         """
         self.wait()
-        at_once = wait or beside is not None or self.group is not None
+        at_once = wait or add_files is not None or self.group is not None
         snapshot = Snapshot(state, copied=not at_once) if state is not None else None
 
         def write() -> None:
             try:
-                self._write(step, snapshot, facts, first, beside)
-                self._ended(step)
+                self._write(step, snapshot, facts, first, add_files)
+                self._record_end(step)
             except (OSError, UserError) as error:
-                self._ended(step, str(error))
+                self._record_end(step, str(error))
                 return
             try:
                 self.prune(spare)
             except (OSError, UserError) as error:
-                self.trouble.append(f"an old checkpoint could not be removed: {error}")
+                self.messages.append(f"an old checkpoint could not be removed: {error}")
 
-        self._open = step
-        if at_once or snapshot is None or snapshot.size < WORTH_A_THREAD:
+        self._saving_step = step
+        if at_once or snapshot is None or snapshot.size < MIN_BACKGROUND_BYTES:
             write()
         else:
             self._writing = threading.Thread(target=write, name=f"save step-{step}", daemon=True)
             self._writing.start()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Block until no save is in progress."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
-            if self._open is not None:
-                self._ended(self._open, "the thread that wrote it has failed")
+            if self._saving_step is not None:
+                self._record_end(self._saving_step, "the thread that wrote it has failed")
 
-    def _ended(self, step: int, error: str = "") -> None:
-        """A save came to its end."""
-        self._open = None
+    def _record_end(self, step: int, error: str = "") -> None:
+        self._saving_step = None
         self.failed = self.failed + 1 if error else 0
         if error:
-            self.trouble.append(f"checkpoint step-{step} was not saved: {error}")
+            self.messages.append(f"checkpoint step-{step} was not saved: {error}")
 
-    def told(self) -> list[str]:
-        """What went wrong since this was last asked."""
-        found, self.trouble = self.trouble, []
-        return found
+    def take_messages(self) -> list[str]:
+        """The failures since the last call."""
+        messages, self.messages = self.messages, []
+        return messages
 
     def _write(
         self,
@@ -179,18 +170,18 @@ class Checkpoints:
         snapshot: Snapshot | None,
         facts: Mapping[str, Any],
         first: Iterable[Callable[[], None]],
-        beside: Callable[[Path], None] | None,
+        add_files: Callable[[Path], None] | None,
     ) -> None:
-        """What can fail in one process alone is in blocks that end in all of them, in the same
-        way.
-        """
+        """Write a checkpoint. A failure in one process ends the block in all of them."""
         target = self.path(step)
         with ExitStack() as opened:
             with agreed(self.group):
-                for each in first:
-                    each()
+                for write_file in first:
+                    write_file()
                 folder = (
-                    opened.enter_context(self._made(target)) if self.leads else place_aside(target)
+                    opened.enter_context(self._open_folder(target))
+                    if self.leads
+                    else temporary_path(target)
                 )
                 if snapshot is not None and self.leads:
                     snapshot.write(folder)
@@ -206,133 +197,132 @@ class Checkpoints:
                     else []
                 )
             with agreed(self.group):
-                if beside is not None:
-                    self._add(beside, folder, alone=snapshot is None)
-            files = self._described(folder, parts)
+                if add_files is not None:
+                    self._add(add_files, folder, alone=snapshot is None)
+            files = self._describe_files(parts)
             with agreed(self.group):
                 if self.leads:
-                    self._sign(folder, step, files, facts)
+                    self._write_manifest(folder, step, files, facts)
                 opened.close()
 
-    def _made(self, target: Path) -> AbstractContextManager[Path]:
+    def _open_folder(self, target: Path) -> AbstractContextManager[Path]:
         """The folder that becomes a checkpoint."""
         if not self.folder.parent.is_dir():
             raise FileNotFoundError(2, "the run's folder is gone", str(self.folder.parent))
         refuse_links(self.folder, self.folder.parent)
         if not self.folder.is_dir():
             self.folder.mkdir()
-            synced(self.folder.parent)
-        return written_aside(target)
+            fsync_path(self.folder.parent)
+        return atomic_folder(target)
 
-    def _described(self, folder: Path, parts: Collection[Path]) -> dict[str, Any]:
-        """Sizes and checksums of the files that several processes have written, each found by its
-        own.
-        """
+    def _describe_files(self, parts: Collection[Path]) -> dict[str, Any]:
+        """Sizes and checksums of the files of all processes, each computed by its writer."""
         with agreed(self.group):
-            own = {path.name: _describe(path) for path in parts}
-        return (
-            {name: said for each in gathered(self.group, own) for name, said in each.items()}
-            if self.group
-            else own
-        )
+            local_files = {path.name: _describe(path) for path in parts}
+        if self.group is None:
+            return local_files
+        return {
+            name: description
+            for files in gathered(self.group, local_files)
+            for name, description in files.items()
+        }
 
-    def _sign(
+    def _write_manifest(
         self, folder: Path, step: int, files: dict[str, Any], facts: Mapping[str, Any]
     ) -> None:
-        """Adds the manifest. files: those that are described already."""
-        for name, said in files.items():
-            if (folder / name).stat().st_size != said["bytes"]:
-                raise OSError(f"{name} is not as another process wrote it")
+        """Add the manifest. files: those whose sizes and checksums are known."""
+        for name, description in files.items():
+            if (folder / name).stat().st_size != description["bytes"]:
+                raise OSError(f"{name} differs from the file that another process wrote")
         for path in sorted(folder.rglob("*")):
             if path.is_file() and (name := path.relative_to(folder).as_posix()) not in files:
                 files[name] = _describe(path)
         when = datetime.now(UTC).isoformat(timespec="seconds")
-        found = {"format": FORMAT, "step": step, "saved": when, "files": files, "facts": facts}
-        said = json.loads(json.dumps(found, default=str))
+        content = {"format": FORMAT, "step": step, "saved": when, "files": files, "facts": facts}
+        manifest = json.loads(json.dumps(content, default=str))
         (folder / MANIFEST).write_text(
-            json.dumps({**said, "sha256": _sum(said)}, indent=1), encoding="utf-8"
+            json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1), encoding="utf-8"
         )
 
-    def _add(self, beside: Callable[[Path], None], folder: Path, alone: bool) -> None:
-        """Adds files to a checkpoint. That this fails does not cost the state beside them."""
+    def _add(self, add_files: Callable[[Path], None], folder: Path, alone: bool) -> None:
+        """Add files to a checkpoint. If that fails, the state is saved without them."""
         before = set(folder.iterdir())
         try:
-            beside(folder)
-        except Exception as error:  # of the libraries that write models, whichever
+            add_files(folder)
+        except Exception as error:  # any exception of the libraries that write models
             if alone or self.group or isinstance(error, OSError | UserError):
                 raise
             for path in set(folder.iterdir()) - before:
                 shutil.rmtree(path, ignore_errors=True)
-            self.trouble.append(f"no model was written into checkpoint {folder.name}: {error!r}")
+            self.messages.append(f"no model was written into checkpoint {folder.name}: {error!r}")
 
     def prune(self, spare: int | None) -> None:
-        """Removes those that are neither among the newest nor spared."""
+        """Remove all but the newest checkpoints and the one to spare."""
         if self.keep is None or not self.leads:
             return
         for step in set(self.steps()[: -self.keep]) - {spare}:
             _remove(self.path(step))
 
     def tidy(self) -> None:
-        """Removes what a program that was killed left half done.
+        """Remove what a killed process left incomplete.
 
-        Raises UserError when the folder is a link: it is another's.
+        Raises UserError if the folder is a symbolic link.
         """
         refuse_links(self.folder, self.folder.parent)
         for path in (self.folder / name for name in self._names() if name.startswith(".step-")):
             refuse_links(path, self.folder)
-            whole = self.folder / path.name[1:].removesuffix(".old")
-            if path.name.endswith(".old") and not whole.exists():
-                path.rename(whole)  # killed while it was being replaced
+            target = self.folder / path.name[1:].removesuffix(".old")
+            if path.name.endswith(".old") and not target.exists():
+                path.rename(target)  # killed while it was being replaced
             else:
                 shutil.rmtree(path, ignore_errors=True)
 
     def newest(self, say: Callable[[str], None]) -> Saved | None:
-        """The newest that is whole.
+        """The newest undamaged checkpoint; None if there are no checkpoints.
 
-        Damaged ones are told of, and renamed so that they are not in the way. None without any.
-
-        Raises UserError when all there are have been damaged, or the newest is of another version.
+        Damaged ones are reported through ``say`` and renamed. Raises UserError if all are damaged,
+        or the newest has another format version.
         """
         damaged: dict[Path, str] = {}
         for step in reversed(self.steps()):
             try:
-                found = check(self.path(step))
+                saved = check(self.path(step))
             except Damaged as error:
                 damaged[self.path(step)] = error.what
                 continue
-            for path, what in damaged.items():
+            for path, problem in damaged.items():
                 say(
-                    f"{path}: {what}; it is kept as {_aside(path).name}, and {found.path.name} "
-                    f"is used instead"
+                    f"{path}: {problem}; it is kept as {_rename_damaged(path).name}, and "
+                    f"{saved.path.name} is used instead"
                 )
-            return found
+            return saved
         if damaged:
-            said = "; ".join(
-                f"{path.name}: {what.removeprefix('this checkpoint is damaged: ')}"
-                for path, what in damaged.items()
+            problems = "; ".join(
+                f"{path.name}: {problem.removeprefix('this checkpoint is damaged: ')}"
+                for path, problem in damaged.items()
             )
             raise UserError(
-                f"all checkpoints are damaged ({said})",
+                f"all checkpoints are damaged ({problems})",
                 code="checkpoint-damaged",
                 where=str(self.folder),
-                fix="put back a whole one, or start over with --fresh",
+                fix="restore an undamaged one, or start over with --fresh",
             )
         return None
 
 
-def _unwritten(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
+def _no_writer(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
     raise TypeError(
-        f"nothing was given that writes sharded tensors into {folder}, such as "
+        f"{folder}: no function was passed that writes sharded tensors such as "
         f"{next(iter(tensors))}"
     )
 
 
 def check(path: Path) -> Saved:
-    """A checkpoint whose files are as they were written. Raises Damaged when they are not."""
+    """Verify the checksums of a checkpoint. Raises Damaged if a file is missing or has changed."""
 
-    def damaged(what: str) -> Damaged:
+    def damaged(problem: str) -> Damaged:
         return Damaged(
-            f"this checkpoint is damaged: {what}",
+            f"this checkpoint is damaged: {problem}",
             code="checkpoint-damaged",
             where=str(path),
             fix="use another one",
@@ -340,14 +330,14 @@ def check(path: Path) -> Saved:
 
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        whole = manifest.pop("sha256") == _sum(manifest)
+        is_intact = manifest.pop("sha256") == _digest(manifest)
         files, step, facts, form = (manifest[name] for name in ("files", "step", "facts", "format"))
     except FileNotFoundError:
         raise damaged(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(f"{MANIFEST} cannot be read ({error})") from error
-    if not whole:
-        raise damaged(f"{MANIFEST} has changed (its own sha256 is another)")
+    if not is_intact:
+        raise damaged(f"{MANIFEST} has changed (its sha256 differs)")
     if form != FORMAT:
         raise UserError(
             f"its format is {form}, and this version reads {FORMAT}",
@@ -356,23 +346,23 @@ def check(path: Path) -> Saved:
             fix="use the version that saved it",
         )
     if path.name != f"step-{step}":
-        raise damaged(f"it is of step {step}, whatever its name says")
+        raise damaged(f"its manifest is of step {step}")
     for name, described in files.items():
         try:
-            size, digest = (found := _describe(path / name))["bytes"], found["sha256"]
+            actual = _describe(path / name)
         except FileNotFoundError:
             raise damaged(f"{name} is missing") from None
         except OSError as error:
             raise damaged(f"{name} cannot be read ({error.strerror})") from error
-        if size != described["bytes"]:
-            raise damaged(f"{name} has {size} bytes instead of {described['bytes']}")
-        if digest != described["sha256"]:
-            raise damaged(f"{name} has changed (its sha256 is another)")
+        if actual["bytes"] != described["bytes"]:
+            raise damaged(f"{name} has {actual['bytes']} bytes instead of {described['bytes']}")
+        if actual["sha256"] != described["sha256"]:
+            raise damaged(f"{name} has changed (its sha256 differs)")
     return Saved(path, step, facts)
 
 
-def _sum(manifest: Mapping[str, Any]) -> str:
-    """Of what a manifest says, however it is written down."""
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of the content of a manifest, independent of its formatting."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -385,11 +375,8 @@ def _describe(path: Path) -> dict[str, Any]:
         }
 
 
-def _aside(path: Path) -> Path:
-    """Renames a damaged checkpoint to the first free name that is none of a checkpoint.
-
-    Raises UserError when it cannot.
-    """
+def _rename_damaged(path: Path) -> Path:
+    """Rename a damaged checkpoint to the first free name damaged-step-N. Raises UserError."""
     names = (
         path.with_name(f"damaged-{path.name}{ending}")
         for ending in ("", *(f".{n}" for n in range(2, 1000)))
@@ -398,9 +385,8 @@ def _aside(path: Path) -> Path:
     try:
         path.rename(free)
     except OSError as error:
-        what = f"this checkpoint is damaged, and cannot be renamed ({error.strerror})"
         raise UserError(
-            what,
+            f"this checkpoint is damaged, and cannot be renamed ({error.strerror})",
             code="folder-not-writable",
             where=str(path),
             fix="make the folder writable, or move the checkpoint away",
@@ -409,7 +395,7 @@ def _aside(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Under another name first: what is half removed must not be taken for a checkpoint."""
+    """Remove a checkpoint. Renamed first, so that a partly removed one never looks complete."""
     gone = path.with_name(f".{path.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)

@@ -1,9 +1,7 @@
-"""One run at a time in a folder: a lock that names its holder, and that a dead holder does not
-keep.
+"""A lock that allows one run at a time in a folder, and that a dead process does not keep.
 
-The kernel's lock (flock) decides where there is one. The file's content says who holds it, and
-decides where flock does not
-reach: on file systems that have none, and on those whose locks end at the host.
+The kernel's lock (flock) decides where the file system has one. The file's content names the
+holder, and decides on file systems without locks or whose locks are not visible to other hosts.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run's folder, as its lock file says; ``started``: ISO time; ``alive``: whether
-    that process still runs.
-    """
+    """The process that holds a run's folder. started: ISO time. alive: whether it still runs."""
 
     host: str
     pid: int
@@ -46,14 +42,14 @@ class Holder:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Who holds a folder, found by reading alone; None when nobody does, or it cannot be read.
+    """Read who holds a folder; None if nobody does, or the file cannot be read.
 
-    A process of another host counts as alive when it has touched the file lately, by this host's
+    A process on another host counts as alive if it has touched the file recently, by this host's
     clock.
     """
     try:
         with (folder / NAME).open("rb") as file:
-            return _named(file.fileno())
+            return _read_holder(file.fileno())
     except OSError:
         return None
 
@@ -61,12 +57,11 @@ def holder(folder: Path) -> Holder | None:
 class Lock:
     """The right to write into a run's folder.
 
-    Its file goes where the folder goes, and stays when the lock is released.
+    The file moves with the folder, and stays when the lock is released.
 
-    beat: seconds between the touches that show other hosts that this process lives. watch: how long
-    a taker looks out for them.
-    patience: seconds for a holder to write its name. What this process holds already, another Lock
-    neither takes nor releases.
+    beat: seconds between touches of the file that show other hosts that this process is alive.
+    watch: seconds to watch for touches of another holder. patience: seconds for a holder to write
+    its name. A second Lock of the same process neither takes nor releases the folder.
     """
 
     def __init__(
@@ -77,12 +72,12 @@ class Lock:
         self._ended = threading.Event()
 
     def take(self, say: Callable[[str], None] = lambda _: None) -> str | None:
-        """Holds the folder until ``release`` or the end of the process.
+        """Hold the folder until ``release`` or the end of the process.
 
-        Returns a sentence to print when an earlier holder did not release it. say: is told what is
-        waited for.
+        Returns a message to print if an earlier holder did not release it. say: prints what this
+        call waits for.
 
-        Raises UserError when another process has it, or the folder cannot be written.
+        Raises UserError if another process holds it, or the folder is not writable.
         """
         until = time.monotonic() + self.patience
         try:
@@ -94,40 +89,39 @@ class Lock:
                         return None
                     locked = _flock(fd)
                     # The folder may have been moved since the file was opened: then this is the
-                    # lock of another one.
+                    # lock of another folder.
                     moved = not self.path.exists() or _identity(os.fstat(fd)) != _identity(
                         self.path.stat()
                     )
-                    found = _named(fd)
+                    named = _read_holder(fd)
                     if locked is not False and not moved:
-                        self._claim(fd, bool(locked), found, say)
+                        self._claim(fd, bool(locked), named, say)
                         undo.pop_all()
-                        return f"an earlier run ({found}) did not end by itself" if found else None
-                    if not moved and ((found and found.alive) or time.monotonic() >= until):
-                        raise self._refusal(found)
+                        return f"an earlier run ({named}) did not end normally" if named else None
+                    if not moved and ((named and named.alive) or time.monotonic() >= until):
+                        raise self._refusal(named)
                 time.sleep(0.02)
         except OSError as error:
-            what = (
+            problem = (
                 "the folder is read-only"
                 if error.errno in READ_ONLY
                 else "the folder cannot be locked"
             )
-            fix = "choose another run.dir, or make this one writable"
             raise UserError(
-                f"{what} ({error.strerror})",
+                f"{problem} ({error.strerror})",
                 code="file-not-writable",
                 where=str(self.path),
-                fix=fix,
+                fix="choose another run.dir, or make this one writable",
             ) from error
 
     def release(self) -> None:
-        """Lets others have the folder. Does nothing when this lock does not hold it."""
+        """Release the folder. Does nothing if this lock does not hold it."""
         if self not in _held.values():
             return
         del _held[self._key]
         self._ended.set()
         self._thread.join()
-        with suppress(OSError):  # then the next holder says that this one did not release it
+        with suppress(OSError):  # the next holder then reports that this one did not release it
             if os.pread(self._fd, len(self._content) + 1, 0) == self._content:
                 os.ftruncate(self._fd, 0)
         with suppress(OSError):  # where there are no locks
@@ -142,29 +136,31 @@ class Lock:
         self.release()
 
     def _claim(
-        self, fd: int, locked: bool, found: Holder | None, say: Callable[[str], None]
+        self, fd: int, locked: bool, named: Holder | None, say: Callable[[str], None]
     ) -> None:
-        """Writes this process into the file, once whoever is named there is known to be dead."""
-        here = found is None or found.host == socket.gethostname()
-        if found and not here:
+        """Write this process into the file, unless the process named there is alive."""
+        is_local = named is None or named.host == socket.gethostname()
+        if named and not is_local:
             say(
-                f"{self.path} names {found}: watching for up to {self.watch:g} s whether that "
+                f"{self.path} names {named}: watching for up to {self.watch:g} s whether that "
                 f"run is alive"
             )
-        # On this host its flock would have been in the way.
-        if found and (
-            (not locked and found.alive and found.pid != os.getpid()) if here else self._beats()
+        # A live process on this host would have kept its flock.
+        if named and (
+            (not locked and named.alive and named.pid != os.getpid())
+            if is_local
+            else self._is_touched()
         ):
-            raise self._refusal(found)
-        self._content = _own_name()
+            raise self._refusal(named)
+        self._content = _describe_process()
         os.pwrite(fd, self._content, 0)
         os.ftruncate(fd, len(self._content))
         os.fsync(fd)
-        # another one whom no flock stops may do the same now: the last to write has it
-        if not (locked and here):
+        # Without flock, another process may do the same now: the last one to write holds the lock.
+        if not (locked and is_local):
             time.sleep(self.patience)
             if self.path.read_bytes() != self._content:
-                raise self._refusal(_named(fd))
+                raise self._refusal(_read_holder(fd))
         self._fd, self._key = fd, _identity(os.fstat(fd))
         self._ended.clear()
         self._thread = threading.Thread(target=self._touch, name=NAME, daemon=True)
@@ -173,14 +169,14 @@ class Lock:
 
     def _touch(self) -> None:
         while not self._ended.wait(self.beat):
-            # the next one may pass; that a disk is gone is told by those who need it
+            # The next touch may succeed; whoever needs the disk reports that it is gone.
             with suppress(OSError):
                 os.utime(self._fd)
 
-    def _beats(self) -> bool:
-        """Whether the time of the file changes while it is watched.
+    def _is_touched(self) -> bool:
+        """Whether the file's time changes while it is watched.
 
-        Only its own times are compared: clocks of hosts differ.
+        Compares only times of the file, because the clocks of hosts differ.
         """
         first, until = self.path.stat().st_mtime_ns, time.monotonic() + self.watch
         while time.monotonic() < until:
@@ -190,13 +186,10 @@ class Lock:
                     return True
         return False
 
-    def _refusal(self, found: Holder | None) -> UserError:
-        what = (
-            f"another run is using this folder: "
-            f"{found or 'a process that has not written its name yet'}"
-        )
+    def _refusal(self, named: Holder | None) -> UserError:
         return UserError(
-            what,
+            f"another run is using this folder: "
+            f"{named or 'a process that has not written its name yet'}",
             code="run-locked",
             where=str(self.path),
             fix="wait for it to end, stop it, or choose another run.dir",
@@ -204,11 +197,11 @@ class Lock:
 
 
 _held: dict[tuple[int, int], Lock] = {}
-"""What this process holds, by device and inode."""
+"""The locks of this process, by device and inode."""
 
 
-def _in_a_child() -> None:
-    """A forked child must not keep the lock when its parent dies."""
+def _close_in_child() -> None:
+    """Close the locks in a forked child, which must not keep them when its parent dies."""
     for lock in _held.values():
         os.close(lock._fd)
     _held.clear()
@@ -220,7 +213,7 @@ def release_all() -> None:
         lock.release()
 
 
-os.register_at_fork(after_in_child=_in_a_child)
+os.register_at_fork(after_in_child=_close_in_child)
 atexit.register(release_all)
 
 
@@ -229,7 +222,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _flock(fd: int) -> bool | None:
-    """Whether the kernel gave its lock; None where the file system has no locks."""
+    """Whether the kernel granted its lock; None if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -241,7 +234,8 @@ def _flock(fd: int) -> bool | None:
     return True
 
 
-def _own_name() -> bytes:
+def _describe_process() -> bytes:
+    """The content of the lock file for this process."""
     pid, now = os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
     return (
         json.dumps(
@@ -256,34 +250,32 @@ def _own_name() -> bytes:
     )
 
 
-def _named(fd: int) -> Holder | None:
-    """Whom the file names; None when it is empty.
+def _read_holder(fd: int) -> Holder | None:
+    """The process that the file names; None if it is empty.
 
-    A damaged one names an unknown host: only touches tell whether that lives.
+    A damaged file names an unknown host; only touches show whether that process is alive.
     """
     raw = os.pread(fd, 4096, 0)
     if not raw:
         return None
-    lately = time.time() - os.fstat(fd).st_mtime < 4 * BEAT
+    is_recent = time.time() - os.fstat(fd).st_mtime < 4 * BEAT
     try:
-        found = json.loads(raw.partition(b"\n")[0])
-        host, pid, started = str(found["host"]), int(found["pid"]), str(found["started"])
+        content = json.loads(raw.partition(b"\n")[0])
+        host, pid, started = str(content["host"]), int(content["pid"]), str(content["started"])
         if host == socket.gethostname():
-            return Holder(host, pid, started, start_ticks(pid) in (0, found["pid_started"]))
+            return Holder(host, pid, started, start_ticks(pid) in (0, content["pid_started"]))
     except (ValueError, TypeError, KeyError, OverflowError):
-        return Holder("an unknown host", 0, "at an unknown time", lately)
-    return Holder(host, pid, started, lately)
+        return Holder("an unknown host", 0, "at an unknown time", is_recent)
+    return Holder(host, pid, started, is_recent)
 
 
 def start_ticks(pid: int) -> int:
-    """Start time of a process of this host, in clock ticks since the boot; 0 if unknown, -1 if it
-    does not run.
-    """
+    """Start time of a local process in clock ticks since boot; 0 if unknown, -1 if it has ended."""
     try:
         os.kill(pid, 0)
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except ProcessLookupError:
         return -1
-    except OSError:  # somebody else's process, or no /proc
+    except OSError:  # another user's process, or no /proc
         return 0
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])

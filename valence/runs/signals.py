@@ -1,6 +1,6 @@
-"""What ends a run early: SIGINT, SIGTERM, SIGUSR1, SIGHUP and the clock.
+"""Stop a run early on SIGINT, SIGTERM, SIGUSR1, SIGHUP or when its time is over.
 
-A step is finished first, anything else ends at once, and a second signal always does.
+A step is finished first; everything else ends at once. A second signal always ends at once.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from valence.terminal import print_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 OUT_OF_TIME = 124
-"""Exit status when run.max_time is over: that of the `timeout` command.
+"""Exit status when run.max_time is over, as that of the `timeout` command.
 
-Of a signal it is 128 and its number.
+That of a signal is 128 plus its number.
 """
 
 
-ECHO, ECHO_OF_A_KEY = 2.0, 0.2
-"""Seconds within which the same signal once more is taken for the same one; of Ctrl-C, which people
-press twice.
+DUPLICATE_SECONDS, DUPLICATE_KEY_SECONDS = 2.0, 0.2
+"""A repetition of the same signal within this time is ignored. Ctrl-C, which people press twice,
+has a shorter time.
 """
 
 
 class Interrupted(KeyboardInterrupt):
-    """Something asked the program to end.
+    """A signal or the clock ends the program.
 
-    ``status``: its exit status. ``at_once``: it was asked for twice, so nothing is done any more
-    but leaving.
+    status: the exit status. at_once: after a second signal, the program exits without saving.
     """
 
     def __init__(self, reason: str, status: int, at_once: bool = False) -> None:
@@ -46,9 +45,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stop:
-    """What signals and the clock have asked for.
+    """Requests to stop by signals and the clock.
 
-    While ``patient`` the first only sets ``requested``; else it raises Interrupted.
+    While ``patient``, the first request only sets ``requested``; otherwise it raises Interrupted.
     """
 
     def __init__(self, console: Console) -> None:
@@ -57,7 +56,7 @@ class Stop:
         self.status = 0
         self.patient = False
         self.where = ""
-        """What is added to the reason when it ends."""
+        """Appended to the reason in the message of Interrupted."""
         self._began = self._asked_at = time.monotonic()
         self._ends_at = float("inf")
         self._listens = False
@@ -75,8 +74,9 @@ class Stop:
         return bool(self.reason)
 
     def limit(self, seconds: float) -> None:
-        """Ends the run so many seconds after this object was made (0: never), whatever the main
-        thread is busy with then.
+        """End the run this many seconds after the creation of this object (0: never).
+
+        Interrupts the main thread, whatever it is doing.
         """
         if not seconds:
             return
@@ -87,7 +87,7 @@ class Stop:
             self._clock.start()
 
     def no_limit(self) -> None:
-        """There is nothing left that could take long."""
+        """Remove the time limit."""
         self._ends_at = float("inf")
         if self._clock:
             self._clock.cancel()
@@ -97,28 +97,28 @@ class Stop:
         _thread.interrupt_main()
 
     def ended(self, at_once: bool = False) -> Interrupted:
-        said = ": ".join(part for part in (self.reason, self.where) if part)
-        return Interrupted(said, self.status, at_once)
+        message = ": ".join(text for text in (self.reason, self.where) if text)
+        return Interrupted(message, self.status, at_once)
 
     def _ask(self, reason: str, status: int) -> None:
         self.reason, self.status, self._asked_at = reason, status, time.monotonic()
         if self.patient:
-            message = f"{reason}: finishing what is under way; another signal ends at once"
+            message = f"{reason}: finishing the current step; a second signal ends at once"
             print_message(self.console, message, "yellow")
 
-    def take_over(self, reason: str, status: int) -> None:
-        """Another process of the run was asked to stop."""
+    def adopt(self, reason: str, status: int) -> None:
+        """Stop because another process of the run was asked to."""
         if not self.reason:
             self._ask(reason, status)
 
     def _signalled(self, number: int, _: Any) -> None:
         by_clock, self._clock_calls = self._clock_calls, False
         if by_clock and self.reason:
-            return  # it stops already
+            return  # already stopping
         if self.reason:
-            echo = ECHO_OF_A_KEY if number == signal.SIGINT else ECHO
-            if number + 128 == self.status and time.monotonic() - self._asked_at < echo:
-                return  # a scheduler or a terminal may send it to a job and to its processes
+            interval = DUPLICATE_KEY_SECONDS if number == signal.SIGINT else DUPLICATE_SECONDS
+            if number + 128 == self.status and time.monotonic() - self._asked_at < interval:
+                return  # schedulers and terminals may signal a job and also its processes
             raise self.ended(at_once=True)
         if by_clock:
             self._ask("run.max_time is over", OUT_OF_TIME)
@@ -129,7 +129,7 @@ class Stop:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside the block the first signal is kept for later."""
+        """Inside the block, the first signal does not raise."""
         before, self.patient = self.patient, True
         try:
             yield
@@ -138,18 +138,18 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """All of them come here inside the block."""
+        """Handle the signals inside the block."""
         before: dict[int, Any] = {}
         try:
             for number in SIGNALS:
-                # ignored, as nohup has it, or not Python's
+                # ignored, for example by nohup, or not handled by Python
                 if signal.getsignal(number) not in (
                     signal.SIG_IGN,
                     None,
                 ):
                     before[number] = signal.signal(number, self._signalled)
             self._listens = True
-        except ValueError:  # not the main thread: signals are somebody else's business
+        except ValueError:  # only the main thread may handle signals
             pass
         try:
             yield
@@ -180,7 +180,7 @@ class SharedStop:
         is_requested = self.world.any(self.local.requested)
         if is_requested and self.world.size > 1:
             requests = gathered(self.world, [self.local.reason, self.local.status])
-            self.local.take_over(*next(request for request in requests if request[0]))
+            self.local.adopt(*next(request for request in requests if request[0]))
             self.is_synchronized = True
         return is_requested
 

@@ -1,4 +1,4 @@
-"""Everything of a run that has state is registered here, and is saved and loaded as one."""
+"""Register, save and load everything in a run that has state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ State = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """Something whose later behaviour depends on more than what it was made from."""
+    """An object with state to save."""
 
     @property
     def state_dict(self) -> Callable[[], Any]: ...
@@ -41,12 +41,14 @@ class Registry:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises UserError when the state is not of these parts, of which then none has changed."""
-        odd = sorted(self.parts.keys() ^ state.keys())
-        if odd:
-            what = f"the saved state is that of another version (first difference: {odd[0]})"
+        """Load the state of all parts.
+
+        Raises UserError, before anything is changed, if the state has other parts.
+        """
+        differing = sorted(self.parts.keys() ^ state.keys())
+        if differing:
             raise UserError(
-                what,
+                f"another version saved this state (first difference: {differing[0]})",
                 code="checkpoint-version",
                 where="checkpoint",
                 fix="resume with the version that saved it, or start over with --fresh",
@@ -55,17 +57,15 @@ class Registry:
             part.load_state_dict(state[name])
 
 
-class Through:
-    """State that is read and put back by two functions."""
+class StateFunctions:
+    """State that two functions save and load."""
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self.state_dict, self.load_state_dict = get, put
 
 
 class RandomState:
-    """The generators that anything in the process may draw from: those of torch, numpy and
-    Python.
-    """
+    """The global random generators of torch, numpy and Python."""
 
     def state_dict(self) -> State:
         version, words, gauss = random.getstate()

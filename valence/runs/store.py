@@ -1,6 +1,6 @@
-"""Nested state as files: tensors as safetensors, all else as JSON.
+"""Nested state as files: tensors as safetensors, everything else as JSON.
 
-Folders are written aside and renamed: whole or absent.
+Folders are written under a temporary name and renamed, so that they are complete or absent.
 """
 
 from __future__ import annotations
@@ -25,71 +25,69 @@ from valence.errors import UserError
 from valence.files import open_file, refuse_links, write_all
 
 UMASK = os.umask(0)
-os.umask(UMASK)  # read once: for a moment it is another one, and saves have threads of their own
+os.umask(UMASK)  # read once, at import: reading sets it for a moment, and saves use threads
 TENSOR, DICT = "__tensor__", "__dict__"
 TENSORS, PLAIN = "tensors.safetensors", "state.json"
 Write = Callable[[Path, Mapping[str, Tensor]], list[Path]]
-"""Writes sharded tensors into a folder, all processes together: the files that this one wrote."""
+"""Writes sharded tensors into a folder, called by all processes; returns this process's files."""
 Read = Callable[[Path, Mapping[str, Tensor]], None]
-"""Fills tensors, whole or sharded, with those of these names in a folder."""
+"""Fills tensors, sharded or not, with those of the same names in a folder."""
 
 
 @contextmanager
-def written_aside(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``target`` when the block ends well.
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill that becomes ``target`` if the block succeeds, replacing an older one.
 
-    An older ``target`` is replaced at that moment.
-
-    Raises UserError when it cannot be written, as through a symbolic link; nothing half-written is
-    left behind.
+    Raises UserError if it cannot be written or is reached through a symbolic link; nothing
+    incomplete is left behind.
     """
-    aside = place_aside(target)
-    for place in (aside, _place_of_old(target)):
-        refuse_links(place, target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    temporary = temporary_path(target)
+    for path in (temporary, _old_path(target)):
+        refuse_links(path, target.parent)
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        _keep(aside, target)
+        temporary.mkdir(parents=True)
+        yield temporary
+        _publish(temporary, target)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"cannot be written ({error})",
             code="file-not-writable",
             where=str(target),
-            fix="make room, or choose another folder",
+            fix="free disk space, or choose another folder",
         ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def place_aside(target: Path) -> Path:
-    """Where a folder is filled before it gets its name."""
+def temporary_path(target: Path) -> Path:
+    """The name of a folder while it is written."""
     return target.with_name(f".{target.name}.part")
 
 
-def _place_of_old(target: Path) -> Path:
-    """Where the folder that is replaced waits for the new one to get its name."""
+def _old_path(target: Path) -> Path:
+    """The name of a folder while it is replaced."""
     return target.with_name(f".{target.name}.old")
 
 
-def _keep(aside: Path, target: Path) -> None:
-    """Renames a filled folder, once all of it is on the disk."""
-    for path in sorted(aside.rglob("*")):
+def _publish(temporary: Path, target: Path) -> None:
+    """Rename a complete folder, once all of it is on the disk."""
+    for path in sorted(temporary.rglob("*")):
         if path.is_file():
-            path.chmod(0o666 & ~UMASK)  # safetensors writes for the owner alone
-        synced(path)
-    synced(aside)
-    old = _place_of_old(target)
+            path.chmod(0o666 & ~UMASK)  # safetensors makes files readable for the owner only
+        fsync_path(path)
+    fsync_path(temporary)
+    old = _old_path(target)
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
-    aside.rename(target)
+    temporary.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-    synced(target.parent)
+    fsync_path(target.parent)
 
 
-def synced(path: Path) -> None:
-    """Returns when a file, or the names in a folder, would survive a loss of power."""
+def fsync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -97,24 +95,25 @@ def synced(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(target: Path, content: bytes, root: Path) -> None:
-    """Writes a file below ``root`` that is there as a whole or, after a crash, as it was.
+def write_atomically(target: Path, content: bytes, root: Path) -> None:
+    """Write a file below ``root``; a crash leaves the old content or the new.
 
     Raises OSError, and UserError for a symbolic link on the way.
     """
-    aside = target.with_name(f".{target.name}.part")
-    with open_file(aside, root) as file:
+    temporary = target.with_name(f".{target.name}.part")
+    with open_file(temporary, root) as file:
         write_all(file, content)
         os.fsync(file.fileno())
-    aside.replace(target)
-    synced(target.parent)
+    temporary.replace(target)
+    fsync_path(target.parent)
 
 
 @contextmanager
 def agreed(group: Group | None) -> Iterator[None]:
-    """What fails inside the block in one process fails in all: each comes to its end, and none goes
-    on alone. Whatever the block does with other processes must fail in all of them alike. Raises
-    UserError.
+    """Raise UserError in all processes if the block fails in one of them.
+
+    Every process reaches the end of the block: collectives inside it must fail in all processes
+    alike.
     """
     if group is None or group.size == 1:
         yield
@@ -124,34 +123,33 @@ def agreed(group: Group | None) -> Iterator[None]:
         yield
     except (OSError, UserError, SafetensorError) as error:
         failed = error
-    said = gathered(
+    problems = gathered(
         group, failed.what if isinstance(failed, UserError) else str(failed) if failed else None
     )
-    if isinstance(failed, UserError) and len(set(said)) == 1:
+    if isinstance(failed, UserError) and len(set(problems)) == 1:
         raise failed  # as all others do
-    if said := [f"rank {rank}: {what}" for rank, what in enumerate(said) if what is not None]:
+    if lines := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]:
         raise UserError(
-            "; ".join(said), code="other-rank-failed", fix="see what that process' host lacks"
+            "; ".join(lines),
+            code="other-rank-failed",
+            fix="fix the problem on the host of that process",
         ) from failed
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether its parts lie in several processes."""
+    """Whether the tensor is split over processes."""
     return hasattr(tensor, "full_tensor")
 
 
 class Snapshot:
-    """Nested state as it is now: dicts, lists, tensors, numbers, strings and None, apart from what
-    goes on changing.
+    """A copy of nested state: dicts, lists, tensors, numbers, strings and None.
 
-    ``size``: bytes of its tensors without those in ``shards``, whose parts lie in several
-    processes: these are used as they are when it is written. Raises UserError for anything else.
+    ``size``: bytes of its tensors without ``shards``, which are split over processes and not
+    copied. Raises UserError for values of other types.
     """
 
     def __init__(self, state: Mapping[str, Any], *, copied: bool = True) -> None:
-        """Without ``copied`` tensors that are on the host are used as they are: they must not
-        change until it is written.
-        """
+        """copied: False uses CPU tensors directly; they must not change until it is written."""
         self._copied = copied
         self.tensors: dict[str, Tensor] = {}
         self.shards: dict[str, Tensor] = {}
@@ -159,7 +157,7 @@ class Snapshot:
             self.plain = json.dumps(self._described(state, ""))
         except TypeError as error:
             raise UserError(
-                f"state that cannot be saved: {error}",
+                f"the state cannot be saved: {error}",
                 code="state-not-savable",
                 where="checkpoint",
                 fix="use numbers, texts and tensors",
@@ -168,20 +166,20 @@ class Snapshot:
 
     def _described(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            # Numbered: keys may hold the mark between them. Shards apart: what else there is may
-            # differ from process to process.
+            # Numbered, because keys may contain the separator. Shards have their own numbers,
+            # because the other tensors may differ between processes.
             sharded = is_sharded(value)
             name = f"shard {len(self.shards)}{path}" if sharded else f"{len(self.tensors)}{path}"
             if sharded:
                 self.shards[name] = value.detach()
             else:
                 self.tensors[name] = value.detach().to("cpu", copy=self._copied).contiguous()
-            of = {
+            return {
+                TENSOR: name,
                 "shape": list(value.shape),
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "sharded": sharded,
             }
-            return {TENSOR: name, **of}
         if isinstance(value, Mapping):
             # Keys may be integers (optimizer states): kept as pairs.
             return {
@@ -192,25 +190,25 @@ class Snapshot:
         return value
 
     def write(self, folder: Path) -> None:
-        """Writes two files into a folder. Raises OSError or SafetensorError."""
-        save_file(apart(self.tensors), folder / TENSORS)
+        """Write two files into a folder. Raises OSError or SafetensorError."""
+        save_file(without_shared_memory(self.tensors), folder / TENSORS)
         (folder / PLAIN).write_text(self.plain, encoding="utf-8")
 
 
-def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """No two of them in one piece of memory, which safetensors refuses."""
-    seen: set[int] = set()
-    found: dict[str, Tensor] = {}
+def without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, cloned where two share memory, which safetensors refuses."""
+    addresses: set[int] = set()
+    result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        memory = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if memory in seen and tensor.nbytes else tensor
-        seen.add(memory)
-    return found
+        address = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if address in addresses and tensor.nbytes else tensor
+        addresses.add(address)
+    return result
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint that is left on the disk until there is one to fill."""
+    """A tensor of a checkpoint that stays on disk until it is needed."""
 
     folder: Path
     name: str
@@ -219,26 +217,26 @@ class Stored:
     read: Read
 
     def into(self, tensor: Tensor) -> None:
-        """Fills a tensor of this shape, sharded or not, of any type.
+        """Fill a tensor of this shape, sharded or not, of any dtype.
 
-        Raises UserError when it has another shape.
+        Raises UserError if the shapes differ.
         """
         fill([(self, tensor)])
 
-    def whole(self) -> Tensor:
-        """The tensor itself, on the host."""
-        made = torch.empty(self.shape, dtype=self.dtype)
-        self.into(made)
-        return made
+    def load(self) -> Tensor:
+        """Read the full tensor into CPU memory."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.into(tensor)
+        return tensor
 
 
 def load(folder: Path, read: Read | None = None, lazy: Collection[str] = ()) -> dict[str, Any]:
-    """The state that ``Snapshot.write`` wrote. Raises UserError when the folder does not hold it.
+    """Load the state that ``Snapshot.write`` wrote. Raises UserError if it is damaged.
 
-    Sharded tensors are ``Stored``, and so are all under the keys in ``lazy``. read: what fills
+    Sharded tensors, and all under the keys in ``lazy``, are returned as ``Stored``. read: fills
     tensors from these.
     """
-    read = read or _unread
+    read = read or _no_reader
     try:
         described = json.loads((folder / PLAIN).read_text(encoding="utf-8"))
         with safe_open(folder / TENSORS, "pt") as file:
@@ -253,31 +251,27 @@ def load(folder: Path, read: Read | None = None, lazy: Collection[str] = ()) -> 
                 if later or value.get("sharded"):
                     kind = getattr(torch, value["dtype"])
                     return Stored(folder, value[TENSOR], torch.Size(value["shape"]), kind, read)
-                # A copy: a view of the file would hold it, and its room on the disk, for as long as
-                # the run.
+                # Copied: a view would keep the file, and its disk space, as long as the run.
                 return file.get_tensor(value[TENSOR]).clone()
 
             return {key: rich(item, key in lazy) for key, item in described[DICT]}
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"this is not a whole checkpoint ({error})",
+            f"this checkpoint is damaged ({error})",
             code="checkpoint-damaged",
             where=str(folder),
             fix="use another one",
         ) from error
 
 
-def _unread(folder: Path, into: Mapping[str, Tensor]) -> None:
+def _no_reader(folder: Path, into: Mapping[str, Tensor]) -> None:
     raise TypeError(
         f"{folder} was loaded without a function that reads {next(iter(into), 'nothing')}"
     )
 
 
 def fill(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
-    """Fills many tensors at once, each from one that is stored.
-
-    Raises UserError when a shape is another.
-    """
+    """Fill many tensors at once from stored ones. Raises UserError if shapes differ."""
     wanted: dict[tuple[Path, Read], dict[str, Tensor]] = {}
     for stored, tensor in pairs:
         if (
@@ -291,29 +285,29 @@ def fill(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
 
 @torch.no_grad()
 def put(saved: Mapping[str, Tensor | Stored], into: Mapping[str, Tensor]) -> None:
-    """Fills each tensor with what is saved under its name.
-
-    Raises UserError when a shape is another.
-    """
-    fill((value, own) for name, own in into.items() if isinstance(value := saved[name], Stored))
-    for name, own in into.items():
+    """Fill each tensor with the saved one of its name. Raises UserError if shapes differ."""
+    fill(
+        (value, tensor) for name, tensor in into.items() if isinstance(value := saved[name], Stored)
+    )
+    for name, tensor in into.items():
         if isinstance(value := saved[name], Tensor):
-            own.copy_(value)
+            tensor.copy_(value)
 
 
-def whole(state: Any) -> Any:
-    """Nested state with all of its tensors in this process' memory."""
+def load_tensors(state: Any) -> Any:
+    """Nested state with all stored tensors loaded into memory."""
     if isinstance(state, Stored):
-        return state.whole()
+        return state.load()
     if isinstance(state, Mapping):
-        return {key: whole(item) for key, item in state.items()}
-    return [whole(item) for item in state] if isinstance(state, list | tuple) else state
+        return {key: load_tensors(item) for key, item in state.items()}
+    return [load_tensors(item) for item in state] if isinstance(state, list | tuple) else state
 
 
 def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, ready for its ``load_state_dict``: what is stored lies like the
-    parameter that it belongs to, sharded or not, on its device, where it has its shape, and on the
-    host else.
+    """Load the state of an optimizer for its ``load_state_dict``.
+
+    A stored tensor with the shape of its parameter is placed and sharded like it; others stay on
+    the CPU.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     pairs: list[tuple[Stored, Tensor]] = []
@@ -321,17 +315,16 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
     def placed(value: Any, like: Tensor) -> Any:
         if not isinstance(value, Stored):
             return value
-        same = value.shape == like.shape
-        made = (
+        tensor = (
             torch.empty_like(like.detach(), dtype=value.dtype)
-            if same
+            if value.shape == like.shape
             else torch.empty(value.shape, dtype=value.dtype)
         )
-        pairs.append((value, made))
-        return made
+        pairs.append((value, tensor))
+        return tensor
 
     try:
-        found = {
+        loaded = {
             i: {name: placed(value, parameters[int(i)]) for name, value in of.items()}
             for i, of in state["state"].items()
         }
@@ -340,4 +333,4 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
             f"it has {len(state['state'])} parameters instead of {len(parameters)}"
         ) from None
     fill(pairs)
-    return {**state, "state": found}
+    return {**state, "state": loaded}

@@ -1,5 +1,6 @@
-"""Measuring a policy on held-out rows: the whole set counts as one step, so that no number depends
-on how it was cut.
+"""Evaluate a policy on held-out rows.
+
+The whole set counts as one step, so that no number depends on micro-batches.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ from valence.types import (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics over all rows (names without a prefix), and what each row measured, in the order of
-    the data.
-    """
+    """Metrics over all rows, by name without prefix, and the values of each row in data order."""
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
@@ -48,8 +47,9 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[MicroBatch | None], None] = lambda _: None,
 ) -> Evaluation:
-    """Loss and metrics of the policy on these units, without a gradient, on all processes of the
-    objective's group together. kto has one z0 for all of them (or one per group).
+    """Compute loss and metrics of the policy on these examples, without gradient.
+
+    All processes of the objective's group call it. KTO has one z0 for all examples (or per group).
     """
     order = canonical_order(units, 0, 0)
     policy = objective.policy.eval()
@@ -72,10 +72,12 @@ def evaluate(
     return Evaluation(meter.reduce(objective.group), rows)
 
 
-def all_rows(group: Group, own: Sequence[SequenceResult]) -> list[SequenceResult]:
-    """What all processes measured."""
-    found = gathered(group, [astuple(row) for row in own]) if group.size > 1 else []
-    return [SequenceResult(*row) for rows in found for row in rows] if found else list(own)
+def all_rows(group: Group, local_rows: Sequence[SequenceResult]) -> list[SequenceResult]:
+    """The results of all processes."""
+    if group.size == 1:
+        return list(local_rows)
+    gathered_rows = gathered(group, [astuple(row) for row in local_rows])
+    return [SequenceResult(*row) for rows in gathered_rows for row in rows]
 
 
 def _row(
@@ -84,7 +86,7 @@ def _row(
     example: Example | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """What is written about one row: where it is from, its verdict, what was measured, its text."""
+    """One row of an evaluation file: origin, label or scores, measured values, and text."""
     row: dict[str, Any] = {
         "id": unit.id,
         "origin": str(unit.origin),
@@ -93,17 +95,16 @@ def _row(
     if unit.label is not None:
         row["label"] = unit.label
     elif unit.scores:
-        # an attribute that the row lacks
-        given = [None if isnan(score) else score for score in unit.scores]
-        row["target"] = given[0] if len(given) == 1 else given
+        # NaN: an attribute that the row lacks
+        scores = [None if isnan(score) else score for score in unit.scores]
+        row["target"] = scores[0] if len(scores) == 1 else scores
     names = {1: ("",), 2: ("_chosen", "_rejected")}.get(
         len(measured) if unit.kind != "ranking" else 0
     )
     for name, side in zip(names or [f"_{n}" for n in range(len(measured))], measured, strict=True):
-        scores = list(side.scores) or None
         numbers = {
             "reward": side.reward,
-            "scores": scores,
+            "scores": list(side.scores) or None,
             "logp": side.logp,
             "ref": side.ref,
             "tokens": side.tokens,
@@ -125,8 +126,8 @@ def texts(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
             }
         case Ranking():
             shown |= {
-                f"completion_{n}": as_text(each, tokenizer)
-                for n, each in enumerate(example.completions)
+                f"completion_{n}": as_text(completion, tokenizer)
+                for n, completion in enumerate(example.completions)
             }
         case _:
             pass
@@ -134,9 +135,7 @@ def texts(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
 
 
 def as_text(content: Content, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Content to read: the text itself, a single message's text, a conversation with its roles, or
-    decoded tokens.
-    """
+    """Content as readable text: a message, a conversation with its roles, or decoded tokens."""
     if isinstance(content, str):
         return content
     if isinstance(content, Ids):
@@ -145,7 +144,7 @@ def as_text(content: Content, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _conversation(chat: Chat) -> str:
-    said = [m.get("content") or m.get("tool_calls") or "" for m in chat.messages]
-    if len(said) == 1:
-        return str(said[0])
-    return "\n".join(f"{m['role']}: {text}" for m, text in zip(chat.messages, said, strict=True))
+    texts = [m.get("content") or m.get("tool_calls") or "" for m in chat.messages]
+    if len(texts) == 1:
+        return str(texts[0])
+    return "\n".join(f"{m['role']}: {text}" for m, text in zip(chat.messages, texts, strict=True))

@@ -1,6 +1,4 @@
-"""The tables of methods: what a run is called, the loss it trains with, what it makes of the
-policy's own answers if it learns from these, and the settings that follow from all that.
-"""
+"""The tables of methods: their losses, how online methods build examples, and their settings."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ from valence.errors import UserError
 from valence.losses import LOSSES, Loss
 from valence.losses.advantage import CREDITS
 from valence.trainer.sample_builders import (
-    Credited,
+    AdvantageBuilder,
     SampleBuilder,
     best_of_n,
+    binary_labels,
     exclusion_reasons,
-    pairs,
-    thumbs,
+    preference_pairs,
 )
 from valence.types import Kind
 
@@ -33,65 +31,62 @@ from valence.types import Kind
 class Method:
     """A way to train: a name, and the row of the loss table it uses.
 
-    ``makes``: of the answers of a round what that loss trains on, where the policy learns from its
-    own.
+    sample_builder: builds the training examples of an online method from the completions of a
+    round.
     """
 
     name: str
     loss: Loss
-    makes: SampleBuilder | None = None
+    sample_builder: SampleBuilder | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of settings, where they differ from those of the loss."""
+    """Defaults of settings that differ from those of the loss."""
     rollout_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of ``rollout`` settings that are null in the schema, for methods that are online."""
-    fills: bool = False
-    """Whether prompts whose answers all have the same reward are left out, and others sampled in
-    their place.
-    """
+    resamples: bool = False
+    """Whether groups with equal rewards are replaced by those of further prompts."""
 
     @property
     def online(self) -> bool:
-        """Whether it learns from the policy's own answers to the prompts that are its data."""
-        return self.makes is not None
+        """Whether it trains on completions that the policy samples for the prompts of the data."""
+        return self.sample_builder is not None
 
     @property
     def kind(self) -> Kind:
-        """What one row of its data is."""
+        """The kind of its rows."""
         return "prompt" if self.online else self.loss.data
 
     @property
     def needs_reference(self) -> bool:
-        """Whether settings of the reference may have an effect. ``reads_reference`` says whether a
-        run loads one."""
+        """Whether settings of the reference may have an effect.
+
+        ``reads_reference`` says whether a run loads one.
+        """
         return self.online or self.loss.needs_reference
 
     def loss_reads_reference(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the loss, or the advantages of an online method, need it. settings: of the
-        loss.
-        """
+        """Whether the loss or the advantages read the reference. settings: of the loss section."""
         refers = self.asks_reference or self.loss.refers(settings)
         return refers or (self.online and bool(settings.get("kl_beta")))
 
     @property
     def asks_reference(self) -> bool:
-        """Whether a step runs the reference.
+        """Whether a step computes the reference's log-probabilities.
 
-        Tokens with an advantage of their own come with what it says of them.
+        Completions with advantages already carry them as a token column.
         """
         return self.loss.needs_reference and not self.is_on_policy
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether its loss compares with the policy that answered, at the temperature of
-        sampling.
-        """
-        return isinstance(self.makes, Credited)
+        """Whether its loss compares with the sampling policy, at the sampling temperature."""
+        return isinstance(self.sample_builder, AdvantageBuilder)
 
     @property
-    def least_rollouts(self) -> int:
-        """Answers to a prompt below which there is nothing to learn."""
-        compares = self.makes is not None and (
-            self.makes.fn in (best_of_n, pairs, thumbs) or "group" in self.makes.reads
+    def min_rollouts(self) -> int:
+        """The smallest number of completions per prompt that the method can learn from."""
+        builder = self.sample_builder
+        compares = builder is not None and (
+            builder.fn in (best_of_n, preference_pairs, binary_labels) or "group" in builder.reads
         )
         return 2 if compares else 1
 
@@ -114,7 +109,7 @@ class Method:
 
     @property
     def needs_kl_pairs(self) -> bool:
-        """Does a step also measure completions behind prompts that they do not answer (for z0)?"""
+        """Whether a step also computes mismatched prompts and completions, to estimate z0."""
         return self.loss.statistic is not None
 
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
@@ -125,16 +120,12 @@ class Method:
 
     @cached_property
     def settings(self) -> type[BaseModel]:
-        """The ``loss`` section of a recipe, derived from the signatures: types, bounds, defaults
-        and what each means.
-        """
-        functions = (
-            self.loss.functions if self.makes is None else (*self.loss.functions, self.makes.fn)
-        )
+        """The ``loss`` section of a recipe, derived from signatures and docstrings."""
+        functions, parameters = self.loss.functions, self.loss.settings
+        if self.sample_builder is not None:
+            functions = (*functions, self.sample_builder.fn)
+            parameters = parameters | self.sample_builder.settings
         meanings = {k: v for fn in functions for k, v in setting_docs(fn.__doc__ or "").items()}
-        parameters = (
-            self.loss.settings if self.makes is None else self.loss.settings | self.makes.settings
-        )
         fields: dict[str, Any] = {
             name: (
                 p.annotation,
@@ -146,27 +137,22 @@ class Method:
         return create_model(f"{self.name}_loss", __config__=config, **fields)
 
     def resolve(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The given settings checked, with the defaults filled in.
-
-        Raises pydantic.ValidationError.
-        """
+        """Validate settings and add defaults. Raises pydantic.ValidationError."""
         return self.settings(**settings).model_dump()
 
 
 def setting_docs(doc: str) -> dict[str, str]:
-    """Meanings of a function's settings: the lines ``name: meaning`` at the end of its
-    docstring.
-    """
+    """Descriptions of a function's settings: the lines ``name: text`` that end its docstring."""
     tail = doc.rstrip().rsplit("\n\n", 1)[-1]
-    found = re.findall(r"^ *([a-z]\w*): (.+(?:\n {8,}.+)*)", tail, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+    matches = re.findall(r"^ *([a-z]\w*): (.+(?:\n {8,}.+)*)", tail, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in matches}
 
 
 METHODS: dict[str, Method] = {name: Method(name, loss) for name, loss in LOSSES.items()}
-"""Those that learn from rows as they are."""
+"""Methods that train on the rows of the data."""
 
 ROLLOUT_DEFAULTS: dict[str, Any] = {"epochs": 1, "mask_truncated": False}
-"""Of every online method, unless the table below names others."""
+"""Rollout defaults of online methods, unless the table below overrides them."""
 
 PPO_EPOCHS = 4
 """Passes over a round. In a single step of a single pass the probability ratio is 1 everywhere, so
@@ -174,10 +160,10 @@ PPO's clip never acts. Ziegler et al. 2019 (arXiv 1909.08593) and Ouyang et al. 
 2203.02155), as their public implementations, make 4 passes."""
 
 
-def _online(name: str, loss: Loss, makes: SampleBuilder, **changes: Any) -> Method:
-    """An online method. changes: of its defaults and other fields."""
+def _online(name: str, loss: Loss, builder: SampleBuilder, **changes: Any) -> Method:
+    """An online method. changes: other fields of Method, and ``rollout`` defaults."""
     rollout = ROLLOUT_DEFAULTS | changes.pop("rollout", {})
-    return Method(name, loss, makes, rollout_defaults=rollout, **changes)
+    return Method(name, loss, builder, rollout_defaults=rollout, **changes)
 
 
 ONLINE: dict[str, Method] = {
@@ -186,30 +172,30 @@ ONLINE: dict[str, Method] = {
         rollout={"mask_truncated": True},
     ),
     **{
-        f"online_{name}": _online(f"online_{name}", row, SampleBuilder(pairs))
+        f"online_{name}": _online(f"online_{name}", row, SampleBuilder(preference_pairs))
         for name, row in LOSSES.items()
         if row.view == "pair"
     },
     **{
-        f"online_{name}": _online(f"online_{name}", row, SampleBuilder(thumbs))
+        f"online_{name}": _online(f"online_{name}", row, SampleBuilder(binary_labels))
         for name, row in LOSSES.items()
         if row.data == "judgement"
     },
     **{
-        name: _online(name, LOSSES[name], Credited(credit), fills=name == "dapo")
+        name: _online(name, LOSSES[name], AdvantageBuilder(credit), resamples=name == "dapo")
         for name, credit in CREDITS.items()
         if name != "ppo"
     },
     "ppo": _online(
-        "ppo", LOSSES["ppo"], Credited(CREDITS["ppo"]),
+        "ppo", LOSSES["ppo"], AdvantageBuilder(CREDITS["ppo"]),
         defaults={"value": True}, rollout={"epochs": PPO_EPOCHS},
     ),
 }  # fmt: skip
-"""Those that learn from the policy's own answers, judged by a reward."""
+"""Methods that train on completions that the policy samples and a reward scores."""
 
 
 def method_of(name: str, online: bool = False) -> Method:
-    """The row of a method or loss. online: that learns from the policy's own answers.
+    """The table row of a method or loss. online: whether the recipe has a reward.
 
     Raises UserError with the nearest names.
     """
@@ -218,34 +204,33 @@ def method_of(name: str, online: bool = False) -> Method:
         return table[name]
     if name in ONLINE:
         raise UserError(
-            f"{name} learns from the policy's own answers, and nothing judges them",
+            f"{name} trains on sampled completions and needs a reward",
             code="method-needs-reward",
             where="method",
             fix="set reward",
         )
     if name in METHODS:
-        named = [other for other in (f"online_{name}", "rejection", *CREDITS) if other in ONLINE]
-        what = f"{name} learns from the answers of its rows, not from the policy's own"
+        others = [other for other in (f"online_{name}", "rejection", *CREDITS) if other in ONLINE]
         raise UserError(
-            what,
+            f"{name} trains on the completions in its rows and uses no reward",
             code="method-without-reward",
             where="method",
-            fix=f"remove reward, or choose {', '.join(named[:-1])} or {named[-1]}",
+            fix=f"remove reward, or choose {', '.join(others[:-1])} or {others[-1]}",
         )
-    every = {**METHODS, **ONLINE}
-    written = str(name).lower().replace("-", "_")
-    near = [written] if written in every else get_close_matches(written, every, 3, 0.4)
+    methods = {**METHODS, **ONLINE}
+    normalized = str(name).lower().replace("-", "_")
+    near = [normalized] if normalized in methods else get_close_matches(normalized, methods, 2, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(
         f"there is no method {name!r}",
         code="method-unknown",
         where="method",
-        fix=f"{hint}methods: {', '.join(every)}",
+        fix=f"{hint}methods: {', '.join(methods)}",
     )
 
 
 def settings_of_step(recipe: Recipe) -> dict[str, Any]:
-    """Those of the loss, with what else in the recipe says one of them."""
+    """The settings of the loss, with those that another section of the recipe determines."""
     limit = (
         {"max_tokens": recipe.rollout.max_new_tokens}
         if recipe.reward and recipe.loss.get("max_tokens", 0) is None
@@ -265,22 +250,26 @@ def reads_reference(recipe: Recipe) -> bool:
 
 
 def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
-    """What is measured of the tokens of own answers, as little as the method can do with: `old` and
-    `ref`, log-probabilities of the policy and of the reference (if there is one), and `value`.
+    """The token columns that an online method needs for its completions.
+
+    `old` and `ref`: log-probabilities of the policy and the reference (if any); `value`: of the
+    value head.
     """
     method, rollout = method_in(recipe), recipe.rollout
-    assert method.makes is not None
-    reads = method.makes.reads
-    # the policy moves within the round
-    several = method.is_on_policy and rollout.steps_per_round > 1
-    old = several or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
-    # The sampler's log-probabilities are over its nucleus then, those of the reference over all
-    # tokens.
-    old = old or rollout.top_p < 1
-    wanted = {"old": old, "ref": reference, "value": "value_t" in reads}
-    return tuple(name for name, it in wanted.items() if it)
+    assert method.sample_builder is not None
+    reads = method.sample_builder.reads
+    # the policy changes within the round
+    has_several_steps = method.is_on_policy and rollout.steps_per_round > 1
+    needs_old = (
+        has_several_steps or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
+    )
+    # With top_p, the sampler's log-probabilities are over the nucleus, those of the reference over
+    # all tokens.
+    needs_old = needs_old or rollout.top_p < 1
+    needs = {"old": needs_old, "ref": reference, "value": "value_t" in reads}
+    return tuple(name for name, is_needed in needs.items() if is_needed)
 
 
 def method_in(recipe: Recipe) -> Method:
-    """The row that a recipe names."""
+    """The table row of the method that a recipe names."""
     return method_of(recipe.method, bool(recipe.reward))

@@ -1,4 +1,4 @@
-"""The page of a run, written again as the run goes."""
+"""Update the report page of a run while it trains."""
 
 from __future__ import annotations
 
@@ -6,42 +6,37 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-EVERY, SHARE = 20.0, 50.0
-"""The page is written at most every so many seconds, and takes at most one part in so many of the
-time.
+MIN_INTERVAL, MAX_SHARE = 20.0, 1 / 50
+"""The page is written at most once in this many seconds, and takes at most this share of the time.
 """
 
 
 class Pages:
-    """When the page is due, and that it failed, which is told once and keeps nothing else from
-    going on.
-    """
+    """Write the report page when it is due. Failures are reported once and stop nothing."""
 
     def __init__(
         self, folder: Path, warn: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._folder, self._warn, self._clock = folder, warn, clock
-        self._due = clock() + EVERY
-        self._told = False
+        self._due = clock() + MIN_INTERVAL
+        self._has_warned = False
 
     def update(self) -> None:
-        """Writes the page if it is due."""
+        """Write the page if it is due."""
         began = self._clock()
         if began < self._due:
             return
         self.write("running")
         now = self._clock()
-        self._due = now + max(EVERY, SHARE * (now - began))
+        self._due = now + max(MIN_INTERVAL, (now - began) / MAX_SHARE)
 
     def write(self, status: str) -> None:
-        """status: that the page says the run has."""
+        """Write the page. status: the run's status on it."""
         from valence.reports.page import write_page
 
         try:
             write_page(self._folder, status)
-        except (
-            Exception
-        ) as error:  # the page is for reading: a defect of it must not end a training
-            if not self._told:
-                self._warn(f"cannot write the page ({error!r})")
-            self._told = True
+        except Exception as error:  # a defect of the page must not end training
+            if not self._has_warned:
+                self._warn(f"the report page cannot be written ({error!r})")
+            self._has_warned = True

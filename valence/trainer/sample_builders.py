@@ -1,8 +1,8 @@
-"""What the answers of a round become: demonstrations, pairs, thumbs, or tokens with their
-advantage.
+"""Build training examples from the completions of an online round.
 
-A maker takes the prompts of a round with their answers and rewards. Its keyword-only parameters are
-settings of the methods that use it, in the recipe's ``loss`` section.
+The result is demonstrations, pairs, labelled completions, or completions with advantages. A builder
+reads the prompts of a round with their completions and rewards. Its keyword-only parameters are
+settings in the recipe's ``loss`` section of the methods that use it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Columns = Mapping[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt with those of its answers that have a reward, in the order in which they were
-    sampled. ``rewards``: as the reward gave them, less what an answer lost by its length.
-    ``columns``: of each answer, what was measured of its tokens: `old`, `ref`, `value`, as far as
-    the method reads them.
+    """A prompt with its rewarded completions, in sampling order.
+
+    rewards: after length penalties. columns: for each completion, its token columns `old`, `ref`
+    and `value`, if the method reads them.
     """
 
     prompt: TokenizedExample
@@ -40,21 +40,23 @@ class RolloutGroup:
 
     @property
     def tied(self) -> bool:
-        """Whether its answers teach nothing by comparison."""
+        """Whether all rewards are equal."""
         return len(set(self.rewards)) < 2
 
     def unit(
         self,
         kind: Literal["demonstration", "judgement", "preference", "scored"],
-        *which: int,
+        *indices: int,
         columns: Columns | None = None,
         masked: bool = False,
-        **verdict: Any,
+        **labels: Any,
     ) -> TokenizedExample:
-        """These of its completions as an example to train on. columns: of each of them. masked:
-        whether no token is in the loss mask."""
-        answers = [self.answers[i] for i in which]
-        own = tuple(sorted((columns or {}).items()))
+        """An example with the completions at these indices.
+
+        columns: token columns of each completion. masked: keep all tokens out of the loss mask.
+        """
+        answers = [self.answers[i] for i in indices]
+        token_columns = tuple(sorted((columns or {}).items()))
         return TokenizedExample(
             id=content_id(kind, self.prompt.id, [(a.index, list(a.tokens)) for a in answers]),
             origin=self.prompt.origin,
@@ -62,17 +64,19 @@ class RolloutGroup:
             prompt_ids=self.prompt.prompt_ids,
             prompt_mask=self.prompt.prompt_mask,
             answers=tuple(
-                TokenizedCompletion(a.tokens, (not masked,) * len(a.tokens), a.stop == "eos", own)
+                TokenizedCompletion(
+                    a.tokens, (not masked,) * len(a.tokens), a.stop == "eos", token_columns
+                )
                 for a in answers
             ),
             weight=self.prompt.weight,
             source=self.prompt.source,
-            **verdict,
+            **labels,
         )
 
 
 Exclusion = Literal["tied", "truncated", "low_reward", "worst"]
-"""Why a completion is never imitated, in the order in which the reasons are tried."""
+"""Reasons not to imitate a completion, in the order in which they are tried."""
 
 EXCLUSIONS: dict[Exclusion, str] = {
     "tied": "in groups whose rewards are all equal",
@@ -80,19 +84,18 @@ EXCLUSIONS: dict[Exclusion, str] = {
     "low_reward": "below rollout.min_reward",
     "worst": "no better than the worst of their group",
 }
-"""In words, for messages."""
+"""The reasons as they appear in messages."""
 
 
 def exclusion_reasons(
     group: RolloutGroup, min_reward: float | None, mask_truncated: bool
 ) -> list[Exclusion | None]:
-    """Why each completion of a group must not be imitated; None where it may be.
+    """Why each completion of a group must not be imitated; None if it may be.
 
-    A group whose rewards are all equal says nothing about which completion is good: with a 0/1
-    verifier all of them may be wrong. Without ``min_reward`` the same holds for the completions
-    that share the lowest reward of a group. With it, that reward is the standard, also for a
-    prompt with a single completion. A truncated completion has no end-of-turn token, so imitating
-    it teaches the model not to stop.
+    Equal rewards do not show which completion is good: with a 0/1 verifier, all may be wrong.
+    Without ``min_reward``, the same is true of the completions with the lowest reward of a group.
+    With it, completions are compared with that reward, also if a prompt has only one. A truncated
+    completion has no end-of-turn token, so imitating it teaches the model not to stop.
     """
     is_tied = group.tied and (min_reward is None or len(group.rewards) > 1)
     lowest = min(group.rewards, default=0.0)
@@ -114,11 +117,11 @@ def exclusion_reasons(
 def best_of_n(
     round: Sequence[RolloutGroup], top_n: int, min_reward: float | None, mask_truncated: bool
 ) -> list[TokenizedExample]:
-    """The completions with the largest rewards of each prompt, to be imitated.
+    """Demonstrations from the completions with the largest rewards of each prompt.
 
     Nakano et al. 2021, arXiv 2112.09332, Sec. 2 (best of n); Dong et al. 2023, arXiv 2304.06767
-    (RAFT). Of equal rewards the completion that was sampled first is taken. Groups whose rewards
-    are all equal are dropped, and so are the completions that ``exclusion_reasons`` names.
+    (RAFT). Among equal rewards, the completion sampled first is used. Drops groups with equal
+    rewards and the completions that ``exclusion_reasons`` names.
     """
     examples: list[TokenizedExample] = []
     for group in round:
@@ -129,101 +132,100 @@ def best_of_n(
     return examples
 
 
-def pairs(
+def preference_pairs(
     round: Sequence[RolloutGroup],
     *,
     pairs: Literal["best_worst", "all"] = "best_worst",
     pair_margin: Annotated[float, Ge(0)] = 0.0,
 ) -> list[TokenizedExample]:
-    """Pairs of answers to one prompt, the one with the larger reward preferred.
+    """Pairs of completions of one prompt; the one with the larger reward is preferred.
 
-    Guo et al. 2024, arXiv 2402.04792 (online DPO). Answers with the same reward, or the same
-    tokens, are no pair. Of several best or worst ones it is that which was sampled first.
+    Guo et al. 2024, arXiv 2402.04792 (online DPO). Completions with equal rewards or equal tokens
+    form no pair. Among several best or worst completions, the one sampled first is used.
 
-    pairs: the best against the worst answer of each prompt, or every two.
-    pair_margin: smallest difference of rewards, above 0, that makes a pair.
+    pairs: the best and the worst completion of each prompt, or all pairs.
+    pair_margin: smallest difference of rewards in a pair, above 0.
     """
-    found: list[TokenizedExample] = []
-    for each in round:
-        order = sorted(range(len(each.answers)), key=lambda i: -each.rewards[i])
-        last = min(order, key=lambda i: (each.rewards[i], i))
-        two = (
+    examples: list[TokenizedExample] = []
+    for group in round:
+        order = sorted(range(len(group.answers)), key=lambda i: -group.rewards[i])
+        worst = min(order, key=lambda i: (group.rewards[i], i))
+        candidates = (
             [(i, j) for k, i in enumerate(order) for j in order[k + 1 :]]
             if pairs == "all"
-            else [(order[0], last)]
+            else [(order[0], worst)]
         )
-        for i, j in two:
-            apart = each.rewards[i] - each.rewards[j]
+        for i, j in candidates:
+            margin = group.rewards[i] - group.rewards[j]
             if (
-                apart > 0
-                and apart >= pair_margin
-                and each.answers[i].tokens != each.answers[j].tokens
+                margin > 0
+                and margin >= pair_margin
+                and group.answers[i].tokens != group.answers[j].tokens
             ):
-                found.append(each.unit("preference", i, j))
-    return found
+                examples.append(group.unit("preference", i, j))
+    return examples
 
 
 Threshold = float | Literal["mean", "median", "batch_mean", "batch_median"]
 
 
-def thumbs(
+def binary_labels(
     round: Sequence[RolloutGroup],
     *,
     thumbs_up: Threshold = "mean",
     thumbs_quantile: Annotated[float, Gt(0), Lt(1)] | None = None,
 ) -> list[TokenizedExample]:
-    """Every answer with a thumb up or down, by its reward.
+    """Label each completion desirable or undesirable by comparing its reward with a threshold.
 
-    Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). An answer above the bar is
-    up, one below it down; one that is at a bar made of the rewards themselves is left out, while
-    one at a bar given as a number is up.
+    Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). A reward equal to a
+    threshold computed from the rewards is left out; one equal to a fixed threshold is desirable.
 
-    thumbs_up: the bar: a number, or the mean or the median of the rewards of the prompt (batch_: of
+    thumbs_up: threshold: a number, or the mean or median of the rewards of the prompt (batch_: of
         the whole round).
-    thumbs_quantile: instead: this share of the answers to a prompt, those with the largest rewards,
-        is up, and as many at the
-        other end down.
+    thumbs_quantile: instead of a threshold: label this share of a prompt's completions, those with
+        the largest rewards, desirable, and as many with the smallest undesirable.
     """
-    found: list[TokenizedExample] = []
-    every = [reward for each in round for reward in each.rewards]
-    for each in round:
-        for i, up in _verdicts(each.rewards, every, thumbs_up, thumbs_quantile):
-            found.append(each.unit("judgement", i, label=up))
-    return found
+    examples: list[TokenizedExample] = []
+    all_rewards = [reward for group in round for reward in group.rewards]
+    for group in round:
+        for i, label in _labels(group.rewards, all_rewards, thumbs_up, thumbs_quantile):
+            examples.append(group.unit("judgement", i, label=label))
+    return examples
 
 
-def _verdicts(
-    own: Rewards, every: Sequence[float], bar: Threshold, share: float | None
+def _labels(
+    rewards: Rewards, all_rewards: Sequence[float], threshold: Threshold, share: float | None
 ) -> Iterator[tuple[int, bool]]:
-    """Which answers are up (True) or down."""
+    """The index and label of each labelled completion of a group. all_rewards: of the round."""
     if share is not None:
-        order = sorted(range(len(own)), key=lambda i: -own[i])
-        most = min(max(1, round(share * len(own))), len(own) // 2)
-        for i, j in zip(order[:most], order[::-1][:most], strict=True):
-            if own[i] > own[j]:
+        order = sorted(range(len(rewards)), key=lambda i: -rewards[i])
+        count = min(max(1, round(share * len(rewards))), len(rewards) // 2)
+        for i, j in zip(order[:count], order[::-1][:count], strict=True):
+            if rewards[i] > rewards[j]:
                 yield from ((i, True), (j, False))
         return
-    level = bar if isinstance(bar, int | float) else (fmean if bar.endswith("mean") else median)(
-        every if bar.startswith("batch") else own
-    )  # fmt: skip
-    for i, reward in enumerate(own):
-        if reward != level or isinstance(bar, int | float):
-            yield i, reward >= level
+    if isinstance(threshold, int | float):
+        yield from ((i, reward >= threshold) for i, reward in enumerate(rewards))
+        return
+    average = fmean if threshold.endswith("mean") else median
+    level = average(all_rewards if threshold.startswith("batch") else rewards)
+    yield from ((i, reward > level) for i, reward in enumerate(rewards) if reward != level)
 
 
 @dataclass(frozen=True)
 class SampleBuilder:
-    """A function of a round's completions. Its other positional parameters are settings of the
-    recipe's ``rollout`` section, by name. ``excludes``: says why completions of a group may not be
-    trained on, with the same settings as keyword arguments."""
+    """Build the training examples of a round with a function.
+
+    fn: takes the round. Its other positional parameters are settings of the recipe's ``rollout``
+    section, by name. excludes: returns why completions of a group may not be trained on, with the
+    same settings as keyword arguments.
+    """
 
     fn: Callable[..., Any]
     excludes: Callable[..., list[Exclusion | None]] | None = None
 
     def excluded(self, round: Sequence[RolloutGroup], rollout: Any) -> Counter[str]:
-        """How many completions of a round must not be trained on, by reason. rollout: that
-        section.
-        """
+        """Number of completions that must not be trained on, by reason. rollout: the section."""
         if self.excludes is None:
             return Counter()
         names = (p for p in signature(self.excludes).parameters if p in self.reads)
@@ -233,7 +235,7 @@ class SampleBuilder:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of its positional parameters."""
+        """Names of the positional parameters."""
         return tuple(
             p.name
             for p in signature(self.fn).parameters.values()
@@ -242,7 +244,7 @@ class SampleBuilder:
 
     @property
     def settings(self) -> dict[str, Parameter]:
-        """Its keyword-only parameters."""
+        """The keyword-only parameters."""
         return {
             p.name: p
             for p in signature(self.fn, eval_str=True).parameters.values()
@@ -252,38 +254,44 @@ class SampleBuilder:
     def __call__(
         self, round: Sequence[RolloutGroup], rollout: Any, settings: Mapping[str, Any]
     ) -> list[TokenizedExample]:
-        """What a round is trained on. rollout: that section; settings: of the loss, its own among
-        them.
+        """The training examples of a round.
+
+        rollout: that section of the recipe. settings: of the loss section.
         """
-        more = {name: getattr(rollout, name) for name in self.reads[1:]}
-        return self.fn(round, **more, **{name: settings[name] for name in self.settings})
+        options = {name: getattr(rollout, name) for name in self.reads[1:]}
+        return self.fn(round, **options, **{name: settings[name] for name in self.settings})
 
 
-class Credited(SampleBuilder):
-    """Every completion by itself, with the advantage of each token by a function of
-    ``losses.advantage``. With ``rollout.mask_truncated`` no token of a truncated completion is in
-    the loss mask; its reward still counts in the statistics of its group and round."""
+class AdvantageBuilder(SampleBuilder):
+    """Build one example per completion, with token advantages from ``losses.advantage``.
+
+    With ``rollout.mask_truncated``, the tokens of truncated completions are not in the loss mask;
+    their rewards still count in the statistics of the group and the round.
+    """
 
     def __call__(
         self, round: Sequence[RolloutGroup], rollout: Any, settings: Mapping[str, Any]
     ) -> list[TokenizedExample]:
-        given = {name: value for name, value in _tensors(round).items() if name in self.reads}
-        credit = self.fn(**given, **{name: settings[name] for name in self.settings})
-        columns: dict[str, Tensor] = credit if isinstance(credit, dict) else {"adv": credit}
-        lengths = [len(answer.tokens) for each in round for answer in each.answers]
-        parts = {name: iter(values.split(lengths)) for name, values in columns.items()}
-        found: list[TokenizedExample] = []
-        for each in round:
-            for i, reward in enumerate(each.rewards):
-                own = {name: tuple(next(part).tolist()) for name, part in parts.items()}
-                known = {"sampler": each.answers[i].logps} if each.answers[i].logps else {}
-                measured = dict(each.columns[i]) if each.columns else {}
-                masked = rollout.mask_truncated and each.answers[i].stop == "length"
-                columns_of = known | measured | own
-                found.append(
-                    each.unit("scored", i, scores=(reward,), columns=columns_of, masked=masked)
+        inputs = {name: value for name, value in _tensors(round).items() if name in self.reads}
+        result = self.fn(**inputs, **{name: settings[name] for name in self.settings})
+        advantages: dict[str, Tensor] = result if isinstance(result, dict) else {"adv": result}
+        lengths = [len(answer.tokens) for group in round for answer in group.answers]
+        per_answer = {name: iter(values.split(lengths)) for name, values in advantages.items()}
+        examples: list[TokenizedExample] = []
+        for group in round:
+            for i, reward in enumerate(group.rewards):
+                answer = group.answers[i]
+                columns: dict[str, tuple[float, ...]] = {}
+                if answer.logps:
+                    columns["sampler"] = answer.logps
+                if group.columns:
+                    columns |= group.columns[i]
+                columns |= {name: tuple(next(part).tolist()) for name, part in per_answer.items()}
+                masked = rollout.mask_truncated and answer.stop == "length"
+                examples.append(
+                    group.unit("scored", i, scores=(reward,), columns=columns, masked=masked)
                 )
-        return found
+        return examples
 
 
 def _tensors(round: Sequence[RolloutGroup]) -> dict[str, Tensor]:
@@ -292,19 +300,17 @@ def _tensors(round: Sequence[RolloutGroup]) -> dict[str, Tensor]:
     """
     import torch
 
-    lengths = torch.tensor([len(answer.tokens) for each in round for answer in each.answers])
-    groups = torch.tensor([g for g, each in enumerate(round) for _ in each.answers])
-    found = {
-        "reward": torch.tensor(
-            [reward for each in round for reward in each.rewards], dtype=torch.float64
-        ),
-        "group": groups,
+    lengths = torch.tensor([len(answer.tokens) for group in round for answer in group.answers])
+    rewards = [reward for group in round for reward in group.rewards]
+    tensors = {
+        "reward": torch.tensor(rewards, dtype=torch.float64),
+        "group": torch.tensor([g for g, group in enumerate(round) for _ in group.answers]),
         "owner": torch.arange(len(lengths)).repeat_interleave(lengths),
     }
     for name in ("old", "ref", "value"):
-        values = [own.get(name) for each in round for own in each.columns]
+        values = [columns.get(name) for group in round for columns in group.columns]
         if values and None not in values:
-            found[f"{name}_t"] = torch.tensor(
-                [v for own in values for v in own or ()], dtype=torch.float64
+            tensors[f"{name}_t"] = torch.tensor(
+                [value for column in values for value in column or ()], dtype=torch.float64
             )
-    return found
+    return tensors

@@ -91,7 +91,7 @@ class Saver:
                 self._folder.sync,
                 *([self._cached.sync] if self._cached else []),
             ],
-            beside=self._write_model if self._settings.save_hf else None,
+            add_files=self._write_model if self._settings.save_hf else None,
             spare=self._state.best.step,
             wait=wait,
         )
@@ -106,7 +106,7 @@ class Saver:
         Otherwise the previous one would be removed, and there would be none. All processes call it.
         """
         best = self._state.best
-        if (best.best, best.step) == best.kept or best.step == self._state.step:
+        if (best.best, best.step) == best.saved or best.step == self._state.step:
             return
         self.checkpoints.wait()
         is_missing = (
@@ -120,10 +120,10 @@ class Saver:
             again = "" if best.step is None else f"; that of step {best.step} is the best again"
             self._messages.warn(f"step {step}, the best by its evaluation, was not saved{again}")
         else:
-            best.keep()
+            best.confirm()
 
     def _report_failures(self) -> None:
-        for message in self.checkpoints.told():
+        for message in self.checkpoints.take_messages():
             self._messages.warn(message)
         if self.checkpoints.failed:
             self.saved = None

@@ -18,7 +18,7 @@ from valence.reports.metrics import Meter
 from valence.reports.online_signs import OnlineWatch
 from valence.reports.sinks import JsonlSink
 from valence.runs import store
-from valence.runs.state import RandomState, Registry, State, Stateful, Through
+from valence.runs.state import RandomState, Registry, State, Stateful, StateFunctions
 from valence.trainer.methods import Method, settings_of_step
 from valence.trainer.optim import OptimizerLike, SchedulerLike, make_optimizer, make_scheduler
 from valence.trainer.prepare import AuxiliaryPart, Prepared
@@ -136,24 +136,24 @@ class TrainState:
         Random numbers come last: nothing may be drawn between their loading and the next step.
         """
         registry = Registry()
-        registry.add("weights", Through(self._weights, self._load_weights))
-        registry.add("reference", Through(self._reference, self._load_reference))
-        registry.add("optimizer", Through(self.optimizer.state_dict, self._load_optimizer))
+        registry.add("weights", StateFunctions(self._weights, self._load_weights))
+        registry.add("reference", StateFunctions(self._reference, self._load_reference))
+        registry.add("optimizer", StateFunctions(self.optimizer.state_dict, self._load_optimizer))
         registry.add("scheduler", self.scheduler)
-        registry.add("shifts", Through(self._shifts, self._load_shifts))
+        registry.add("shifts", StateFunctions(self._shifts, self._load_shifts))
         registry.add("counters", self.counters)
         if self.rounds is not None:
             registry.add("rounds", self.rounds)
         registry.add(
-            "evaluations", Through(lambda: dict(self.evaluations), self.evaluations.update)
+            "evaluations", StateFunctions(lambda: dict(self.evaluations), self.evaluations.update)
         )
         registry.add("best", self.best)
         registry.add("early_stop", self.early_stop)
         registry.add("watch", self.anomalies)
         registry.add("online_watch", self.online_anomalies)
         registry.add("budget", self.budget)
-        registry.add("log", self._log or Through(lambda: {"bytes": 0}, lambda _: None))
-        registry.add("processes", Through(self._process_state, self._load_process_states))
+        registry.add("log", self._log or StateFunctions(lambda: {"bytes": 0}, lambda _: None))
+        registry.add("processes", StateFunctions(self._process_state, self._load_process_states))
         return registry
 
     def state_dict(self) -> State:
@@ -165,13 +165,13 @@ class TrainState:
         registry = self.registry
         state = light | {name: registry.parts[name].state_dict() for name in HEAVY}
         state["processes"] = [
-            each for local in gathered(self.group, state["processes"]) for each in local
+            process for local in gathered(self.group, state["processes"]) for process in local
         ]
         saved = state["optimizer"]["param_groups"]
-        named = [
+        merged = [
             old | {"params": group["params"]} for group, old in zip(saved, groups, strict=True)
         ]
-        return state | {"optimizer": {**state["optimizer"], "param_groups": named}}
+        return state | {"optimizer": {**state["optimizer"], "param_groups": merged}}
 
     def light(self) -> LightState:
         """Return the part of the state that every step changes, also one that is skipped."""
@@ -243,22 +243,22 @@ class TrainState:
             objective.shift = RewardShift(*shift)  # type: ignore[arg-type]
 
     def _process_state(self) -> list[State]:
-        """What differs between processes: measurements since the last record, random numbers."""
+        """State that differs between processes: metrics since the last record, random numbers."""
         return [{"window": self.window.state_dict(), "random": RandomState().state_dict()}]
 
     def _load_process_states(self, state: Sequence[State]) -> None:
-        """Load those of all processes.
+        """Load the states of all processes.
 
-        On another number of processes, each takes over the measurements of as many as there are
-        for it. A process that is new draws from the seed and its rank.
+        With another number of processes, their metrics are distributed over them, and an additional
+        process seeds its random numbers from the seed and its rank.
         """
         group, window = self.group, self.window
         window.load_state_dict(state[0]["window"])
         if len(state) != group.size:
             window.meter = Meter()
-            for each in state[group.rank :: group.size]:
+            for process in state[group.rank :: group.size]:
                 other = MetricsWindow()
-                other.load_state_dict(each["window"])
+                other.load_state_dict(process["window"])
                 window.add(other)
             window.tokens_of = (
                 [sum(window.tokens_of), *[0] * (group.size - 1)] if window.tokens_of else []
@@ -292,13 +292,13 @@ def _load_policy_weights(
         name for name, p in weights.items() if p.shape != saved[name].shape
     ]
     if differing or state["base"] != base_digest:
-        what = (
+        difference = (
             f"first difference: {differing[0]}"
             if differing
             else "the frozen weights under the adapter have changed"
         )
         raise UserError(
-            f"the saved weights are those of another model ({what})",
+            f"the saved weights are those of another model ({difference})",
             code="model-changed" if differing else "base-model-changed",
             where="checkpoint",
             fix="use the model of the saved run",

@@ -1,6 +1,4 @@
-"""What a command is pointed at: a recipe, a run's folder, or a model's or adapter's folder or hub
-id.
-"""
+"""Resolve the target of a command: a recipe, a run, or a model or adapter (folder or hub id)."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ TRUST = (
 
 
 def recipe_of(target: str) -> Path | dict[str, Any]:
-    """The recipe that the target is, has or stands for. Raises UserError for another file."""
+    """The recipe of a target; for a model, one made for it. Raises UserError for other files."""
     path = Path(target)
     if path.suffix in (".yaml", ".yml"):
         return path
@@ -39,11 +37,8 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
         )
     if is_run(target):
         return config_of(path)
-    # numbers should not depend on the machine
-    model: dict[str, Any] = {
-        "name": target,
-        "dtype": "float32",
-    }
+    # float32, so that numbers do not depend on the machine
+    model: dict[str, Any] = {"name": target, "dtype": "float32"}
     if (path / "adapter_config.json").is_file():
         base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))[
             "base_model_name_or_path"
@@ -55,10 +50,10 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
 
 
 def _base_of_adapter(folder: Path, name: str) -> str:
-    """The model below an adapter.
+    """The base model of an adapter.
 
-    Of a local folder the adapter holds the last part of the path alone: the run that the adapter
-    lies in knows all of it, and so may ``model.name=FOLDER`` on the command line.
+    Of a local base model, the adapter records only the last part of the path; the run around the
+    adapter has all of it. Otherwise ``model.name=FOLDER`` on the command line gives it.
     """
     config = folder.parent / "config.yaml"
     if "/" in name or Path(name).exists() or not config.is_file():
@@ -74,30 +69,29 @@ def is_run(target: str) -> bool:
 def load_run_recipe(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """The recipe of a run's folder.
 
-    Raises UserError when the folder holds no run, or when the folder alone, and no override, allows
+    Raises UserError if the folder holds no run, or if only its recipe, and no override, allows
     Python files of a model to be executed.
     """
     config = config_of(run_dir)
     source = load_recipe(config, overrides, method_of=method_of, training=False)
     setting = source.settings["model.trust_remote_code"]
     if setting.value and setting.origin != COMMAND_LINE:
-        name = source.recipe.model.name
-        what = f"this run would execute the Python files that come with the model {name}"
-        raise UserError(what, code="code-not-trusted", where=setting.origin, fix=TRUST)
+        raise UserError(
+            f"this run would execute the Python files of the model {source.recipe.model.name}",
+            code="code-not-trusted",
+            where=setting.origin,
+            fix=TRUST,
+        )
     return source
 
 
 def method_of_run(run_dir: Path) -> Method:
-    """The method that a run trains with. Raises UserError when the folder holds no run."""
+    """The method of a run. Raises UserError if the folder holds no run."""
     return method_in(load_run_recipe(run_dir, ["model.trust_remote_code=false"]).recipe)
 
 
 def load_target(target: str, overrides: Sequence[str]) -> LoadedRecipe:
-    """The recipe of a target, to be used without training.
-
-    Raises UserError when a run's folder names Python files of a model that no override allows to be
-    executed.
-    """
+    """The recipe of a target, to be used without training. Raises as ``load_run_recipe``."""
     if is_run(target):
         return load_run_recipe(Path(target), overrides)
     return load_recipe(recipe_of(target), overrides, method_of=method_of, training=False)
@@ -108,47 +102,52 @@ def with_files(
     data: Sequence[str],
     overrides: Sequence[str],
     *,
-    own: Data | None = None,
+    recorded: Data | None = None,
     format: str | None = None,
 ) -> LoadedRecipe:
-    """The recipe of a target (or the one given) with these files, which may be sections as in a
-    recipe, as its data.eval.
+    """A recipe, given as a target or as a mapping, with these files as its data.eval.
 
-    A file without keys and format of its own has those of the target's own data (or of ``own``)
-    that fit its columns. format: of files that name none.
+    data: paths, or sections as in a recipe. A file without keys and format gets those of the
+    target's data (or of ``recorded``) that fit its columns. format: the default of all files.
     """
     listed = ", ".join(
         d if d.lstrip().startswith("{") else json.dumps({"path": d}, ensure_ascii=False)
         for d in data
     )
-    ours = ["data.train=[]", "data.test=[]", f"data.eval=[{listed}]", "reference.cache=off"]
+    overrides_here = [
+        *overrides,
+        "data.train=[]",
+        "data.test=[]",
+        f"data.eval=[{listed}]",
+        "reference.cache=off",
+    ]
     if isinstance(target, str):
-        own = own or load_target(target, overrides).recipe.data
-        source = with_dtype(load_target(target, [*overrides, *ours]))
+        recorded = recorded or load_target(target, overrides).recipe.data
+        source = with_dtype(load_target(target, overrides_here))
     else:
         source = with_dtype(
-            load_recipe(target, [*overrides, *ours], method_of=method_of, training=False)
+            load_recipe(target, overrides_here, method_of=method_of, training=False)
         )
-    files = [_as_own_data(file, own, format) for file in source.recipe.data.eval]
+    files = [_with_fitting_keys(file, recorded, format) for file in source.recipe.data.eval]
     data_section = source.recipe.data.model_copy(update={"eval": files})
     return replace(source, recipe=source.recipe.model_copy(update={"data": data_section}))
 
 
-def _as_own_data(file: SourceSettings, own: Data | None, format: str | None) -> SourceSettings:
-    """A file with the keys and the format of a recipe's own data that fit it."""
-    named = file.model_copy(update={"format": file.format or format})
-    if own is None or file.keys or file.format:
-        return named
-    mapping = fitting_mapping(named, [*own.eval, *own.test, *own.train])
-    return (
-        named
-        if mapping is None
-        else named.model_copy(update=dict(zip(("format", "keys"), mapping, strict=True)))
-    )
+def _with_fitting_keys(
+    file: SourceSettings, recorded: Data | None, format: str | None
+) -> SourceSettings:
+    """The file with the keys and format of a recipe's data that fit its columns."""
+    with_format = file.model_copy(update={"format": file.format or format})
+    if recorded is None or file.keys or file.format:
+        return with_format
+    mapping = fitting_mapping(with_format, [*recorded.eval, *recorded.test, *recorded.train])
+    if mapping is None:
+        return with_format
+    return with_format.model_copy(update=dict(zip(("format", "keys"), mapping, strict=True)))
 
 
 def overrides_to_measure(target: Path, data: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Overrides with which a run or a recipe measures all rows of these files."""
+    """Overrides that make a run or a recipe evaluate all rows of these files."""
     if not data:
         return []
     files = with_files(str(target), data, overrides).recipe.data.eval

@@ -1,4 +1,4 @@
-"""What a run keeps account of between its steps. Each of these is part of its saved state."""
+"""Counters, metrics and detectors of a run between its steps; all are part of the saved state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from valence.reports.metrics import Meter
 
 @dataclass
 class Counters:
-    """Where a run stands.
+    """The progress of a run.
 
-    ``settled``: the step up to which evaluations are made and the log is written (-1: not even for
-    the start). ``first``: the step at which the present rows began; their order starts there.
-    ``firsts``: likewise of rows that `mix` adds, by their name, where it is not 0. ``total``: steps
-    in all, as far as the run was to go.
+    settled: the last step whose evaluation and log record are complete (-1: none, not even of the
+    start). first: the step at which the sampler started on the current rows. firsts: the same for
+    rows of `mix`, by name, where it is not 0. total: the planned number of steps.
     """
 
     step: int = 0
@@ -33,7 +32,7 @@ class Counters:
     examples_seen: int = 0
     skipped_in_a_row: int = 0
     zero_gradient_steps: int = 0
-    """Steps in a row without a gradient, of an online run."""
+    """Consecutive steps of an online run without a gradient."""
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,36 +44,35 @@ class Counters:
 
 @dataclass
 class MetricsWindow:
-    """The steps since the last record: their numbers, tokens that ran, seconds, and what the last
-    of them said about itself.
-    """
+    """Metrics, tokens and seconds of the steps since the last log record."""
 
     meter: Meter = field(default_factory=Meter)
     tokens_of: list[int] = field(default_factory=list[int])
-    """Of each process."""
+    """Tokens computed by each process."""
     seconds: float = 0.0
     spent: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of what is not a step, by its name."""
+    """Seconds of phases other than steps, by name."""
     last: dict[str, float] = field(default_factory=dict[str, float])
+    """Values of the last step that are logged as they are."""
 
     def clear(self) -> None:
         self.meter, self.tokens_of, self.seconds, self.spent, self.last = Meter(), [], 0.0, {}, {}
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:
-        """Around something that is not a step."""
+        """Time a phase that is not a step."""
         began = time.monotonic()
         yield
         self.spent[phase] = self.spent.get(phase, 0.0) + time.monotonic() - began
 
-    def ran(self, tokens_of: Sequence[int]) -> None:
-        """Takes in what each process ran in a step."""
+    def add_tokens(self, tokens_of: Sequence[int]) -> None:
+        """Add the tokens that each process computed in a step."""
         self.tokens_of = [
             a + b for a, b in zip(self.tokens_of or [0] * len(tokens_of), tokens_of, strict=True)
         ]
 
     def add(self, other: MetricsWindow) -> None:
-        """Takes in what another process measured in the same steps."""
+        """Add the metrics of another process for the same steps."""
         for name, mean in other.meter.means.items():
             self.meter.add({name: mean})
         for name, parts in other.meter.ranked.items():
@@ -101,63 +99,66 @@ class MetricsWindow:
 
 
 class BestMetricTracker:
-    """The best evaluation so far by one number, and how many have passed since."""
+    """The best evaluation so far by one metric, and how many have followed it.
+
+    criterion: the metric and whether smaller is better; None tracks nothing.
+    """
 
     best: float | None
     step: int | None
     since: int
-    kept: tuple[float | None, int | None]
-    """What was best when that was last known to have a checkpoint."""
+    saved: tuple[float | None, int | None]
+    """The best value and step that have a checkpoint."""
 
-    def __init__(self, wanted: Best | None) -> None:
-        self.wanted = wanted
+    def __init__(self, criterion: Best | None) -> None:
+        self.criterion = criterion
         self.reset()
 
     def reset(self) -> None:
         self.best, self.step, self.since = None, None, 0
-        self.keep()
+        self.confirm()
 
-    def keep(self) -> None:
-        """The best so far has a checkpoint."""
-        self.kept = self.best, self.step
+    def confirm(self) -> None:
+        """Record that the best evaluation has a checkpoint."""
+        self.saved = self.best, self.step
 
     def withdraw(self) -> None:
-        """It has none: the best is what it was before."""
-        self.best, self.step = self.kept
+        """Return to the best evaluation that has a checkpoint."""
+        self.best, self.step = self.saved
 
-    def see(self, step: int, found: Mapping[str, float]) -> bool:
-        """Takes in an evaluation (numbers by their name in the log); whether it is the best so far.
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Add an evaluation, and return whether it is the best so far.
 
-        That before the first step is none to choose.
-
-        Raises UserError when it has no such number. One that is not finite is never the best.
+        The evaluation before the first step and non-finite values are never the best. Raises
+        UserError if the metric is missing.
         """
-        if self.wanted is None:
+        if self.criterion is None:
             return False
-        if self.wanted.metric not in found:
-            where = "run.early_stop" if isinstance(self.wanted, EarlyStop) else "run.keep_best"
-            names = ", ".join(sorted(found))
+        if self.criterion.metric not in metrics:
+            is_early_stop = isinstance(self.criterion, EarlyStop)
             raise UserError(
-                f"the evaluation has no {self.wanted.metric}",
+                f"the evaluation has no metric {self.criterion.metric}",
                 code="metric-unknown",
-                where=where,
-                fix=f"name one of {names}",
+                where="run.early_stop" if is_early_stop else "run.keep_best",
+                fix=f"name one of {', '.join(sorted(metrics))}",
             )
         if step == 0:
             return False
-        value = found[self.wanted.metric]
-        sign = 1 if self.wanted.mode == "min" else -1
-        least = self.wanted.min_delta if isinstance(self.wanted, EarlyStop) else 0.0
-        better = math.isfinite(value) and (self.best is None or sign * (self.best - value) > least)
-        self.since = 0 if better else self.since + 1
-        if better:
+        value = metrics[self.criterion.metric]
+        sign = 1 if self.criterion.mode == "min" else -1
+        min_delta = self.criterion.min_delta if isinstance(self.criterion, EarlyStop) else 0.0
+        is_better = math.isfinite(value) and (
+            self.best is None or sign * (self.best - value) > min_delta
+        )
+        self.since = 0 if is_better else self.since + 1
+        if is_better:
             self.best, self.step = value, step
-        return better
+        return is_better
 
     @property
     def exhausted(self) -> str:
-        """Why training should end now; empty if it should not."""
-        if not isinstance(self.wanted, EarlyStop) or self.since < self.wanted.patience:
+        """Why training should end now; empty if it should continue."""
+        if not isinstance(self.criterion, EarlyStop) or self.since < self.criterion.patience:
             return ""
         best = (
             "has had no finite value"
@@ -165,35 +166,36 @@ class BestMetricTracker:
             else f"was best at step {self.step} ({self.best:.4g})"
         )
         return (
-            f"{self.wanted.metric} {best}, and {self.since} evaluations since then were no better"
+            f"{self.criterion.metric} {best}, and {self.since} evaluations since then were no "
+            f"better"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        wanted = None if self.wanted is None else [self.wanted.metric, self.wanted.mode]
-        return {"of": wanted, "best": self.best, "step": self.step, "since": self.since}
+        criterion = None if self.criterion is None else self._criterion_names(self.criterion)
+        return {"of": criterion, "best": self.best, "step": self.step, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.wanted is not None and state["of"] == [self.wanted.metric, self.wanted.mode]:
+        if self.criterion is not None and state["of"] == self._criterion_names(self.criterion):
             self.best, self.step, self.since = state["best"], state["step"], state["since"]
-            self.keep()  # a state is saved with it, or after it was known to be
+            self.confirm()  # a state is saved together with the best checkpoint, or after it
+
+    @staticmethod
+    def _criterion_names(criterion: Best) -> list[str]:
+        return [criterion.metric, criterion.mode]
 
 
-SPIKE, SEEN, MEMORY = 6.0, 20, 0.95
-"""A loss that is so many standard deviations above its running mean is told of, once that rests on
-so many records; the share of the running mean that each record leaves as it is.
+SPIKE_DEVIATIONS, MIN_RECORDS, SMOOTHING = 6.0, 20, 0.95
+"""Warn of a loss this many standard deviations above its running mean, after this many records;
+and the weight of the old mean in each update.
 """
 COLLAPSE = 0.5
-"""Share of their first log-probability by which preferred answers may become less likely (in nats:
-half as many again).
-"""
+"""Warn if the log-probability of preferred completions falls by this share of its first value."""
 
 
 class AnomalyDetector:
-    """Looks out for a loss that jumps, and for preferred answers that become much less likely than
-    they were.
-    """
+    """Detect jumps of the loss, and preferred completions that become much less likely."""
 
-    seen: int
+    seen: int  # records
     mean: float
     variance: float
     chosen: float | None
@@ -206,32 +208,35 @@ class AnomalyDetector:
         self.seen, self.mean, self.variance = 0, 0.0, 0.0
         self.chosen, self.collapsed = None, False
 
-    def see(self, record: Mapping[str, Any]) -> list[str]:
-        """Takes in a record of the log; what there is to warn of."""
-        return [said for said in (self._spike(record), self._collapse(record)) if said]
+    def update(self, record: Mapping[str, Any]) -> list[str]:
+        """Add a record of the log, and return warnings."""
+        warnings = (self._spike(record), self._collapse(record))
+        return [warning for warning in warnings if warning]
 
     def _spike(self, record: Mapping[str, Any]) -> str:
         loss = record.get("loss")
         if loss is None or not math.isfinite(loss):
             return ""
-        off, spread = loss - self.mean, math.sqrt(self.variance)
-        spike = self.seen >= SEEN and off > SPIKE * spread and off > 0.1 * abs(self.mean)
-        said = (
-            f"the loss jumped to {loss:.4g}, from {self.mean:.4g} on average (deviation "
-            f"{spread:.2g})"
-            if spike
+        difference, deviation = loss - self.mean, math.sqrt(self.variance)
+        is_spike = (
+            self.seen >= MIN_RECORDS
+            and difference > SPIKE_DEVIATIONS * deviation
+            and difference > 0.1 * abs(self.mean)
+        )
+        warning = (
+            f"the loss jumped to {loss:.4g}, from {self.mean:.4g} on average (standard deviation "
+            f"{deviation:.2g}): look at the rows of these steps, or lower train.learning_rate"
+            if is_spike
             else ""
         )
         self.seen += 1
-        keep = min(MEMORY, 1 - 1 / self.seen)
-        self.variance = keep * (self.variance + (1 - keep) * off * off)
-        self.mean += (1 - keep) * off
-        return (
-            f"{said}: look at the rows of these steps, or lower train.learning_rate" if said else ""
-        )
+        decay = min(SMOOTHING, 1 - 1 / self.seen)
+        self.variance = decay * (self.variance + (1 - decay) * difference * difference)
+        self.mean += (1 - decay) * difference
+        return warning
 
     def _collapse(self, record: Mapping[str, Any]) -> str:
-        """By held-out rows where there are any, which are the same every time."""
+        """Reads held-out rows, which are the same each time."""
         now = record.get("eval/logps/chosen")
         if now is None or self.collapsed or not math.isfinite(now):
             return ""
@@ -242,9 +247,9 @@ class AnomalyDetector:
         if not self.collapsed:
             return ""
         return (
-            f"preferred answers have become much less likely: eval/logps/chosen fell from "
-            f"{self.chosen:.4g} to {now:.4g}; "
-            "lower train.learning_rate, raise loss.beta, or add an sft term (loss.nll, mix)"
+            f"preferred completions have become much less likely: eval/logps/chosen fell from "
+            f"{self.chosen:.4g} to {now:.4g}; lower train.learning_rate, raise loss.beta, or add "
+            f"an sft term (loss.nll, mix)"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,11 +263,9 @@ Phase = Literal["evaluation", "training"]
 
 
 class Budget:
-    """Tokens that run at once, and from where on: the last bits of a result depend on it, so a run
-    that is taken up keeps it.
+    """Tokens per micro-batch, which a resumed run keeps because the last bits depend on them.
 
-    ``changes``: (step, phase, tokens), ascending; at each step the evaluation comes before the
-    training.
+    changes: (step, phase, tokens), ascending; the evaluation of a step comes before its training.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -272,7 +275,7 @@ class Budget:
         return next(tokens for s, p, tokens in reversed(self.changes) if (s, p) <= (step, phase))
 
     def halve(self, step: int, phase: Phase) -> None:
-        """Raises UserError when that was done before."""
+        """Halve the tokens from here on. Raises UserError if that was done before."""
         tokens = self.changes[-1][2]
         if len(self.changes) > 1 or tokens < 2:
             raise UserError(

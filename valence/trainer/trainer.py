@@ -299,7 +299,7 @@ class Trainer:
                     "skipped": _one(torch.tensor(float(not is_applied))),
                 }
             )
-        window.ran(result.tokens_of)
+        window.add_tokens(result.tokens_of)
         window.last = {"lr": learning_rate, "micro_batches": result.micro_batches}
         window.seconds += time.monotonic() - start
         state.is_consistent = True
@@ -472,12 +472,12 @@ class Trainer:
             self.saver.check_best()
         # While steps are skipped, the state that would be saved is not that of this evaluation.
         if state.state_before_skips is None:
-            is_best = state.best.see(self.step, metrics)
-        state.early_stop.see(self.step, metrics)
+            is_best = state.best.update(self.step, metrics)
+        state.early_stop.update(self.step, metrics)
         return is_best
 
     def _warn_of_anomalies(self, record: Mapping[str, Any]) -> None:
-        for message in self.state.anomalies.see(record):
+        for message in self.state.anomalies.update(record):
             self.messages.warn(f"step {self.step}: {message}")
         if record and self.prepared.method.online:
             for sign in self.state.online_anomalies.see(record):

@@ -140,7 +140,7 @@ def answered() -> list[RolloutGroup]:
 
 def examples(place: Path, method: str, mask: bool) -> Sequence[TokenizedExample]:
     recipe_ = loaded(place, method, rollout={"mask_truncated": mask}).recipe
-    makes = ONLINE[method].makes
+    makes = ONLINE[method].sample_builder
     assert makes is not None
     return makes(answered(), recipe_.rollout, recipe_.loss)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from valence.trainer.sample_builders import RolloutGroup, pairs, thumbs
+from valence.trainer.sample_builders import RolloutGroup, binary_labels, preference_pairs
 from valence.types import Completion, Origin, TokenizedExample
 
 
@@ -40,11 +40,11 @@ def firsts(examples: list[TokenizedExample]) -> list[tuple[int, ...]]:
 def test_the_completion_with_the_larger_reward_is_chosen(
     rewards: tuple[float, ...], settings: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:
-    assert firsts(pairs([group(*rewards)], **settings)) == expected
+    assert firsts(preference_pairs([group(*rewards)], **settings)) == expected
 
 
 def test_equal_completions_are_no_pair() -> None:
-    assert pairs([group(0.0, 1.0, tokens=(5, 5))]) == []
+    assert preference_pairs([group(0.0, 1.0, tokens=(5, 5))]) == []
 
 
 def labels(examples: list[TokenizedExample]) -> dict[int, bool | None]:
@@ -62,15 +62,15 @@ def labels(examples: list[TokenizedExample]) -> dict[int, bool | None]:
 def test_completions_above_the_bar_are_thumbs_up(
     rewards: tuple[float, ...], settings: dict[str, Any], expected: dict[int, bool]
 ) -> None:
-    assert labels(thumbs([group(*rewards)], **settings)) == expected
+    assert labels(binary_labels([group(*rewards)], **settings)) == expected
 
 
 def test_the_bar_of_a_batch_is_made_of_all_its_groups() -> None:
     low, high = group(0.0, 0.2, tokens=(0, 1)), group(0.8, 1.0, tokens=(2, 3))
-    assert labels(thumbs([low, high], thumbs_up="batch_mean")) == {
+    assert labels(binary_labels([low, high], thumbs_up="batch_mean")) == {
         0: False,
         1: False,
         2: True,
         3: True,
     }
-    assert labels(thumbs([low, high])) == {0: False, 1: True, 2: False, 3: True}
+    assert labels(binary_labels([low, high])) == {0: False, 1: True, 2: False, 3: True}
