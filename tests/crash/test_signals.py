@@ -182,7 +182,7 @@ def test_a_second_signal_ends_at_once(
 
     with monkeypatch.context() as patch:
         # no key is pressed twice so fast
-        patch.setattr("valence.runs.signals.ECHO_OF_A_KEY", 0.0)
+        patch.setattr("valence.runs.signals.DUPLICATE_KEY_SECONDS", 0.0)
         in_step(patch, 8, twice)
         assert place.train(KTO, run, **NO_BEST) == 128 + first
     assert not ended

@@ -1,5 +1,5 @@
-"""``python -m tests.docs.losses`` writes docs/losses.md from the table of losses, the docstrings
-and the guide.
+"""``python -m tests.docs.losses`` writes docs/losses/ from the table of losses, the docstrings and
+the guide.
 """
 
 from __future__ import annotations
@@ -10,86 +10,124 @@ from typing import Any
 
 from tests.docs.blocks import ROOT
 from tests.docs.settings import table
-from valence.cli.explain import Doc, facts, loss_name, own_doc, read_doc, switch
+from valence.cli.explain import Doc, builder_doc, facts, loss_name, method_doc, read_doc, switch
 from valence.config.describe import SettingRow, settings_table
-from valence.data.kinds import WORDS
 from valence.losses.advantage import CREDITS
 from valence.losses.modifiers import MODIFIERS
 from valence.trainer.methods import METHODS, ONLINE, Method
 
-PAGE = ROOT / "docs" / "losses.md"
-HEAD = """\
+FOLDER = ROOT / "docs" / "losses"
+
+INDEX = """\
 # Losses
 
-Every method of Valence: what it computes, where it is from, what it reads, its settings, when to use it and what its curves look
-like. Made by `python -m tests.docs.losses`; `valence losses NAME` shows the same for one.
+Each method of Valence trains with one loss. These pages have its formula, source, inputs and settings, when to use it, and how its
+training curves look. `valence losses NAME` prints the same in a terminal. To choose a method step by step, read
+[Choosing a method](../choosing.md).
 
-## Which one
+## Which loss
 
-| what you have | begin with | or |
+| your data | start with | alternatives |
 | --- | --- | --- |
-| answers judged up or down | @kto | @bco if the verdicts can be trusted, @apo_zero_unpaired to save time |
-| pairs of a better and a worse answer | @dpo | @ipo or @hinge if it overfits |
-| pairs, some labelled the wrong way round | @dpo with @label_smoothing | @robust_dpo; a probability each, as column `soft` |
-| pairs whose answers differ in length | @dpo_norm | @simpo; dpo with @ld_alpha |
-| pairs, after dpo made good answers unlikely | @dpo with @nll_weight | @nca, @apo_zero, @dpop for answers that are nearly alike |
-| pairs whose chosen answers are worse than the model's own | @apo_down | |
-| pairs of another model's answers | @dpo with @wpo | |
-| pairs that the model has sampled, round after round | @sppo | @dpo |
+| completions rated up or down | @kto | @bco if ratings are reliable, @apo_zero_unpaired to save time |
+| pairs of a better and a worse completion | @dpo | @ipo or @hinge if it overfits |
+| pairs, some labelled the wrong way round | @dpo with @label_smoothing | @robust_dpo; a probability per row in the column `soft` |
+| pairs of completions with different lengths | @dpo_norm | @simpo; dpo with @ld_alpha |
+| pairs, and dpo made good completions unlikely | @dpo with @nll_weight | @nca, @apo_zero, @dpop for completions that are nearly alike |
+| pairs whose chosen completions are worse than those of the model | @apo_down | |
+| pairs that another model sampled | @dpo with @wpo | |
+| pairs that the policy sampled, round after round | @sppo | @dpo |
 | pairs, and no memory or time for a reference | @simpo | @cpo, @slic |
-| pairs, and a model that was never fine-tuned | @orpo | @sft on the chosen answers, then @dpo |
-| several scored answers to each prompt | @grpo | @ppo if scores compare across prompts; @dpo with `data.convert` |
-| prompts and a reward | @grpo | @rloo, @reinforce_pp to have the divergence in the reward; @ppo for a value head |
-| the same, and answers that are long | @dapo | @dr_grpo if they grow too long; @gspo, @cispo |
-| answers to imitate | @sft | @dft to forget less |
-| pairs, and the aim is a reward model | @bradley_terry | |
-| thumbs, numbers or stars, and the aim is a reward model | @pointwise | @ordinal for stars |
+| pairs, and a model that was never fine-tuned | @orpo | @sft on the chosen completions, then @dpo |
+| several scored completions per prompt | @grpo | @ppo if scores are comparable across prompts; @dpo with `data.convert` |
+| prompts and a reward | @grpo | @rloo, @reinforce_pp for a KL penalty in the reward; @ppo for a value head |
+| prompts and a reward, with long completions | @dapo | @dr_grpo if they become too long; @gspo, @cispo |
+| completions to imitate | @sft | @dft to forget less |
+| pairs, to train a reward model | @bradley_terry | |
+| thumbs, scores or stars, to train a reward model | @pointwise | @ordinal for stars |
 
-Rows of one kind become another's with [`data.convert`](settings.md).
+[`data.convert`](../settings.md) turns rows of one kind into another.
 
-## Letters
+## Notation
 
-| letter | is |
+| symbol | meaning |
 | --- | --- |
-| `logp`, `ref` | summed log-probability (nats) of an answer's tokens under the policy, under the reference; `_t`: of one token |
-| `_w`, `_l` | of the chosen answer of a pair, of the rejected one |
-| `n` | number of the answer's tokens, its end-of-turn token among them |
+| `logp`, `ref` | log-probability (nats) of a completion, summed over its tokens, under the policy and the reference; `_t`: of one token |
+| `_w`, `_l` | of the chosen and the rejected completion of a pair |
+| `n` | tokens of the completion, including its end-of-turn token |
 | `r` | log-ratio, `logp - ref` |
-| `d` | `r` of the chosen answer minus `r` of the rejected one |
-| `s` | the sigmoid, `1/(1 + exp(-x))` |
-| `e`, `wrong` | probability that a verdict is wrong: @label_smoothing, or `1 - soft` of the row |
-| `margin` | by how much the chosen answer should win, from the row's column; 0 without one |
-| `z0` | kto's reference point: the mean of `r` over mismatched answers of the whole step, not below 0 |
-| `delta` | bco's threshold: the running mean over steps of the middle between both classes' mean `beta*r`, saved with the run |
-| `A`, `rho` | advantage: how much better a token was than expected; ratio of its probability to that when it was sampled |
-| `G`, `R` | answers to a prompt; the reward (or score) of one |
-| `score`, `target` | what a reward model says of an answer; what the row says: its score, or 1 for thumbs up and 0 for down |
-| `[S]`, `[P]`, `[T]`, `[A]` | one number for each answer, pair, token, attribute |
+| `d` | `r` of the chosen completion minus `r` of the rejected one |
+| `s` | sigmoid, `1/(1 + exp(-x))` |
+| `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` of the row |
+| `margin` | required advantage of the chosen completion, from the column `margin` of the row; 0 without one |
+| `z0` | reference point of kto: the mean of `r` over mismatched completions of the step, at least 0 |
+| `delta` | threshold of bco: the running mean over steps of the midpoint of both classes' mean `beta*r`, saved with the run |
+| `A`, `rho` | advantage; probability ratio of a token to that at sampling |
+| `G`, `R` | completions per prompt; reward (or score) of one |
+| `score`, `target` | output of a reward model; the score in the row, or 1 for thumbs up and 0 for thumbs down |
+| `[S]`, `[P]`, `[T]`, `[A]` | one value per completion, pair, token, attribute |
 
-The loss of a step is the weighted sum over its examples, divided by their number (*Average*) and never by the sum of the
-weights. Every row may have a `weight`. *First step* says where one goes as long as policy and reference agree. What is logged is
-in [metrics.md](metrics.md).
+The loss of a step is the weighted sum over its examples, divided by their number (*Average*), never by the sum of weights. Every row
+can have a `weight`. *First step* is the direction in which a step moves the model while policy and reference are equal. For logged
+metrics, see [Metrics](../metrics.md).
 """
-MODIFIERS_HEAD = """\
-## Modifiers
 
-Settings that change the log-probabilities or the weights that a loss reads, or add a term. A method takes those that it lists;
-others are unknown settings there. They combine: tokens are clamped or weighted first, then summed, then scored, and terms are
-added to the loss ([why](decisions/0015-modifiers-outside-the-loss-functions.md)). Two that cannot go together are an error.
-Metrics show the answers as they were measured, without any of these.
-"""
-CREDIT_HEAD = """\
-## Advantages of the policy's own answers
+FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
+    "thumbs": (
+        "Losses for thumbs",
+        "These losses train on single completions rated up or down.",
+        lambda m: m.kind == "judgement",
+    ),
+    "pairs": (
+        "Losses for pairs",
+        "These losses train on pairs of a chosen and a rejected completion of one prompt.",
+        lambda m: m.kind == "preference" and not m.is_reward_model,
+    ),
+    "demonstrations": (
+        "Losses for demonstrations",
+        "These losses train on completions to imitate.",
+        lambda m: m.kind == "demonstration",
+    ),
+    "policy-gradient": (
+        "Policy-gradient losses",
+        "These losses train on several scored completions per prompt: stored ones, or, with a `reward`, "
+        "completions that the policy samples (see [online training](online.md)).",
+        lambda m: m.kind == "ranking",
+    ),
+    "reward-models": (
+        "Losses of reward models",
+        "These losses train a model that scores completions. Use it as a [reward](../rewards.md).",
+        lambda m: m.is_reward_model,
+    ),
+}
+"""Page name -> title, introduction, and the methods on it."""
 
-With a [`reward`](settings.md), rows are prompts that the policy answers itself, and these take the place of the *Advantage*
-above: `R` is the reward, over all answers of a round. Their settings are those of the method.
-"""
-MAKER_HEAD = """\
-## Rows of the policy's own answers
+MODIFIERS_PAGE = """\
+# Modifiers
 
-With a reward, other methods make rows of the answers to a prompt, and train on these with the loss that their name ends in.
+Modifiers are settings of the `loss` section that change the log-probabilities or weights that a loss reads, or add a term. Each
+loss lists the modifiers that it supports; others are unknown settings there. You can combine them: tokens are clamped or weighted
+first, then summed, then scored, and terms are added to the loss
+([why](../decisions/0015-modifiers-outside-the-loss-functions.md)). Combinations that contradict each other are errors. `logps/*` and
+`logratio/*` are logged without modifiers.
 """
-SHOWN = {
+ONLINE_PAGE = """\
+# Advantages and examples of online training
+
+With a [`reward`](../settings.md), rows are prompts, and the policy samples completions for them. A round of completions becomes
+training examples in one of two ways.
+
+## Advantages
+
+Policy-gradient methods train on every completion, with an advantage for each of its tokens. It replaces the *Advantage* of stored
+completions; `R` is the reward. The settings are those of the method.
+"""
+BUILDERS_HEAD = """\
+## Demonstrations, pairs and thumbs
+
+Other online methods select or label completions by their rewards, and train on the result with the loss that their name ends with.
+"""
+LABELS = {
     "rows": "Rows",
     "reference": "Reference model",
     "average": "Average",
@@ -99,117 +137,136 @@ SHOWN = {
     "implicit reward": "Implicit reward (`rewards/*`)",
     "modifiers": "Modifiers",
     "when": "When to use it",
-    "curves": "Its curves",
+    "curves": "Training curves",
 }
+NO_SETTINGS = "It has no settings.\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
-"""What stays as it is in prose, and single signs that do not.
-
-A name behind @ becomes a link to its heading.
-"""
+"""Code and links, which stay as they are, and single characters to escape."""
 
 
-def page() -> str:
-    """The page as it should be now."""
-    parts = [HEAD, _overview()]
-    for kind, words in WORDS.items():
-        sections = [_section(method) for method in METHODS.values() if method.kind == kind]
-        parts += [f"## Methods that read {words}\n", *sections] if sections else []
-    parts += [MODIFIERS_HEAD, *(_modifier(name) for name in MODIFIERS)]
-    parts += [CREDIT_HEAD, *(_credit(fn) for fn in dict.fromkeys(CREDITS.values()))]
-    parts += [
-        MAKER_HEAD,
-        *(
-            _maker(fn)
-            for fn in dict.fromkeys(
-                m.makes.fn for m in ONLINE.values() if m.name not in CREDITS and m.makes
-            )
-        ),
-    ]
-    return re.sub(r"@(\w+)", r"[\1](#\1)", "\n".join(parts))
+def pages() -> dict[str, str]:
+    """The content of each file in docs/losses/."""
+    texts = {"index": "\n".join([INDEX, _overview()])}
+    for name, (title, introduction, is_member) in FAMILIES.items():
+        sections = [_section(method) for method in METHODS.values() if is_member(method)]
+        texts[name] = "\n".join([f"# {title}\n", f"{introduction}\n", *sections])
+    texts["modifiers"] = "\n".join([MODIFIERS_PAGE, *(_modifier(name) for name in MODIFIERS)])
+    builders = dict.fromkeys(
+        method.sample_builder.fn
+        for method in ONLINE.values()
+        if method.name not in CREDITS and method.sample_builder
+    )
+    texts["online"] = "\n".join(
+        [
+            ONLINE_PAGE,
+            *(_advantage(fn) for fn in dict.fromkeys(CREDITS.values())),
+            BUILDERS_HEAD,
+            *(_builder(fn) for fn in builders),
+        ]
+    )
+    places = {
+        heading: name
+        for name, text in texts.items()
+        for heading in re.findall(r"^## (\w+)$", text, re.MULTILINE)
+    }
+    return {f"{name}.md": _with_links(text, name, places) for name, text in texts.items()}
+
+
+def _with_links(text: str, page: str, places: dict[str, str]) -> str:
+    """Replace @name by a link to the heading of that name."""
+
+    def link(match: re.Match[str]) -> str:
+        place = places[match[1]]
+        return f"[{match[1]}]({'' if place == page else f'{place}.md'}#{match[1]})"
+
+    return re.sub(r"@(\w+)", link, text)
 
 
 def _overview() -> str:
-    lines = ["## All of them\n", "| method | reference | in a sentence |", "| --- | --- | --- |"]
-    lines += [
-        f"| @{m.name} | {'yes' if m.needs_reference else 'no'} | "
-        f"{_text(read_doc(m.loss.fn.__doc__ or '').summary)} |"
-        for m in METHODS.values()
-    ]
+    lines = ["## All losses\n"]
+    for name, (title, _, is_member) in FAMILIES.items():
+        lines += [
+            f"### [{title}]({name}.md)\n",
+            "| loss | reference | summary |",
+            "| --- | --- | --- |",
+        ]
+        lines += [
+            f"| @{m.name} | {'yes' if m.needs_reference else 'no'} | {_text(method_doc(m).summary)} |"
+            for m in METHODS.values()
+            if is_member(m)
+        ]
+        lines.append("")
+    lines.append(
+        "See also [Modifiers](modifiers.md) and [Advantages and examples of online training](online.md)."
+    )
     return "\n".join(lines) + "\n"
 
 
 def _section(method: Method) -> str:
-    told = facts(method) | {
-        "modifiers": ", ".join(f"@{switch(MODIFIERS[name])}" for name in method.loss.modifiers)
-        or "none"
-    }
-    lines = [f"- {SHOWN[heading]}: {_text(text)}" for heading, text in told.items()]
-    rows = [row for row in settings_table(method.settings, "loss.") if _is_own(row, method)]
-    parts = [
-        f"### {method.name}\n",
-        _described(read_doc(method.loss.fn.__doc__ or "")),
-        "\n".join(lines) + "\n",
+    modifiers = ", ".join(f"@{switch(MODIFIERS[name])}" for name in method.loss.modifiers)
+    items = facts(method) | {"modifiers": modifiers or "none"}
+    lines = [f"- {LABELS[heading]}: {_text(text)}" for heading, text in items.items()]
+    rows = [
+        row for row in settings_table(method.settings, "loss.") if not _is_of_modifier(row, method)
     ]
-    return "\n".join([*parts, table(rows) if rows else "No settings of its own.\n"])
+    parts = [f"## {method.name}\n", _description(method_doc(method)), "\n".join(lines) + "\n"]
+    return "\n".join([*parts, table(rows) if rows else NO_SETTINGS])
 
 
-def _is_own(row: SettingRow, method: Method) -> bool:
-    """A setting of the loss itself, or one whose default is another than the modifier's."""
+def _is_of_modifier(row: SettingRow, method: Method) -> bool:
+    """Whether a setting is on the page of modifiers: its default is that of the modifier."""
     name = _name(row)
-    return name in method.loss.defaults or not any(
+    return name not in method.loss.defaults and any(
         name in MODIFIERS[m].settings for m in method.loss.modifiers
     )
 
 
 def _modifier(name: str) -> str:
     modifier = MODIFIERS[name]
-    takers = [method for method in METHODS.values() if name in method.loss.modifiers]
+    methods = [method for method in METHODS.values() if name in method.loss.modifiers]
+    # the method with the fewest defaults of its own for this modifier
     plain = min(
-        takers, key=lambda method: len(method.loss.defaults.keys() & modifier.settings.keys())
+        methods, key=lambda method: len(method.loss.defaults.keys() & modifier.settings.keys())
     )
     rows = [
         row for row in settings_table(plain.settings, "loss.") if _name(row) in modifier.settings
     ]
-    taken = "Taken by " + ", ".join(f"@{method.name}" for method in takers) + ".\n"
-    return "\n".join(
-        [
-            f"### {switch(modifier)}\n",
-            _described(read_doc(modifier.fn.__doc__ or "")),
-            taken,
-            table(rows),
-        ]
+    supported = "Supported by " + ", ".join(f"@{method.name}" for method in methods) + ".\n"
+    description = _description(read_doc(modifier.fn.__doc__ or ""))
+    return "\n".join([f"## {switch(modifier)}\n", description, supported, table(rows)])
+
+
+def _advantage(fn: Callable[..., Any]) -> str:
+    names = [name for name, credit in CREDITS.items() if credit is fn]
+    return _online_section(names, ", ".join(names), ", ".join(f"@{name}" for name in names))
+
+
+def _builder(fn: Callable[..., Any]) -> str:
+    names = [
+        name
+        for name, method in ONLINE.items()
+        if method.sample_builder and method.sample_builder.fn is fn
+    ]
+    title = names[0] if len(names) == 1 else f"{names[0]} and similar methods"
+    return _online_section(
+        names, title, ", ".join(f"{name} (@{loss_name(ONLINE[name])})" for name in names)
     )
 
 
-def _credit(fn: Callable[..., Any]) -> str:
-    takers = [name for name, credit in CREDITS.items() if credit is fn]
-    return _made(takers, f"Of {', '.join(takers)}", ", ".join(f"@{name}" for name in takers))
-
-
-def _maker(fn: Callable[..., Any]) -> str:
-    takers = [name for name, method in ONLINE.items() if method.makes and method.makes.fn is fn]
-    first, more = takers[0], " and the like" if len(takers) > 1 else ""
-    return _made(
-        takers,
-        f"Of {first}{more}",
-        ", ".join(f"{name} (@{loss_name(ONLINE[name])})" for name in takers),
-    )
-
-
-def _made(takers: Sequence[str], title: str, told: str) -> str:
-    """What becomes of a round's answers, and the settings of that."""
-    method = ONLINE[takers[0]]
-    own = method.makes.settings if method.makes else {}
-    rows = [row for row in settings_table(method.settings, "loss.") if _name(row) in own]
-    parts = [f"### {title}\n", _described(own_doc(method)), f"For {told}.\n"]
-    return "\n".join([*parts, table(rows) if rows else "No settings of its own.\n"])
+def _online_section(names: Sequence[str], title: str, methods: str) -> str:
+    """What online methods make of a round of completions, with the settings."""
+    method = ONLINE[names[0]]
+    settings = method.sample_builder.settings if method.sample_builder else {}
+    rows = [row for row in settings_table(method.settings, "loss.") if _name(row) in settings]
+    parts = [f"### {title}\n", _description(builder_doc(method)), f"Used by {methods}.\n"]
+    return "\n".join([*parts, table(rows) if rows else NO_SETTINGS])
 
 
 def _name(row: SettingRow) -> str:
     return row.name.split(".")[1]
 
 
-def _described(doc: Doc) -> str:
+def _description(doc: Doc) -> str:
     parts = [
         _text(doc.summary),
         f"```text\n{doc.formula}\n```" if doc.formula else "",
@@ -219,10 +276,12 @@ def _described(doc: Doc) -> str:
 
 
 def _text(text: str) -> str:
-    """Prose in which stars, underscores and the like stand for themselves, and papers are links."""
-    plain = LITERAL.sub(lambda m: m[0] if len(m[0]) > 1 else f"\\{m[0]}", text)
-    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", plain)
+    """Prose with Markdown characters escaped, and papers as links."""
+    escaped = LITERAL.sub(lambda m: m[0] if len(m[0]) > 1 else f"\\{m[0]}", text)
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", escaped)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    FOLDER.mkdir(exist_ok=True)
+    for name, content in pages().items():
+        (FOLDER / name).write_text(content, encoding="utf-8")

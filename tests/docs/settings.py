@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-Every setting of a recipe. Those of its `loss` section are its method's, and in [losses.md](losses.md). `N` stands
+Every setting of a recipe. Those of its `loss` section are its method's, and in [Losses](losses/index.md). `N` stands
 for an index in a list. A list may be given as its only item, and a model, data, a file of rows, a reward or a
 tracker by its name alone (`model: owner/model`, `data: rows.jsonl`). Paths are relative to the folder in which the
 command runs, and `~` is the home folder; data files are also looked up in the folder of the recipe. On the command line:

@@ -116,7 +116,7 @@ def test_the_search_knows_losses_and_functions(site: Path) -> None:
         each["location"]
         for each in json.loads((site / "search/search_index.json").read_text())["docs"]
     }
-    assert {"losses.html#kto", "api/train.html#valence.api.train", "settings.html"} <= places
+    assert {"losses/thumbs.html#kto", "api/train.html#valence.api.train", "settings.html"} <= places
 
 
 def test_there_is_no_link_that_edits(site: Path) -> None:

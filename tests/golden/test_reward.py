@@ -200,7 +200,7 @@ def test_metrics_of_thumbs_leave_out_what_is_not_given() -> None:
     view = {
         "score": SCORE,
         "target": torch.tensor([[1.0, 0], [0, 7], [7, 1], [7, 7]]).double(),
-        "given": GIVEN,
+        "target_mask": GIVEN,
     }
     found = reduced(single_scores(view, None, {"error": "cross_entropy"}))
     assert found["rewards/accuracies/0"] == pytest.approx(0.5)  # 0.5 up, 2.0 down
@@ -211,8 +211,12 @@ def test_metrics_of_thumbs_leave_out_what_is_not_given() -> None:
 
 
 def test_metrics_of_scores_and_levels() -> None:
-    given = torch.tensor([[True]] * 4 + [[False]])
-    view = {"score": SCORES[:, None], "target": column(1, 2, 3, 3, 99)[:, None], "given": given}
+    mask = torch.tensor([[True]] * 4 + [[False]])
+    view = {
+        "score": SCORES[:, None],
+        "target": column(1, 2, 3, 3, 99)[:, None],
+        "target_mask": mask,
+    }
     found = reduced(single_scores(view, None, {"error": "squared"}))
     assert found["rewards/error"] == pytest.approx((3 + 2.3 + 3 + 2.3) / 4)
     assert found["rewards/spearman"] == spearman(SCORES[:4], column(1, 2, 3, 3))

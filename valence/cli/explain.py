@@ -1,12 +1,10 @@
-"""What there is to know about a method, in words: for the command line and for the page of
-losses.
-"""
+"""Descriptions of methods, for the command line and the pages of losses."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from valence.data.kinds import WORDS
 from valence.losses.average import Average
@@ -16,29 +14,28 @@ from valence.trainer.methods import METHODS, ONLINE, Method, setting_docs
 
 AVERAGES: dict[Average, str] = {
     "token_mean": "over the trained tokens of the step",
-    "seq_mean": "over the answers of the step",
+    "seq_mean": "over the completions of the step",
     "pair_mean": "over the pairs of the step",
-    "seq_mean_token_mean": "over the tokens of each answer, then over the answers of the step",
-    "constant": "sums over the tokens of each answer, divided by `max_tokens`, then over the "
-    "answers of the step",
-    "class_mean": "over the answers of the smaller class of the step",
+    "seq_mean_token_mean": "over the tokens of each completion, then over the completions of the "
+    "step",
+    "constant": "sums over the tokens of each completion, divided by `max_tokens`, then over the "
+    "completions of the step",
+    "class_mean": "over the completions of the smaller class of the step",
 }
 SIDES: dict[str, dict[str, str]] = {
     "judgement": {"chosen": "thumbs up", "rejected": "thumbs down"},
     "demonstration": {"chosen": "the demonstration"},
-    "scored": {"chosen": "good answers", "rejected": "bad answers"},
-    "ranking": {"chosen": "answers above the mean score", "rejected": "answers below it"},
+    "scored": {"chosen": "good completions", "rejected": "bad completions"},
+    "ranking": {"chosen": "completions above the mean score", "rejected": "those below"},
 }
-"""What chosen and rejected are called, by kind of rows, where they are no pairs."""
-MOVES = {1: "likelier", 0: "as likely as before", -1: "less likely"}
-SCORES = {1: "scored higher", 0: "scored as before", -1: "scored lower"}
+"""Names of chosen and rejected completions, for kinds of rows other than pairs."""
+MOVES = {1: "more likely", 0: "unchanged", -1: "less likely"}
+SCORES = {1: "higher score", 0: "unchanged", -1: "lower score"}
 
 
 @dataclass(frozen=True, slots=True)
 class Doc:
-    """The parts of a loss's docstring: a sentence; the formula; where it is from, with remarks; the
-    tensors that it reads.
-    """
+    """The parts of a loss's docstring: summary, formula, source with remarks, and tensors."""
 
     summary: str
     formula: str
@@ -47,10 +44,7 @@ class Doc:
 
 
 def read_doc(text: str) -> Doc:
-    """Takes a docstring apart.
-
-    Its formula ends where the first sentence with a year begins: the source.
-    """
+    """Split a docstring into its parts. The source starts at the first sentence with a year."""
     summary, *more = inspect.cleandoc(text).split("\n\n")
     if more and setting_docs(text):
         more.pop()
@@ -69,27 +63,33 @@ def read_doc(text: str) -> Doc:
 
 
 def switch(modifier: Modifier) -> str:
-    """The setting that a modifier is known by."""
+    """The setting that turns a modifier on."""
     return next(iter(modifier.settings))
 
 
 def loss_name(method: Method) -> str:
-    """What the loss is called that the method trains with."""
+    """The name of the loss that a method trains with."""
     return next(name for name, other in METHODS.items() if other.loss is method.loss)
 
 
-def with_reward(method: Method) -> Method | None:
-    """The method that trains with the same loss on the policy's own answers, if there is one."""
-    return next((own for own in ONLINE.values() if own.loss is method.loss), None)
+def online_method(method: Method) -> Method | None:
+    """The online method with the same loss, if there is one."""
+    return next((other for other in ONLINE.values() if other.loss is method.loss), None)
 
 
-def own_doc(method: Method) -> Doc:
-    """What the answers of a round become, of a method that learns from the policy's own."""
+def method_doc(method: Method) -> Doc:
+    """The docstring of the loss, with the summary of the method's guide if it has one."""
+    doc, guide = read_doc(method.loss.fn.__doc__ or ""), GUIDE.get(method.name)
+    return replace(doc, summary=guide.summary) if guide and guide.summary else doc
+
+
+def builder_doc(method: Method) -> Doc:
+    """How an online method builds examples from the completions of a round."""
     return read_doc(method.sample_builder.fn.__doc__ or "" if method.sample_builder else "")
 
 
 def added(method: Method) -> set[str]:
-    """Settings that such a method has beside those of its loss, or with another default."""
+    """Settings that an online method adds to those of its loss, or gives another default."""
     bare = METHODS[loss_name(method)].settings.model_fields
     return {
         n
@@ -99,13 +99,10 @@ def added(method: Method) -> set[str]:
 
 
 def facts(method: Method) -> dict[str, str]:
-    """What follows from the method's row, and what its guide says, by heading.
-
-    What does not apply is left out.
-    """
+    """The properties of a method and the advice of its guide, by heading, if they apply."""
     loss, doc = method.loss, read_doc(method.loss.fn.__doc__ or "")
     guide = GUIDE.get(method.name)
-    found = {
+    items = {
         "rows": WORDS[method.kind] + _columns(method),
         "reference": _reference(method),
         "average": AVERAGES.get(loss.average, loss.average),
@@ -119,39 +116,35 @@ def facts(method: Method) -> dict[str, str]:
         "when": guide.when if guide else "",
         "curves": guide.curves if guide else "",
     }
-    found |= own_facts(method) if method.online else {}
-    return {heading: text for heading, text in found.items() if text}
+    items |= online_facts(method) if method.online else {}
+    return {heading: text for heading, text in items.items() if text}
 
 
-def own_facts(method: Method) -> dict[str, str]:
-    """Those of a method that learns from the policy's own answers, beside what it shares with its
-    loss.
-    """
+def online_facts(method: Method) -> dict[str, str]:
+    """The properties of an online method that differ from those of its loss."""
     reads = method.sample_builder.reads if method.sample_builder else ()
-    needed = method.asks_reference or "ref_t" in reads
-    found = {
-        "rows": "prompts alone; other columns reach the reward",
-        "reference": "yes" if needed else "to log the divergence, as `rollout.measure_kl` says",
-        "answers": f"`rollout.num_rollouts` to each prompt, {method.min_rollouts} or more",
+    needs_reference = method.asks_reference or "ref_t" in reads
+    items = {
+        "rows": "prompts; other columns are passed to the reward",
+        "reference": "yes" if needs_reference else "only to log the KL (`rollout.measure_kl`)",
+        "completions": f"`rollout.num_rollouts` per prompt, at least {method.min_rollouts}",
     }
     if "top_n" in reads:
-        found["answers"] += (
-            "; the `rollout.top_n` best are trained on, of groups whose rewards differ, without "
+        items["completions"] += (
+            "; trains on the `rollout.top_n` best of groups with different rewards, without "
             "truncated ones (`rollout.mask_truncated`) and those below `rollout.min_reward`"
         )
     if method.resamples:
-        found["answers"] += (
-            "; prompts whose answers all have the same reward are replaced by others"
-        )
-    return found
+        items["completions"] += "; prompts whose completions have equal rewards are replaced"
+    return items
 
 
 def _columns(method: Method) -> str:
     if method.online:
         return ""
-    more = ["`margin`"] if "margin" in method.loss.reads else []
-    more += ["`soft`"] if "smoothing" in method.loss.modifiers else []
-    return f", which may have {' and '.join(more)}" if more else ""
+    columns = ["`margin`"] if "margin" in method.loss.reads else []
+    columns += ["`soft`"] if "smoothing" in method.loss.modifiers else []
+    return f"; optional columns: {', '.join(columns)}" if columns else ""
 
 
 def _reference(method: Method) -> str:
@@ -160,12 +153,12 @@ def _reference(method: Method) -> str:
     return (
         "yes"
         if "ref" in {name[:3] for name in method.loss.reads}
-        else "yes, in place of the policy that gave the answers"
+        else "yes, in place of the policy that sampled the completions"
     )
 
 
 def _first_step(method: Method) -> str:
-    """Where a step goes as long as policy and reference agree, or all scores are 0."""
+    """The direction of a step while policy and reference are equal, or all scores are 0."""
     sides, moves = SIDES.get(method.loss.data, {}), SCORES if method.is_reward_model else MOVES
     return ", ".join(
         f"{sides.get(side, side)} {moves[direction]}"

@@ -53,10 +53,8 @@ def losses(
         ),
     ] = None,
 ) -> None:
-    """List the losses, or explain one; also methods that there are with a reward only, as
-    `rejection`.
-    """
-    from valence.cli.explain import read_doc
+    """List the losses, or explain one loss or online method."""
+    from valence.cli.explain import method_doc
     from valence.trainer.methods import METHODS, ONLINE, method_of
     from valence.types import plural
 
@@ -65,62 +63,61 @@ def losses(
         return
     table = Table("loss", "reads", "reference", "what it does", box=None, pad_edge=False)
     for method in METHODS.values():
-        summary = read_doc(method.loss.fn.__doc__ or "").summary
         table.add_row(
-            method.name, plural(method.kind), "yes" if method.needs_reference else "no", summary
+            method.name,
+            plural(method.kind),
+            "yes" if method.needs_reference else "no",
+            method_doc(method).summary,
         )
     console.print(table)
-    print_message(
-        console, f"\nWith a reward, on the policy's own answers to prompts: {', '.join(ONLINE)}."
-    )
+    print_message(console, f"\nOnline methods, which need a reward: {', '.join(ONLINE)}.")
 
 
 def _explain(method: Method) -> None:
-    """A method, and what a reward makes of it or of its loss."""
+    """Print a method, and the online method with the same loss."""
     from valence.cli.explain import (
         added,
+        builder_doc,
         facts,
         loss_name,
-        own_doc,
-        own_facts,
-        read_doc,
-        with_reward,
+        method_doc,
+        online_facts,
+        online_method,
     )
 
-    own, doc = with_reward(method), read_doc(method.loss.fn.__doc__ or "")
+    online = online_method(method)
     if method.online:
-        _say(
-            "With a reward: the policy answers prompts, and learns from the verdicts.",
-            own_doc(method),
-        )
-        _say(f"The loss is {loss_name(method)}:")
-    _say(doc)
-    _facts(facts(method))
+        _print_text("Trains on completions that the policy samples and a reward scores.")
+        _print_doc(builder_doc(method))
+        _print_text(f"The loss is {loss_name(method)}:")
+    _print_doc(method_doc(method))
+    _print_facts(facts(method))
     _settings(method)
-    if method.online or own is None:
+    if method.online or online is None:
         return
     console.print()
-    _say(
-        f"With a reward (method: {own.name}), on the policy's own answers to prompts:", own_doc(own)
-    )
-    _facts(own_facts(own))
-    _settings(own, added(own))
+    _print_text(f"With a reward, the method is {online.name}, which samples completions:")
+    _print_doc(builder_doc(online))
+    _print_facts(online_facts(online))
+    _settings(online, added(online))
 
 
-def _say(*said: str | Doc) -> None:
-    for each in said:
-        for part in filter(
-            None, (each,) if isinstance(each, str) else (each.summary, each.formula, each.source)
-        ):
-            print_message(console, f"{' '.join(part.split())}\n")
+def _print_text(text: str) -> None:
+    print_message(console, f"{' '.join(text.split())}\n")
 
 
-def _facts(found: Mapping[str, str]) -> None:
-    told = Table(box=None, pad_edge=False, show_header=False)
-    told.add_column(no_wrap=True)
-    for heading, words in found.items():
-        told.add_row(heading, words)
-    console.print(told)
+def _print_doc(doc: Doc) -> None:
+    for text in (doc.summary, doc.formula, doc.source):
+        if text:
+            _print_text(text)
+
+
+def _print_facts(facts: Mapping[str, str]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    for heading, text in facts.items():
+        table.add_row(heading, text)
+    console.print(table)
 
 
 def _settings(method: Method, only: Collection[str] | None = None) -> None:

@@ -29,12 +29,12 @@ KINDS: dict[type[Example], Kind] = {
     Prompt: "prompt",
 }
 WORDS: dict[Kind, str] = {
-    "judgement": "answers judged up or down",
-    "preference": "pairs of a chosen and a rejected answer",
-    "demonstration": "answers to imitate",
-    "ranking": "several scored answers to each prompt",
-    "prompt": "prompts alone",
-    "scored": "answers with a label, a score or attributes",
+    "judgement": "completions rated up or down",
+    "preference": "pairs of a chosen and a rejected completion",
+    "demonstration": "completions to imitate",
+    "ranking": "several scored completions per prompt",
+    "prompt": "prompts",
+    "scored": "completions with a label, a score or attributes",
 }
 METHOD_FOR: dict[Kind, str] = {
     "judgement": "kto",

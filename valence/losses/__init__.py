@@ -1,10 +1,9 @@
 """The table of losses.
 
-A loss is a pure function of named tensors; its row says how it is fed and averaged.
+A loss is a pure function of named tensors; its table row says what it reads and how it is averaged.
 
 Positional parameters name the tensors that ``views.py`` supplies; keyword-only parameters are the
-settings of a recipe's ``loss`` section. Whether a reference model is needed follows from whether a
-``ref`` is among the former.
+settings of a recipe's ``loss`` section. A loss with a ``ref`` parameter needs a reference model.
 """
 
 from __future__ import annotations
@@ -39,17 +38,15 @@ Direction = Literal[-1, 0, 1]
 
 @dataclass(frozen=True)
 class Loss:
-    """One row.
+    """One row of the table.
 
-    ``direction`` declares where a descent step moves each kind of log-probability at r = 0 (1 up,
-    -1 down).
-
+    direction: where a descent step moves each kind of log-probability at r = 0 (1 up, -1 down).
     statistic: of mismatched sequences, for z0. balances: counts of both classes -> their weights.
-    credit: scores[S], units[S] and the step's mean and spread of scores -> advantages[S]. shifts:
-    it reads BCO's running delta. couples: its value at one sequence depends on the others of the
-    whole step.
-    defaults: of settings, where they differ from a modifier's own. needs: of its own settings.
-    clashes: (setting, value, modifier) that cannot go together.
+    credit: scores[S], units[S], and mean and deviation of the step's scores -> advantages[S].
+    shifts: it reads BCO's running delta. couples: the loss of a sequence depends on all others of
+    the step.
+    defaults: of settings, if they differ from those of a modifier. needs: see Needs. clashes:
+    (setting, value, modifier) that cannot be combined.
     """
 
     fn: Callable[..., Tensor]
@@ -71,7 +68,7 @@ class Loss:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the tensors that the function takes."""
+        """Names of the tensors that the function reads."""
         return tuple(
             p.name
             for p in inspect.signature(self.fn).parameters.values()
@@ -80,15 +77,11 @@ class Loss:
 
     @property
     def needs_reference(self) -> bool:
-        """Stored answers have no record of the policy that gave them, for which the reference
-        stands in.
-        """
+        """Whether it reads the reference, also in place of the old policy of stored completions."""
         return any(name.startswith(("ref", "old")) for name in self.reads)
 
     def refers(self, settings: Settings) -> bool:
-        """Whether it reads the reference even where it is known what the policy that answered
-        said.
-        """
+        """Whether it reads the reference even if the sampling policy's log-probabilities are known."""
         return any(name.startswith("ref") for name in self.reads) or any(
             m.refers for m in self.acting(None, settings)
         )
@@ -100,15 +93,17 @@ class Loss:
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """All whose keyword-only parameters are its settings."""
-        own = [
-            fn for fn in (self.statistic, self.balances, INSIDE.get(self.average)) if fn is not None
-        ]
-        return (self.fn, *own, *(MODIFIERS[name].fn for name in self.modifiers))
+        """The functions whose keyword-only parameters are its settings."""
+        optional = (self.statistic, self.balances, INSIDE.get(self.average))
+        return (
+            self.fn,
+            *(fn for fn in optional if fn is not None),
+            *(MODIFIERS[name].fn for name in self.modifiers),
+        )
 
     @property
     def settings(self) -> dict[str, inspect.Parameter]:
-        """What a recipe may set: types and defaults."""
+        """The settings of the loss section: types and defaults."""
         parameters = [
             p
             for fn in self.functions
@@ -121,37 +116,35 @@ class Loss:
         }
 
     def acting(self, stage: str | None, settings: Settings) -> list[Modifier]:
-        """The modifiers of a stage (None: of all) that change something under these settings."""
-        own = (MODIFIERS[name] for name in self.modifiers)
+        """The modifiers of a stage (None: of all) that have an effect under these settings."""
+        modifiers = (MODIFIERS[name] for name in self.modifiers)
         return [
             modifier
-            for modifier in own
+            for modifier in modifiers
             if stage in (None, modifier.stage) and modifier.acts(settings)
         ]
 
     def wants(self, settings: Settings) -> tuple[str, ...]:
-        """What the engine is to tell besides log-probabilities."""
+        """The outputs that the policy model computes besides log-probabilities."""
         return tuple(name for modifier in self.acting(None, settings) for name in modifier.wants)
 
     def without_effect(self, settings: Settings) -> dict[str, str]:
-        """Settings that change nothing under the others, and the setting that would turn each
-        on.
-        """
-        own = [MODIFIERS[name] for name in self.modifiers]
+        """Settings without effect under the others, and the setting that would turn each on."""
+        modifiers = [MODIFIERS[name] for name in self.modifiers]
         idle = {
             name: m.idle[0]
-            for m in own
+            for m in modifiers
             if not m.acts(settings)
             for name in m.settings
             if name != m.idle[0]
         }
-        needs = [each for part in (self, *own) for each in part.needs]
+        needs = [need for row in (self, *modifiers) for need in row.needs]
         return idle | {
             name: f"{other}: {value}" for name, other, value in needs if settings[other] != value
         }
 
     def contradictions(self, settings: Settings) -> dict[str, str]:
-        """Settings of a modifier that another setting rules out, and that setting."""
+        """Settings of a modifier that conflict with another setting, and that setting."""
         return {
             MODIFIERS[name].idle[0]: f"{setting}: {str(value).lower()}"
             for setting, value, name in self.clashes
@@ -159,13 +152,13 @@ class Loss:
         }
 
     def averages(self, settings: Settings) -> list[Average]:
-        """Those of its terms: what a step counts before its first forward pass."""
+        """The averages of its terms, whose units a step counts before its first forward pass."""
         return list(
             dict.fromkeys([self.average, *(average for average, _ in self._terms(settings))])
         )
 
     def _terms(self, settings: Settings) -> list[tuple[Average, Modifier]]:
-        """What is added to the loss, and how each is averaged."""
+        """The terms that are added to the loss, with their averages."""
         alike = OF_TOKENS.get(self.average, self.average)
         return [
             (m.average(settings) if m.average else alike, m) for m in self.acting("term", settings)
@@ -175,9 +168,9 @@ class Loss:
         self, batch: MicroBatch, out: PolicyOutput, ref: Tensor | None, settings: Settings, shared: Mapping[str, Tensor] | None = None,
         view: View | None = None,
     ) -> tuple[Named, Named]:  # fmt: skip
-        """The micro-batch as it was measured, and as the loss reads it under these settings.
+        """The view of a micro-batch without modifiers, and with those of these settings.
 
-        ``shared``: what holds for the whole step (z0, delta); ``view``: another one than the row's.
+        shared: statistics of the whole step (z0, delta). view: another view than the row's.
         """
         columns = token_columns(batch, out, ref)
         if self.credit is not None and "adv_t" not in columns:
@@ -192,19 +185,19 @@ class Loss:
         changed = columns
         for modifier in self.acting("tokens", settings):
             changed = modifier(changed, batch, settings=settings)
-        found = plain
+        modified = plain
         if changed is not columns:
-            # what is made of these stays as it was measured
+            # columns for modifiers are not changed by them
             wanted = {f"{name}_t" for name in self.wants(settings)}
-            found = plain | lay(
+            modified = plain | lay(
                 batch, {name: values for name, values in changed.items() if name not in wanted}
             )
         for modifier in self.acting("view", settings) if view is None else ():
-            found = modifier(found, settings=settings)
-        return plain, found
+            modified = modifier(modified, settings=settings)
+        return plain, modified
 
     def __call__(self, view: Mapping[str, Tensor], settings: Settings) -> Tensor:
-        """The unreduced loss of a view, under a recipe's settings."""
+        """The unreduced loss of a view with these settings."""
         return self.fn(*(view[name] for name in self.reads), **among(settings, self.fn))
 
     def total(
@@ -214,9 +207,7 @@ class Loss:
         settings: Settings,
         count: Mapping[Average, Tensor],
     ) -> Tensor:
-        """The part of the step's loss that these sequences are: each term's weighted sum by its own
-        count.
-        """
+        """The contribution of these sequences to the loss: the weighted sum of each term / its count."""
         total = (
             weighted_sum(self.average, self(view, settings), view, settings) / count[self.average]
         )
@@ -226,8 +217,10 @@ class Loss:
         return total
 
     def rewards(self, view: Named, settings: Settings) -> Rewards | None:
-        """Implicit rewards of a view as the loss reads it, without gradient: of chosen and rejected
-        completions [P] each, or of all [S]. None where the row has no implicit reward."""
+        """Implicit rewards without gradient: of both sides of pairs [P] each, or of all [S].
+
+        None if the loss has no implicit reward.
+        """
         if self.reward is None:
             return None
         ends = ("_w", "_l") if "logp_w" in view else ("",)
@@ -257,13 +250,8 @@ class Loss:
 
 
 _UP_DOWN: Mapping[str, Direction] = {"chosen": 1, "rejected": -1}
-# of rows that read the sum over a whole answer, and a reference
-_LONG = (
-    "humanline",
-    "ld_alpha",
-    "wpo",
-    "nll",
-)
+# of losses that read sums over completions and a reference
+_LONG = ("humanline", "ld_alpha", "wpo", "nll")
 _NORM = ("humanline", "wpo", "nll")
 _SOFT = ("smoothing",)
 _F = ("f_divergence",)
@@ -289,9 +277,7 @@ def _paired(
     reward: metrics.Reward | None = None,
     **more: Any,
 ) -> Loss:
-    """``reward``: beta * (logp - ref) unless given, or beta * logp of a function that reads no
-    reference.
-    """
+    """A loss of pairs. reward: by default beta * (logp - ref), or beta * logp without a reference."""
     if reward is None:
         reward = (
             metrics.log_ratio if "ref_w" in inspect.signature(fn).parameters else metrics.likelihood

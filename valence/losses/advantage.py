@@ -17,14 +17,14 @@ from valence.losses.lazy import Tensor, torch
 from valence.losses.policy import k1
 
 _FLOOR = 1e-4  # added to every standard deviation, so that equal scores divide by something
-_MOST = 0.2  # of the relative error that the weight of the divergence is corrected by
+_MAX_ERROR = 0.2  # relative error of the KL beyond which the coefficient adapts no faster
 
 KlBeta = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
 
 def _places(group: Tensor) -> Tensor:
-    """The groups numbered from 0 on, below S: [S]. No device is asked how many there are."""
+    """Consecutive numbers of the groups, below S: [S]. Does not block on the device."""
     order = group.argsort(stable=True)
     ordered = group[order]
     begins = torch.cat([(ordered[:1] != ordered[:1]).long(), (ordered[1:] != ordered[:-1]).long()])
@@ -32,9 +32,9 @@ def _places(group: Tensor) -> Tensor:
 
 
 def _compared(score: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """R - mean_g [S], the numbers of the groups [S], and how many each score is compared with,
-    itself among them [S]. Equal scores give exactly 0: each is counted from the lowest of its
-    group, so that nothing is rounded.
+    """R - mean_g [S], the number of each group [S], and the size of the group [S].
+
+    Scores are taken relative to the lowest of their group, so that equal scores give exactly 0.
     """
     place = _places(group)
     blank = torch.zeros_like(score)
@@ -44,8 +44,7 @@ def _compared(score: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def group_norm(score: Tensor, group: Tensor) -> Tensor:
-    """Scores standardised within their group: (R - mean_g)/(std_g + 1e-4), the sample standard
-    deviation.
+    """Scores normalized within their group: (R - mean_g)/(std_g + 1e-4), sample standard deviation.
 
     Shao et al. 2024, arXiv 2402.03300, Sec. 4.1. Exactly 0 in a group of one and in a group of
     equal scores.
@@ -59,7 +58,7 @@ def group_norm(score: Tensor, group: Tensor) -> Tensor:
 
 
 def group_centre(score: Tensor, group: Tensor) -> Tensor:
-    """Scores less the mean of their group: R - mean_g.
+    """Scores minus the mean of their group: R - mean_g.
 
     Liu et al. 2025, arXiv 2503.20783. Exactly 0 in a group of one and in a group of equal scores.
 
@@ -70,8 +69,7 @@ def group_centre(score: Tensor, group: Tensor) -> Tensor:
 
 
 def leave_one_out(score: Tensor, group: Tensor) -> Tensor:
-    """Scores less the mean of the others in their group: R - mean of the other G-1 = G/(G-1) * (R -
-    mean_g).
+    """Scores minus the mean of the other G-1 in their group, G/(G-1) * (R - mean_g).
 
     Ahmadian et al. 2024, arXiv 2402.14740 (RLOO). Exactly 0 in a group of one and in a group of
     equal scores.
@@ -84,19 +82,15 @@ def leave_one_out(score: Tensor, group: Tensor) -> Tensor:
 
 
 def whiten(score: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Scores (or advantages) standardised by the mean and standard deviation of a larger set:
-    (score - mean)/(std + 1e-4).
+    """Normalize by the mean and standard deviation of a larger set: (score - mean)/(std + 1e-4).
 
-    score[...]: any shape; mean[], std[]: same unit as the score. Returns the shape of the score, no
-    unit.
+    score[...]: any shape; mean[], std[]: unit of the score. Returns the shape of score, no unit.
     """
     return (score - mean) / (std + _FLOOR)
 
 
 def whitened(values: Tensor) -> Tensor:
-    """Numbers [N] standardised by their own mean and (population) standard deviation; exactly 0
-    where all are equal.
-    """
+    """Values [N] normalized by their mean and population standard deviation; 0 if all are equal."""
     if not len(values):
         return values
     above = values - values.min()
@@ -104,7 +98,7 @@ def whitened(values: Tensor) -> Tensor:
 
 
 def within_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score against those of the same prompt: (R - mean_g)/(std_g + 1e-4).
+    """The score, normalized over the completions of the prompt: (R - mean_g)/(std_g + 1e-4).
 
     Shao et al. 2024, arXiv 2402.03300 (GRPO).
     """
@@ -113,7 +107,7 @@ def within_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
 
 
 def above_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score above the mean of the same prompt: R - mean_g.
+    """The score minus the mean of the prompt: R - mean_g.
 
     Liu et al. 2025, arXiv 2503.20783 (Dr. GRPO).
     """
@@ -122,7 +116,7 @@ def above_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
 
 
 def above_others(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score above the mean of the prompt's other answers.
+    """The score minus the mean of the prompt's other completions.
 
     Ahmadian et al. 2024, arXiv 2402.14740 (RLOO).
     """
@@ -131,9 +125,7 @@ def above_others(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
 
 
 def over_step(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score against all of the optimizer step: (R - mean)/(std + 1e-4), with moments[2] =
-    (mean, std).
-    """
+    """The score, normalized over the step: (R - mean)/(std + 1e-4), moments[2] = (mean, std)."""
     del group
     return whiten(score, *moments.to(score.dtype).unbind())
 
@@ -144,8 +136,7 @@ def over_step(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
 
 
 def of_group_norm(reward: Tensor, group: Tensor, owner: Tensor) -> Tensor:
-    """The reward against those of the same prompt: A = (R - mean_g)/(std_g + 1e-4), for every token
-    of an answer.
+    """The reward, normalized over the completions of the prompt: A = (R - mean_g)/(std_g + 1e-4).
 
     Shao et al. 2024, arXiv 2402.03300, Sec. 4.1.
     """
@@ -153,7 +144,7 @@ def of_group_norm(reward: Tensor, group: Tensor, owner: Tensor) -> Tensor:
 
 
 def of_group_centre(reward: Tensor, group: Tensor, owner: Tensor) -> Tensor:
-    """The reward above the mean of the same prompt: A = R - mean_g, for every token of an answer.
+    """The reward minus the mean of the prompt: A = R - mean_g.
 
     Liu et al. 2025, arXiv 2503.20783.
     """
@@ -169,31 +160,29 @@ def of_leave_one_out(
     *,
     kl_beta: KlBeta = 0.05,
 ) -> Tensor:
-    """The reward, less the divergence from the reference, above the mean of the prompt's other
-    answers.
+    """Reward minus KL penalty, minus the mean of the prompt's other completions.
 
     A = R' - mean of the other G-1, R' = R - kl_beta*sum_t (old_t - ref_t). Ahmadian et al. 2024,
     arXiv 2402.14740.
 
-    kl_beta: what a nat of divergence from the reference costs, in units of reward.
+    kl_beta: cost of a nat of KL from the reference, in units of reward.
     """
-    apart = torch.zeros_like(reward).index_add(0, owner, k1(old_t, ref_t).to(reward))
-    return leave_one_out(reward - kl_beta * apart, group)[owner]
+    kl = torch.zeros_like(reward).index_add(0, owner, k1(old_t, ref_t).to(reward))
+    return leave_one_out(reward - kl_beta * kl, group)[owner]
 
 
 def of_reward_to_go(
     reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, *, kl_beta: KlBeta = 0.01
 ) -> Tensor:
-    """The reward, less the divergence from the reference from here on, against all tokens of the
-    round.
+    """Reward minus the KL penalty of the remaining tokens, normalized over the round's tokens.
 
     A_t = R - kl_beta*sum_{i>=t} (old_i - ref_i), then (A_t - mean)/(std + 1e-4) over the tokens of
     the round. Hu 2025, arXiv 2501.03262.
 
-    kl_beta: what a nat of divergence from the reference costs, in units of reward.
+    kl_beta: cost of a nat of KL from the reference, in units of reward.
     """
-    apart, place = _laid_out(k1(old_t, ref_t).to(reward), owner, len(reward))
-    to_go = apart.flip(1).cumsum(1).flip(1)[owner, place]
+    kl, place = _laid_out(k1(old_t, ref_t).to(reward), owner, len(reward))
+    to_go = kl.flip(1).cumsum(1).flip(1)[owner, place]
     return whitened(reward[owner] - kl_beta * to_go)
 
 
@@ -210,21 +199,21 @@ def gae(
     gamma: Share = 1.0,
     gae_lambda: Share = 0.95,
 ) -> dict[str, Tensor]:
-    """Generalised advantage estimation: how much better a token is than the value head expects.
+    """Generalized advantage estimation: the return of a token compared with the value estimate.
 
     d_t = r_t + gamma*V_{t+1} - V_t, A_t = d_t + gamma*gae_lambda*A_{t+1}, G_t = A_t + V_t;
     r_t = -kl_beta*(old_t - ref_t), plus R at the last token; V and A are 0 after the last token;
     then (A_t - mean)/(std + 1e-4) over the tokens of the round. Schulman et al. 2015,
     arXiv 1506.02438, Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Truncated completions
-    are no exception: R is for the whole completion, and nothing more is earned after it.
+    are treated alike: R is for the whole completion, and nothing follows it.
 
     Returns ``adv`` [N] (whitened) and ``return`` [N] (G_t, units of reward).
 
-    kl_beta: cost of a nat of divergence from the reference, in units of reward; with kl_target, its
+    kl_beta: cost of a nat of KL from the reference, in units of reward; with kl_target, the
         initial value.
-    kl_target: divergence from the reference (nats per completion) that kl_beta is steered towards
-        after every round; null leaves kl_beta as it is.
-    kl_horizon: number of completions over which kl_beta is steered.
+    kl_target: target KL from the reference, nats per completion; kl_beta is adapted after every
+        round. null keeps kl_beta fixed.
+    kl_horizon: number of completions over which kl_beta is adapted.
     gamma: discount of a reward one token later.
     gae_lambda: how far estimates look ahead: 0 to the next value, 1 to the end of the completion.
     """
@@ -246,22 +235,19 @@ def gae(
 
 
 def adapted(kl_beta: float, kl: float, target: float, horizon: float, count: int) -> float:
-    """The weight of the divergence after a round: larger where the policy went further from the
-    reference than it should.
+    """The KL coefficient after a round: larger if the KL exceeds the target.
 
     kl_beta * (1 + clip(kl/target - 1, -0.2, 0.2) * count/horizon). Ziegler et al. 2019, arXiv
     1909.08593, Sec. 2.2.
 
-    kl: mean over the round's answers of sum_t (old_t - ref_t), nats; count: how many answers they
-        are.
+    kl: mean over the round's completions of sum_t (old_t - ref_t), nats. count: number of
+        completions.
     """
-    return kl_beta * (1 + min(max(kl / target - 1, -_MOST), _MOST) * count / horizon)
+    return kl_beta * (1 + min(max(kl / target - 1, -_MAX_ERROR), _MAX_ERROR) * count / horizon)
 
 
 def _laid_out(values: Tensor, owner: Tensor, answers: int) -> tuple[Tensor, Tensor]:
-    """Tokens [N] as a row for each answer, with zeros behind it [S, longest]; and the place of each
-    in its answer [N].
-    """
+    """Token values [N] padded with zeros to [S, max length], and each token's position [N]."""
     counts = owner.bincount(minlength=answers)
     place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
     rows = values.new_zeros(answers, int(counts.max()) if answers else 0)
@@ -278,4 +264,4 @@ CREDITS: dict[str, Callable[..., Any]] = {
     "reinforce_pp": of_reward_to_go,
     "ppo": gae,
 }
-"""By method: what its answers' tokens are worth."""
+"""The advantage function of each method."""

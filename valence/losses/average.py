@@ -1,6 +1,6 @@
-"""How unreduced losses become one number.
+"""Averages of unreduced losses.
 
-The count is that of the whole optimizer step over all processes, and divides once.
+The divisor is counted over the whole optimizer step and all processes, and divides once.
 """
 
 from __future__ import annotations
@@ -61,45 +61,40 @@ UNITS: dict[Average, tuple[Counter, ...]] = {
     "chosen_token_mean": (_chosen_tokens,),
     "class_mean": (_up, _down),  # over the smaller class
 }
-"""What is counted for each average: of several numbers the smallest divides."""
+"""The units that each average counts; of several, the smallest number is the divisor."""
 
 
 def counts(averages: Sequence[Average], batches: Sequence[MicroBatch]) -> Tensor:
-    """What these averages count in these micro-batches [k], to be added up over processes."""
-    wanted = [unit for name in averages for unit in UNITS[name]]
-    if not batches:  # this process has none of the step's
-        return torch.zeros(len(wanted), dtype=torch.long)
-    return torch.stack([torch.stack([unit(batch) for batch in batches]).sum() for unit in wanted])
+    """Numbers of units of these averages in these micro-batches [k]; sum them over processes."""
+    counters = [unit for name in averages for unit in UNITS[name]]
+    if not batches:  # this process has no micro-batch of the step
+        return torch.zeros(len(counters), dtype=torch.long)
+    return torch.stack([torch.stack([unit(batch) for batch in batches]).sum() for unit in counters])
 
 
 def divisors(averages: Sequence[Average], counted: Tensor) -> dict[Average, Tensor]:
-    """What each average divides the step's sum by: at least one.
-
-    ``counted``: the sum of ``counts`` over processes.
-    """
-    found: dict[Average, Tensor] = {}
+    """The divisor of each average, at least 1. counted: the sum of ``counts`` over processes."""
+    divisors: dict[Average, Tensor] = {}
     for name in averages:
         width = len(UNITS[name])
-        found[name], counted = counted[:width].min().clamp(min=1), counted[width:]
-    return found
+        divisors[name], counted = counted[:width].min().clamp(min=1), counted[width:]
+    return divisors
 
 
 def token_mean_inside(loss: Tensor, view: Mapping[str, Tensor]) -> Tensor:
-    """Tokens [N] by how many their sequence has."""
+    """Divide token losses [N] by the tokens of their sequence."""
     return loss / view["n_t"]
 
 
 def constant(
     loss: Tensor, view: Mapping[str, Tensor], *, max_tokens: Annotated[int, Ge(1)] | None = None
 ) -> Tensor:
-    """Tokens [N] by one number for all sequences: neither short nor long ones count more for each
-    of their tokens.
+    """Divide token losses [N] by a constant, so that all tokens count alike.
 
     sum over tokens / (sequences * max_tokens). Liu et al. 2025, arXiv 2503.20783 (Dr. GRPO).
 
-    max_tokens: what the sum over an answer's tokens is divided by, of long and short ones alike.
-        null is rollout.max_new_tokens where the policy answers itself; 1 on stored answers, which
-        is the formula of the paper.
+    max_tokens: divisor of the sum over the tokens of a completion. null means
+        rollout.max_new_tokens online, and 1 on stored completions, as in the paper.
     """
     del view
     return loss / (max_tokens or 1)
@@ -109,18 +104,15 @@ INSIDE: dict[Average, Callable[..., Tensor]] = {
     "seq_mean_token_mean": token_mean_inside,
     "constant": constant,
 }
-"""What is done to the tokens of each sequence before they are added up.
-
-Keyword-only parameters are settings.
-"""
+"""Applied to token losses before they are summed. Keyword-only parameters are settings."""
 PER_TOKEN: frozenset[Average] = frozenset(("token_mean", "seq_mean_token_mean", "constant"))
-"""Those of losses that have a number for every token."""
+"""The averages of token losses."""
 OF_TOKENS: dict[Average, Average] = {"seq_mean": "seq_mean_token_mean"}
-"""How a term of tokens is averaged beside a loss of whole answers."""
+"""The average of a per-token term next to a loss of whole completions."""
 
 
 def among(settings: Mapping[str, Any], fn: Callable[..., Any]) -> dict[str, Any]:
-    """Those of the settings that are keyword-only parameters of a function."""
+    """The settings that are keyword-only parameters of a function."""
     parameters = inspect.signature(fn).parameters.values()
     return {
         p.name: settings[p.name]
@@ -132,9 +124,7 @@ def among(settings: Mapping[str, Any], fn: Callable[..., Any]) -> dict[str, Any]
 def weighted_sum(
     average: Average, loss: Tensor, view: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> Tensor:
-    """sum(w * loss): the part of a micro-batch, to be divided by the step's count and never by
-    sum(w).
-    """
+    """sum(w * loss) of a micro-batch. Divide it by the count of the step, never by sum(w)."""
     inside = INSIDE.get(average)
     share = inside(loss, view, **among(settings, inside)) if inside else loss
     return (share * view["weight_t" if average in PER_TOKEN else "weight"]).sum()

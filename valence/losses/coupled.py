@@ -1,6 +1,4 @@
-"""Losses that compare the rows of a whole optimizer step with each other, through ranks.
-
-Not reduced.
+"""Losses that compare all rows of an optimizer step through their ranks, unreduced.
 
 They are exact only on all rows of the step at once. Ties are broken by the order of the rows.
 """
@@ -18,17 +16,17 @@ from valence.losses.preference import Beta, logistic
 def aot(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Alignment by optimal transport: the policy's gaps between chosen and rejected shall exceed
-    the reference's, rank by rank.
+    """Alignment by optimal transport: raise the sorted differences between chosen and rejected
+    completions above those of the reference.
 
     -(1-e) log s(beta*D) - e log s(-beta*D), D = sort(logp_w - logp_l) - sort(ref_w - ref_l), e =
-    wrong; the loss [P] at a pair is the one of the rank of its own policy gap. Melnyk et al. 2024,
+    wrong; a pair has the loss of the rank of its policy difference. Melnyk et al. 2024,
     arXiv 2406.05882, Sec. 3 (paired).
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of all pairs of the step (nats);
     wrong[P]: probability.
 
-    beta: strength of the pull towards the reference.
+    beta: strength of the regularization towards the reference.
     """
     gap = logp_w - logp_l
     rank = gap.argsort(stable=True).argsort()
@@ -39,27 +37,27 @@ def aot_unpaired(
     logp: Tensor, ref: Tensor, label: Tensor, *,
     beta: Beta = 0.1, label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Alignment by optimal transport without pairs: log-ratios of thumbs up shall exceed those of
-    thumbs down, rank by rank.
+    """Alignment by optimal transport without pairs: raise the sorted log-ratios of thumbs up above
+    those of thumbs down.
 
     -(1-e) log s(beta*D) - e log s(-beta*D), D = sort(r of thumbs up) - sort(r of thumbs down), r =
-    logp - ref. The larger class is thinned out to k, the size of the smaller one, at evenly spaced
-    quantiles. Half of the loss of a rank is given to each of its two sequences, 0 to those left
-    out: the sum over [S] is to be divided by k. Melnyk et al. 2024, arXiv 2406.05882, Sec. 3
+    logp - ref. The larger class is reduced to k, the size of the smaller one, at evenly spaced
+    quantiles. Each sequence of a rank has half of its loss, the others 0: divide the sum over [S]
+    by k. Melnyk et al. 2024, arXiv 2406.05882, Sec. 3
     (unpaired).
 
     logp, ref [S]: summed log-probabilities of all completions of the step (nats); label[S]: True is
     thumbs up.
 
-    beta: strength of the pull towards the reference.
-    label_smoothing: assumed share of verdicts that are wrong (e).
+    beta: strength of the regularization towards the reference.
+    label_smoothing: assumed share of wrong labels (e).
     """
     r = logp - ref
     ascending = r.argsort(stable=True)
     # thumbs up first, each class in ascending r
     order = ascending[(~label[ascending]).int().argsort(stable=True)]
-    # How many there are of each only a device knows, which is not asked: there are as many ranks as
-    # rows, and k of them count.
+    # The class sizes are on the device. To avoid blocking on it, there are as many ranks as rows,
+    # of which k count.
     rank, ups = torch.arange(len(r), device=r.device), label.sum()
     downs = len(r) - ups
     k = torch.minimum(ups, downs)
@@ -72,7 +70,5 @@ def aot_unpaired(
 
 
 def _quantile(rank: Tensor, rows: Tensor, k: Tensor) -> Tensor:
-    """Places among so many rows in ascending order at the midpoints of k equal shares: floor((i +
-    1/2)*rows/k), for i < k.
-    """
+    """Indices of the midpoints of k equal shares of ``rows``: floor((i + 1/2)*rows/k), i < k."""
     return ((2 * rank + 1) * rows // (2 * k).clamp(min=1)).clamp(max=len(rank) - 1)

@@ -1,8 +1,8 @@
 """Metrics of a loss, as pure functions of its view: name -> value with its reduction.
 
-A row's implicit reward is a function of summed log-probabilities, beta * (logp - ref) for most. It
-is taken of the tensors that the loss reads, after its modifiers, so that ``rewards/*`` say what the
-loss optimizes; ``logps/*`` and ``logratio/*`` are the unmodified sums.
+The implicit reward is a function of summed log-probabilities, usually beta * (logp - ref).
+It is computed from the inputs of the loss, after its modifiers, so that ``rewards/*`` show what the
+loss optimizes; ``logps/*`` and ``logratio/*`` are unmodified sums.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ def mean(values: Tensor) -> Mean:
 
 
 def mean_of(values: Tensor, rows: Tensor) -> Mean:
-    """Over the rows where ``rows`` is True: without picking them, as a device would have to say how
-    many they are.
-    """
+    """Mean over the rows where ``rows`` is True, by masking: indexing would block on the device."""
     return Mean(values.masked_fill(~rows, 0).sum(), rows.sum())
 
 
@@ -38,9 +36,7 @@ def mean_of(values: Tensor, rows: Tensor) -> Mean:
 
 
 def log_ratio(sums: Sums, settings: Settings) -> Tensor:
-    """beta * (logp - ref): how much more likely (nats, scaled) the policy makes a completion than
-    the reference does.
-    """
+    """beta * (logp - ref)."""
     return settings["beta"] * (sums["logp"] - sums["ref"])
 
 
@@ -51,7 +47,7 @@ def log_ratio_tau(sums: Sums, settings: Settings) -> Tensor:
 
 
 def log_ratio_penalized(sums: Sums, settings: Settings) -> Tensor:
-    """beta * (logp - ref), of the chosen side less beta * penalty * max(0, ref - logp)."""
+    """beta * (logp - ref), minus beta * penalty * max(0, ref - logp) on the chosen side."""
     ratio = sums["logp"] - sums["ref"]
     penalty = settings["penalty"] * (-ratio).clamp(min=0)
     return settings["beta"] * (ratio - penalty * sums["chosen"].to(ratio))
@@ -63,7 +59,7 @@ def log_ratio_per_token(sums: Sums, settings: Settings) -> Tensor:
 
 
 def likelihood(sums: Sums, settings: Settings) -> Tensor:
-    """beta * logp, or logp where the loss has no beta."""
+    """beta * logp, or logp if the loss has no beta."""
     return settings.get("beta", 1.0) * sums["logp"]
 
 
@@ -72,14 +68,11 @@ def likelihood_per_token(sums: Sums, settings: Settings) -> Tensor:
     return likelihood(sums, settings) / sums["n"]
 
 
-# What is reported
+# Metrics
 
 
 def unpaired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
-    """Means over each class.
-
-    An absent class has a count of zero and is left out of the log, never shown as 0.
-    """
+    """Means over each class, and the AUC. A class without rows is left out of the log."""
     up, sums = view["label"], _detached(view, "logp", "ref")
     (reward,) = rewards
     numbers: Metrics = {}
@@ -92,9 +85,7 @@ def unpaired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
 
 
 def paired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
-    """Means over chosen and rejected, and the share of pairs whose chosen side has the larger
-    reward (a tie counts half).
-    """
+    """Means of both sides, and the accuracy: the chosen side has the larger reward (ties half)."""
     numbers: Metrics = {}
     chosen, rejected = rewards
     for name, side, reward in (("chosen", "w", chosen), ("rejected", "l", rejected)):
@@ -108,69 +99,67 @@ def paired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
 
 
 def imitation(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
-    """Mean log-probability of a demonstrated token (nats), and mean probability, which is what dft
-    raises.
+    """Mean log-probability (nats) and mean probability of demonstrated tokens; dft raises the
+    latter.
     """
     logp = view["logp_t"].detach()
     return {"logps/token": mean(logp), "probs/token": mean(logp.exp())}
 
 
 def policy_gradient(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
-    """Mean log-probability of a token (nats), its mean log-ratio to the policy that answered, plain
-    and times the advantage (what a step raises), the divergence of that policy from this one, and
-    of this one from the reference where that is a third (nats per token, k3), and the part of
-    advantages above zero.
+    """Metrics of policy-gradient losses, means over tokens.
+
+    Log-probability and log-ratio to the sampling policy (nats), the log-ratio times the advantage,
+    the share of positive advantages, and KL to the sampling policy and to the reference (k3).
     """
-    found = _detached(view, "logp_t", "old_t", "adv_t", "ref_t")
-    d = found["logp_t"] - found["old_t"]
+    detached = _detached(view, "logp_t", "old_t", "adv_t", "ref_t")
+    d = detached["logp_t"] - detached["old_t"]
     numbers: Metrics = {
-        "logps/token": mean(found["logp_t"]),
+        "logps/token": mean(detached["logp_t"]),
         "logratio/token": mean(d),
-        "advantages/logratio": mean(found["adv_t"] * d),
-        "advantages/positive": mean((found["adv_t"] > 0).to(d)),
-        "kl/old": mean(k3(found["old_t"], found["logp_t"])),  # whose tokens they are
+        "advantages/logratio": mean(detached["adv_t"] * d),
+        "advantages/positive": mean((detached["adv_t"] > 0).to(d)),
+        "kl/old": mean(k3(detached["old_t"], detached["logp_t"])),  # the tokens are those of old
     }
-    # it stands in for the old policy of stored answers
+    # for stored completions, the reference is used as the old policy
     if "ref_t" in view and view["ref_t"] is not view["old_t"]:
-        numbers["kl/reference"] = mean(k3(found["logp_t"], found["ref_t"]))
+        numbers["kl/reference"] = mean(k3(detached["logp_t"], detached["ref_t"]))
     return numbers
 
 
 def clipped_tokens(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
-    """Also the share of tokens whose ratio the clipping cut off, so that they are left alone."""
+    """Adds the share of clipped tokens, which have no gradient."""
     ratio = (view["logp_t"].detach() - view["old_t"]).exp()
     return policy_gradient(view, rewards, settings) | {
-        "clipped": mean(_cut(ratio, view["adv_t"], settings))
+        "clipped": mean(_is_clipped(ratio, view["adv_t"], settings))
     }
 
 
 def clipped_answers(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
-    """Also the share of answers whose ratio, the mean one of their tokens, the clipping cut off."""
+    """Adds the share of clipped completions."""
     ratio = ((view["logp"].detach() - view["old"]) / view["n"]).exp()
     return policy_gradient(view, rewards, settings) | {
-        "clipped": mean(_cut(ratio, view["adv"], settings))
+        "clipped": mean(_is_clipped(ratio, view["adv"], settings))
     }
 
 
 def capped_tokens(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
-    """Also the share of tokens whose ratio was capped, which count no more than it."""
+    """Adds the share of tokens whose ratio is capped."""
     ratio = (view["logp_t"].detach() - view["old_t"]).exp()
     return policy_gradient(view, rewards, settings) | {
         "clipped": mean((ratio > settings["eps_high"]).to(ratio))
     }
 
 
-def _cut(ratio: Tensor, adv: Tensor, settings: Settings) -> Tensor:
-    """1 where the ratio has left the interval in the direction of its advantage, or is beyond the
-    dual clip, else 0.
-    """
+def _is_clipped(ratio: Tensor, adv: Tensor, settings: Settings) -> Tensor:
+    """1 if the ratio is outside the clipping interval in the direction of its advantage, else 0."""
     cap = math.inf if settings["dual_clip"] is None else settings["dual_clip"]
     down = (ratio < 1 - settings["eps_low"]) | (ratio > cap)
     return (((adv > 0) & (ratio > 1 + settings["eps_high"])) | ((adv < 0) & down)).to(ratio)
 
 
 def won(margin: Tensor) -> Tensor:
-    """1 where the chosen side has the larger number, one half for a tie, else 0: [P]."""
+    """1 if the chosen side has the larger value, 0.5 for a tie, else 0: [P]."""
     return (margin > 0).to(margin) + 0.5 * (margin == 0).to(margin)
 
 

@@ -25,25 +25,24 @@ from valence.types import MicroBatch, Ranked
 
 Tokens = Mapping[str, Tensor]
 Needs = tuple[tuple[str, str, Any], ...]
-"""Each a setting, another one, and the value of that without which it is not read."""
+"""A setting, another setting, and the value of the other one that makes the first effective."""
 Share = Annotated[float, Ge(0), Le(1)]
 Low = Annotated[float, Lt(0)]
 High = Annotated[float, Gt(0)]
-MOST = 40.0  # nats; the square of e to more of them would be infinite in float32
+MAX_NATS = 40.0  # exp(x)**2 of more would overflow in float32
 
 
 def humanline(
     tokens: Tokens, batch: MicroBatch, *, humanline: tuple[Low, High] | None = None
 ) -> Named:
-    """Clamps each token's log-ratio, beyond which it has no gradient: people do not perceive more.
+    """Clamp the log-ratio of each token, because people do not perceive larger changes.
 
     d_t = clamp(logp_t - ref_t, low, high), r = sum_t d_t. Ethayarajh et al. 2025, arXiv 2509.24207.
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    humanline: the range [low, high] of a token's log-ratio (nats), with 0 inside it, published as
-        [-1.0, 1.5]; null for no
-        clamping. Goes with reference.sync_every.
+    humanline: the range [low, high] of a token's log-ratio (nats), around 0; the paper uses
+        [-1.0, 1.5]; null clamps nothing. Use it with reference.sync_every.
     """
     del batch
     assert humanline is not None
@@ -54,22 +53,21 @@ def humanline(
 
 
 def unclamped(tokens: Tokens, settings: Settings) -> Metrics:
-    """The share of tokens whose log-ratio lies inside the range of ``humanline``."""
+    """The share of tokens whose log-ratio is inside the range of ``humanline``."""
     low, high = settings["humanline"]
     d = tokens["logp_t"].detach() - tokens["ref_t"]
     return {"humanline/unclamped": mean(((d >= low) & (d <= high)).to(d))}
 
 
 def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Named:
-    """Counts the tokens by which one answer is longer than the other for less, in policy and
-    reference alike.
+    """Reduce the weight of tokens beyond the length of the shorter side, in policy and reference.
 
-    Token t of an answer counts alpha times where t > min(n_w, n_l). Liu et al. 2024, arXiv
+    Token t of a completion counts alpha times if t > min(n_w, n_l). Liu et al. 2024, arXiv
     2409.06411 (LD-DPO).
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    ld_alpha: what a token beyond the length of the shorter answer counts; 1 changes nothing.
+    ld_alpha: weight of a token beyond the length of the shorter side; 1 changes nothing.
     """
     n = lengths(batch, tokens["logp_t"])
     chosen, rejected = sides(batch)
@@ -84,7 +82,7 @@ def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Nam
 
 
 def places(batch: MicroBatch) -> Tensor:
-    """How many tokens of its own sequence are read before each token: [N]."""
+    """Number of scored tokens of the same sequence before each token: [N]."""
     owner = batch.cpu_scored[1]
     order = owner.argsort(stable=True)  # the rows of a sequence ascend
     counts = owner.bincount(minlength=batch.sequences)
@@ -94,13 +92,11 @@ def places(batch: MicroBatch) -> Tensor:
 
 
 def smoothing(view: Named, *, label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0) -> Named:
-    """The probability that a verdict is wrong: what the row says of its own (1 - soft), else the
-    setting.
+    """Probability that a label is wrong: 1 - soft of the row if given, else the setting.
 
     wrong[P] = 1 - soft, or e = label_smoothing.
 
-    label_smoothing: assumed share of pairs whose verdict is wrong, where a row does not say it by
-        its column `soft`.
+    label_smoothing: assumed share of wrong labels; rows with a column `soft` use that instead.
     """
     soft = view["soft"]
     return {**view, "wrong": (1 - soft).masked_fill(soft.isnan(), label_smoothing)}
@@ -112,14 +108,14 @@ def f_divergence(
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
     f_alpha: Annotated[float, Gt(0), Lt(1)] = 0.5,
 ) -> Named:
-    """Keeps the policy near the reference by another divergence: replaces r by f'(u), u = exp(r).
+    """Regularize with another divergence: replace r by f'(u), u = exp(r).
 
     forward_kl: 1 - exp(-r); js: log 2 + log s(r); alpha: (1 - exp(-a*r)) / a; reverse_kl: r.
-    Wang et al. 2023, arXiv 2309.16240, Tab. 1. Exponents are cut at 40 nats.
+    Wang et al. 2023, arXiv 2309.16240, Tab. 1. Exponents are clamped to 40 nats.
 
     view: logp_w, logp_l, ref_w, ref_l [P] (nats).
 
-    f_divergence: the divergence from the reference that the loss implies.
+    f_divergence: the divergence from the reference that the loss regularizes.
     f_alpha: the a of `f_divergence: alpha`, between reverse KL (towards 0) and forward KL (towards
         1).
     """
@@ -128,7 +124,7 @@ def f_divergence(
         if f_divergence == "js":
             return math.log(2) + logsigmoid(r)
         power = 1.0 if f_divergence == "forward_kl" else f_alpha
-        return -torch.expm1((-power * r).clamp(max=MOST)) / power
+        return -torch.expm1((-power * r).clamp(max=MAX_NATS)) / power
 
     ratios = {side: view[f"logp_{side}"] - view[f"ref_{side}"] for side in "wl"}
     scored = {f"logp_{side}": score(r) for side, r in ratios.items()}
@@ -136,14 +132,14 @@ def f_divergence(
 
 
 def wpo(view: Named, *, wpo: bool = False) -> Named:
-    """Weights a pair by how likely the policy is to sample both completions itself.
+    """Weight a pair by the probability that the policy samples both completions.
 
     w = min(1, exp(c_w + c_l)), c = mean_t(logp_t - log sum_v p_v^2), without a gradient.
     Zhou et al. 2024, arXiv 2406.11827, Eq. 5, with the upper bound of the authors' code.
 
     view: confidence_w[P], confidence_l[P] (the c of both sides, nats).
 
-    wpo: weight pairs in this way.
+    wpo: turn the weighting on.
     """
     del wpo
     confidence = view["confidence_w"] + view["confidence_l"]
@@ -156,7 +152,7 @@ def nll(
     nll_weight: Annotated[float, Ge(0)] = 0.0,
     nll_average: Literal["token", "sequence"] = "token",
 ) -> Tensor:
-    """Adds the negative log-likelihood of the chosen answer.
+    """Add the negative log-likelihood of the chosen completion.
 
     nll_weight * -logp_w over all chosen tokens of the step (token), or nll_weight * -logp_w / n_w
     over its pairs (sequence). Pang et al. 2024, arXiv 2404.19733 (RPO), Eq. 1; Xu et al. 2024,
@@ -164,9 +160,9 @@ def nll(
 
     view: logp_w[P] (nats), n_w[P] (tokens).
 
-    nll_weight: weight of the chosen answer's negative log-likelihood.
-    nll_average: over what it is a mean: all chosen tokens of the step, or the answers, each of
-        which is a mean over its tokens.
+    nll_weight: weight of the chosen completion's negative log-likelihood.
+    nll_average: token averages over all chosen tokens of the step; sequence averages over the
+        tokens of each completion, then over completions.
     """
     loss = -nll_weight * view["logp_w"]
     return loss if nll_average == "token" else loss / view["n_w"]
@@ -182,16 +178,15 @@ def kl_penalty(
     kl_weight: Annotated[float, Ge(0)] = 0.0,
     kl_estimator: Literal["k2", "k3"] = "k3",
 ) -> Tensor:
-    """Adds an estimate of the divergence from the reference, token by token, averaged as the loss
-    is.
+    """Add a per-token estimate of the KL from the reference, averaged as the loss.
 
     kl_weight * k2 or k3 of logp_t - ref_t. Shao et al. 2024, arXiv 2402.03300, Eq. 4 (k3). Schulman
-    2020, "Approximating KL divergence". k1 is not offered: as a loss its gradient averages to
-    nothing.
+    2020, "Approximating KL divergence". k1 is not available, because its gradient
+    averages to 0.
 
     view: logp_t[T], ref_t[T] (nats).
 
-    kl_weight: weight of the divergence from the reference.
+    kl_weight: weight of the KL from the reference.
     kl_estimator: k2 (half the squared log-ratio), or k3 (exp(x) - x - 1, x = ref - logp), which
         follows KL(reference, policy).
     """
@@ -201,29 +196,26 @@ def kl_penalty(
 
 
 def correction(view: Named, *, correction: High | None = 2.0) -> Named:
-    """Counts tokens for more or less where the sampler has given them another probability than the
-    policy that it stands for.
+    """Correct for a sampler whose probabilities differ from those of the policy.
 
-    weight * min(exp(old_t - sampler_t), correction), without a gradient; of sums over the answer
-    for losses of whole answers. Ionides 2008 (truncated importance sampling). Only where the
-    sampler's log-probabilities are known.
+    weight * min(exp(old_t - sampler_t), correction), without a gradient; with sums over the
+    completion for losses of whole completions. Ionides 2008 (truncated importance sampling).
+    Needs the sampler's log-probabilities.
 
     view: old_t[T], sampler_t[T], or old[S], sampler[S] (nats).
 
-    correction: largest weight; null to take the sampler for the policy.
+    correction: largest weight; null applies no correction.
     """
     assert correction is not None
     for end in ("", "_t"):
         if f"sampler{end}" in view:
-            apart = (view[f"old{end}"] - view[f"sampler{end}"]).clamp(max=math.log(correction))
-            return {**view, f"weight{end}": view[f"weight{end}"] * apart.exp()}
+            log_weight = (view[f"old{end}"] - view[f"sampler{end}"]).clamp(max=math.log(correction))
+            return {**view, f"weight{end}": view[f"weight{end}"] * log_weight.exp()}
     return view
 
 
 def corrected(tokens: Tokens, settings: Settings) -> Metrics:
-    """How far sampler and policy are apart (nats per token, on average over the sampler's tokens
-    not below 0), and the share of weights, of tokens or answers, that were held at ``correction``.
-    """
+    """KL(sampler || policy) in nats per token, and the share of weights capped at the limit."""
     if "sampler_t" not in tokens:
         return {}
     end = "" if "sampler" in tokens else "_t"
@@ -241,18 +233,18 @@ def value(
     value_weight: Annotated[float, Ge(0)] = 0.1,
     value_clip: High | None = 0.2,
 ) -> Tensor:
-    """Adds the error of the value head, token by token, averaged as the loss is.
+    """Add the per-token error of the value head, averaged as the loss.
 
-    value_weight * 0.5*max((V - G)^2, (clip(V, V_old +- value_clip) - G)^2), V_old = V when the
-    answer was sampled. Schulman et al. 2017, arXiv 1707.06347, Eq. 9; the clip is that of its
-    published code. 0 for answers without a return G, as stored ones.
+    value_weight * 0.5*max((V - G)^2, (clip(V, V_old +- value_clip) - G)^2), V_old = V at
+    sampling. Schulman et al. 2017, arXiv 1707.06347, Eq. 9; the clip is that of its
+    published code. 0 for completions without a return G, such as stored ones.
 
     view: critic_t[T] (V), value_t[T] (V_old), return_t[T] (G), units of reward.
 
-    value: train a value head; with a reward, ppo sets it itself.
-    value_weight: weight of the value head's error.
-    value_clip: how far an estimate may move from that of the sampled answer before its gradient
-        stops; null is no limit.
+    value: train a value head; ppo with a reward always does.
+    value_weight: weight of the error.
+    value_clip: how far an estimate may move from the one at sampling before its gradient stops;
+        null means no limit.
     """
     del value
     if "return_t" not in view:
@@ -269,29 +261,24 @@ def _value_error(view: Tokens, clip: float | None) -> Tensor:
 
 
 def valued(tokens: Tokens, settings: Settings) -> Metrics:
-    """Mean error of the value head as it is trained on, its mean estimate, and the share of the
-    returns' variance that it explains.
-    """
+    """Loss of the value head, its mean estimate, and the explained variance of the returns."""
     if "return_t" not in tokens:
         return {}
-    found = {name: values.detach() for name, values in tokens.items()}
+    detached = {name: values.detach() for name, values in tokens.items()}
     return {
-        "value/loss": mean(_value_error(found, settings["value_clip"])),
-        "value/mean": mean(found["critic_t"]),
-        "value/explained": Ranked(found["critic_t"], found["return_t"], "explained"),
+        "value/loss": mean(_value_error(detached, settings["value_clip"])),
+        "value/mean": mean(detached["critic_t"]),
+        "value/explained": Ranked(detached["critic_t"], detached["return_t"], "explained"),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Modifier:
-    """All that a loss is to know of one.
+    """A change of the inputs of a loss, or a term that is added to it.
 
-    ``idle``: the setting that turns it on, and its value at which nothing is changed.
-
-    wants: what the engine is to tell besides log-probabilities. average: of a term (None: that of
-    the loss, over tokens).
-    metrics: more numbers to report, of tokens and view as they were measured. refers: it reads the
-    reference.
+    idle: the setting that turns it on, and the value that turns it off. wants: outputs that the
+    policy model computes for it. average: of a term (None: that of the loss, over tokens).
+    metrics: additional metrics of the unmodified inputs. refers: whether it reads the reference.
     """
 
     fn: Callable[..., Any]
@@ -311,8 +298,8 @@ class Modifier:
     def acts(self, settings: Settings) -> bool:
         return settings[self.idle[0]] != self.idle[1]
 
-    def __call__(self, *given: Any, settings: Settings) -> Any:
-        return self.fn(*given, **among(settings, self.fn))
+    def __call__(self, *inputs: Any, settings: Settings) -> Any:
+        return self.fn(*inputs, **among(settings, self.fn))
 
 
 MODIFIERS: dict[str, Modifier] = {

@@ -1,9 +1,9 @@
 """Losses that read a chosen and a rejected completion of one prompt.
 
-All return one number per pair [P], not reduced.
+All return the unreduced loss of each pair [P].
 
-Throughout, s is the sigmoid, r = logp - ref (nats), d = r_w - r_l, and ``wrong`` is the probability
-that a verdict is wrong.
+Notation: s is the sigmoid, r = logp - ref (nats), d = r_w - r_l, and ``wrong`` is the probability
+that a label is wrong.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ Weight = Annotated[float, Ge(0)]
 
 
 def logistic(x: Tensor, wrong: Tensor | float, margin: Tensor | float = 0.0) -> Tensor:
-    """Cross-entropy of the verdict "x > 0" that is wrong with a known probability: -(1-e) log s(x -
-    margin) - e log s(-x).
+    """Logistic loss of a label that is wrong with probability e.
+
+    -(1-e) log s(x - margin) - e log s(-x), e = wrong.
     """
     return -(1 - wrong) * logsigmoid(x - margin) - wrong * logsigmoid(-x)
 
 
 def _gap(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor) -> Tensor:
-    """d = r_w - r_l [P]: by how much more than the reference the policy favours the chosen
-    completion (nats).
-    """
+    """d = r_w - r_l [P]: the difference of the log-ratios (nats)."""
     return (logp_w - ref_w) - (logp_l - ref_l)
 
 
@@ -43,17 +42,17 @@ def dpo(
     *,
     beta: Beta = 0.1,
 ) -> Tensor:
-    """Direct preference optimisation: raise the log-ratio of the chosen completion over that of the
-    rejected one.
+    """Direct preference optimization: raise the log-ratio of the chosen completion above that of
+    the rejected one.
 
     -(1-e) log s(beta*d - margin) - e log s(-beta*d), e = wrong. Rafailov et al. 2023, arXiv
     2305.18290, Eq. 7; with e > 0 it is conservative DPO.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of chosen and rejected (nats);
-    margin[P]: by how much the chosen one should win (units of beta*d; 0 when the data gives none);
+    margin[P]: required advantage of the chosen one (units of beta*d; 0 if the data has none);
     wrong[P]: probability.
 
-    beta: strength of the pull towards the reference.
+    beta: strength of the regularization towards the reference.
     """
     return logistic(beta * _gap(logp_w, logp_l, ref_w, ref_l), wrong, margin)
 
@@ -70,7 +69,7 @@ def dpo_norm(
     *,
     beta: Beta = 5.0,
 ) -> Tensor:
-    """Length-normalised DPO: the log-ratios are means over tokens, so that long completions do not
+    """Length-normalized DPO: log-ratios are means over tokens, so that long completions do not
     dominate.
 
     -(1-e) log s(x - margin) - e log s(-x), x = beta*(r_w/n_w - r_l/n_l), e = wrong. Lambert et al.
@@ -80,7 +79,8 @@ def dpo_norm(
     margin[P]: units of x;
     wrong[P]: probability.
 
-    beta: strength of the pull towards the reference, per nat and token, hence larger than for dpo.
+    beta: strength of the regularization towards the reference, per nat and token, so larger than
+        for dpo.
     """
     return logistic(
         beta * _gap(logp_w / n_w, logp_l / n_l, ref_w / n_w, ref_l / n_l), wrong, margin
@@ -90,16 +90,16 @@ def dpo_norm(
 def robust_dpo(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """DPO made unbiased for flipped verdicts: its expectation under the noise is the DPO loss of
-    the true verdicts.
+    """DPO without bias from flipped labels: its expectation under the noise is the DPO loss of the
+    true labels.
 
     (-(1-e) log s(beta*d) + e log s(-beta*d)) / (1-2e), e = wrong. Chowdhury et al. 2024, arXiv
     2403.00409, Sec. 3.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability, not
-    1/2, where a verdict says nothing and the loss has a pole.
+    1/2, where the loss has a pole.
 
-    beta: strength of the pull towards the reference.
+    beta: strength of the regularization towards the reference.
     """
     x = beta * _gap(logp_w, logp_l, ref_w, ref_l)
     return (-(1 - wrong) * logsigmoid(x) + wrong * logsigmoid(-x)) / (1 - 2 * wrong)
@@ -116,17 +116,16 @@ def ipo(
     tau: Beta = 0.1,
     normalize: bool = True,
 ) -> Tensor:
-    """Identity preference optimisation: regress the gap of log-ratios to a fixed target, so that it
-    cannot grow for ever.
+    """Identity preference optimization: regress the difference of log-ratios to a fixed target, so
+    that it cannot grow without limit.
 
-    (r_w/n_w - r_l/n_l - 1/(2*tau))^2, or (d - 1/(2*tau))^2 when not normalised. Azar et al. 2023,
+    (r_w/n_w - r_l/n_l - 1/(2*tau))^2, or (d - 1/(2*tau))^2 if not normalized. Azar et al. 2023,
     arXiv 2310.12036, Eq. 17.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens.
 
-    tau: strength of the pull towards the reference; the target gap is 1/(2*tau).
-    normalize: whether the gap is that of means over tokens, as the authors ran it, rather than of
-        sums.
+    tau: strength of the regularization towards the reference; the target difference is 1/(2*tau).
+    normalize: use means over tokens, as the authors did, rather than sums.
     """
     r_w, r_l = logp_w - ref_w, logp_l - ref_l
     gap = r_w / n_w - r_l / n_l if normalize else r_w - r_l
@@ -142,14 +141,14 @@ def hinge(
     *,
     beta: Beta = 0.1,
 ) -> Tensor:
-    """Hinge loss on the gap of log-ratios: nothing is learnt from a pair that is ahead by enough.
+    """Hinge loss on the difference of log-ratios: pairs that are far enough apart have no gradient.
 
     max(0, 1 - (beta*d - margin)). Liu et al. 2023, arXiv 2309.06657 (hinge-norm), where margin is
     0.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); margin[P]: units of beta*d.
 
-    beta: how soon a pair is ahead by enough, which is at d = (1 + margin)/beta.
+    beta: pairs have no gradient above d = (1 + margin)/beta.
     """
     return torch.relu(1 + margin - beta * _gap(logp_w, logp_l, ref_w, ref_l))
 
@@ -157,15 +156,15 @@ def hinge(
 def slic(
     logp_w: Tensor, logp_l: Tensor, *, margin: Weight = 1.0, nll_weight: Weight = 0.1
 ) -> Tensor:
-    """Sequence likelihood calibration: the chosen completion shall be likelier by a margin, and
-    stay likely.
+    """Sequence likelihood calibration: make the chosen completion more likely by a margin, and keep
+    it likely.
 
     max(0, margin - logp_w + logp_l) - nll_weight*logp_w. Zhao et al. 2023, arXiv 2305.10425, with
-    the chosen completion as the target of the regulariser. No reference model.
+    the chosen completion as the target of the regularizer. No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
-    margin: by how many nats the chosen completion should be likelier.
+    margin: target difference of the log-probabilities, nats.
     nll_weight: weight of the chosen completion's negative log-likelihood.
     """
     return torch.relu(margin - logp_w + logp_l) - nll_weight * logp_w
@@ -182,8 +181,8 @@ def simpo(
     beta: Beta = 2.0,
     gamma_beta_ratio: Weight = 0.5,
 ) -> Tensor:
-    """Simple preference optimisation: the mean log-probability is the reward, and the chosen one
-    shall win by gamma.
+    """Simple preference optimization: the reward is the mean log-probability, with a target margin
+    gamma.
 
     -(1-e) log s(x - margin) - e log s(-x), x = beta*(logp_w/n_w - logp_l/n_l) - gamma, gamma =
     gamma_beta_ratio*beta, e = wrong. Meng et al. 2024, arXiv 2405.14734, Eq. 6, where margin and e
@@ -193,43 +192,43 @@ def simpo(
     x; wrong[P]: probability.
 
     beta: scale of the reward, per nat and token.
-    gamma_beta_ratio: target gap of the mean log-probabilities (nats per token).
+    gamma_beta_ratio: target difference of the mean log-probabilities (nats per token).
     """
     return logistic(beta * (logp_w / n_w - logp_l / n_l - gamma_beta_ratio), wrong, margin)
 
 
 def cpo(logp_w: Tensor, logp_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Contrastive preference optimisation: DPO under a uniform reference, to be trained beside the
-    chosen one's likelihood.
+    """Contrastive preference optimization: DPO with a uniform reference, to be combined with the
+    likelihood of the chosen completion.
 
     -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417, whose objective adds the mean
     negative log-likelihood of the chosen completions. No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
-    beta: how soon the loss saturates.
+    beta: scale of the difference; larger values saturate the loss earlier.
     """
     return -logsigmoid(beta * (logp_w - logp_l))
 
 
 def _log_odds(mean: Tensor) -> Tensor:
-    """log(p/(1-p)) for log p = mean (nats), with log p held at -1e-6 or less: certainty has
-    infinite odds.
+    """log(p/(1-p)) for log p = mean (nats), clamped to at most -1e-6, since p = 1 has infinite
+    odds.
     """
     a = mean.clamp(max=-1e-6)
     return a - torch.where(a > -math.log(2), torch.log(-torch.expm1(a)), torch.log1p(-torch.exp(a)))
 
 
 def orpo(logp_w: Tensor, logp_l: Tensor, n_w: Tensor, n_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Odds-ratio preference optimisation: imitate the chosen completion while raising its odds over
-    the rejected one's.
+    """Odds-ratio preference optimization: imitate the chosen completion and raise its odds over
+    those of the rejected one.
 
     -logp_w/n_w - beta*log s(o_w - o_l), o = a - log(1 - exp a), a = logp/n. Hong et al. 2024, arXiv
     2403.07691, Eq. 6-7. No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens.
 
-    beta: weight of the odds-ratio term beside the likelihood (lambda in the paper).
+    beta: weight of the odds-ratio term (lambda in the paper).
     """
     mean_w, mean_l = logp_w / n_w, logp_l / n_l
     return -mean_w - beta * logsigmoid(_log_odds(mean_w) - _log_odds(mean_l))
@@ -238,14 +237,14 @@ def orpo(logp_w: Tensor, logp_l: Tensor, n_w: Tensor, n_l: Tensor, *, beta: Beta
 def apo_zero(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Anchored preference optimisation: the chosen completion up and the rejected one down, each
-    from the reference.
+    """Anchored preference optimization: raise the chosen completion and lower the rejected one,
+    each relative to the reference.
 
     1 - s(beta*r_w) + s(beta*r_l). D'Oosterlinck et al. 2024, arXiv 2408.06266, Eq. 7.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: how sharply the loss saturates.
+    beta: scale of the log-ratio; larger values saturate the loss earlier.
     """
     return torch.sigmoid(-beta * (logp_w - ref_w)) + torch.sigmoid(beta * (logp_l - ref_l))
 
@@ -253,14 +252,14 @@ def apo_zero(
 def apo_down(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Anchored preference optimisation for a policy better than its data: both completions down,
-    the rejected one further.
+    """Anchored preference optimization for a policy that is better than its data: lower both
+    completions, the rejected one further.
 
     s(beta*r_w) + 1 - s(beta*d). D'Oosterlinck et al. 2024, arXiv 2408.06266, Eq. 8.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: how sharply the loss saturates.
+    beta: scale of the log-ratio; larger values saturate the loss earlier.
     """
     return torch.sigmoid(beta * (logp_w - ref_w)) + torch.sigmoid(
         -beta * _gap(logp_w, logp_l, ref_w, ref_l)
@@ -270,16 +269,16 @@ def apo_down(
 def exo(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Efficient exact optimisation: the reverse divergence from the policy's verdict to the noisy
-    one of the data.
+    """Efficient exact optimization: the reverse KL from the preference of the policy to the
+    smoothed label.
 
     q (log q - log(1-e)) + (1-q) (log(1-q) - log e), q = s(beta*d), e = wrong. Ji et al. 2024, arXiv
     2402.00856, Eq. 16.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability, held
-    within [1e-6, 1 - 1e-6], since the divergence from a certain verdict is infinite.
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability,
+    clamped to [1e-6, 1 - 1e-6], since the divergence from a certain label is infinite.
 
-    beta: strength of the pull towards the reference.
+    beta: strength of the regularization towards the reference.
     """
     x, e = beta * _gap(logp_w, logp_l, ref_w, ref_l), wrong.clamp(1e-6, 1 - 1e-6)
     agree = torch.sigmoid(x) * (logsigmoid(x) - torch.log1p(-e))
@@ -289,15 +288,15 @@ def exo(
 def nca(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Noise-contrastive alignment: tell the chosen completion from draws of the reference, so that
-    it does not grow rarer.
+    """Noise-contrastive alignment: separate the chosen completion from samples of the reference, so
+    that it does not become less likely.
 
     -log s(beta*r_w) - 0.5 log s(-beta*r_w) - 0.5 log s(-beta*r_l). Chen et al. 2024, arXiv
     2402.05369, Sec. 4, for pairs.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: how sharply the loss saturates.
+    beta: scale of the log-ratio; larger values saturate the loss earlier.
     """
     x_w, x_l = beta * (logp_w - ref_w), beta * (logp_l - ref_l)
     return -logsigmoid(x_w) - 0.5 * (logsigmoid(-x_w) + logsigmoid(-x_l))
@@ -306,11 +305,11 @@ def nca(
 def bco_pair(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, delta: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Binary classifier optimisation on pairs: the implicit reward separates chosen from rejected
-    at the threshold delta.
+    """Binary classifier optimization on pairs: the implicit reward separates chosen and rejected
+    completions at the threshold delta.
 
     -log s(beta*r_w - delta) - log s(-(beta*r_l - delta)). Jung et al. 2024, arXiv 2404.04656. The
-    density ratio of its prompts is 1 here, as both sides of a pair have the same prompt.
+    density ratio of the prompts is 1, because both sides of a pair have the same prompt.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); delta[]: running mean of the
     implicit rewards of both kinds (units of beta*r), no gradient.
@@ -325,15 +324,14 @@ def bco_pair(
 def sppo(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Self-play preference optimisation with hard verdicts: regress each log-ratio to its own
-    target.
+    """Self-play preference optimization with hard labels: regress each log-ratio to a fixed target.
 
     (r_w - 1/(2*beta))^2 + (r_l + 1/(2*beta))^2. Wu et al. 2024, arXiv 2405.00675, with beta = 1/eta
     and win rates 1 and 0.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: strength of the pull towards the reference; the targets are +-1/(2*beta).
+    beta: strength of the regularization towards the reference; the targets are +-1/(2*beta).
     """
     target = 1 / (2 * beta)
     return (logp_w - ref_w - target).square() + (logp_l - ref_l + target).square()
@@ -348,15 +346,15 @@ def dpop(
     beta: Beta = 0.1,
     penalty: Weight = 50.0,
 ) -> Tensor:
-    """DPO-positive: DPO that also punishes making the chosen completion rarer than under the
+    """DPO-positive: DPO with a penalty if the chosen completion becomes less likely than under the
     reference.
 
     -log s(beta*(d - penalty*max(0, ref_w - logp_w))). Pal et al. 2024, arXiv 2402.13228, Sec. 4.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: strength of the pull towards the reference.
-    penalty: weight of each nat that the chosen completion has lost.
+    beta: strength of the regularization towards the reference.
+    penalty: weight of each nat that the chosen completion loses.
     """
     return -logsigmoid(
         beta * (_gap(logp_w, logp_l, ref_w, ref_l) - penalty * torch.relu(ref_w - logp_w))
@@ -372,17 +370,16 @@ def discopop(
     beta: Beta = 0.1,
     tau: Annotated[float, Gt(0), Le(1)] = 0.05,
 ) -> Tensor:
-    """Log-ratio modulated loss, found by search: logistic where the chosen completion is behind,
-    exponential where ahead.
+    """Log-ratio modulated loss, found by search: logistic for d < 0, exponential for d > 0.
 
     (1-m)*(-log s(x)) + m*exp(-x), x = beta*d, m = s(x/tau). Lu et al. 2024, arXiv 2406.08414, Eq.
     5. It is not convex: at d = 0 a small step lowers the chosen completion.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: strength of the pull towards the reference.
-    tau: width of the switch between the two forms (units of x); above 1 the loss would have no
-        bound in slope.
+    beta: strength of the regularization towards the reference.
+    tau: width of the transition between the two forms (units of x); above 1 the slope would be
+        unbounded.
     """
     x = beta * _gap(logp_w, logp_l, ref_w, ref_l)
     # m*exp(-x), whose factors overflow on their own

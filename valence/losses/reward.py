@@ -2,9 +2,8 @@
 
 One number per pair [P] or sequence [S].
 
-score[S, A]: of each sequence and attribute; target[S, A]: what was given for it; given[S, A]: False
-where nothing was, and the target is anything. A sequence's loss is the mean over the attributes
-that its row gives.
+score[S, A]: of each sequence and attribute; target[S, A]: its label or score; target_mask[S, A]:
+whether the row has one. A sequence's loss is the mean over the attributes that its row has.
 """
 
 from __future__ import annotations
@@ -40,31 +39,29 @@ def bradley_terry(
 def pointwise(
     score: Tensor,
     target: Tensor,
-    given: Tensor,
+    target_mask: Tensor,
     *,
     error: Literal["cross_entropy", "squared", "huber"] = "cross_entropy",
     huber_delta: Annotated[float, Gt(0)] = 1.0,
     verdict: Literal["auto", "label", "score", "attributes"] = "auto",
 ) -> Tensor:
-    """The reward model of single verdicts: thumbs, or real-valued scores of one attribute or
-    several.
+    """Reward model of single completions: thumbs, or scores of one or several attributes.
 
     cross_entropy: -t log s(score) - (1-t) log s(-score), with the target t in 0..1; squared: e^2, e
     = score - target;
     huber: e^2/2 up to |e| = huber_delta, from there on huber_delta*(|e| - huber_delta/2).
     Huber 1964 for the last; several attributes at once as in Wang et al. 2024, arXiv 2406.12845.
 
-    score[S, A]: of each sequence and attribute; target[S, A]: what its row gives; given[S, A]:
-    where it gives one.
+    score[S, A]: of each sequence and attribute; target[S, A]: the label or score of the row;
+    target_mask[S, A]: where the row has one.
 
-    error: cross_entropy for thumbs (1 up, 0 down) or probabilities; squared, or huber where some
-        scores are far off, for others.
-    huber_delta: the error (units of the score) from which on huber grows linearly.
-    verdict: what of a row is learnt, where it has more than one. auto: what all training rows have,
-        with cross_entropy of label,
-        score and attributes the first, else of score, attributes and label.
+    error: cross_entropy for thumbs (1 up, 0 down) or probabilities; squared for other scores, or
+        huber if some are far off.
+    huber_delta: the error (units of the score) above which huber grows linearly.
+    verdict: which label or score of a row to learn. auto: the first that all training rows have, in
+        the order label, score, attributes for cross_entropy, else score, attributes, label.
     """
-    del verdict  # says what the targets are, which they are by now
+    del verdict  # the targets were chosen by it before
     match error:
         case "cross_entropy":
             loss = torch.nn.functional.binary_cross_entropy_with_logits(
@@ -76,58 +73,51 @@ def pointwise(
             loss = torch.nn.functional.huber_loss(
                 score, target, reduction="none", delta=huber_delta
             )
-    return _over_given(loss, given)
+    return _attribute_mean(loss, target_mask)
 
 
 def ordinal(
     score: Tensor,
     target: Tensor,
-    given: Tensor,
+    target_mask: Tensor,
     thresholds: Tensor,
     *,
     levels: Annotated[int, Ge(2)] = 5,
 ) -> Tensor:
-    """The reward model of ordered levels, such as stars: by how much one exceeds another is
-    learned, not assumed.
+    """Reward model of ordered levels, such as stars; the distances between levels are learned.
 
     -log P(y = target), P(y <= k) = s(theta_k - score), with the target in 1..levels.
     The proportional odds of McCullagh 1980, J. R. Stat. Soc. B 42(2).
 
-    score[S, A], target[S, A], given[S, A]: as for pointwise; thresholds[levels - 1]: theta,
-    ascending, which belong to the model.
+    score[S, A], target[S, A], target_mask[S, A]: as for pointwise; thresholds[levels - 1]: theta,
+    ascending, parameters of the model.
 
-    levels: how many levels there are; the targets are 1 to this.
+    levels: number of levels; targets are 1 to this number.
     """
     assert len(thresholds) == levels - 1
     infinity = thresholds.new_full((1,), torch.inf)
-    level = torch.where(given, target, 1).long() - 1
+    level = torch.where(target_mask, target, 1).long() - 1
     above = torch.cat([thresholds, infinity])[level]
     below = torch.cat([-infinity, thresholds])[level]
-    # s(a) - s(b) = s(a) s(-b) (1 - exp(b - a)), without the difference of two numbers that are
-    # almost the same
-    # of a level that hardly any row has
+    # s(a) - s(b) = s(a) s(-b) (1 - exp(b - a)) avoids the difference of two almost equal numbers,
+    # which a level has that hardly any row uses
     gap = (above - below).clamp(min=torch.finfo(score.dtype).eps)
     loss = -logsigmoid(above - score) - logsigmoid(score - below) - (-torch.expm1(-gap)).log()
-    return _over_given(loss, given)
+    return _attribute_mean(loss, target_mask)
 
 
-def _over_given(loss: Tensor, given: Tensor) -> Tensor:
-    """The mean over attributes [S] of loss[S, A], of those that are given. 0 for a sequence without
-    any.
-    """
-    return torch.where(given, loss, 0).sum(1) / given.sum(1).clamp(min=1)
+def _attribute_mean(loss: Tensor, target_mask: Tensor) -> Tensor:
+    """Mean [S] of loss[S, A] over the attributes with a target; 0 for a sequence without any."""
+    return torch.where(target_mask, loss, 0).sum(1) / target_mask.sum(1).clamp(min=1)
 
 
-# What is reported
+# Metrics
 
 
 def paired_scores(
     view: Mapping[str, Tensor], rewards: None, settings: Mapping[str, Any]
 ) -> Metrics:
-    """Mean scores of both sides, the share of pairs whose chosen side has the larger one (a tie
-    counts half), and how far that is from the probability that the scores give: in bins, and as a
-    Brier score.
-    """
+    """Mean scores, accuracy (ties count half), and calibration error and Brier score of pairs."""
     chosen, rejected = view["score_w"].detach(), view["score_l"].detach()
     margin = chosen - rejected
     return {
@@ -144,55 +134,58 @@ def paired_scores(
 def single_scores(
     view: Mapping[str, Tensor], rewards: None, settings: Mapping[str, Any]
 ) -> Metrics:
-    """For each attribute (numbered when there are several): of thumbs the same as of pairs, and the
-    area under the ROC curve; of other targets correlations and the mean absolute error; of levels
-    also how often the median one is right.
+    """Metrics of each attribute (numbered if there are several).
+
+    Thumbs: those of pairs, and the AUC. Scores: correlations and mean absolute error. Levels: also
+    the accuracy of the median level.
     """
-    found: Metrics = {}
+    metrics: Metrics = {}
     columns = zip(
-        *(view[name].detach().unbind(1) for name in ("score", "target", "given")), strict=True
+        *(view[name].detach().unbind(1) for name in ("score", "target", "target_mask")), strict=True
     )
-    for a, (score, target, given) in enumerate(columns):
+    for a, (score, target, target_mask) in enumerate(columns):
         if "thresholds" in view:
-            numbers = _of_levels(score, target, given, view["thresholds"].detach())
+            numbers = _level_metrics(score, target, target_mask, view["thresholds"].detach())
         elif settings["error"] == "cross_entropy":
-            numbers = _of_thumbs(score, target, given)
+            numbers = _thumb_metrics(score, target, target_mask)
         else:
-            numbers = _correlated(score, target, given) | {
-                "rewards/error": mean_of((score - target).abs(), given)
+            numbers = _correlations(score, target, target_mask) | {
+                "rewards/error": mean_of((score - target).abs(), target_mask)
             }
-        found |= {
+        metrics |= {
             name if view["score"].shape[1] == 1 else f"{name}/{a}": number
             for name, number in numbers.items()
         }
-    return found
+    return metrics
 
 
-def _of_thumbs(score: Tensor, target: Tensor, given: Tensor) -> Metrics:
+def _thumb_metrics(score: Tensor, target: Tensor, target_mask: Tensor) -> Metrics:
     p, up = torch.sigmoid(score), target > 0.5
-    kept = torch.where(given, up.to(score), torch.nan)
+    labels = torch.where(target_mask, up.to(score), torch.nan)
     return {
-        "rewards/chosen": mean_of(score, given & up),
-        "rewards/rejected": mean_of(score, given & ~up),
-        "rewards/accuracies": mean_of(((score > 0) == up).to(score), given),
-        "rewards/brier": mean_of((p - target).square(), given),
-        "rewards/auc": Ranked(score, kept),
-        "rewards/calibration_error": Ranked(p, kept, "calibration_error"),
+        "rewards/chosen": mean_of(score, target_mask & up),
+        "rewards/rejected": mean_of(score, target_mask & ~up),
+        "rewards/accuracies": mean_of(((score > 0) == up).to(score), target_mask),
+        "rewards/brier": mean_of((p - target).square(), target_mask),
+        "rewards/auc": Ranked(score, labels),
+        "rewards/calibration_error": Ranked(p, labels, "calibration_error"),
     }
 
 
-def _of_levels(score: Tensor, target: Tensor, given: Tensor, thresholds: Tensor) -> Metrics:
+def _level_metrics(
+    score: Tensor, target: Tensor, target_mask: Tensor, thresholds: Tensor
+) -> Metrics:
     level = 1 + (score[:, None] > thresholds).sum(1)  # the median one
-    return _correlated(score, target, given) | {
-        "rewards/accuracies": mean_of((level == target).to(score), given),
-        "rewards/error": mean_of((level - target).abs().to(score), given),
+    return _correlations(score, target, target_mask) | {
+        "rewards/accuracies": mean_of((level == target).to(score), target_mask),
+        "rewards/error": mean_of((level - target).abs().to(score), target_mask),
     }
 
 
-def _correlated(score: Tensor, target: Tensor, given: Tensor) -> Metrics:
-    kept = torch.where(given, target, torch.nan)
+def _correlations(score: Tensor, target: Tensor, target_mask: Tensor) -> Metrics:
+    labels = torch.where(target_mask, target, torch.nan)
     return {
-        "rewards/mean": mean_of(score, given),
-        "rewards/pearson": Ranked(score, kept, "pearson"),
-        "rewards/spearman": Ranked(score, kept, "spearman"),
+        "rewards/mean": mean_of(score, target_mask),
+        "rewards/pearson": Ranked(score, labels, "pearson"),
+        "rewards/spearman": Ranked(score, labels, "spearman"),
     }

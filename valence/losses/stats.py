@@ -1,5 +1,5 @@
-"""Numbers that a loss needs about the whole optimizer step before its first gradient, and those it
-keeps from step to step.
+"""Statistics of a whole optimizer step that losses need before the first gradient, and running
+statistics over steps.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from valence.losses.views import sum_by_index
 
 
 class GroupScope(TypedDict):
-    """Reference points of published systems: one for each run of ``group`` examples in step order,
+    """Reference points as in published systems: one per ``group`` consecutive examples of a step,
     paired cyclically.
     """
 
-    group: Annotated[int, Ge(2)]  # of one, a row would be paired with itself
+    group: Annotated[int, Ge(2)]  # a group of one would pair a row with itself
     pairing: Literal["next", "previous", "reversed"]
 
 
@@ -32,27 +32,26 @@ def mismatched_kl(
     *,
     z0_scope: Literal["step"] | GroupScope = "step",
 ) -> Tensor:
-    """Sums and counts of logp - ref over mismatched completions: [2, groups], to be added up over
-    micro-batches and processes.
+    """Sums and counts of logp - ref over mismatched completions: [2, groups].
 
-    logp[S], ref[S]: summed log-probabilities of a completion behind a prompt that it does not
-    answer (nats);
-    group[S]: which reference point a sequence counts towards.
+    Add them up over micro-batches and processes.
+
+    logp[S], ref[S]: summed log-probabilities of a completion after a mismatched prompt (nats);
+    group[S]: index of the reference point that a sequence counts towards.
 
     z0_scope: step (one reference point for the whole optimizer step, over all processes), or
-        {group: N, pairing: next |
-        previous | reversed} to reproduce runs of other systems: one for each N examples in step
-        order.
+        {group: N, pairing: next | previous | reversed} (one per N examples in step order) to
+        reproduce runs of other systems.
     """
-    del z0_scope  # says how sequences were grouped and paired, which has happened by now
+    del z0_scope  # sequences were grouped and paired by it before
     return sum_by_index(torch.stack([(logp - ref).detach(), torch.ones_like(logp)]), group, groups)
 
 
 def reference_point(sums: Tensor) -> tuple[Tensor, Tensor]:
     """z0 = max(0, sum/count) of each group, and the same without the clamp: both [groups], in nats.
 
-    arXiv 2402.01306, Sec. 4.1. The clamp comes after the sums of all micro-batches and processes
-    were added, never before: the mean of clamped means is biased upward.
+    arXiv 2402.01306, Sec. 4.1. Clamp only after adding the sums of all micro-batches and
+    processes: the mean of clamped means is biased upward.
     """
     raw = sums[0] / sums[1]
     return raw.clamp(min=0), raw
@@ -61,39 +60,38 @@ def reference_point(sums: Tensor) -> tuple[Tensor, Tensor]:
 def class_weights(
     n_up: int, n_down: int, *, class_weights: Literal["given", "auto"] = "given"
 ) -> tuple[float, float]:
-    """Weights (desirable, undesirable) under which both classes count the same: the smaller one's
-    is raised.
+    """Weights (desirable, undesirable) that balance both classes by raising the smaller one.
 
     (desirable_weight * n_up) / (undesirable_weight * n_down) = 1. arXiv 2402.01306, Sec. 4.2,
     advises 1 to 4/3.
 
-    n_up, n_down: examples of each class. With a class that is absent both are 1.
+    n_up, n_down: examples of each class. If one is 0, both weights are 1.
 
-    class_weights: given (desirable_weight and undesirable_weight, as they are set), or auto (the
-        weight of the smaller class is
-        set so that both classes count the same).
+    class_weights: given (use desirable_weight and undesirable_weight), or auto (raise the weight of
+        the smaller class to balance both).
     """
-    del class_weights  # says whether this is asked
+    del class_weights  # read by the caller
     if not n_up or not n_down:
         return 1.0, 1.0
     return max(1.0, n_down / n_up), max(1.0, n_up / n_down)
 
 
 def powers(scores: Tensor) -> Tensor:
-    """Count, sum and sum of squares of scores[S]: [3], to be added up over processes."""
+    """Count, sum and sum of squares of scores[S]: [3]. Add them up over processes."""
     return torch.stack([scores.new_full((), scores.numel()), scores.sum(), (scores * scores).sum()])
 
 
 def moments(powers: Tensor) -> Tensor:
-    """Mean and (population) standard deviation: [2]."""
+    """Mean and population standard deviation: [2]."""
     n, total, squares = powers
     mean = total / n
     return torch.stack([mean, (squares / n - mean * mean).clamp(min=0).sqrt()])
 
 
 def class_sums(view: Mapping[str, Tensor]) -> Tensor:
-    """Sum of logp - ref (nats) and count of desirable (or chosen) and of undesirable (or rejected)
-    answers: [2, 2], to be added up over micro-batches and processes.
+    """Sums of logp - ref (nats) and counts of both classes, or sides of pairs: [2, 2].
+
+    Add them up over micro-batches and processes.
     """
     if "label" in view:
         ratios, up = (view["logp"] - view["ref"]).detach(), view["label"]
@@ -109,19 +107,18 @@ def class_sums(view: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RewardShift:
-    """BCO's delta: the running mean over steps of the point half-way between the mean rewards of
-    both classes.
+    """BCO's delta: the running mean over steps of the midpoint of both classes' mean rewards.
 
     m_k = (mean over desirable + mean over undesirable) / 2 of beta*r; delta_k = delta_{k-1} + (m_k
-    - delta_{k-1}) / k from delta_0 = 0. Jung et al. 2024, arXiv 2404.04656, Sec. 3.1. A step that
-    lacks a class leaves it as it is.
+    - delta_{k-1}) / k from delta_0 = 0. Jung et al. 2024, arXiv 2404.04656, Sec. 3.1. A step
+    without one of the classes does not change it.
     """
 
     delta: float = 0.0
     steps: int = 0
 
     def after(self, sums: Tensor, beta: float) -> RewardShift:
-        """With the ``class_sums`` of one more step."""
+        """The shift after a step with these ``class_sums``."""
         if not bool(sums[:, 1].all()):
             return self
         middle = beta * float((sums[:, 0] / sums[:, 1]).mean())

@@ -1,6 +1,6 @@
-"""Losses that read one completion and its verdict.
+"""Losses that read one completion and its label.
 
-All return one number per sequence [S], not reduced.
+All return the unreduced loss of each sequence [S].
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def kto(
     desirable_weight: Weight = 1.0,
     undesirable_weight: Weight = 1.0,
 ) -> Tensor:
-    """Kahneman-Tversky optimisation: push r = logp - ref above (thumbs up) or below (thumbs down)
-    the reference point z0.
+    """Kahneman-Tversky optimization: raise r = logp - ref above the reference point z0 for thumbs
+    up, and lower it below z0 for thumbs down.
 
     desirable: w_D * (1 - s(beta*(r - z0))); undesirable: w_U * (1 - s(beta*(z0 - r))).
     Ethayarajh et al. 2024, arXiv 2402.01306, Eq. 7-8, with the constant w subtracted out.
@@ -28,8 +28,7 @@ def kto(
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
     z0[S]: the reference point (nats), no gradient.
 
-    beta: how sharply the loss saturates; small values let the policy move further from the
-        reference.
+    beta: scale of the log-ratio; small values let the policy move further from the reference.
     desirable_weight: weight of thumbs up.
     undesirable_weight: weight of thumbs down.
     """
@@ -40,22 +39,22 @@ def kto(
 
 
 def apo_zero_unpaired(logp: Tensor, ref: Tensor, label: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Anchored preference optimisation without pairs: r up for thumbs up, down for thumbs down,
-    anchored at the reference.
+    """Anchored preference optimization without pairs: raise thumbs up and lower thumbs down, each
+    relative to the reference.
 
     desirable: 1 - s(beta*r); undesirable: s(beta*r), r = logp - ref.
     D'Oosterlinck et al. 2024, arXiv 2408.06266, Eq. 7, split into its two halves.
 
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up.
 
-    beta: how sharply the loss saturates.
+    beta: scale of the log-ratio; larger values saturate the loss earlier.
     """
     reward = beta * (logp - ref)
     return torch.where(label, torch.sigmoid(-reward), torch.sigmoid(reward))
 
 
 def bco(logp: Tensor, ref: Tensor, label: Tensor, delta: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Binary classifier optimisation: the implicit reward separates thumbs up from thumbs down at
+    """Binary classifier optimization: the implicit reward separates thumbs up and thumbs down at
     the threshold delta.
 
     desirable: -log s(beta*r - delta); undesirable: -log s(-(beta*r - delta)), r = logp - ref. Jung

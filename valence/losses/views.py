@@ -1,7 +1,7 @@
-"""What a loss may read: named tensors taken out of a micro-batch and the engine's answer.
+"""Views: the named tensors that losses read, from a micro-batch and the policy model's output.
 
-A loss names its inputs by its positional parameters; a view supplies exactly those. It is made of
-token columns, which have a number for every token that is read.
+A loss names its inputs by its positional parameters, and a view supplies them. Views are computed
+from token columns, which have one value for each of the N scored tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ Named = dict[str, Tensor]
 
 
 def token_columns(batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> Named:
-    """Of tokens that are read, in batch order: logp_t[N], ref_t[N] (log-probabilities, nats),
-    sum_sq_t[N] (of all probabilities),
-    critic_t[N] (value head's estimate, units of reward; both when asked for); score[S, A]: what a
-    reward model says.
+    """Columns of the scored tokens, in batch order.
 
-    What was known of them when they were sampled, by the names of ``Answer.columns``: old_t[N],
-    sampler_t[N] (nats), adv_t[N],
-    value_t[N] (critic_t at that time), return_t[N]. Where there is an adv_t and no old_t, the
-    policy has answered just now: old_t is what it says, without a gradient.
+    From the policy model and the reference: logp_t[N], ref_t[N] (nats), sum_sq_t[N] (sum of squared
+    probabilities), critic_t[N] (value estimate, units of reward); score[S, A] of a reward model.
+    From sampling, by the names of ``TokenizedCompletion.columns``: old_t[N], sampler_t[N] (nats),
+    adv_t[N], value_t[N] (critic_t at that time), return_t[N]. With adv_t and without old_t, the
+    current policy has just sampled the tokens: old_t is then logp_t without gradient.
     """
     rows = batch.scored
     columns = {
@@ -61,19 +59,19 @@ def sum_by_index(values: Tensor, index: Tensor, count: int) -> Tensor:
 
 
 def seq_sum(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Sums a token column [N] over each sequence: [S]."""
+    """Sum a token column [N] over each sequence: [S]."""
     return sum_by_index(values, batch.sequence_ids[batch.scored], batch.sequences)
 
 
 def lengths(batch: MicroBatch, like: Tensor) -> Tensor:
-    """n[S]: how many tokens of each sequence are read."""
+    """n[S]: number of scored tokens of each sequence."""
     return seq_sum(like.new_ones(len(batch.scored)), batch)
 
 
 def token_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """Tokens that are read, in batch order: logp_t, ref_t, old_t (of the policy that answered: for
-    stored answers the reference stands in), adv_t (advantage), n_t (tokens of its sequence),
-    weight_t (of its row), and what else is known: [N] each.
+    """The token columns [N], with n_t (tokens of the sequence) and weight_t (of the row).
+
+    Stored completions have no old_t: ref_t is used instead.
     """
     seq, logp = batch.sequence_ids[batch.scored], columns["logp_t"]
     named = {name: values for name, values in columns.items() if name.endswith("_t")}
@@ -83,8 +81,9 @@ def token_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
 
 
 def answer_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """Tokens that are read, and one number per sequence: logp[S], ref[S], old[S], sampler[S] (sums
-    over its tokens, nats), adv[S] (their mean), n[S] (tokens, at least 1), weight[S].
+    """The token view, and values per sequence, all [S].
+
+    logp, ref, old, sampler (sums, nats), adv (mean), n (tokens, at least 1) and weight.
     """
     named = token_view(batch, columns)
     sums = {
@@ -100,15 +99,16 @@ def answer_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
 
 
 def seq_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """One number per sequence. logp[S], ref[S] (sums over its tokens, nats), n[S] (tokens),
-    label[S], weight[S], unit[S] (its place in the step).
+    """Values per sequence, all [S].
+
+    logp, ref (sums over tokens, nats), n (tokens), label, weight and unit (example of the step).
     """
     logp = columns["logp_t"]
     named = {
         name[:-2]: seq_sum(columns[name], batch) for name in ("logp_t", "ref_t") if name in columns
     }
     named |= {"n": lengths(batch, logp), "weight": batch.weight.to(logp.dtype), "unit": batch.unit}
-    # the confidence that WPO weighs by: mean over tokens of log(p / sum_v p_v^2)
+    # the weight of WPO: mean over tokens of log(p / sum_v p_v^2)
     if "sum_sq_t" in columns:
         named["confidence"] = (
             seq_sum((logp - columns["sum_sq_t"].log()).detach(), batch) / named["n"]
@@ -119,19 +119,17 @@ def seq_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
 
 
 def sides(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Indices of the chosen and of the rejected sequence of each pair, both [P], in the order of
-    their units.
-    """
-    # All chosen sides come first, then as many rejected ones: no device has to be asked how many
-    # there are.
+    """Indices of the chosen and the rejected sequence of each pair, both [P], in unit order."""
+    # All chosen sides come first, then as many rejected ones, which needs no count from the device.
     order = (batch.side * (batch.unit.max() + 1) + batch.unit).argsort()
     chosen, rejected = order.chunk(2)
     return chosen, rejected
 
 
 def pair_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """One number per pair and side: logp_w, logp_l, ref_w, ref_l, n_w, n_l; margin, soft (NaN:
-    none), weight, unit: all [P].
+    """Values per pair, all [P].
+
+    logp_w, logp_l, ref_w, ref_l, n_w, n_l, margin, soft (NaN: none), weight and unit.
     """
     sums = seq_view(batch, columns)
     named = _of_pairs(batch, sums["weight"])
@@ -149,19 +147,20 @@ def _of_pairs(batch: MicroBatch, weight: Tensor) -> Named:
 
 
 def score_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """What a reward model is trained on, answer by answer: score[S, A], target[S, A], given[S, A]
-    (False where the row gives no target, which is then 0), weight[S].
+    """Inputs of reward models of single completions, one row per completion.
+
+    score[S, A], target[S, A] (0 where the row has none), target_mask[S, A], weight[S].
     """
     score = columns["score"]
     named = {"score": score, "weight": batch.weight.to(score.dtype)}
     if batch.target is not None:
-        given = ~batch.target.isnan()
-        named |= {"target": batch.target.nan_to_num().to(score.dtype), "given": given}
+        named["target"] = batch.target.nan_to_num().to(score.dtype)
+        named["target_mask"] = ~batch.target.isnan()
     return named
 
 
 def score_pair_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """What a reward model says of a pair: score_w[P], score_l[P]; margin[P], soft[P], weight[P]."""
+    """Inputs of reward models of pairs: score_w, score_l, margin, soft and weight, all [P]."""
     score = columns["score"][:, 0]
     chosen, rejected = sides(batch)
     return _of_pairs(batch, batch.weight.to(score.dtype)) | {

@@ -395,11 +395,11 @@ class Collector:
         )
         self._stop.is_synchronized = True
         raise UserError(
-            f"{len(failures)} of {len(scores)} answers have no score, {allowed}; the first: "
-            f"{failures[0]}",
+            f"{len(failures)} of {len(scores)} completions have no score, {allowed}; the first "
+            f"error: {failures[0]}",
             code="reward-failed" if is_strict else "reward-failures",
             where="reward",
-            fix="fix the reward, then run the same command again to resume from the last step",
+            fix="fix the reward function, then rerun the same command to resume",
         )
 
     def group(
@@ -425,8 +425,8 @@ class Collector:
                     reward - self._overlong_penalty(len(sampled[i].tokens))
                     for i, reward in zip(places, rewards, strict=True)
                 )
-                scored = tuple(sampled[i] for i in places)
-                groups.append(RolloutGroup(prompt.example, scored, shaped))
+                answers = tuple(sampled[i] for i in places)
+                groups.append(RolloutGroup(prompt.example, answers, shaped))
         tally.add("rollout/tied", [float(group.tied) for group in groups])
         tally.add("rollout/duplicates", duplicates([c.tokens for g in completions for c in g]))
         return groups
@@ -479,7 +479,7 @@ class Collector:
         builder = self._prepared.method.sample_builder
         assert builder is not None
         if "ref_t" in builder.reads and "ref" not in names:
-            # The divergence has no weight in the loss, so that there is no reference.
+            # The KL penalty has weight 0, so no reference was loaded.
             columns = [values | {"ref": values["old"]} for values in columns]
         remaining = iter(columns)
         return [
@@ -518,7 +518,7 @@ class Collector:
                 )
         finally:
             policy.train()
-        # Only now does the host wait for the device.
+        # Blocks on the device here, once.
         local = [row for batch, columns in parts for row in _split_by_unit(batch, columns)]
         rows = [row for rows in gathered(self._state.group, local) for row in rows]
         by_unit = {int(unit): values for unit, values in rows}

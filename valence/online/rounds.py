@@ -23,15 +23,14 @@ from valence.trainer.state import TrainState
 from valence.types import Prompt, TokenizedExample
 
 TIED = (
-    "the answers to each prompt are worth the same",
-    "look at the reward and the prompts, or raise rollout.num_rollouts or rollout.temperature",
+    "all completions of each prompt have the same reward",
+    "check the reward and the prompts, or raise rollout.num_rollouts or rollout.temperature",
 )
 UNPAIRED = (
-    "their answers are all to one prompt or all alike, and each is measured behind a prompt of "
-    "another one",
-    "raise train.batch_size, or give more prompts; online_apo_zero_unpaired does without",
+    "the completions belong to a single prompt or are identical, so they form no KL pairs",
+    "raise train.batch_size, add prompts, or use online_apo_zero_unpaired, which needs no KL pairs",
 )
-"""Why a round cannot be trained on, and what would help."""
+"""Why a round cannot be trained on, and the fix."""
 
 FIXES: dict[Exclusion, str] = {
     "tied": TIED[1],
@@ -39,17 +38,16 @@ FIXES: dict[Exclusion, str] = {
     "low_reward": "lower rollout.min_reward, or sample more (rollout.num_rollouts)",
     "worst": TIED[1],
 }
-"""What would help where most completions are excluded for one reason."""
+"""The fix for each reason, for the most frequent one."""
 
 
 class Rounds:
-    """The rounds of a run: each samples completions, scores them, and makes examples of them.
+    """The rounds of a run: each samples completions, scores them, and builds examples.
 
-    num_rounds: rounds that were sampled. num_prompts: prompts that were sampled, over all epochs.
-    units: the examples of the present round. steps: for each optimizer step that is left of the
-    round, the indices of its units. kl_beta: the adaptive KL coefficient, if it is adapted.
-    reward_digests: of each reward, what it was when it scored last. exclusions: of all rounds, see
-    ``RoundTally``.
+    num_rounds, num_prompts: rounds and prompts sampled so far, over all epochs. units: the examples
+    of the current round. steps: for each remaining optimizer step of the round, the indices of its
+    examples. kl_beta: the adaptive KL coefficient; None if it is fixed. reward_digests: digest of
+    each reward when it last scored. exclusions: of all rounds, see ``RoundTally``.
     """
 
     def __init__(
@@ -73,10 +71,10 @@ class Rounds:
         return self.collector.latest
 
     def prepare_step(self) -> None:
-        """Sample the next round when the present one has been trained on.
+        """Sample the next round if no step of the current one is left.
 
-        Raises Interrupted, which leaves everything as it was; NothingToLearnError when too many
-        rounds in a row had nothing to train on; UserError when rewards failed.
+        Raises Interrupted, which leaves the state unchanged; NothingToLearnError if too many
+        consecutive rounds give nothing to train on; UserError if rewards failed.
         """
         if self.steps:
             return
@@ -108,8 +106,8 @@ class Rounds:
             state.window.meter.add(means)
         if tally.failures:
             self._messages.warn(
-                f"round {self.num_rounds}: {len(tally.failures)} answers have no score; the "
-                f"first: {tally.failures[0]}"
+                f"round {self.num_rounds}: {len(tally.failures)} completions have no score; the "
+                f"first error: {tally.failures[0]}"
             )
 
     def next_step(self) -> StepExamples:
@@ -138,7 +136,7 @@ class Rounds:
     def resume(self, changed: Collection[str]) -> None:
         if "data.train" in changed:
             self.num_prompts = 0
-        # The round in progress was measured at the old temperature.
+        # The log-probabilities of the current round are at the old temperature.
         if "data.train" in changed or "rollout.temperature" in changed:
             self.steps = []
             self._set_units([])
@@ -151,17 +149,14 @@ class Rounds:
     # A round
 
     def _set_units(self, units: list[TokenizedExample]) -> None:
-        """Set the examples of the present round.
-
-        They are packed once, because the state is read at every step.
-        """
+        """Set the examples of the current round, packed once because every step reads the state."""
         self.units, self._packed = units, packed(units)
 
     def _sample_round(self, tally: RoundTally) -> list[TokenizedExample]:
         """Return the examples of a new round.
 
-        Prompts that teach nothing are replaced by others where the method asks for that, or where
-        nothing else is left.
+        Samples further prompts if the method replaces groups with equal rewards, or if no example
+        is left.
         """
         recipe, method = self._prepared.recipe, self._prepared.method
         rollout, batch_size = recipe.rollout, recipe.train.batch_size
@@ -189,17 +184,14 @@ class Rounds:
             most_frequent = max(EXCLUSIONS, key=lambda name: tally.exclusions.get(name, 0))
             reason = describe_exclusions(tally.exclusions), FIXES[most_frequent]
         raise NothingToLearnError(
-            f"{rollout.max_resample + 1} rounds in a row had nothing to teach: {reason[0]}",
+            f"{rollout.max_resample + 1} consecutive rounds gave nothing to train on: {reason[0]}",
             code="nothing-to-learn",
             where=f"step {self._state.step}",
             fix=reason[1],
         )
 
     def _next_prompts(self, count: int) -> list[RolloutPrompt]:
-        """Return the next prompts, which are shuffled in each epoch.
-
-        A round may reach into the next epoch.
-        """
+        """Return the next prompts; each epoch shuffles them, and a round may span two epochs."""
         corpus = self._prepared.corpora["train"]
         assert self._sampler is not None
         prompts: list[RolloutPrompt] = []
@@ -234,10 +226,7 @@ class Rounds:
         self.num_prompts = num_prompts
 
     def _measure(self, groups: Sequence[RolloutGroup], tally: RoundTally) -> list[RolloutGroup]:
-        """Return the groups with the token columns that the method reads.
-
-        Completions of another model are not measured.
-        """
+        """Add the token columns that the method reads, except for completions of other models."""
         if self._prepared.recipe.rollout.engine == "openai":
             return list(groups)
         measured = self.collector.measure(groups, self.collector.token_columns, tally)
@@ -251,7 +240,7 @@ class Rounds:
         return {**self._prepared.recipe.loss, **adaptive}
 
     def _count_excluded(self, groups: Sequence[RolloutGroup], tally: RoundTally) -> None:
-        """Count what the method must not train on, where it excludes completions one by one."""
+        """Count the completions that the method excludes from training."""
         builder, rollout = self._prepared.method.sample_builder, self._prepared.recipe.rollout
         assert builder is not None
         if builder.excludes is None:
@@ -264,9 +253,7 @@ class Rounds:
         tally.exclude(groups, sum(by_group, Counter[str]()), num_unused)
 
     def _has_kl_pairs(self, units: Sequence[TokenizedExample]) -> bool:
-        """Whether each completion can be paired with a prompt of another one, if the method does
-        that.
-        """
+        """Whether the examples form KL pairs, if the method needs them."""
         if not self._prepared.method.needs_kl_pairs:
             return True
         try:
@@ -276,7 +263,7 @@ class Rounds:
         return True
 
     def _split_into_steps(self, units: Sequence[TokenizedExample]) -> list[list[int]]:
-        """Return the units of each optimizer step of the round.
+        """Return the indices of the examples of each optimizer step.
 
         Each pass over the round shuffles the prompts and divides them among its steps.
         """
@@ -297,13 +284,13 @@ class Rounds:
         return steps
 
     def _warn_of_changed_rewards(self) -> None:
-        """Warn of rewards that have changed since they scored last, as no setting shows it."""
+        """Warn of reward functions whose code or model has changed since they last scored."""
         before, self.reward_digests = self.reward_digests, self.collector.reward_digests
         for name in before.keys() & self.reward_digests.keys():
             if before[name] != self.reward_digests[name]:
                 self._messages.warn(
-                    f"reward {name} has changed: answers from round {self.num_rounds} on are "
-                    f"judged by what it is now"
+                    f"reward {name} has changed: from round {self.num_rounds} on, completions are "
+                    f"scored by its new version"
                 )
 
     # State
@@ -321,7 +308,7 @@ class Rounds:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_rounds, self.num_prompts = state["done"], state["consumed"]
-        # None: it is not adapted, or was not until now.
+        # None: the coefficient is fixed, or was until now.
         if self.kl_beta is not None and state["kl_beta"] is not None:
             self.kl_beta = state["kl_beta"]
         self.reward_digests = state.get("judges", {})
