@@ -14,10 +14,9 @@ LARGEST = 141
 STEP = (
     f"A step has {cases.ROWS:,} rows of {cases.SHORTEST} to {cases.LONGEST:,} tokens, "
     f"{sum(cases.lengths()) / 1e6:.1f} million "
-    f"in all, a quarter of them prompts; {cases.AT_ONCE:,} run at once in a process; layers are "
-    f"recomputed "
-    "(`train.checkpointing: full`), products are in bfloat16, adapters have rank 16, and nothing "
-    "is in the reference cache yet."
+    f"in all, a quarter of them in prompts. Micro-batches have {cases.AT_ONCE:,} tokens, "
+    f"activations are recomputed (`train.checkpointing: full`), matrix products are in bfloat16, "
+    f"adapters have rank 16, and the reference cache is empty."
 )
 
 
@@ -34,38 +33,36 @@ def text() -> str:
 def _tables() -> Iterator[tuple[str, str, str]]:
     several = [f"{n} GPUs" for n in PROCESSES]
     yield (
-        "Memory of a GPU",
-        "GB, of `parallel.shard: off`, and of `full` on so many GPUs. An H100 has 80, an H200 141.",
+        "Memory per GPU",
+        "GB, with `parallel.shard: off`, and with `full` on N GPUs. An H100 has 80, an H200 141.",
         _table(["model, method", "off", *several], _memory()),
     )
     yield (
-        "What travels in a step",
-        "GB that come to each GPU in a step of sft; as many leave it.",
+        "Communication per step",
+        "GB that each GPU receives in a step of sft; it sends as many.",
         _table(["model, setting", *several], _volume()),
     )
     yield (
         "Throughput",
-        "Tokens per second and GPU; in brackets the seconds of a step, and the share of them "
-        "that products take. Weights are "
-        "split where `parallel.shard: auto` would on an H100.",
+        "Tokens per second and GPU; in brackets, seconds per step and the share of them in matrix "
+        "products. Weights are split as `parallel.shard: auto` would on an H100.",
         _table(["model, method", *several], _throughput()),
     )
     yield (
         "Balance",
-        "Mean work of a process by what is waited for: the share of its speed that the split of "
-        "a step leaves.",
-        _table(["rows a step", *several], _balance()),
+        "Mean work of a process divided by that of the slowest: the share of the ideal speed.",
+        _table(["rows per step", *several], _balance()),
     )
     yield (
         "Constants",
-        "None of them is measured by Valence yet.",
+        "Valence has not measured any of them yet.",
         _table(["", "value", "from"], cases.CONSTANTS),
     )
     yield (
-        "Beside published figures",
-        "Tokens per second and GPU of torchtitan, which trains by FSDP2 too, on Llama 3.1 8B "
-        "with rows of 8,192 tokens (December "
-        "2024, tables 1 and 3 of its llama3_h100_202412_torchtitan.md, not compiled).",
+        "Comparison with published figures",
+        "Tokens per second and GPU of torchtitan, which also uses FSDP2, on Llama 3.1 8B with rows "
+        "of 8,192 tokens (December 2024, tables 1 and 3 of its llama3_h100_202412_torchtitan.md, "
+        "not compiled).",
         _table(["", "predicted", "published", "ratio"], _published()),
     )
 

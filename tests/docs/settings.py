@@ -14,20 +14,41 @@ PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-Every setting of a recipe. Those of its `loss` section are its method's, and in [Losses](losses/index.md). `N` stands
-for an index in a list. A list may be given as its only item, and a model, data, a file of rows, a reward or a
-tracker by its name alone (`model: owner/model`, `data: rows.jsonl`). Paths are relative to the folder in which the
-command runs, and `~` is the home folder; data files are also looked up in the folder of the recipe. On the command line:
-`valence train RECIPE train.seed=1`. Made by `python -m tests.docs.settings`.
+All settings of a recipe, by section. Settings under `loss` depend on the method: see [Losses](losses/index.md).
+
+- To change a setting on the command line, append it: `valence train RECIPE train.seed=1`.
+- `N` stands for an index in a list. A list with one item can be written as that item.
+- A model, a dataset, a file of rows, a reward and a tracker can be written as a name (`model: owner/model`,
+  `data: rows.jsonl`).
+- Paths are relative to the folder in which you run the command, and `~` is your home folder. Data files are also looked
+  up in the folder of the recipe.
+
+`python -m tests.docs.settings` writes this page.
 """
 
+SECTIONS = {
+    "method": "The method",
+    "model": "The model to train",
+    "reference": "The reference model",
+    "data": "Training, evaluation and test rows",
+    "loss": "The loss",
+    "train": "Optimizer and steps",
+    "mix": "Additional losses",
+    "reward": "Rewards of online training",
+    "rollout": "Sampling completions in online training",
+    "value": "The value head of ppo",
+    "eval": "Evaluation",
+    "parallel": "Several processes",
+    "run": "The run: folder, checkpoints, trackers",
+}
+"""The title of each section."""
 
 RATES = """\
 ## Default learning rates
 
-`train.learning_rate: auto` takes the rate of the method, for all weights or for an adapter (`model.lora`,
-`model.adapter`). `valence check RECIPE` shows it, the run records it, and a resumed run keeps it. Small models take
-more: the rates in [recipes](recipes.md) are for 135 million weights.
+`train.learning_rate: auto` uses the rate of the method, for all weights or for an adapter (`model.lora`,
+`model.adapter`). `valence check RECIPE` shows it, the run records it, and a resumed run keeps it. Small models need
+larger rates: those in [recipes](recipes.md) are for 135 million weights.
 
 | methods | all weights | source | adapter | source |
 | --- | --- | --- | --- | --- |
@@ -35,8 +56,16 @@ more: the rates in [recipes](recipes.md) are for 135 million weights.
 
 
 def page() -> str:
-    """The page as it should be now."""
-    return f"{HEAD}\n{table([row for row in settings_table() if row.name != 'loss'])}\n{RATES}{rates()}"
+    """The content of the page."""
+    rows: dict[str, list[SettingRow]] = {}
+    for row in settings_table():
+        rows.setdefault(row.name.split(".")[0], []).append(row)
+    del rows["loss"]  # which has no settings in the schema
+    sections = "\n".join(
+        f"## {SECTIONS[name]}\n\n{table(rows[name])}" for name in SECTIONS if name in rows
+    )
+    assert rows.keys() <= SECTIONS.keys()
+    return f"{HEAD}\n{sections}\n{RATES}{rates()}"
 
 
 def rates() -> str:
@@ -51,7 +80,7 @@ def rates() -> str:
 
 def table(rows: Sequence[SettingRow]) -> str:
     """A table of settings."""
-    lines = ["| setting | takes | default | meaning |", "| --- | --- | --- | --- |"]
+    lines = ["| setting | type | default | description |", "| --- | --- | --- | --- |"]
     lines += [
         f"| `{row.name}` | {_cell(row.type)} | `{row.default}` | {_cell(row.meaning)} |"
         for row in rows
