@@ -19,6 +19,7 @@ import torch
 
 from tests.contract import test_contract
 from tests.docs import losses as losses_page
+from tests.docs import pitfalls
 from tests.docs import settings
 from tests.docs.blocks import NUMBER, ROOT, Block, blocks, executed, refreshed, same_output
 from tests.golden import test_paired, test_whole_step, whole
@@ -289,16 +290,19 @@ def functions(path: str) -> frozenset[str]:
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
-def test_every_pitfall_has_a_test() -> None:
-    rows = [
-        line
-        for line in text("docs/pitfalls.md").splitlines()
-        if line.startswith("| ") and "---" not in line
-    ]
-    rows = [row for row in rows if not row.startswith("| what goes wrong")]
-    assert len(rows) >= 20
-    for row in rows:
-        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", row.split("|")[2]), row
+def test_the_page_of_pitfalls_is_up_to_date_and_its_tests_exist() -> None:
+    assert pitfalls.PAGE.read_text(encoding="utf-8") == pitfalls.page(), (
+        "run `python -m tests.docs.pitfalls`"
+    )
+    covered = [tests for mistakes in pitfalls.PITFALLS.values() for tests in mistakes.values()]
+    assert len(covered) >= 20
+    assert all(covered)
+    assert [
+        test
+        for tests in covered
+        for test in tests
+        if test.partition("::")[2] not in functions(test.partition("::")[0])
+    ] == []
 
 
 def test_the_rows_that_the_page_of_formats_shows_are_read() -> None:

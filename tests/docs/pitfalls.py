@@ -1,0 +1,342 @@
+"""``python -m tests.docs.pitfalls`` writes docs/pitfalls.md: known mistakes and the tests for each."""
+
+from __future__ import annotations
+
+from tests.docs.blocks import ROOT
+
+PAGE = ROOT / "docs" / "pitfalls.md"
+HEAD = """\
+# Pitfalls
+
+Mistakes that released alignment libraries have made, and the tests that show that Valence does not make them.
+"""
+
+PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
+    "The reference point of KTO": {
+        "Averaging the means of processes, or dividing a local mean by the number of "
+        "processes, instead of dividing one sum by one count": (
+            "tests/training/test_pitfalls.py::"
+            "test_the_reference_point_divides_the_sum_of_all_by_the_count_of_all",
+            "tests/training/test_pitfalls.py::"
+            "test_counts_and_the_reference_point_are_those_of_all_processes",
+        ),
+        "Clamping to zero before adding up processes, which biases the estimate upward": (
+            "tests/training/test_pitfalls.py::"
+            "test_the_reference_point_is_clamped_once_after_the_sum",
+        ),
+        "One estimate per micro-batch, so that its size changes the gradient": (
+            "tests/contract/test_contract.py::"
+            "test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order",
+        ),
+        "Pairing a row with itself: a step with one row, an odd number of rows paired in "
+        "reverse, the end of the data, two rows with the same text": (
+            "tests/batching/test_kl_pairs.py::test_the_partner_is_the_next_one_cyclically",
+            "tests/batching/test_kl_pairs.py::"
+            "test_a_step_of_one_takes_its_partner_from_the_following_examples",
+            "tests/batching/test_kl_pairs.py::test_the_short_tail_of_an_epoch_finds_partners",
+            "tests/batching/test_kl_pairs.py::test_two_rows_with_the_same_text_are_never_partners",
+            "tests/batching/test_kl_pairs.py::"
+            "test_every_prompt_gets_a_completion_of_another_prompt",
+        ),
+        "Fixing pairs when the data is prepared, so that rows cannot be shuffled or read by "
+        "several workers": (
+            "tests/batching/test_kl_pairs.py::test_partners_change_from_epoch_to_epoch",
+            "tests/data/test_sampler.py::test_seed_and_epoch_each_change_the_order",
+        ),
+        "Keeping the autograd graph of rows that need no gradient": (
+            "tests/training/test_pitfalls.py::test_mismatched_rows_run_without_a_graph",
+            "tests/contract/test_contract.py::test_measuring_sequences_get_no_gradient",
+        ),
+        "Including prompt tokens in the log-probabilities": (
+            "tests/contract/test_contract.py::test_a_token_of_the_prompt_is_context_only",
+            "tests/contract/test_contract.py::"
+            "test_prompts_get_no_gradient_and_answers_the_declared_direction",
+        ),
+        "Truncating a long mismatched completion to nothing": (
+            "tests/batching/test_kl_pairs.py::test_a_cut_never_leaves_nothing",
+        ),
+        "Truncating a long mismatched completion in place, so that its row stays short": (
+            "tests/batching/test_kl_pairs.py::"
+            "test_if_none_fits_the_next_is_cut_on_the_right_and_not_for_good",
+            "tests/training/test_pitfalls.py::test_a_pass_over_rows_leaves_them_as_they_were",
+        ),
+        "A second copy of the loss without class weights, or without the reference when "
+        "training an adapter": (
+            "tests/training/test_pitfalls.py::"
+            "test_class_weights_and_the_reference_are_the_same_under_an_adapter",
+            "tests/golden/test_unpaired.py::test_value_and_gradient",
+        ),
+    },
+    "Averages": {
+        "Averaging over the tokens of each micro-batch and then over micro-batches, or not "
+        "dividing by the number of micro-batches": (
+            "tests/contract/test_contract.py::"
+            "test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order",
+            "tests/golden/test_whole_step.py::test_a_whole_step_from_logits_to_the_number",
+        ),
+        "Averaging per process when counts differ": (
+            "tests/training/test_pitfalls.py::"
+            "test_counts_and_the_reference_point_are_those_of_all_processes",
+            "tests/reports/test_metrics.py::test_processes_are_pooled_by_count",
+        ),
+        "Logging an absent class as 0, which lowers the curve, or as NaN, which spoils the "
+        "evaluation": (
+            "tests/contract/test_contract.py::test_an_absent_class_is_left_out_and_never_zero",
+            "tests/reports/test_metrics.py::test_a_mean_over_nothing_is_left_out",
+        ),
+        "A mean that skips NaN and hides a real one": (
+            "tests/reports/test_metrics.py::test_a_number_that_is_not_finite_is_seen",
+            "tests/training/test_run.py::"
+            "test_a_step_that_is_not_finite_changes_nothing_and_names_its_rows",
+        ),
+        "Gathering values from all processes and splitting them by the labels of one process": (
+            "tests/reports/test_metrics.py::test_columns_of_processes_are_ranked_together",
+        ),
+        "Inferring masks or lengths from non-zero values, which fails at the first step, when"
+        " policy and reference are equal": (
+            "tests/training/test_pitfalls.py::"
+            "test_lengths_are_counted_from_the_mask_and_not_from_values",
+            "tests/contract/test_contract.py::test_finite_and_exact_when_policy_equals_reference",
+        ),
+        "Broadcasting one value per row against a matrix of tokens by mistake": (
+            "tests/training/test_pitfalls.py::"
+            "test_views_hold_one_number_per_sequence_pair_or_token",
+        ),
+        "Row weights that are divided by the number of tokens": (
+            "tests/training/test_pitfalls.py::test_a_row_counts_as_one_however_long_it_is",
+            "tests/contract/test_contract.py::test_a_weight_multiplies_and_never_divides",
+        ),
+    },
+    "Data": {
+        "Turning pairs into a block of chosen and a block of rejected completions without "
+        "shuffling": (
+            "tests/data/test_pitfalls.py::"
+            "test_pairs_that_became_judgements_are_mixed_in_every_step",
+            "tests/data/test_load.py::test_pairs_to_judgements_keeps_both_sides_next_to_each_other",
+            "tests/data/test_sampler.py::test_a_block_of_each_class_is_mixed",
+        ),
+        "Treating an unknown label as rejected, or as true because its text is not empty": (
+            "tests/data/test_formats.py::test_a_label_is_one_of_the_words_or_an_error",
+            "tests/data/test_formats.py::test_everything_else_is_no_label",
+            "tests/data/test_pitfalls.py::test_no_word_is_a_thumbs_up_because_it_is_not_empty",
+        ),
+        "Assuming that the tokens of the prompt are a prefix of those of the conversation: "
+        "the template renders it differently, or tokens merge where the completion starts": (
+            "tests/data/test_encode_rows.py::"
+            "test_prompt_that_renders_differently_once_answered_is_trained_on_as_it_is_sampled",
+            "tests/data/test_encode_template.py::"
+            "test_text_merging_over_the_boundary_is_noted_and_kept_apart",
+            "tests/data/test_encode_rows.py::test_training_sees_what_sampling_sees",
+        ),
+        "Training plain-text prompts without the chat template that sampling and the model "
+        "card use": (
+            "tests/training/test_chat_template.py::"
+            "test_training_sampling_scoring_and_the_card_agree_on_plain_text",
+        ),
+        "Training on text that the chat template inserts before a completion (empty "
+        "reasoning, channel headers)": (
+            "tests/data/test_real_templates.py::"
+            "test_the_mask_is_the_completion_and_the_end_of_the_turn",
+            "tests/data/test_real_templates.py::"
+            "test_training_continues_the_prompt_that_is_sampled_from",
+        ),
+        "Training on earlier turns as the template rewrites them, not as the model generates "
+        "them": ("tests/data/test_real_templates.py::test_every_assistant_turn_can_be_trained_on",),
+        "Ignoring end tokens of the generation config in sampling and training": (
+            "tests/training/test_chat_template.py::test_every_end_token_is_used_everywhere",
+            "tests/training/test_chat_template.py::"
+            "test_an_answer_that_ends_at_any_of_them_is_finished",
+        ),
+        "Two beginning-of-sequence tokens": (
+            "tests/data/test_encode_template.py::"
+            "test_one_bos_when_both_template_and_tokenizer_have_it",
+            "tests/data/test_encode_template.py::test_double_bos_that_a_row_brings_along_is_noted",
+        ),
+        "Leaving the end-of-turn token out of the loss mask, so that the model never learns "
+        "to stop": (
+            "tests/data/test_encode_rows.py::test_answers_end_where_the_template_ends_a_turn",
+            "tests/data/test_audit.py::test_ends_of_turns",
+        ),
+        "Adding an end-of-turn token to a truncated completion": (
+            "tests/data/test_encode_long.py::"
+            "test_cut_completion_takes_the_end_and_adds_no_end_of_turn",
+        ),
+        "An attention mask `ids != pad`, which hides every end-of-sequence token if the two "
+        "are equal": (
+            "tests/data/test_pitfalls.py::test_end_of_sequence_in_the_context_is_seen",
+            "tests/rollouts/test_hf.py::test_the_padding_token_has_no_influence",
+        ),
+        "Truncation that removes the last user turn": (
+            "tests/data/test_encode_long.py::"
+            "test_cut_prompt_takes_oldest_turns_and_keeps_system_and_last_user_turn",
+        ),
+        "Truncation that removes the whole completion": (
+            "tests/data/test_encode_long.py::test_cut_completion_never_leaves_an_empty_answer",
+        ),
+        "Rows that disappear without being counted, and truncated rows that stay in the loss": (
+            "tests/data/test_pitfalls.py::"
+            "test_no_stub_of_a_long_row_is_left_and_none_vanishes_uncounted",
+            "tests/data/test_audit.py::test_rows_not_used_with_reason_and_place",
+            "tests/data/test_encode_long.py::test_drop_leaves_long_rows_out_and_says_so",
+        ),
+        'One handler for all errors that reports them as "could not load"': (
+            "tests/data/test_malformed.py::test_what_is_wrong_is_said_once_with_place_and_remedy",
+            "tests/arch/test_budgets.py::test_no_handler_takes_every_error",
+        ),
+        "Losing the labels of the second of two files that share prompt ids": (
+            "tests/data/test_load.py::test_two_files_that_share_a_prompt_are_both_kept",
+        ),
+        "Computing the warm-up from a wrong number of steps": (
+            "tests/training/test_pitfalls.py::test_warm_up_and_decay_follow_the_steps_of_the_run",
+            "tests/training/test_optim.py::"
+            "test_warm_up_is_a_share_of_all_steps_or_a_number_of_steps",
+        ),
+        "Making no step on data smaller than a batch, and saving a final model anyway": (
+            "tests/training/test_pitfalls.py::test_data_smaller_than_a_batch_is_trained_on",
+            "tests/training/test_run.py::test_mistakes_are_found_before_a_model_is_loaded",
+        ),
+        "Evaluating on training data, without the last rows, or endlessly on a small set": (
+            "tests/training/test_pitfalls.py::"
+            "test_evaluation_measures_every_held_out_row_once_and_no_other",
+            "tests/training/test_run.py::test_a_run_writes_what_each_held_out_row_measured",
+            "tests/training/test_pitfalls.py::test_evaluating_changes_nothing",
+        ),
+        "Using the trained policy as the reference in evaluation, or loading an adapter frozen": (
+            "tests/training/test_pitfalls.py::test_the_reference_stays_where_the_policy_started",
+            "tests/training/test_run.py::test_one_continues_an_adapter_against_a_copy_of_it",
+        ),
+    },
+    "Several processes": {
+        "Waiting for a process without rows": (
+            "tests/distributed/test_fsdp.py::test_two_steps_of_several_processes_are_those_of_one",
+            "tests/distributed/test_run.py::test_every_number_is_that_of_one_process",
+        ),
+        "One process skips a step, stops, or retries with less memory while the others do not": (
+            "tests/distributed/test_fsdp.py::"
+            "test_all_processes_give_up_a_step_when_one_has_no_memory_left",
+            "tests/distributed/test_run.py::"
+            "test_a_signal_to_one_process_stops_all_and_any_number_goes_on",
+        ),
+        "Gradients that are not summed because the model was called around its wrapper": (
+            "tests/distributed/test_fsdp.py::test_two_steps_of_several_processes_are_those_of_one",
+        ),
+        "A cache on one process only, so that some processes compute and others do not": (
+            "tests/distributed/test_fsdp.py::test_processes_agree_whether_a_reference_is_computed",
+        ),
+        "A lost connection that makes a run hang forever": (
+            "tests/distributed/test_hosts.py::"
+            "test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on",
+        ),
+    },
+    "Resume": {
+        "Silently not restoring optimizer state, random state or logged totals": (
+            "tests/training/test_state.py::test_what_changes_in_training_is_saved",
+            "tests/training/test_state.py::test_state_that_is_not_saved_is_found",
+            "tests/training/test_state.py::test_every_generator_goes_on_where_it_was",
+        ),
+        "Saving only the first process's part of weights and optimizer state": (
+            "tests/distributed/test_run.py::"
+            "test_a_signal_to_one_process_stops_all_and_any_number_goes_on",
+            "tests/distributed/test_shards.py::"
+            "test_each_process_writes_its_own_parts_and_what_is_the_same_once",
+        ),
+        "Skipping the wrong rows at the second resume, or training nothing when resuming at "
+        "the end of an epoch": (
+            "tests/training/test_resume.py::"
+            "test_a_run_is_resumed_several_times_also_where_an_epoch_ends",
+            "tests/training/test_resume.py::test_a_killed_run_ends_as_an_undisturbed_one",
+        ),
+        "Skipping rows of a new dataset, as many as were trained on of the old one": (
+            "tests/training/test_resume_changed.py::test_none_of_the_new_rows_is_skipped",
+            "tests/training/test_resume_changed.py::"
+            "test_changed_rows_are_refused_with_the_difference",
+        ),
+        "Reading the step from the name of a file or of a parent folder": (
+            "tests/training/test_resume.py::test_no_number_is_read_from_a_path",
+        ),
+        "Silently accepting a changed setting or model": (
+            "tests/training/test_resume_changed.py::"
+            "test_a_changed_setting_is_refused_with_the_difference",
+            "tests/training/test_resume_changed.py::"
+            "test_another_model_in_the_same_place_is_noticed",
+        ),
+        "Reporting success for a run that trained nothing": (
+            "tests/training/test_resume.py::test_a_finished_run_is_left_as_it_is",
+            "tests/training/test_resume_changed.py::"
+            "test_a_longer_run_has_the_learning_rates_of_its_new_length",
+        ),
+        "An incomplete checkpoint, or replacing the only copy": (
+            "tests/crash/test_crash.py::test_every_operation_of_a_save_may_be_the_last",
+            "tests/crash/test_damage.py::"
+            "test_a_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_used",
+        ),
+        "State in a pickle": (
+            "tests/runs/test_unsafe.py::test_no_module_reads_or_writes_pickles",
+            "tests/runs/test_unsafe.py::test_weights_that_are_a_pickle_with_code_are_not_run",
+        ),
+    },
+    "Reference": {
+        "Cache keys that are too specific, so that every run of a sweep recomputes the values": (
+            "tests/training/test_score.py::test_the_second_run_of_a_sweep_runs_no_reference",
+            "tests/models/test_cache.py::test_sequences_are_found_in_whatever_company_and_layout",
+        ),
+        "Cache keys that are too general, so that values of another model, precision, prompt "
+        "or mask are used silently": (
+            "tests/models/test_cache.py::test_another_reference_or_another_precision_finds_nothing",
+            "tests/models/test_cache.py::"
+            "test_values_of_another_reference_are_refused_wherever_they_turn_up",
+            "tests/models/test_cache.py::"
+            "test_the_same_answer_behind_another_prompt_is_another_entry",
+            "tests/models/test_cache.py::test_what_is_measured_of_a_sequence_is_part_of_what_it_is",
+        ),
+        "A cache that fails or changes values for the losses that it was built for": (
+            "tests/training/test_score.py::test_a_run_whose_rows_were_scored_runs_no_reference",
+            "tests/training/test_score.py::test_the_log_is_the_same_with_and_without_a_cache",
+        ),
+        "A cache in a pickle, or in files whose values a crash or a flipped byte can change": (
+            "tests/models/test_log_prob_store.py::test_killed_again_and_again_while_it_fills",
+            "tests/models/test_log_prob_store.py::test_a_flipped_byte_anywhere_is_seen_and_named",
+        ),
+        "Loading a reference for a loss that does not read it": (
+            "tests/training/test_score.py::test_a_loss_without_a_reference_loads_none",
+        ),
+    },
+    "Policy model": {
+        "Packing that only restarts positions, so that sequences attend to each other": (
+            "tests/models/test_oracle.py::test_a_token_of_another_sequence_changes_nothing",
+            "tests/models/test_oracle.py::test_a_forest_equals_one_by_one_in_values_and_gradients",
+        ),
+        "Computing log-softmax in bfloat16": (
+            "tests/models/test_oracle.py::test_bfloat16_over_float32_masters_keeps_float32_logits",
+        ),
+        "Attention on CUDA whose compiler silently gives up after a few sizes and then stores"
+        " all scores, or a mask of all pairs": (
+            "tests/models/test_attention.py::"
+            "test_the_compiler_of_attention_has_room_for_every_size",
+            "tests/models/test_attention.py::test_no_block_is_left_out_in_which_something_is_seen",
+        ),
+    },
+}
+"""Section -> mistake -> the tests that cover it."""
+
+
+def page() -> str:
+    """The content of the page."""
+    parts = [HEAD]
+    for section, mistakes in PITFALLS.items():
+        parts.append(f"## {section}\n\n| mistake | tests |\n| --- | --- |")
+        for mistake, tests in mistakes.items():
+            files = dict.fromkeys(test.partition("::")[0] for test in tests)
+            links = ", ".join(f"[{_title(file)}](../{file})" for file in files)
+            parts.append(f"| {mistake} | {links} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _title(file: str) -> str:
+    """tests/training/test_run.py -> training/run."""
+    return file.removeprefix("tests/").removesuffix(".py").replace("/test_", "/")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
