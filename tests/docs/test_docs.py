@@ -19,8 +19,7 @@ import torch
 
 from tests.contract import test_contract
 from tests.docs import losses as losses_page
-from tests.docs import pitfalls
-from tests.docs import settings
+from tests.docs import pitfalls, settings
 from tests.docs.blocks import NUMBER, ROOT, Block, blocks, executed, refreshed, same_output
 from tests.golden import test_paired, test_whole_step, whole
 from valence import cli, losses
