@@ -116,7 +116,7 @@ def collect_votes(url: str, out: Path) -> None:
     )
     key = admin.headers["authorization"].removeprefix("Bearer ")
     valence(
-        out, "import", "open-webui", "--url", url, "--out", "feedback.jsonl",
+        out, "import", "open-webui", "--url", url, "--complete", "--out", "feedback.jsonl",
         environment={"OPEN_WEBUI_API_KEY": key},
     )  # fmt: skip
 

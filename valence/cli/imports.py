@@ -96,6 +96,14 @@ def import_(
     keep_reasoning: Annotated[
         bool, typer.Option("--keep-reasoning", help="Leave blocks of reasoning in completions.")
     ] = False,
+    complete: Annotated[
+        bool,
+        typer.Option(
+            "--complete",
+            help="The export has all votes of the tool: drop stored ones that are not in it, which "
+            "were withdrawn.",
+        ),
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files of rows that were edited.")
     ] = False,
@@ -151,6 +159,7 @@ def import_(
                 since=since,
                 model=model,
                 options=options,
+                is_complete=complete,
                 overwrite=overwrite,
                 console=terminal,
                 quiet=quiet,

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,12 +40,15 @@ PREVIOUS = "previous"
 
 @dataclass(frozen=True, slots=True)
 class MergeCounts:
-    """What became of the votes that were read. superseded: by later ones among them."""
+    """What became of the votes that were read. superseded: by later ones among them. withdrawn:
+    votes of earlier imports that do not count any more.
+    """
 
     new: int
     replaced: int
     unchanged: int
     superseded: int
+    withdrawn: int = 0
 
 
 def vote_line(vote: Vote) -> str:
@@ -61,39 +64,51 @@ def merge_votes(stored: Sequence[Vote], votes: Sequence[Vote]) -> tuple[list[Vot
 
     A vote that is replaced keeps its place; new ones come behind, in their order. The same votes
     again change nothing. Several new votes may have one id: comparisons with several completions.
+    A vote without a verdict withdraws those with its id or key, and is stored in their place, so
+    that an older export does not bring them back.
     """
-    incoming = {vote.key: vote for vote in latest_votes(votes)}
+    latest = latest_votes(votes)
+    newest = {_id(vote): vote for vote in latest}
+    incoming = {
+        vote.key: vote for vote in latest if vote.has_verdict == newest[_id(vote)].has_verdict
+    }
     place = {vote.key: number for number, vote in enumerate(stored)}
     merged: dict[int, Vote] = dict(enumerate(stored))
     keys_of: dict[tuple[str, str], set[str]] = defaultdict(set)
     for vote in stored:
         keys_of[_id(vote)].add(vote.key)
     order = {key: len(stored) + number for number, key in enumerate(incoming)}
-    new = replaced = unchanged = 0
+    new = replaced = unchanged = withdrawn = 0
     # newest first: what is older than a stored vote stays so, whatever else replaces that one
     for key, vote in sorted(incoming.items(), key=lambda each: -each[1].updated_at):
         stale = {other for other in keys_of[_id(vote)] if other not in incoming}
         rivals = sorted(place[other] for other in {key, *stale} if other in place)
         if any(merged[number].updated_at > vote.updated_at for number in rivals):
-            unchanged += 1
+            unchanged += vote.has_verdict
             continue
         same = place.get(key)
+        counted = [number for number in rivals if merged[number].has_verdict]
         if same is not None and _is_same(merged[same], vote):
-            unchanged += 1
-            kept = same
+            unchanged += vote.has_verdict
+            position = same
         else:
-            replaced += bool(rivals)
-            new += not rivals
-            kept = rivals[0] if rivals else order[key]
-            merged[kept] = vote
+            if not vote.has_verdict:
+                withdrawn += len(counted)
+            elif counted:
+                replaced += 1
+            else:
+                new += 1
+            position = rivals[0] if rivals else order[key]
+            merged[position] = vote
         for number in rivals:
-            if number != kept:
+            if number != position:
                 del merged[number]
         for other in stale:
             place.pop(other, None)
-        place[key] = kept
-    superseded = len(votes) - len(incoming)
-    counts = MergeCounts(new, replaced, unchanged, superseded)
+        place[key] = position
+    superseded = sum(vote.has_verdict for vote in votes)
+    superseded -= sum(vote.has_verdict for vote in incoming.values())
+    counts = MergeCounts(new, replaced, unchanged, superseded, withdrawn)
     return [merged[number] for number in sorted(merged)], counts
 
 
@@ -417,18 +432,16 @@ class ImportStore:
         files: dict[str, set[str]] = defaultdict(set)
         for vote in votes:
             files[vote.source].add(vote.origin.path)
-        times = [vote.updated_at for vote in votes if vote.updated_at]
+        num_votes = Counter(vote.source for vote in votes if vote.has_verdict)
+        times = [vote.updated_at for vote in votes if vote.updated_at and vote.has_verdict]
         return {
             "valence": __version__,
             "main": main,
             "sources": {
-                name: {
-                    "files": sorted(files[name]),
-                    "votes": sum(vote.source == name for vote in votes),
-                }
+                name: {"files": sorted(files[name]), "votes": num_votes[name]}
                 for name in sorted(files)
             },
-            "votes": len(votes),
+            "votes": num_votes.total(),
             "raters": len({(vote.source, vote.rater) for vote in votes if vote.rater}),
             "from": as_date(min(times)) if times else None,
             "to": as_date(max(times)) if times else None,

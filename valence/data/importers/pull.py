@@ -458,7 +458,7 @@ def pull_rows(
     environment that has the key, for two keys as ``PUBLIC:SECRET``; None for the tool's own.
     progress: called with the number of rows so far. Raises UserError.
     """
-    address, project = _address(url)
+    address, project = server_address(url)
     api = _api(SERVERS[source], address, token_env, retry or Retry())
     with closing(api):
         request = Request(since, project, includes_machine)
@@ -490,7 +490,7 @@ def pull(
         progress=progress,
         retry=retry,
     )
-    address, _ = _address(url)
+    address, _ = server_address(url)
     reader: Reader = import_module(f"valence.data.importers.{source}").read
     with tempfile.TemporaryDirectory(prefix="valence-import-") as folder:
         path = Path(folder) / "rows.jsonl"
@@ -513,7 +513,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     return count
 
 
-def _address(url: str) -> tuple[str, str]:
+def server_address(url: str) -> tuple[str, str]:
     """The server's address without a slash at its end, and the project that the URL names.
 
     Raises UserError for a URL of another kind, and for one with a password.

@@ -69,6 +69,12 @@ class Vote:
     origin: Origin
 
     @property
+    def has_verdict(self) -> bool:
+        """Whether the vote says anything; one that was withdrawn does not."""
+        verdicts = (self.label, self.score, self.winner, self.correction)
+        return any(verdict is not None for verdict in verdicts)
+
+    @property
     def key(self) -> str:
         """The same for all votes of one rater on one completion or comparison.
 
@@ -113,6 +119,18 @@ class Vote:
         }
         rater = HashedRater(value.get("rater", ""))
         return cls(**{**arguments, "rater": rater, "origin": Origin(**value["origin"])})
+
+
+def withdrawn_vote(source: str, withdrawal: Skipped) -> Vote:
+    """What is stored in the place of a vote that was withdrawn: its id and the time, no texts."""
+    return Vote(
+        source=source,
+        id=withdrawal.vote_id,
+        updated_at=withdrawal.updated_at,
+        prompt=(),
+        completion={},
+        origin=withdrawal.origin,
+    )
 
 
 def hash_rater(source: str, rater: str) -> str:
@@ -170,11 +188,18 @@ SKIP_REASONS: dict[SkipReason, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something in an export that gives no vote. example: what it looks like, for the message."""
+    """Something in an export that gives no vote. example: what it looks like, for the message.
+
+    vote_id: of the vote in the tool, if there is one. updated_at: seconds since 1970 (UTC) when a
+    vote was withdrawn; 0 when unknown. With the reason "withdrawn" and a vote_id, the tool says
+    that the vote with this id does not count any more.
+    """
 
     reason: SkipReason
     origin: Origin
     example: str = ""
+    vote_id: str = ""
+    updated_at: float = 0.0
 
 
 class UnusableVote(Exception):
