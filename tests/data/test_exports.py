@@ -14,7 +14,7 @@ from tests.data.rows import Source, write
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
 from valence.data.formats import FORMATS
-from valence.data.importers.sources import SOURCES, command_name, is_source, detect_source
+from valence.data.importers.sources import SOURCES, command_name, detect_source, is_source
 from valence.data.load import Loaded, fitting_mapping, load, read_sources, stream
 from valence.data.sources import Row
 from valence.types import Demonstration, Example, Judgement, Kind, Origin, Preference, Prompt

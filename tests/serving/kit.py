@@ -99,6 +99,7 @@ class Served:
         tokens: Mapping[str, str] = TOKENS,
         prompts: Sequence[Mapping[str, Any]] = (),
         model: ChatModel | None = None,
+        rival: ChatModel | None = None,
     ) -> None:
         self.out, self.errors = folder / "feedback.jsonl", list[BaseException]()
         files = []
@@ -112,6 +113,7 @@ class Served:
             self.store,
             SAMPLING,
             PromptQueue(files),
+            rival=rival,
             tokens=tokens,
             log=self.errors.append,
         )
