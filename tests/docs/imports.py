@@ -164,8 +164,7 @@ def write_bedrock(folder: Path) -> list[str]:
 
 
 def write_fastchat(folder: Path) -> list[str]:
-    left, right = test_fastchat.LEFT, test_fastchat.RIGHT
-    single = test_fastchat.single
+    single, state = test_fastchat.single, test_fastchat.state
     rows = [
         single(),
         single("downvote", "Capital of Spain?", "Madrid"),
@@ -176,7 +175,11 @@ def write_fastchat(folder: Path) -> list[str]:
         single("upvote", ["Who?", ["b64"]], "A cat"),
         single(messages=[]),
         *(
-            test_fastchat.logged_battle(kind, left, right)
+            test_fastchat.logged_battle(
+                kind,
+                state("Hi", "Yes?", model_name="a", conv_id=f"{kind}1"),
+                state("Hi", f"Yo, {kind}", model_name="b", conv_id=f"{kind}2"),
+            )
             for kind in ("leftvote", "tievote", "bothbad_vote")
         ),
     ]
