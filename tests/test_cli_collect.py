@@ -23,7 +23,7 @@ from tests.errors import check_error
 from tests.programs import Program
 from tests.serving.kit import events, rows, save_model, saved_model
 from valence import cli
-from valence.cli import collect
+from valence.cli import collect, common
 from valence.serving.app import DEFECT
 from valence.serving.feedback import FeedbackStore
 
@@ -49,7 +49,7 @@ finally:
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn"])
 def test_a_library_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "find_spec", lambda each: None if each == name else each)
+    monkeypatch.setattr(common, "find_spec", lambda each: None if each == name else each)
     error = command_error("collect", "model")
     check_error(error, "library-missing", where="collect", fix="valence-align[serve]")
     assert name in error.what

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import secrets
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from valence.cli.common import (
+    AllowedHost,
+    Host,
     Overrides,
+    Port,
     Step,
     TrustRemoteCode,
     allow_remote_code,
     app,
     checkpoint_of,
     console,
+    require_server_libraries,
 )
-from valence.errors import UserError, install_command
+from valence.errors import UserError
 from valence.terminal import escape_control, print_message, write_line
 
 
@@ -64,20 +67,9 @@ def collect(
             "the files.",
         ),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0: other machines can connect too.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")
-    ] = 8765,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Another host name that browsers use for this machine; may be given several "
-            "times.",
-        ),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8765,
+    allowed_host: AllowedHost = None,
     no_token: Annotated[
         bool,
         typer.Option(
@@ -107,14 +99,7 @@ def collect(
     You can train on the files as they are. Your own app can use the same address with
     POST /v1/chat/completions and POST /feedback.
     """
-    for library in ("fastapi", "uvicorn"):
-        if find_spec(library) is None:
-            raise UserError(
-                f"{library} is not installed",
-                code="library-missing",
-                where="collect",
-                fix=install_command("serve"),
-            )
+    require_server_libraries("collect")
     from valence.distributed.single import Single
     from valence.lifecycle.restore import open_run
     from valence.rollouts import Sampling

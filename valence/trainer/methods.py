@@ -234,7 +234,7 @@ def method_of(name: str, online: bool = False) -> Method:
         )
     every = {**METHODS, **ONLINE}
     written = str(name).lower().replace("-", "_")
-    near = [written] if written in every else get_close_matches(written, every, 3, 0.4)
+    near = [written] if written in every else get_close_matches(written, every, 2, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(
         f"there is no method {name!r}",
