@@ -70,7 +70,7 @@ def main() -> None:
     options.out.mkdir(parents=True)
     with (
         TemporaryDirectory(prefix="open-webui-") as data,
-        serve_model(model, options.out) as (model_url, token),
+        serve_model(model, options.out, Path(data)) as (model_url, token),
         start_open_webui(Path(data), model_url, token) as url,
     ):
         collect_votes(url, options.out)
@@ -140,12 +140,12 @@ def surroundings(changes: dict[str, str] | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def serve_model(model: Path, out: Path) -> Iterator[tuple[str, str]]:
+def serve_model(model: Path, out: Path, data: Path) -> Iterator[tuple[str, str]]:
     """Serve a model with `valence collect`. Yields its OpenAI-compatible address and its token."""
     words = ("collect", str(model), "--out", "served.jsonl", "--port", "0")
     words += ("--max-new-tokens", str(NEW_TOKENS))
     print(f"$ valence {shlex.join(words)}", flush=True)
-    log = out / "collect.log"
+    log = data / "collect.log"
     with running([sys.executable, "-m", "valence", *words], log, out, surroundings()) as process:
         while not (link := re.search(r"^(http://\S+)/#token=(\S+)$", log.read_text(), re.M)):
             wait(process, log)
