@@ -236,16 +236,18 @@ def chat(user: httpx.Client, question: str) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}]
     body = {"model": model, "messages": messages, "stream": False}
     reply = user.post("/api/chat/completions", json=body).raise_for_status().json()
-    asked, answered = str(uuid4()), str(uuid4())
+    question_id, answer_id = str(uuid4()), str(uuid4())
     history = {
-        asked: {"id": asked, "parentId": None, "childrenIds": [answered], **messages[0]},
-        answered: {
-            "id": answered, "parentId": asked, "childrenIds": [], "role": "assistant",
+        question_id: {
+            "id": question_id, "parentId": None, "childrenIds": [answer_id], **messages[0],
+        },
+        answer_id: {
+            "id": answer_id, "parentId": question_id, "childrenIds": [], "role": "assistant",
             "content": reply["choices"][0]["message"]["content"], "model": model, "done": True,
         },
     }  # fmt: skip
     content = {"title": question, "models": [model]}
-    content["history"] = {"currentId": answered, "messages": history}
+    content["history"] = {"currentId": answer_id, "messages": history}
     return user.post("/api/v1/chats/new", json={"chat": content}).raise_for_status().json()
 
 

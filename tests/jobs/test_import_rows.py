@@ -450,9 +450,7 @@ def test_a_server_is_asked_for_votes_from_since_on(
         yield replace(a_vote("a", 7.0, "person", "answer", True), source=name)
         yield Skipped("no_vote", Origin("https://user:key@host/path?key=1", 1))
 
-    module = ModuleType("valence.data.importers.pull")
-    module.pull = pull  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("valence.data.importers.pull.pull", pull)
     monkeypatch.setattr(import_rows, "EVERY", 0.0)
     url = "https://host"
     for since in (None, "last"):

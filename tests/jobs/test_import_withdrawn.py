@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -256,10 +254,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         for record in read_open_webui([path] if new else [], options):
             yield replace(record, origin=Origin(server_address(url)[0], record.origin.line))
 
-    module = ModuleType("valence.data.importers.pull")
-    module.pull = pull  # type: ignore[attr-defined]
-    module.server_address = server_address  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("valence.data.importers.pull.pull", pull)
     return rows
 
 

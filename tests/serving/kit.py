@@ -120,7 +120,7 @@ class Served:
         self.app = RequestGuard(application(self.service), host_names("127.0.0.1"))
 
     def client(self, token: str | None = "token-of-anna", host: str = "127.0.0.1") -> Any:
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         return httpx.AsyncClient(transport=transport, base_url=f"http://{host}", headers=headers)
 

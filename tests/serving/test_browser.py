@@ -71,7 +71,7 @@ class Site:
 
         place = open_socket("127.0.0.1", self.port, has_tokens=True)
         self.port = place.getsockname()[1]
-        config = uvicorn.Config(self.served.app, log_config=None, timeout_graceful_shutdown=1)  # type: ignore[arg-type]
+        config = uvicorn.Config(self.served.app, log_config=None, timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(
             target=lambda: asyncio.run(self.server.serve(sockets=[place]))

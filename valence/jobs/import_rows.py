@@ -324,8 +324,8 @@ def _public_name(path: str) -> str:
 
 
 def _skipped_counts(skipped: Sequence[Skipped]) -> dict[SkipReason, SkippedCount]:
-    counts = Counter[SkipReason](each.reason for each in skipped)
-    first = {each.reason: each for each in reversed(skipped)}
+    counts = Counter[SkipReason](item.reason for item in skipped)
+    first = {item.reason: item for item in reversed(skipped)}
     return {
         reason: SkippedCount(count, str(first[reason].origin), first[reason].example)
         for reason, count in counts.most_common()
@@ -347,8 +347,8 @@ def _nothing(
 ) -> UserError:
     counts = _skipped_counts(skipped)
     reasons = "; ".join(
-        f"{each.count:,} {SKIP_REASONS[reason]} (first: {each.place})"
-        for reason, each in counts.items()
+        f"{skip.count:,} {SKIP_REASONS[reason]} (first: {skip.place})"
+        for reason, skip in counts.items()
     )
     fixes = [FIXES[reason] for reason in counts if reason in FIXES]
     return UserError(
@@ -383,8 +383,8 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
     if summary.skipped:
         print_message(console, "\nSkipped")
         table = Table("count", "reason", "first", box=None, pad_edge=False, show_header=False)
-        for reason, each in summary.skipped.items():
-            table.add_row(f"{each.count:,}", SKIP_REASONS[reason], _place(each))
+        for reason, skip in summary.skipped.items():
+            table.add_row(f"{skip.count:,}", SKIP_REASONS[reason], _place(skip))
         console.print(table)
     print_message(console, "")
     for sentence in _sentences(summary):
@@ -399,11 +399,11 @@ def _votes(number: int) -> str:
     return f"{number:,} vote{'' if number == 1 else 's'}"
 
 
-def _place(each: SkippedCount) -> str:
-    words = " ".join(each.example.split())
+def _place(skip: SkippedCount) -> str:
+    words = " ".join(skip.example.split())
     is_long = len(words) > EXAMPLE_LENGTH
     words = f"{words[:EXAMPLE_LENGTH]}..." if is_long else words
-    return f"{each.place} ({words})" if words else each.place
+    return f"{skip.place} ({words})" if words else skip.place
 
 
 def _sentences(summary: ImportSummary) -> Iterator[str]:

@@ -411,7 +411,7 @@ def application(
     app = FastAPI(
         title="Valence", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan
     )
-    app.add_middleware(Gate, service=service)  # pyright: ignore[reportArgumentType]
+    app.add_middleware(Gate, service=service)
 
     @app.exception_handler(UserError)
     async def user_error(_: Request, error: UserError) -> JSONResponse:

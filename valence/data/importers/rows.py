@@ -48,7 +48,7 @@ class ImportedRows:
     @property
     def skipped(self) -> Counter[SkipReason]:
         """How many gave no row, by reason."""
-        return Counter(each.reason for each in self.unused)
+        return Counter(item.reason for item in self.unused)
 
     def add(self, kind: RowKind, row: Row, votes: Sequence[Vote], **info: Any) -> None:
         """Add a row that is made of these votes. One that no method could read is skipped.
