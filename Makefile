@@ -14,7 +14,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # The distribution was called valence: left installed, it would own the same command as valence-align.
 remove_old_name = $(1) -m pip uninstall --disable-pip-version-check -q -y valence 2>/dev/null || true
 
-.PHONY: setup demo test test-all mutants lint docs peers vllm oldest
+.PHONY: setup demo test test-all mutants lint docs peers vllm open-webui oldest
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -31,9 +31,10 @@ FAST := not slow and not real and not site and not vllm
 test: setup lint
 	$(PYTEST) -m "$(FAST)"
 
-# Tests that need vLLM, Chromium or the network are skipped where these are missing, and fail with VALENCE_REQUIRE_ALL=1.
+# Tests that need vLLM, Open WebUI, Chromium or the network are skipped where these are missing, and fail with VALENCE_REQUIRE_ALL=1.
 test-all: setup lint
 	@$(MAKE) --no-print-directory vllm || echo "no environment with vLLM could be built: the tests that need one are skipped"
+	@$(MAKE) --no-print-directory open-webui || echo "no environment with Open WebUI could be built: the test that needs one is skipped"
 	$(PYTEST)
 	@$(MAKE) --no-print-directory mutants
 
@@ -77,4 +78,18 @@ vllm: .peers/vllm/.ready
 	.peers/vllm/bin/python -m pip uninstall -y -q torchvision torchaudio torchcodec triton
 	$(call remove_old_name,.peers/vllm/bin/python)
 	.peers/vllm/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
+	touch $@
+
+# An Open WebUI server, in an environment of its own (800 MB). Its wheel lists what it needs without local models for speech and
+# retrieval; the complete requirements are several GB. It needs Python 3.11 or 3.12.
+OPEN_WEBUI := open-webui==0.12.4
+open-webui: .peers/open_webui/.ready
+.peers/open_webui/.ready:
+	test -x .peers/open_webui/bin/python || $(PYTHON) -m venv .peers/open_webui
+	.peers/open_webui/bin/python -m pip download --disable-pip-version-check -q --no-deps -d .peers/open_webui/wheel $(OPEN_WEBUI)
+	.peers/open_webui/bin/python -c 'import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extract("requirements-slim.txt", sys.argv[2])' \
+		.peers/open_webui/wheel/*.whl .peers/open_webui/wheel
+	.peers/open_webui/bin/python -m pip install --disable-pip-version-check -q -r .peers/open_webui/wheel/requirements-slim.txt
+	.peers/open_webui/bin/python -m pip install --disable-pip-version-check -q --no-deps .peers/open_webui/wheel/*.whl
+	rm -r .peers/open_webui/wheel
 	touch $@

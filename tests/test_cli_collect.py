@@ -21,9 +21,9 @@ from tests.arch.source import ROOT
 from tests.command import command_error
 from tests.errors import check_error
 from tests.programs import Program
-from tests.serving.kit import events, rows, saved_model
+from tests.serving.kit import events, rows, save_model, saved_model
 from valence import cli
-from valence.cli import collect
+from valence.cli import collect, common
 from valence.serving.app import DEFECT
 from valence.serving.feedback import FeedbackStore
 
@@ -49,7 +49,7 @@ finally:
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn"])
 def test_a_library_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "find_spec", lambda each: None if each == name else each)
+    monkeypatch.setattr(common, "find_spec", lambda each: None if each == name else each)
     error = command_error("collect", "model")
     check_error(error, "library-missing", where="collect", fix="valence-align[serve]")
     assert name in error.what
@@ -65,6 +65,8 @@ REFUSED: list[tuple[list[str], str, str]] = [
     (["--max-new-tokens", "10000000"], "sampling-value", "max_new_tokens"),
     (["--prompts", "none.jsonl"], "file-not-found", "none.jsonl"),
     (["--prompts", "empty.jsonl"], "file-empty", "empty.jsonl"),
+    (["no-model"], "models-identical", "no-model"),
+    (["./no-model"], "models-identical", "./no-model"),
     (["--out", "feedback.csv"], "output-not-jsonl", "feedback.csv"),
     (["--out", "none/feedback.jsonl"], "path-invalid-output", "none"),
     (["--out", "foreign.jsonl"], "output-foreign", "foreign.jsonl"),
@@ -169,6 +171,41 @@ def test_a_signal_during_an_answer_ends_the_command_with_all_votes_written() -> 
         assert "Traceback" not in said.read_text()
     assert len(rows(Path("feedback.jsonl"))) == 1
     assert not Path("feedback.pending.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_two_models_are_compared_and_their_wins_are_printed(tmp_path: Path) -> None:
+    rival = str(save_model(tmp_path / "rival"))
+    words = (rival, "data.max_length=256", "--rater", "anna", "--max-new-tokens", "8")
+    with collecting(*words) as (program, links, printed):
+        assert list(links) == ["anna", "results, for you alone"]
+        models = {"rival", Path(saved_model().name).name}
+        for winner in ("a", "a", "tie"):
+            id = events(post(links["anna"], "api/answer", HELLO))[-1]["done"]
+            vote = {"comparison": id, "winner": winner}
+            assert set(post(links["anna"], "api/compare", vote).json()["models"]) == models
+        os.kill(program.pid, signal.SIGINT)
+        program.process.join(60)
+        *_, last = printed.read_text().splitlines()
+    wins = dict(re.findall(r"(\S+) won (\d)", last))
+    assert set(wins) == models
+    assert sum(map(int, wins.values())) == 2
+    assert last.endswith("1 equally good, 0 both bad")
+
+
+@pytest.mark.parametrize(
+    ("target", "rival", "step", "expected"),
+    [
+        ("runs/a", None, None, ["a"]),
+        ("runs/a", "runs/b", "3", ["a", "b"]),
+        ("a/model", "b/model", None, ["a/model", "b/model"]),
+        ("runs/a", "runs/a", "3", ["runs/a (step 3)", "runs/a"]),
+    ],
+)
+def test_models_are_told_apart_by_their_names(
+    target: str, rival: str | None, step: str | None, expected: list[str]
+) -> None:
+    assert collect.model_names(target, rival, step) == expected
 
 
 def collect_with_defect() -> None:

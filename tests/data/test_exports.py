@@ -14,7 +14,7 @@ from tests.data.rows import Source, write
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
 from valence.data.formats import FORMATS
-from valence.data.importers.sources import SOURCES, command_name, is_source, likely_source
+from valence.data.importers.sources import SOURCES, command_name, detect_source, is_source
 from valence.data.load import Loaded, fitting_mapping, load, read_sources, stream
 from valence.data.sources import Row
 from valence.types import Demonstration, Example, Judgement, Kind, Origin, Preference, Prompt
@@ -160,8 +160,8 @@ def test_an_export_that_is_not_named_is_recognized(tmp_path: Path) -> None:
 
 def test_an_export_of_open_webui_is_recognized() -> None:
     row = {"id": "f1", "data": {"rating": 1}, "meta": {"message_id": "m"}, "snapshot": {"chat": {}}}
-    assert likely_source([{"a": 1}, row]) == "open_webui"
-    assert likely_source([{"prompt": "a", "completion": "b", "label": True}]) is None
+    assert detect_source([{"a": 1}, row]) == "open_webui"
+    assert detect_source([{"prompt": "a", "completion": "b", "label": True}]) is None
 
 
 def test_the_format_of_an_export_is_taken_for_another_export_and_no_other_file(

@@ -33,6 +33,19 @@ from tests.docs.walk import (
 NOT_RUN: dict[str, dict[str, str]] = {
     "docs/architecture.md": {"*": "`tests/docs/test_architecture.py` compares its output"},
     "docs/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
+    "docs/tasks/chat-tool.md": {
+        "make open-webui": "`.ci/run` runs it",
+        "python -m examples.open_webui": "`tests/serving/test_open_webui.py` runs it",
+        **dict.fromkeys(
+            (
+                "valence collect HuggingFaceTB/SmolLM2-135M-Instruct --out served.jsonl",
+                "valence collect HuggingFaceTB/SmolLM2-135M-Instruct runs/first --out "
+                "comparison.jsonl",
+                "valence collect runs/first --out served.jsonl",
+            ),
+            "`tests/test_cli_collect.py` runs the command",
+        ),
+    },
     "docs/tasks/collect.md": {"*": "`tests/test_cli_collect.py` runs the command"},
     "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
 }
@@ -90,6 +103,7 @@ FIRST: dict[str, list[str]] = {
     ],
     "docs/resume.md": ["mkdir experiments"],
     "docs/tasks/import-feedback.md": ["rm feedback.jsonl"],
+    "docs/tasks/chat-tool.md": ["rm feedback.jsonl"],
 }
 """By page: commands before it, which make what the page speaks of."""
 

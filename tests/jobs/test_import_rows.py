@@ -290,7 +290,7 @@ def test_a_file_whose_last_row_goes_is_removed() -> None:
     }
 
 
-def a_vote(id: str, at: float, rater: str, target: str, label: bool) -> Vote:
+def a_vote(id: str, at: float, rater: str, target: str, label: bool | None) -> Vote:
     return Vote(
         source=NAME,
         id=id,
@@ -310,7 +310,7 @@ VOTES = st.lists(
         st.sampled_from((0.0, 1.0, 2.0)),
         st.sampled_from(("", "x", "y")),
         st.sampled_from("mn"),
-        st.booleans(),
+        st.sampled_from((True, False, None)),
     ),
     max_size=6,
 )
@@ -319,13 +319,14 @@ VOTES = st.lists(
 @given(VOTES, VOTES)
 def test_merging_twice_changes_nothing(earlier: list[Vote], later: list[Vote]) -> None:
     stored, first = merge_votes([], earlier)
-    assert (first.new, first.replaced) == (len(stored), 0)
+    assert (first.new, first.replaced) == (sum(vote.has_verdict for vote in stored), 0)
     once, counted = merge_votes(stored, later)
     twice, again = merge_votes(once, later)
     assert twice == once
-    assert (again.new, again.replaced) == (0, 0)
-    for found, votes in ((counted, later), (again, later), (first, earlier)):
-        assert found.new + found.replaced + found.unchanged + found.superseded == len(votes)
+    assert (again.new, again.replaced, again.withdrawn) == (0, 0, 0)
+    for merge, votes in ((counted, later), (again, later), (first, earlier)):
+        num_verdicts = sum(vote.has_verdict for vote in votes)
+        assert merge.new + merge.replaced + merge.unchanged + merge.superseded == num_verdicts
     assert len({vote.key for vote in once}) == len(once)
     for vote in (*earlier, *later):
         rivals = [v for v in (*earlier, *later) if v is not vote and vote.key == v.key]
@@ -449,9 +450,7 @@ def test_a_server_is_asked_for_votes_from_since_on(
         yield replace(a_vote("a", 7.0, "person", "answer", True), source=name)
         yield Skipped("no_vote", Origin("https://user:key@host/path?key=1", 1))
 
-    module = ModuleType("valence.data.importers.pull")
-    module.pull = pull  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("valence.data.importers.pull.pull", pull)
     monkeypatch.setattr(import_rows, "EVERY", 0.0)
     url = "https://host"
     for since in (None, "last"):

@@ -99,6 +99,7 @@ class Served:
         tokens: Mapping[str, str] = TOKENS,
         prompts: Sequence[Mapping[str, Any]] = (),
         model: ChatModel | None = None,
+        rival: ChatModel | None = None,
     ) -> None:
         self.out, self.errors = folder / "feedback.jsonl", list[BaseException]()
         files = []
@@ -112,13 +113,14 @@ class Served:
             self.store,
             SAMPLING,
             PromptQueue(files),
+            rival=rival,
             tokens=tokens,
             log=self.errors.append,
         )
         self.app = RequestGuard(application(self.service), host_names("127.0.0.1"))
 
     def client(self, token: str | None = "token-of-anna", host: str = "127.0.0.1") -> Any:
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         return httpx.AsyncClient(transport=transport, base_url=f"http://{host}", headers=headers)
 

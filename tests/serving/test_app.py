@@ -13,10 +13,24 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving.kit import HELLO, SAMPLING, Served, events, rows, run
+from tests.serving.kit import (
+    HELLO,
+    SAMPLING,
+    TOKENS,
+    Served,
+    events,
+    rows,
+    run,
+    save_model,
+    trainer,
+)
+from tests.tiny import BOS
+from valence.distributed.single import Single
+from valence.lifecycle.restore import open_run
 from valence.rollouts import Sampling
 from valence.serving import app as app_module
 from valence.serving.app import DEFECT, HEADERS, MAX_BODY
+from valence.serving.chat import ChatModel
 
 Serve = Callable[..., Served]
 
@@ -292,10 +306,11 @@ def test_two_answers_are_compared(served: Served) -> None:
     assert texts == {"a": a.completion.text, "b": b.completion.text}
     assert a.completion.tokens != b.completion.tokens
     vote = {"comparison": found[-1]["done"], "winner": "b", "comment": "clear"}
-    assert served.post("/api/compare", vote).json() == {"votes": 1}
+    assert served.post("/api/compare", vote).json() == {"votes": 1, "models": []}
     (pair,) = served.rows("pairs")
     assert (pair["chosen"], pair["info"]["comment"]) == (b.completion.text, "clear")
-    assert served.post("/api/compare", {**vote, "winner": None}).json() == {"votes": 0}
+    withdrawn = served.post("/api/compare", {**vote, "winner": None}).json()
+    assert withdrawn == {"votes": 0, "models": []}
     assert served.rows("pairs") == []
 
 
@@ -313,7 +328,10 @@ def test_a_page_that_was_open_during_a_restart_can_still_vote(serve: Serve) -> N
     two = served.ask(compare=True)[-1]["done"]
     served = serve()
     assert served.post("/api/rate", {"answer": one, "label": True}).status_code == 200
-    assert served.post("/api/compare", {"comparison": two, "winner": "a"}).json() == {"votes": 2}
+    assert served.post("/api/compare", {"comparison": two, "winner": "a"}).json() == {
+        "votes": 2,
+        "models": [],
+    }
 
 
 def test_raters_work_through_the_prompts(serve: Serve) -> None:
@@ -686,3 +704,105 @@ def test_hostile_text_stays_text(served: Served) -> None:
     (row,) = served.rows()
     assert (row["prompt"][0]["content"], row["info"]["comment"]) == (text, text)
     assert served.rows("demonstrations")[0]["completion"] == text
+
+
+# Two models
+
+
+@pytest.fixture
+def two(serve: Serve) -> Served:
+    """A service with two models and an owner."""
+    return serve(rival=ChatModel(trainer(), "rival"), tokens={**TOKENS, "token-of-owner": ""})
+
+
+def compare(served: Served, winner: str | None, **options: Any) -> tuple[list[str], httpx.Response]:
+    """Vote on two new answers. Returns their models in the order in which they are shown."""
+    id = served.ask(compare=True)[-1]["done"]
+    models = [served.store.answer(side).model for side in id.split("-")]
+    body = {"comparison": id, "winner": winner}
+    return models, served.post("/api/compare", body, **options)
+
+
+def test_two_models_are_compared_blindly(two: Served) -> None:
+    session = two.get("/api/session").json()
+    assert (session["model"], session["is_blind"], session["has_results"]) == ("", True, False)
+    for _ in range(3):
+        text = two.post("/api/answer", {"messages": HELLO, "compare": True}).text
+        assert "tiny" not in text
+        assert "rival" not in text
+
+
+def test_sides_are_random_and_the_page_cannot_ask_for_one_model(two: Served) -> None:
+    orders = set[tuple[str, ...]]()
+    for compare in (True, False) * 20:
+        id = two.ask(compare=compare)[-1]["done"]
+        orders.add(tuple(two.store.answer(side).model for side in id.split("-")))
+        if len(orders) == 2:
+            break
+    assert orders == {("tiny", "rival"), ("rival", "tiny")}
+
+
+@pytest.mark.parametrize("winner", ["a", "b"])
+def test_rows_say_which_model_won(two: Served, winner: str) -> None:
+    models, reply = compare(two, winner)
+    assert reply.json() == {"votes": 1, "models": models}
+    (row,) = two.rows("pairs")
+    chosen, rejected = models if winner == "a" else reversed(models)
+    assert (row["info"]["chosen_model"], row["info"]["rejected_model"]) == (chosen, rejected)
+    assert row["info"]["sides"] == models
+    assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(row)
+    results = two.get("/api/results", token="token-of-owner").json()
+    assert results == {"wins": {chosen: 1, rejected: 0}, "ties": 0, "both_bad": 0}
+
+
+def test_ties_and_bad_answers_are_counted_apart(two: Served) -> None:
+    for winner in ("tie", "both_bad", None):
+        compare(two, winner)
+    results = two.get("/api/results", token="token-of-owner").json()
+    assert results == {"wins": {"tiny": 0, "rival": 0}, "ties": 1, "both_bad": 1}
+    (row,) = two.rows("pairs")
+    assert row["soft"] == 0.5
+    assert len(two.rows()) in (1, 2)  # two bad answers, which may be the same
+
+
+def test_raters_do_not_see_the_results(two: Served) -> None:
+    assert two.get("/api/session", token="token-of-owner").json()["has_results"]
+    assert two.get("/api/results").status_code == 403
+
+
+def test_one_model_has_no_results(served: Served) -> None:
+    assert served.get("/api/results").status_code == 404
+
+
+def test_a_verdict_is_final_once_the_names_are_shown(two: Served) -> None:
+    id = two.ask(compare=True)[-1]["done"]
+    vote = {"comparison": id, "winner": "a"}
+    first = two.post("/api/compare", vote).json()
+    assert two.post("/api/compare", vote).json() == first  # a page that got no reply asks again
+    for winner in ("b", "tie", None):
+        reply = two.post("/api/compare", vote | {"winner": winner})
+        assert reply.json()["error"]["code"] == "comparison-final"
+    other = two.post("/api/compare", vote | {"winner": "b"}, token="token-of-ben")
+    assert other.status_code == 200
+    assert two.store.num_votes == 2
+
+
+def test_an_app_names_the_model_that_answers(two: Served) -> None:
+    names = [model["id"] for model in two.get("/v1/models").json()["data"]]
+    assert names == ["tiny", "rival"]
+    for name, expected in (*zip(names, names, strict=True), ("other", "tiny"), (None, "tiny")):
+        body = {"messages": HELLO, "model": name}
+        assert two.post("/v1/chat/completions", body).json()["model"] == expected
+
+
+def test_answers_of_models_with_other_tokens_give_rows_without_tokens(
+    serve: Serve, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "other", template=BOS)
+    rival = ChatModel(open_run(str(folder), group=Single()), "rival")
+    two = serve(rival=rival)
+    _, reply = compare(two, "a")
+    assert reply.status_code == 200
+    (row,) = two.rows("pairs")
+    assert not {"prompt_ids", "chosen_ids", "rejected_ids"} & set(row)
+    assert {"chosen_model", "rejected_model"} <= set(row["info"])

@@ -71,7 +71,7 @@ class Site:
 
         place = open_socket("127.0.0.1", self.port, has_tokens=True)
         self.port = place.getsockname()[1]
-        config = uvicorn.Config(self.served.app, log_config=None, timeout_graceful_shutdown=1)  # type: ignore[arg-type]
+        config = uvicorn.Config(self.served.app, log_config=None, timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(
             target=lambda: asyncio.run(self.server.serve(sockets=[place]))
@@ -99,7 +99,13 @@ def site_in(folder: Path, **options: Any) -> Iterator[Site]:
 
 @contextmanager
 def opened(
-    browser: Browser, site: Site, *, width: int = 1280, failing: bool = False, **options: Any
+    browser: Browser,
+    site: Site,
+    *,
+    width: int = 1280,
+    failing: bool = False,
+    token: str = "token-of-anna",
+    **options: Any,
 ) -> Iterator[Page]:
     """The page, opened with its link; what fails meanwhile fails the test, unless ``failing``."""
     context = browser.new_context(viewport={"width": width, "height": 800}, **options)
@@ -125,7 +131,7 @@ def opened(
             else None
         ),
     )
-    page.goto(site.link())
+    page.goto(site.link(token))
     yield page
     context.close()
     assert failed == []
@@ -209,6 +215,69 @@ def test_compare_and_go_on_with_the_better_answer(browser: Browser, tmp_path: Pa
         wait_for_status(page, "2 votes")
         page.keyboard.press("x")
         until(lambda: [row["label"] for row in site.served.rows()] == [False, False])
+
+
+class LabelledModel(ChatModel):
+    """Answers with a text of its own, by which the test tells models apart."""
+
+    async def stream(self, *arguments: Any, **options: Any) -> AsyncGenerator[str | Answer, None]:
+        text = f"answer of {'one' if self.name == SECRET_NAMES[0] else 'two'}"
+        async for part in super().stream(*arguments, **options):
+            if isinstance(part, Answer):
+                yield text
+                yield replace(part, completion=replace(part.completion, text=text))
+
+
+SECRET_NAMES = ("first-secret", "second-secret <b>")
+
+
+def test_two_models_are_compared_without_their_names(browser: Browser, tmp_path: Path) -> None:
+    one, two = (LabelledModel(trainer(), name) for name in SECRET_NAMES)
+    tokens = {"token-of-anna": "anna", "token-of-owner": ""}
+    with site_in(tmp_path, model=one, rival=two, tokens=tokens) as site:
+        with opened(browser, site) as page:
+            wait_for_status(page, "0 votes")
+            assert page.text_content("#model") == "Which answer is better?"
+            assert page.is_hidden("#modes")
+            assert page.is_hidden("#results-button")
+            for number in range(1, 4):
+                page.click("#new")
+                page.fill("#input", f"hello {number}")
+                page.keyboard.press("Enter")
+                wait_for_answer(page)
+                assert "secret" not in page.content()
+                texts = page.locator(".answer .message").all_text_contents()
+                side = texts.index("answer of two") + 1
+                page.locator("#input").evaluate("node => node.blur()")
+                page.keyboard.press(str(side))
+                wait_for_status(page, f"{number} vote")
+                until(lambda: "secret" in page.content())
+                titles = page.locator(".answer h2").all_text_contents()
+                assert titles[side - 1] == f"Answer {side}: {SECRET_NAMES[1]}"
+                assert titles[2 - side] == f"Answer {3 - side}: {SECRET_NAMES[0]}"
+                assert page.locator(".actions.compare button:enabled").count() == 0
+                page.keyboard.press(str(3 - side))  # the verdict is final
+            pairs = site.served.rows("pairs")
+            assert {pair["chosen"] for pair in pairs} == {"answer of two"}
+            assert {pair["info"]["chosen_model"] for pair in pairs} == {SECRET_NAMES[1]}
+            assert site.served.store.num_votes == 3
+        with opened(browser, site, token="token-of-owner") as page:
+            page.click("#results-button")
+            until(lambda: page.locator("#results dd").count() == 4)
+            names = page.locator("#results dt").all_text_contents()
+            counts = page.locator("#results dd").all_text_contents()
+            assert dict(zip(names, counts, strict=True)) == {
+                f"{SECRET_NAMES[0]} won": "0",
+                f"{SECRET_NAMES[1]} won": "3",
+                "Equally good": "0",
+                "Both bad": "0",
+            }
+            assert page.locator("#results b").count() == 0
+            page.fill("#input", "hello")
+            page.keyboard.press("Enter")
+            wait_for_answer(page)
+            page.locator(".actions.compare button", has_text="Equally good").click()
+            until(lambda: page.locator("#results dd").all_text_contents()[2:] == ["1", "0"])
 
 
 def test_prompts_one_after_the_other(browser: Browser, tmp_path: Path) -> None:

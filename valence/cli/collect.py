@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import secrets
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from valence.cli.common import (
+    AllowedHost,
+    Host,
     Overrides,
+    Port,
     Step,
     TrustRemoteCode,
     allow_remote_code,
     app,
     checkpoint_of,
     console,
+    require_server_libraries,
 )
-from valence.errors import UserError, install_command
+from valence.errors import UserError
 from valence.terminal import escape_control, print_message, write_line
 
 
@@ -32,6 +35,14 @@ def collect(
             help="The model to talk to: the folder of a run or a model, or a hub id.",
         ),
     ],
+    rival: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL|RUN",
+            help="A second model, whose answers raters compare with those of the first one without "
+            "knowing which is which.",
+        ),
+    ] = None,
     overrides: Overrides = None,
     out: Annotated[
         Path,
@@ -56,20 +67,9 @@ def collect(
             "the files.",
         ),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0: other machines can connect too.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")
-    ] = 8765,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Another host name that browsers use for this machine; may be given several "
-            "times.",
-        ),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8765,
+    allowed_host: AllowedHost = None,
     no_token: Annotated[
         bool,
         typer.Option(
@@ -93,19 +93,13 @@ def collect(
     step: Step = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Collect feedback on a model in a web page: thumbs, comparisons, corrections, comments.
+    """Collect feedback on a model in a web page: thumbs, comparisons, corrections, comments. Of two
+    models, collect blind comparisons.
 
     You can train on the files as they are. Your own app can use the same address with
     POST /v1/chat/completions and POST /feedback.
     """
-    for library in ("fastapi", "uvicorn"):
-        if find_spec(library) is None:
-            raise UserError(
-                f"{library} is not installed",
-                code="library-missing",
-                where="collect",
-                fix=install_command("serve"),
-            )
+    require_server_libraries("collect")
     from valence.distributed.single import Single
     from valence.lifecycle.restore import open_run
     from valence.rollouts import Sampling
@@ -115,7 +109,12 @@ def collect(
     from valence.serving.prompts import PromptQueue
     from valence.serving.run import open_socket, serve
 
+    if rival is not None and "=" in rival and not Path(rival).exists():
+        rival, overrides = None, [rival, *(overrides or [])]
+    names = model_names(target, rival, step)
     raters = _check_raters(rater or [], no_token=no_token)
+    if rival is not None and raters != [""]:
+        raters.append("")  # the owner, who may see the results
     sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     tokens = {} if no_token else {secrets.token_urlsafe(16): name for name in raters}
     allowed = allow_remote_code(trust_remote_code, overrides)
@@ -125,16 +124,47 @@ def collect(
         open_socket(host, port, has_tokens=bool(tokens)) as place,
         closing(FeedbackStore(out, overwrite=overwrite, on_error=log_error)) as store,
     ):
-        print_message(console, f"loading {target}")
-        trainer = open_run(target, allowed, group=Single(), at=checkpoint_of(step), console=console)
-        model = ChatModel(trainer, Path(target).name)
+        models: list[ChatModel] = []
+        for name, folder in zip(names, filter(None, (target, rival)), strict=True):
+            print_message(console, f"loading {folder}")
+            checkpoint = None if models else checkpoint_of(step)
+            trainer = open_run(folder, allowed, group=Single(), at=checkpoint, console=console)
+            models.append(ChatModel(trainer, name))
         serve(
-            FeedbackService(model, store, sampling, queue, tokens=tokens),
+            FeedbackService(
+                models[0],
+                store,
+                sampling,
+                queue,
+                rival=models[1] if len(models) > 1 else None,
+                tokens=tokens,
+            ),
             place,
             host=host,
             allowed_hosts=allowed_host or [],
-            tell=lambda line: write_line(escape_control(line)),
+            print_line=lambda line: write_line(escape_control(line)),
         )
+
+
+def model_names(target: str, rival: str | None, step: str | None) -> list[str]:
+    """The names under which votes are on one or two models. Raises UserError for the same model
+    twice.
+    """
+    if rival is None:
+        return [Path(target).name]
+    names = [Path(target).name, Path(rival).name]
+    if names[0] == names[1]:
+        names = [target, rival]
+    if Path(target).resolve() == Path(rival).resolve():
+        if step is None:
+            raise UserError(
+                "a model cannot be compared with itself",
+                code="models-identical",
+                where=rival,
+                fix="name two models, or an earlier checkpoint of the first one with --step",
+            )
+        names[0] = f"{target} (step {step})"
+    return names
 
 
 def _check_raters(names: list[str], *, no_token: bool) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from valence.cli import complete
 from valence.cli.guide import HELP
-from valence.errors import UserError
+from valence.errors import UserError, install_command
 from valence.terminal import Terminal, print_message
 
 if TYPE_CHECKING:
@@ -93,6 +94,23 @@ TrustRemoteCode = Annotated[
         "it.",
     ),
 ]
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Address to listen at. 127.0.0.1: this machine alone; 0.0.0.0: other machines can "
+        "connect too, which needs a token."
+    ),
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Another host name that clients use for this server, or * for any; may be given "
+        "several times. IP addresses, localhost, --host and the name of this machine are always "
+        "allowed.",
+    ),
+]
 Nproc = Annotated[
     int | None,
     typer.Option(
@@ -101,6 +119,18 @@ Nproc = Annotated[
         help="Run in so many processes of this host (torchrun and accelerate launch work as well).",
     ),
 ]
+
+
+def require_server_libraries(command: str) -> None:
+    """Raises UserError if a library that a server needs is not installed."""
+    for library in ("fastapi", "uvicorn"):
+        if find_spec(library) is None:
+            raise UserError(
+                f"{library} is not installed",
+                code="library-missing",
+                where=command,
+                fix=install_command("serve"),
+            )
 
 
 def allow_remote_code(allowed: bool, overrides: list[str] | None) -> list[str]:

@@ -16,7 +16,7 @@ from valence.terminal import Terminal, json_line, write_line
 CATEGORIES = {"up": True, "down": False}
 
 
-def _part(name: str, meaning: str) -> typer.models.OptionInfo:
+def _path_option(name: str, meaning: str) -> typer.models.OptionInfo:
     """An option that says where rows of an export hold a part."""
     return typer.Option(
         f"--{name}", metavar="PATH", help=f"Where the export has {meaning}, as a dotted path."
@@ -69,12 +69,14 @@ def import_(
             "tool's own, as LANGSMITH_API_KEY.",
         ),
     ] = None,
-    prompt: Annotated[str | None, _part("prompt", "the prompt")] = None,
-    completion: Annotated[str | None, _part("completion", "the rated completion")] = None,
-    left: Annotated[str | None, _part("left", "the first of two compared completions")] = None,
-    right: Annotated[str | None, _part("right", "the second one")] = None,
-    correction: Annotated[str | None, _part("correction", "a corrected completion")] = None,
-    label: Annotated[str | None, _part("label", "the vote")] = None,
+    prompt: Annotated[str | None, _path_option("prompt", "the prompt")] = None,
+    completion: Annotated[str | None, _path_option("completion", "the rated completion")] = None,
+    left: Annotated[
+        str | None, _path_option("left", "the first of two compared completions")
+    ] = None,
+    right: Annotated[str | None, _path_option("right", "the second one")] = None,
+    correction: Annotated[str | None, _path_option("correction", "a corrected completion")] = None,
+    label: Annotated[str | None, _path_option("label", "the vote")] = None,
     score_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,6 +97,14 @@ def import_(
     ] = False,
     keep_reasoning: Annotated[
         bool, typer.Option("--keep-reasoning", help="Leave blocks of reasoning in completions.")
+    ] = False,
+    complete: Annotated[
+        bool,
+        typer.Option(
+            "--complete",
+            help="The export has all votes of the tool: drop stored ones that are not in it, which "
+            "were withdrawn.",
+        ),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files of rows that were edited.")
@@ -151,6 +161,7 @@ def import_(
                 since=since,
                 model=model,
                 options=options,
+                is_complete=complete,
                 overwrite=overwrite,
                 console=terminal,
                 quiet=quiet,
@@ -182,12 +193,12 @@ def _table() -> Table:
 
     table = Table("source", "what", "rows", "--url", "files", box=None, pad_edge=False)
     table.columns[0].no_wrap = True
-    for name, each in SOURCES.items():
+    for name, tool in SOURCES.items():
         table.add_row(
             command_name(name),
-            each.description,
-            each.main,
-            "yes" if each.is_pullable else "no",
-            each.files,
+            tool.description,
+            tool.main,
+            "yes" if tool.is_pullable else "no",
+            tool.files,
         )
     return table

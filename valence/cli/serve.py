@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from valence.cli.common import Overrides, app
-from valence.errors import UserError, install_command
+from valence.cli.common import (
+    AllowedHost,
+    Host,
+    Overrides,
+    Port,
+    app,
+    require_server_libraries,
+)
+from valence.errors import UserError
 from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
@@ -33,21 +39,9 @@ def serve_reward(
         ),
     ],
     overrides: Overrides = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at. One that other machines reach needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")
-    ] = 5000,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Another host name that clients use for this server, or * for any; may be "
-            "repeated. IP addresses, localhost, "
-            "--host and the name of this machine are always allowed.",
-        ),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 5000,
+    allowed_host: AllowedHost = None,
     token_env: Annotated[
         str | None,
         typer.Option(
@@ -101,21 +95,14 @@ def serve_reward(
         ),
     ] = None,
 ) -> None:
-    """Serve a reward over HTTP: POST /get_reward, the wire that OpenRLHF and recipes with an
-    address read. KEY=VALUE: settings of the reward, as a recipe's reward section has them
+    """Serve a reward over HTTP: POST /get_reward, the protocol of OpenRLHF, which recipes that name
+    a server use too. KEY=VALUE: settings of the reward, as in the reward section of a recipe
     (`settings.answer=label`).
     """
+    require_server_libraries("serve-reward")
     from valence.rewards.server import serve
     from valence.rewards.serving import Limits
 
-    lacking = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if lacking:
-        raise UserError(
-            f"{lacking[0]} is not installed",
-            code="library-missing",
-            where="serve-reward",
-            fix=install_command("serve"),
-        )
     limits = Limits(
         max_batch=max_batch,
         max_wait=max_wait_ms / 1000,
@@ -129,12 +116,11 @@ def serve_reward(
     service = reward_service(
         reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept
     )
-    hosts = allowed_host or []
     serve(
         service,
         host=host,
         port=port,
-        allowed_hosts=hosts,
+        allowed_hosts=allowed_host or [],
         tell=lambda line: write_line(escape_control(line)),
     )
 

@@ -150,7 +150,7 @@ def _nearest(path: Key, names: Sequence[str]) -> str:
     near = [*known, *elsewhere] or [
         dotted((*path[:-1], n)) for n in get_close_matches(name.lower(), names, n=1)
     ]
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = f"did you mean {' or '.join(near[:2])}? " if near else ""
     return f"{hint}{section} has {', '.join(names) or 'no settings'}"
 
 

@@ -18,8 +18,8 @@ from valence.data.importers.sources import (
     PARTS,
     SOURCES,
     command_name,
+    detect_source,
     is_source,
-    likely_source,
     read_votes,
     source_name,
 )
@@ -300,7 +300,7 @@ def _fits(head: Sequence[Mapping[str, object]], name: str | None, keys: Mapping[
     Of an export of a feedback tool, whether it is recognized as one of that tool.
     """
     if name and is_source(name):
-        return likely_source(head) == source_name(name)
+        return detect_source(head) == source_name(name)
     try:
         name = name or detect(head, keys)
         columns_read(name, keys)
@@ -555,7 +555,7 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
             raise _no_such_columns(
                 source.path, absent, (name for value in head for name in value)
             ) from error
-        export = likely_source(head) if error.code == "format-unknown-columns" else None
+        export = detect_source(head) if error.code == "format-unknown-columns" else None
         fix = (
             f"this looks like an export of {command_name(export)}: set format: {export}, or run "
             f"`valence import {command_name(export)} {source.path}`"

@@ -176,7 +176,7 @@ def _check_is_file(path: str, file: Path) -> None:
             fix="check the path; a relative one starts at the folder that the command runs in",
         )
     names = sorted(f.name for f in file.parent.iterdir())
-    near = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(file.name, names, n=2, cutoff=0.5)
     found = [name for name in names if _suffix(Path(name)) in READERS][:5]
     raise UserError(
         "there is no such file",

@@ -24,6 +24,7 @@ from valence.data.importers.records import (
     Skipped,
     SkipReason,
     Vote,
+    withdrawn_vote,
 )
 from valence.data.importers.rows import KIND_OF, ROW_KINDS, RowKind, agreement, make_rows
 from valence.data.importers.sources import SOURCES, pull_votes, read_votes, source_name
@@ -59,7 +60,7 @@ class SkippedCount:
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenRows:
+class RowsFile:
     """A file of rows. command: what checks a training run on it."""
 
     path: str
@@ -82,7 +83,7 @@ class ImportSummary:
     votes: int
     counts: MergeCounts
     total: int
-    files: tuple[WrittenRows, ...]
+    files: tuple[RowsFile, ...]
     votes_file: str
     skipped: Mapping[SkipReason, SkippedCount] = field(
         default_factory=dict[SkipReason, SkippedCount]
@@ -97,10 +98,10 @@ class ImportSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings."""
-        found = asdict(self)
+        summary = asdict(self)
         if self.weights:
-            found["weights"]["advice"] = self.weights.remedy
-        return found
+            summary["weights"]["advice"] = self.weights.remedy
+        return summary
 
 
 def import_feedback(
@@ -113,6 +114,7 @@ def import_feedback(
     since: str | None = None,
     model: str | None = None,
     options: ReadOptions | None = None,
+    is_complete: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
     quiet: bool = False,
@@ -124,8 +126,9 @@ def import_feedback(
     ``ImportStore``. files: of the export. url: of the tool's server, from which the votes are read
     instead. token_env: the variable of the environment that has the server's key, by default the
     tool's own. since: an ISO date, or "last" for the newest vote of this source in ``out``; older
-    votes are left out. model: leave out votes on completions of others. overwrite: replace files of
-    rows that somebody edited.
+    votes are left out. model: leave out votes on completions of others. is_complete: the export has
+    all votes of the tool, so that stored votes which are not in it were withdrawn. overwrite:
+    replace files of rows that somebody edited.
 
     Raises UserError for a mistake in the request, and when no vote can be used.
     """
@@ -139,6 +142,13 @@ def import_feedback(
             fix=f"name {SOURCES[name].files}"
             + ("; or give --url" if SOURCES[name].is_pullable else ""),
         )
+    if is_complete and since is not None:
+        raise UserError(
+            "an import of newer votes alone does not have all of them",
+            code="option-conflict",
+            where="--complete",
+            fix="leave out --since or --complete",
+        )
     store = ImportStore(out, overwrite=overwrite)
     _refuse_inputs(store, files)
     with store.locked():
@@ -150,14 +160,33 @@ def import_feedback(
             else _counted(read_votes(name, files, options), count)
         )
         votes, skipped = _chosen(read, start, model)
-        merged, counts = merge_votes(store.votes, votes)
-        is_up_to_date = bool(merged) and any(each.reason == "before_since" for each in skipped)
+        stored = store.votes
+        if is_complete or (url and not start and SOURCES[name].lists_all_votes):
+            server = None
+            if url and not is_complete:
+                from valence.data.importers.pull import server_address
+
+                server, _ = server_address(url)
+            stored = _drop_absent(stored, name, votes, skipped, server)
+        num_absent = len(store.votes) - len(stored)
+        withdrawals = [
+            withdrawn_vote(name, item)
+            for item in skipped
+            if item.reason == "withdrawn" and item.vote_id
+        ]
+        merged, counts = merge_votes(stored, [*votes, *withdrawals])
+        counts = replace(counts, withdrawn=counts.withdrawn + num_absent)
         imported = make_rows(merged)
         skipped += imported.unused
-        if not (votes or is_up_to_date) or not any(imported.rows.values()):
+        is_up_to_date = bool(store.votes) and bool(
+            withdrawals or num_absent or any(item.reason == "before_since" for item in skipped)
+        )
+        was_withdrawn = num_absent or not all(vote.has_verdict for vote in merged)
+        if not (votes or is_up_to_date) or not (any(imported.rows.values()) or was_withdrawn):
             raise _nothing(name, files, url, skipped)
         main = store.main or SOURCES[name].main
         rows = store.write(merged, imported, main)
+    merged = [vote for vote in merged if vote.has_verdict]
     times = [vote.updated_at for vote in merged if vote.updated_at]
     num_shared, agreeing = agreement(merged)
     labels = [row["label"] for row in imported.rows["thumbs"]]
@@ -246,15 +275,41 @@ def _chosen(
         if isinstance(item, Skipped):
             skipped.append(item)
         elif 0 < item.updated_at < start:
-            skipped.append(Skipped("before_since", item.origin, as_date(item.updated_at)))
+            date = as_date(item.updated_at)
+            skipped.append(Skipped("before_since", item.origin, date, item.id))
         elif model is not None and model not in (item.model, item.other_model):
-            skipped.append(Skipped("other_model", item.origin, item.model))
+            skipped.append(Skipped("other_model", item.origin, item.model, item.id))
         else:
             try:
                 votes.append(Vote.from_dict(json.loads(vote_line(item))))
             except ValueError as error:
-                skipped.append(Skipped("shape_unknown", item.origin, str(error)))
+                skipped.append(Skipped("shape_unknown", item.origin, str(error), item.id))
     return votes, skipped
+
+
+def _drop_absent(
+    stored: Sequence[Vote],
+    source: str,
+    votes: Sequence[Vote],
+    skipped: Sequence[Skipped],
+    server: str | None,
+) -> list[Vote]:
+    """The stored votes without those of a source that are no longer among all of its votes.
+
+    votes, skipped: all that the source has. server: the address of the server that has them, so
+    that votes from elsewhere stay; None for all votes of the source.
+    """
+    keys = {vote.key for vote in votes}
+    ids = {*(vote.id for vote in votes), *(item.vote_id for item in skipped)} - {""}
+    return [
+        vote
+        for vote in stored
+        if vote.source != source
+        or vote.key in keys
+        or vote.id in ids
+        or not vote.has_verdict
+        or server not in (None, vote.origin.path)
+    ]
 
 
 def _public_name(path: str) -> str:
@@ -269,8 +324,8 @@ def _public_name(path: str) -> str:
 
 
 def _skipped_counts(skipped: Sequence[Skipped]) -> dict[SkipReason, SkippedCount]:
-    counts = Counter[SkipReason](each.reason for each in skipped)
-    first = {each.reason: each for each in reversed(skipped)}
+    counts = Counter[SkipReason](item.reason for item in skipped)
+    first = {item.reason: item for item in reversed(skipped)}
     return {
         reason: SkippedCount(count, str(first[reason].origin), first[reason].example)
         for reason, count in counts.most_common()
@@ -279,12 +334,12 @@ def _skipped_counts(skipped: Sequence[Skipped]) -> dict[SkipReason, SkippedCount
 
 def _written(
     path: Path, kind: RowKind, rows: Mapping[str, int], weights: WeightAdvice | None
-) -> WrittenRows:
+) -> RowsFile:
     settings = [f"method={METHOD_FOR[KIND_OF[kind]]}", f"data.train={path}"]
     if kind == "thumbs" and weights and weights.change:
         settings.append("loss.class_weights=auto")
     command = shlex.join(["valence", "check", "recipe.yaml", *settings])
-    return WrittenRows(str(path), kind, rows[path.name], command)
+    return RowsFile(str(path), kind, rows[path.name], command)
 
 
 def _nothing(
@@ -292,8 +347,8 @@ def _nothing(
 ) -> UserError:
     counts = _skipped_counts(skipped)
     reasons = "; ".join(
-        f"{each.count:,} {SKIP_REASONS[reason]} (first: {each.place})"
-        for reason, each in counts.items()
+        f"{skip.count:,} {SKIP_REASONS[reason]} (first: {skip.place})"
+        for reason, skip in counts.items()
     )
     fixes = [FIXES[reason] for reason in counts if reason in FIXES]
     return UserError(
@@ -310,26 +365,32 @@ def _nothing(
 def print_summary(summary: ImportSummary, console: Console) -> None:
     counts = summary.counts
     parts = {"new": counts.new, "replaced": counts.replaced, "unchanged": counts.unchanged}
+    if counts.withdrawn:
+        parts["withdrawn"] = counts.withdrawn
     if counts.superseded:
         parts["superseded by a later vote of the same rater"] = counts.superseded
-    told = ", ".join(f"{number:,} {word}" for word, number in parts.items())
-    print_message(console, f"{_votes(summary.votes)} read: {told}")
+    words = ", ".join(f"{number:,} {word}" for word, number in parts.items())
+    print_message(console, f"{_votes(summary.votes)} read: {words}")
     period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
     print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}\n")
-    table = Table("file", "rows", "kind", box=None, pad_edge=False)
-    for file in summary.files:
-        table.add_row(file.path, f"{file.rows:,}", file.kind)
-    console.print(table)
+    if summary.files:
+        table = Table("file", "rows", "kind", box=None, pad_edge=False)
+        for file in summary.files:
+            table.add_row(file.path, f"{file.rows:,}", file.kind)
+        console.print(table)
+    else:
+        print_message(console, "No stored vote gives a row.")
     if summary.skipped:
         print_message(console, "\nSkipped")
         table = Table("count", "reason", "first", box=None, pad_edge=False, show_header=False)
-        for reason, each in summary.skipped.items():
-            table.add_row(f"{each.count:,}", SKIP_REASONS[reason], _place(each))
+        for reason, skip in summary.skipped.items():
+            table.add_row(f"{skip.count:,}", SKIP_REASONS[reason], _place(skip))
         console.print(table)
     print_message(console, "")
     for sentence in _sentences(summary):
         print_message(console, sentence)
-    print_message(console, "\nNext, with a recipe that names your model:")
+    if summary.files:
+        print_message(console, "\nNext, with a recipe that names your model:")
     for file in summary.files:
         print_message(console, f"  {file.command}")
 
@@ -338,11 +399,11 @@ def _votes(number: int) -> str:
     return f"{number:,} vote{'' if number == 1 else 's'}"
 
 
-def _place(each: SkippedCount) -> str:
-    words = " ".join(each.example.split())
+def _place(skip: SkippedCount) -> str:
+    words = " ".join(skip.example.split())
     is_long = len(words) > EXAMPLE_LENGTH
     words = f"{words[:EXAMPLE_LENGTH]}..." if is_long else words
-    return f"{each.place} ({words})" if words else each.place
+    return f"{skip.place} ({words})" if words else skip.place
 
 
 def _sentences(summary: ImportSummary) -> Iterator[str]:

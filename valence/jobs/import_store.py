@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,12 +40,15 @@ PREVIOUS = "previous"
 
 @dataclass(frozen=True, slots=True)
 class MergeCounts:
-    """What became of the votes that were read. superseded: by later ones among them."""
+    """What became of the votes that were read. superseded: by later ones among them. withdrawn:
+    votes of earlier imports that do not count any more.
+    """
 
     new: int
     replaced: int
     unchanged: int
     superseded: int
+    withdrawn: int = 0
 
 
 def vote_line(vote: Vote) -> str:
@@ -61,39 +64,51 @@ def merge_votes(stored: Sequence[Vote], votes: Sequence[Vote]) -> tuple[list[Vot
 
     A vote that is replaced keeps its place; new ones come behind, in their order. The same votes
     again change nothing. Several new votes may have one id: comparisons with several completions.
+    A vote without a verdict withdraws those with its id or key, and is stored in their place, so
+    that an older export does not bring them back.
     """
-    incoming = {vote.key: vote for vote in latest_votes(votes)}
+    latest = latest_votes(votes)
+    newest = {_id(vote): vote for vote in latest}
+    incoming = {
+        vote.key: vote for vote in latest if vote.has_verdict == newest[_id(vote)].has_verdict
+    }
     place = {vote.key: number for number, vote in enumerate(stored)}
     merged: dict[int, Vote] = dict(enumerate(stored))
     keys_of: dict[tuple[str, str], set[str]] = defaultdict(set)
     for vote in stored:
         keys_of[_id(vote)].add(vote.key)
     order = {key: len(stored) + number for number, key in enumerate(incoming)}
-    new = replaced = unchanged = 0
+    new = replaced = unchanged = withdrawn = 0
     # newest first: what is older than a stored vote stays so, whatever else replaces that one
-    for key, vote in sorted(incoming.items(), key=lambda each: -each[1].updated_at):
+    for key, vote in sorted(incoming.items(), key=lambda item: -item[1].updated_at):
         stale = {other for other in keys_of[_id(vote)] if other not in incoming}
         rivals = sorted(place[other] for other in {key, *stale} if other in place)
         if any(merged[number].updated_at > vote.updated_at for number in rivals):
-            unchanged += 1
+            unchanged += vote.has_verdict
             continue
         same = place.get(key)
+        counted = [number for number in rivals if merged[number].has_verdict]
         if same is not None and _is_same(merged[same], vote):
-            unchanged += 1
-            kept = same
+            unchanged += vote.has_verdict
+            position = same
         else:
-            replaced += bool(rivals)
-            new += not rivals
-            kept = rivals[0] if rivals else order[key]
-            merged[kept] = vote
+            if not vote.has_verdict:
+                withdrawn += len(counted)
+            elif counted:
+                replaced += 1
+            else:
+                new += 1
+            position = rivals[0] if rivals else order[key]
+            merged[position] = vote
         for number in rivals:
-            if number != kept:
+            if number != position:
                 del merged[number]
         for other in stale:
             place.pop(other, None)
-        place[key] = kept
-    superseded = len(votes) - len(incoming)
-    counts = MergeCounts(new, replaced, unchanged, superseded)
+        place[key] = position
+    superseded = sum(vote.has_verdict for vote in votes)
+    superseded -= sum(vote.has_verdict for vote in incoming.values())
+    counts = MergeCounts(new, replaced, unchanged, superseded, withdrawn)
     return [merged[number] for number in sorted(merged)], counts
 
 
@@ -124,34 +139,34 @@ class ImportStore:
                 fix="name a file that ends in .jsonl",
             )
         if out.is_dir() or not out.parent.is_dir():
-            what = "this is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+            problem = "this is a folder" if out.is_dir() else f"there is no folder {out.parent}"
             raise UserError(
-                what,
+                problem,
                 code="path-invalid-output",
                 where=str(out),
                 fix="name a file, new or old, in a folder that exists",
             )
         self.out, self.overwrite = out, overwrite
-        self.votes_path = self._beside("votes", out.suffix)
-        self.about_path = self._beside("about", ".json")
-        self.pending_path = self._beside("pending", out.suffix)
+        self.votes_path = self._sibling_path("votes", out.suffix)
+        self.about_path = self._sibling_path("about", ".json")
+        self.pending_path = self._sibling_path("pending", out.suffix)
         self.pending_size = 0
         self._pending_lock = threading.Lock()
         self.votes: list[Vote] = []
         self.main: RowKind | None = None
         self._about: dict[str, Any] = {}
 
-    def _beside(self, name: str, suffix: str) -> Path:
+    def _sibling_path(self, name: str, suffix: str) -> Path:
         return self.out.with_name(f"{self.out.stem}.{name}{suffix}")
 
     def rows_path(self, kind: RowKind, main: RowKind) -> Path:
         """The file of a kind of rows."""
-        return self.out if kind == main else self._beside(kind, self.out.suffix)
+        return self.out if kind == main else self._sibling_path(kind, self.out.suffix)
 
     @property
     def paths(self) -> list[Path]:
         """All files that imports may write."""
-        rows = [self._beside(kind, self.out.suffix) for kind in ROW_KINDS]
+        rows = [self._sibling_path(kind, self.out.suffix) for kind in ROW_KINDS]
         return [self.about_path, self.votes_path, self.out, *rows]
 
     @contextmanager
@@ -217,11 +232,11 @@ class ImportStore:
 
     def _read_about(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.about_path.read_text(encoding="utf-8"))
-            if not isinstance(found, dict):
+            about = json.loads(self.about_path.read_text(encoding="utf-8"))
+            if not isinstance(about, dict):
                 raise ValueError("it is not an object")
-            found = verify(found, required=True)
-            if found.get("main") not in ROW_KINDS or not isinstance(found.get("files"), dict):
+            about = verify(about, required=True)
+            if about.get("main") not in ROW_KINDS or not isinstance(about.get("files"), dict):
                 raise ValueError("it does not describe an import")
         except FileNotFoundError:
             return {}
@@ -232,7 +247,7 @@ class ImportStore:
                 where=str(self.about_path),
                 fix=f"restore it, or {ELSEWHERE}",
             ) from error
-        return found
+        return about
 
     def _check_unedited(self, path: Path) -> None:
         """Raises UserError for a file of votes that is not as an import wrote it, and for a file of
@@ -333,7 +348,7 @@ class ImportStore:
             rest = self.pending_path.read_bytes()[size:]
             if rest:
                 self._prepare(self.pending_path, rest)
-                _part(self.pending_path).replace(self.pending_path)
+                _part_path(self.pending_path).replace(self.pending_path)
             else:
                 self.pending_path.unlink()
             self._sync_folder()
@@ -393,7 +408,7 @@ class ImportStore:
             self._prepare(path, content)
         self._replace_about({**about, PREVIOUS: current})
         for path in contents:
-            _part(path).replace(path)
+            _part_path(path).replace(path)
         for path in mine:
             if path not in contents:
                 path.unlink(missing_ok=True)
@@ -405,7 +420,7 @@ class ImportStore:
     def _remove_parts(self) -> None:
         """Remove new files that did not take the place of old ones, also of a killed import."""
         for path in (*self.paths, self.pending_path):
-            _part(path).unlink(missing_ok=True)
+            _part_path(path).unlink(missing_ok=True)
 
     def _describe(
         self,
@@ -417,18 +432,16 @@ class ImportStore:
         files: dict[str, set[str]] = defaultdict(set)
         for vote in votes:
             files[vote.source].add(vote.origin.path)
-        times = [vote.updated_at for vote in votes if vote.updated_at]
+        num_votes = Counter(vote.source for vote in votes if vote.has_verdict)
+        times = [vote.updated_at for vote in votes if vote.updated_at and vote.has_verdict]
         return {
             "valence": __version__,
             "main": main,
             "sources": {
-                name: {
-                    "files": sorted(files[name]),
-                    "votes": sum(vote.source == name for vote in votes),
-                }
+                name: {"files": sorted(files[name]), "votes": num_votes[name]}
                 for name in sorted(files)
             },
-            "votes": len(votes),
+            "votes": num_votes.total(),
             "raters": len({(vote.source, vote.rater) for vote in votes if vote.rater}),
             "from": as_date(min(times)) if times else None,
             "to": as_date(max(times)) if times else None,
@@ -444,12 +457,12 @@ class ImportStore:
     def _replace_about(self, about: Mapping[str, Any]) -> None:
         text = json.dumps(add_checksum(about), indent=1, ensure_ascii=False)
         self._prepare(self.about_path, f"{text}\n".encode())
-        _part(self.about_path).replace(self.about_path)
+        _part_path(self.about_path).replace(self.about_path)
         self._sync_folder()
 
     def _prepare(self, path: Path, content: bytes) -> None:
         """Write the new content of a file beside it, and wait until the disk has it."""
-        with open_file(_part(path), path.parent) as file:
+        with open_file(_part_path(path), path.parent) as file:
             write_all(file, content)
             os.fsync(file.fileno())
 
@@ -470,7 +483,7 @@ def _lines(lines: Iterable[str]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _part(path: Path) -> Path:
+def _part_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 

@@ -349,7 +349,7 @@ def load_function(target: str, where: str) -> Callable[..., Any]:
     found: Any = _import(name, target, where)
     for part in path.split("."):
         if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), 3, 0.5)
+            near = get_close_matches(part, dir(found), 2, 0.5)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             file = _shown(getattr(sys.modules[name], "__file__", None) or name)
             raise UserError(

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -20,7 +20,7 @@ from valence.jobs.lines import as_line
 from valence.rewards.http_limits import Application, Receive, Send
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer, ChatModel, ChatPrompt, new_id
-from valence.serving.feedback import FeedbackStore, Winner
+from valence.serving.feedback import ComparisonResults, FeedbackStore, Winner
 from valence.serving.prompts import PromptQueue
 from valence.terminal import print_traceback
 from valence.types import Message
@@ -137,9 +137,9 @@ class CompletionRequest(Body):
         if not isinstance(value, dict):
             return value
         return {
-            name: each
-            for name, each in value.items()
-            if each is not None and not (name in NEUTRAL and each == NEUTRAL[name])
+            name: item
+            for name, item in value.items()
+            if item is not None and not (name in NEUTRAL and item == NEUTRAL[name])
         }
 
 
@@ -164,15 +164,18 @@ def log_error(error: BaseException) -> None:
 class FeedbackService:
     """What the application serves.
 
-    tokens: rater by secret token; a request without one of them is refused. Empty: anybody is the
-    rater "". sampling: how answers are drawn, where a request does not say it. log: called with
-    errors that the client is not to blame for.
+    rival: a second model, whose answers are compared with those of the first one; the page then
+    shows neither name before a vote. tokens: rater by secret token; a request without one of them
+    is refused. Empty: anybody is the rater "", who owns the service and may see results. sampling:
+    how answers are drawn, where a request does not say it. log: called with errors that the client
+    is not to blame for.
     """
 
     model: ChatModel
     store: FeedbackStore
     sampling: Sampling
     queue: PromptQueue
+    rival: ChatModel | None = None
     tokens: Mapping[str, str] = field(default_factory=dict[str, str])
     log: Callable[[BaseException], None] = log_error
 
@@ -189,53 +192,97 @@ class FeedbackService:
                 result = rater
         return result
 
+    @property
+    def models(self) -> tuple[ChatModel, ...]:
+        return (self.model,) if self.rival is None else (self.model, self.rival)
+
+    def model_named(self, name: str | None) -> ChatModel:
+        """The model with a name; the first one where there is none."""
+        return next((model for model in self.models if model.name == name), self.model)
+
+    @property
+    def results(self) -> ComparisonResults | None:
+        """How often each of two models won."""
+        if self.rival is None:
+            return None
+        return self.store.results((self.model.name, self.rival.name))
+
     def request_sampling(self, **changes: Any) -> Sampling:
         """The sampling of one request, with a seed of its own."""
         changes = {name: value for name, value in changes.items() if value is not None}
         return replace(self.sampling, **{"seed": secrets.randbits(62), **changes})
 
-    async def encode(self, messages: Sequence[Turn], tools: Tools) -> ChatPrompt:
-        """The prompt that the turns of a request make. Raises UserError."""
-        if self.model.num_requests >= MAX_REQUESTS:
+    async def encode(
+        self, messages: Sequence[Turn], tools: Tools, model: ChatModel | None = None
+    ) -> ChatPrompt:
+        """The prompt that the turns of a request make, for a model. Raises UserError."""
+        model = model or self.model
+        if model.num_requests >= MAX_REQUESTS:
             raise UserError(
                 f"{MAX_REQUESTS} requests wait already", code="server-busy", fix="ask again later"
             )
         turns = [_normalize(turn.model_dump()) for turn in messages]
         _check_storable([*turns, *tools])
-        return await asyncio.to_thread(self.model.encode, turns, tools)
+        return await asyncio.to_thread(model.encode, turns, tools)
+
+    async def encode_sides(self, ask: Ask) -> list[tuple[ChatModel, ChatPrompt]]:
+        """The models that answer a question of the page, in the order in which their answers are
+        shown, each with its prompt. Raises UserError.
+        """
+        models = [self.model] * (2 if ask.compare else 1)
+        if self.rival is not None:
+            models = list(self.models)
+            secrets.SystemRandom().shuffle(models)
+        return [(model, await self.encode(ask.messages, ask.tools, model)) for model in models]
 
     async def stream(
-        self, prompt: ChatPrompt, sampling: Sampling, *, id: str = ""
+        self, model: ChatModel, prompt: ChatPrompt, sampling: Sampling, *, id: str = ""
     ) -> AsyncGenerator[str | Answer, None]:
         """Yield the pieces of an answer's text; then keep the answer, and yield it."""
-        async with aclosing(self.model.stream(prompt, sampling, id=id)) as parts:
+        async with aclosing(model.stream(prompt, sampling, id=id)) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
                     await asyncio.to_thread(self.store.add, part)
                 yield part
 
-    async def answer(self, prompt: ChatPrompt, sampling: Sampling) -> Answer:
-        """Return a whole answer, which is kept."""
-        answer = await self.model.answer(prompt, sampling)
+    async def answer(self, model: ChatModel, prompt: ChatPrompt, sampling: Sampling) -> Answer:
+        """Return a complete answer, which is kept."""
+        answer = await model.answer(prompt, sampling)
         await asyncio.to_thread(self.store.add, answer)
         return answer
 
     def rate(self, answer: Answer, rater: str, *, correction: str | None, **verdict: Any) -> None:
         """Record a verdict on an answer."""
-        ids = self.model.encode_correction(answer, correction) if correction else ()
+        model = self.model_named(answer.model)
+        ids = model.encode_correction(answer, correction) if correction else ()
         self.store.rate(answer, rater, correction=correction, correction_ids=ids, **verdict)
 
-    def compare(self, comparison: Comparison, rater: str) -> None:
-        """Record a verdict on two answers. Raises KeyError for an unknown comparison."""
+    def compare(self, comparison: Comparison, rater: str) -> list[str]:
+        """Record a verdict on two answers. Returns the names of two models, in the order in which
+        their answers were shown; none where one model gave both.
+
+        Raises KeyError for an unknown comparison, and UserError for a changed verdict on two
+        models, whose names the rater knows by then.
+        """
         id_a, _, id_b = comparison.comparison.partition("-")
         a, b = self.store.answer(id_a), self.store.answer(id_b)
-        if id_a == id_b or a.prompt_ids != b.prompt_ids or a.prompt != b.prompt:
+        if id_a == id_b or a.prompt != b.prompt or a.tools != b.tools:
             raise KeyError(comparison.comparison)
+        is_blind = a.model != b.model
+        if is_blind and self.store.winner(a, b, rater) not in (None, comparison.winner):
+            raise UserError(
+                "the names of the models have been shown, so the verdict is final",
+                code="comparison-final",
+                where="comparison",
+                fix="compare two other answers",
+            )
         self.store.compare(a, b, comparison.winner, rater, comment=comparison.comment)
+        return [a.model, b.model] if is_blind else []
 
     def close(self) -> None:
         """Stop answering, write the rows, and release the files. Raises UserError."""
-        self.model.close()
+        for model in self.models:
+            model.close()
         self.store.close()
 
 
@@ -292,8 +339,8 @@ class Gate:
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message.get("headers", ()), *own]
+                headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         is_open = scope["path"] in ("/", "/health") or scope["path"].startswith("/page/")
@@ -364,7 +411,7 @@ def application(
     app = FastAPI(
         title="Valence", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan
     )
-    app.add_middleware(Gate, service=service)  # pyright: ignore[reportArgumentType]
+    app.add_middleware(Gate, service=service)
 
     @app.exception_handler(UserError)
     async def user_error(_: Request, error: UserError) -> JSONResponse:
@@ -392,7 +439,8 @@ def application(
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        return {"status": "alive", "model": service.model.name, "version": __version__}
+        names = " and ".join(model.name for model in service.models)
+        return {"status": "alive", "model": names, "version": __version__}
 
     _add_page(app)
     _add_page_requests(app, service)
@@ -449,7 +497,9 @@ def _add_page_requests(app: "FastAPI", service: FeedbackService) -> None:
     @app.get("/api/session")
     async def session(rater: str = known_rater) -> dict[str, Any]:
         return {
-            "model": service.model.name,
+            "model": service.model.name if service.rival is None else "",
+            "is_blind": service.rival is not None,
+            "has_results": service.rival is not None and rater == "",
             "rater": rater,
             "prompts": len(service.queue.prompts),
             "votes": service.store.num_votes,
@@ -471,9 +521,7 @@ def _add_page_requests(app: "FastAPI", service: FeedbackService) -> None:
 
     @app.post("/api/answer")
     async def answer(ask: Ask, _: str = known_rater) -> StreamingResponse:
-        prompt = await service.encode(ask.messages, ask.tools)
-        sides = ("a", "b") if ask.compare else ("a",)
-        return _stream(service, _page_events(service, prompt, sides))
+        return _stream(service, _page_events(service, await service.encode_sides(ask)))
 
     @app.post("/api/rate")
     def rate(rating: Rating, rater: str = known_rater) -> dict[str, int]:
@@ -484,12 +532,20 @@ def _add_page_requests(app: "FastAPI", service: FeedbackService) -> None:
         return {"votes": service.store.num_votes}
 
     @app.post("/api/compare")
-    def compare(comparison: Comparison, rater: str = known_rater) -> dict[str, int]:
+    def compare(comparison: Comparison, rater: str = known_rater) -> dict[str, Any]:
         try:
-            service.compare(comparison, rater)
+            models = service.compare(comparison, rater)
         except KeyError:
             raise HTTPException(404, "there is no such comparison") from None
-        return {"votes": service.store.num_votes}
+        return {"votes": service.store.num_votes, "models": models}
+
+    @app.get("/api/results")
+    def results(rater: str = known_rater) -> dict[str, Any]:
+        if (results := service.results) is None:
+            raise HTTPException(404, "no two models are compared")
+        if rater:
+            raise HTTPException(403, "only the owner of this service may see the results")
+        return asdict(results)
 
 
 def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
@@ -501,14 +557,15 @@ def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
 
     @app.get("/v1/models")
     async def models(_: str = known_rater) -> dict[str, Any]:
-        model = {"id": service.model.name, "object": "model", "owned_by": "valence", "created": 0}
-        return {"object": "list", "data": [model]}
+        fields = {"object": "model", "owned_by": "valence", "created": 0}
+        return {"object": "list", "data": [{"id": model.name} | fields for model in service.models]}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def completions(
         body: CompletionRequest, request: Request, _: str = known_rater
     ) -> StreamingResponse | dict[str, Any]:
-        prompt = await service.encode(body.messages, body.tools)
+        model = service.model_named(body.model)
+        prompt = await service.encode(body.messages, body.tools, model)
         sampling = service.request_sampling(
             temperature=body.temperature, top_p=body.top_p, seed=body.seed,
             max_new_tokens=body.max_completion_tokens or body.max_tokens,
@@ -518,10 +575,11 @@ def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
         ]
         if body.stream:
             has_usage = body.stream_options.include_usage
-            return _stream(service, _chunks(service, prompt, samplings, has_usage=has_usage))
+            chunks = _chunks(service, model, prompt, samplings, has_usage=has_usage)
+            return _stream(service, chunks)
 
         async def answer_all() -> list[Answer]:
-            return [await service.answer(prompt, each) for each in samplings]
+            return [await service.answer(model, prompt, sampling) for sampling in samplings]
 
         return _completion(await _while_connected(request, answer_all()))
 
@@ -582,12 +640,12 @@ def _stream(service: FeedbackService, events: AsyncGenerator[str, None]) -> "Str
 
 
 async def _page_events(
-    service: FeedbackService, prompt: ChatPrompt, sides: Sequence[str]
+    service: FeedbackService, prompts: Sequence[tuple[ChatModel, ChatPrompt]]
 ) -> AsyncGenerator[str, None]:
-    """Pieces of one or two answers, each with its side, and what they are rated by."""
+    """Pieces of one or two answers, with their side, and what they are rated by."""
     ids: list[str] = []
-    for side in sides:
-        async with aclosing(service.stream(prompt, service.request_sampling())) as parts:
+    for side, (model, prompt) in zip("ab", prompts, strict=False):
+        async with aclosing(service.stream(model, prompt, service.request_sampling())) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
                     ids.append(part.id)
@@ -602,7 +660,7 @@ FINISH = {"eos": "stop", "length": "length"}
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:
     prompt = len(answers[0].prompt_ids)
-    new = sum(len(each.completion.tokens) for each in answers)
+    new = sum(len(answer.completion.tokens) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
@@ -616,23 +674,28 @@ def _completion(answers: Sequence[Answer]) -> dict[str, Any]:
         "choices": [
             {
                 "index": index,
-                "id": f"chatcmpl-{each.id}",
+                "id": f"chatcmpl-{answer.id}",
                 "message": {
                     "role": "assistant",
-                    "content": each.completion.text,
+                    "content": answer.completion.text,
                     "refusal": None,
                 },
                 "logprobs": None,
-                "finish_reason": FINISH[each.completion.stop],
+                "finish_reason": FINISH[answer.completion.stop],
             }
-            for index, each in enumerate(answers)
+            for index, answer in enumerate(answers)
         ],
         "usage": _usage(answers),
     }
 
 
 async def _chunks(
-    service: FeedbackService, prompt: ChatPrompt, samplings: Sequence[Sampling], *, has_usage: bool
+    service: FeedbackService,
+    model: ChatModel,
+    prompt: ChatPrompt,
+    samplings: Sequence[Sampling],
+    *,
+    has_usage: bool,
 ) -> AsyncGenerator[str, None]:
     """The streamed response of OpenAI's interface, one choice after the other."""
     created, ids = int(time.time()), [new_id() for _ in samplings]
@@ -643,7 +706,7 @@ async def _chunks(
             "id": f"chatcmpl-{ids[0]}",
             "object": "chat.completion.chunk",
             "created": created,
-            "model": service.model.name,
+            "model": model.name,
             "choices": choices,
         }
         return _event(record | ({"usage": None} if has_usage else {}) | more)
@@ -654,7 +717,7 @@ async def _chunks(
 
     for index, sampling in enumerate(samplings):
         yield choice(index, {"role": "assistant", "content": ""})
-        async with aclosing(service.stream(prompt, sampling, id=ids[index])) as parts:
+        async with aclosing(service.stream(model, prompt, sampling, id=ids[index])) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
                     answers.append(part)

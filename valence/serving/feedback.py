@@ -9,11 +9,13 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from valence.checksums import add_checksum, verify
+from valence.data.importers import records
 from valence.data.importers.records import HashedRater, Vote, hash_rater
 from valence.data.importers.rows import RowKind, make_rows
 from valence.errors import UserError
@@ -38,6 +40,27 @@ IDLE_RATIO = 10
 """How many times longer than a write of the rows the pause after it is at least."""
 
 Winner = Literal["a", "b", "tie", "both_bad"]
+WINNERS: dict[Winner, records.Winner] = {
+    "a": "this",
+    "b": "other",
+    "tie": "tie",
+    "both_bad": "both_bad",
+}
+"""The result of a comparison by the sides on which the answers were shown, and as votes have it."""
+
+
+@dataclass
+class ComparisonResults:
+    """How often each of two models won, and how often neither did."""
+
+    wins: dict[str, int]
+    ties: int = 0
+    both_bad: int = 0
+
+    def __str__(self) -> str:
+        words = [f"{model} won {count}" for model, count in self.wins.items()]
+        words += [f"{self.ties} equally good", f"{self.both_bad} both bad"]
+        return ", ".join(words)
 
 
 class AnswerFile:
@@ -168,6 +191,7 @@ class FeedbackStore:
             failing.callback(self._answers.close)
             self._files = failing.pop_all()
         self._votes: dict[str, Vote] = {}
+        self._comparisons: dict[str, Vote] = {}
         self._verdicts: Counter[tuple[str, str]] = Counter()
         self._newest = 0.0
         for vote in self._store.votes:
@@ -271,8 +295,9 @@ class FeedbackStore:
     def compare(
         self, a: Answer, b: Answer, winner: Winner | None, rater: str, *, comment: str = ""
     ) -> None:
-        """Record which of two answers is better. None withdraws it."""
-        names: dict[Winner, Any] = {"a": "this", "b": "other", "tie": "tie", "both_bad": "both_bad"}
+        """Record which of two answers is better, a being shown first. None withdraws it."""
+        # a row holds the tokens of one prompt
+        has_tokens = a.vocabulary == b.vocabulary and a.prompt_ids == b.prompt_ids
         self._record(
             a,
             rater,
@@ -280,11 +305,34 @@ class FeedbackStore:
             other=b.message,
             other_message=b.id,
             other_model=b.model,
-            winner=None if winner is None else names[winner],
+            winner=None if winner is None else WINNERS[winner],
             comment=comment,
-            tokens=_tokens(a),
-            other_tokens=_tokens(b),
+            info={} if a.model == b.model else {"sides": [a.model, b.model]},
+            tokens=_tokens(a) if has_tokens else {},
+            other_tokens=_tokens(b) if has_tokens else {},
         )
+
+    def winner(self, a: Answer, b: Answer, rater: str) -> Winner | None:
+        """What a rater has said of two answers; None for nothing."""
+        vote = self._comparisons.get(f"{a.id}/{b.id}/{hash_name(rater)}")
+        winner = None if vote is None else vote.winner
+        return next((name for name, result in WINNERS.items() if result == winner), None)
+
+    def results(self, models: tuple[str, str]) -> ComparisonResults:
+        """The verdicts on all comparisons of an answer of one model with one of the other."""
+        results = ComparisonResults(dict.fromkeys(models, 0))
+        with self._lock:
+            votes = list(self._comparisons.values())
+        for vote in votes:
+            if {vote.model, vote.other_model} != set(models):
+                continue
+            if vote.winner in ("this", "other"):
+                results.wins[vote.model if vote.winner == "this" else vote.other_model] += 1
+            elif vote.winner == "tie":
+                results.ties += 1
+            elif vote.winner == "both_bad":
+                results.both_bad += 1
+        return results
 
     def _record(self, answer: Answer, rater: str, target: str, **verdict: Any) -> None:
         name = hash_name(rater)
@@ -312,9 +360,11 @@ class FeedbackStore:
     def _keep(self, vote: Vote) -> None:
         """Take a vote that is on the disk, in the place of an earlier one with its key."""
         if (earlier := self._votes.get(vote.key)) is not None:
-            self._verdicts[earlier.rater, earlier.parent] -= _has_verdict(earlier)
+            self._verdicts[earlier.rater, earlier.parent] -= earlier.has_verdict
         self._votes[vote.key] = vote
-        self._verdicts[vote.rater, vote.parent] += _has_verdict(vote)
+        if vote.source == SOURCE and vote.other is not None:
+            self._comparisons[vote.id] = vote
+        self._verdicts[vote.rater, vote.parent] += vote.has_verdict
         self._newest = max(self._newest, vote.updated_at)
 
 
@@ -334,11 +384,6 @@ def _tokens(answer: Answer) -> dict[str, Any]:
         "top_p": answer.sampling.top_p,
         "vocabulary": answer.vocabulary,
     }
-
-
-def _has_verdict(vote: Vote) -> bool:
-    verdicts: Sequence[Any] = (vote.label, vote.score, vote.winner, vote.correction)
-    return any(verdict is not None for verdict in verdicts)
 
 
 def _answer_line(answer: Answer) -> dict[str, Any]:

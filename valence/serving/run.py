@@ -57,7 +57,7 @@ def serve(
     *,
     host: str,
     allowed_hosts: Sequence[str] = (),
-    tell: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
 ) -> None:
     """Serve at a socket until a signal comes, then write the rows.
 
@@ -72,14 +72,20 @@ def serve(
         try:
             await asyncio.to_thread(service.close)
         except UserError as error:
-            tell(str(error))
-            tell("every vote is on the disk; run the command again to write the rows")
-        tell(f"{service.store.num_votes} votes in {service.store.out}")
+            print_line(str(error))
+            print_line("every vote is on the disk; run the command again to write the rows")
+        print_line(f"{service.store.num_votes} votes in {service.store.out}")
+        if (results := service.results) is not None:
+            print_line(str(results))
 
     address, port, *_ = place.getsockname()
-    for rater, link in links_of(service, address.partition("%")[0], port):
-        tell(f"{rater}: {link}" if rater else link)
-    tell(f"votes are written to {service.store.out}; stop with Ctrl-C")
+    links = links_of(service, address.partition("%")[0], port)
+    for rater, link in links:
+        if rater or len(links) == 1:
+            print_line(f"{rater}: {link}" if rater else link)
+        else:
+            print_line(f"results, for you alone: {link}")
+    print_line(f"votes are written to {service.store.out}; stop with Ctrl-C")
     app = application(service, lifespan=lifespan)
     logging.getLogger("uvicorn.error").addFilter(_is_not_logged)
     config = uvicorn.Config(

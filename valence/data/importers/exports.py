@@ -118,15 +118,17 @@ def rows_of_kind(
                 yield row
 
 
-def votes_or_skipped(votes: Iterator[Vote | Skipped], origin: Origin) -> Iterator[Vote | Skipped]:
-    """The votes, until one is unusable."""
+def votes_or_skipped(
+    votes: Iterator[Vote | Skipped], origin: Origin, vote_id: str = ""
+) -> Iterator[Vote | Skipped]:
+    """The votes, until one is unusable. vote_id: of this one, if it is known."""
     try:
         for vote in votes:
             if isinstance(vote, Vote):
                 check_prompt(vote.prompt)
             yield vote
     except UnusableVote as error:
-        yield Skipped(error.reason, origin, error.example)
+        yield Skipped(error.reason, origin, error.example, vote_id)
 
 
 def guess_parts(columns: Columns, paths: Mapping[str, str]) -> dict[str, str]:

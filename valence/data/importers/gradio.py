@@ -34,14 +34,15 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
             except UnusableVote as error:
                 skipped = Skipped(error.reason, origin, error.example)
                 events.append(("", 0.0, skipped))
-    has_vote: dict[str, bool] = {}
-    for target, _, event in sorted(events, key=lambda event: event[1]):
-        has_vote[target] = isinstance(event, Vote)
+    last: dict[str, tuple[float, Vote | Skipped]] = {}
+    for target, time, event in sorted(events, key=lambda event: event[1]):
+        last[target] = time, event
     for target, _, event in events:
-        if isinstance(event, Vote) and not has_vote[target]:
-            yield Skipped("withdrawn", event.origin)
-        else:
-            yield event
+        time, last_event = last[target]
+        is_about_thumb = isinstance(event, Vote) or event.reason == "withdrawn"
+        if target and is_about_thumb and not isinstance(last_event, Vote):
+            event = Skipped("withdrawn", event.origin, vote_id=target, updated_at=time)
+        yield event
 
 
 def _records(path: str) -> Iterator[tuple[Origin, list[str]]]:

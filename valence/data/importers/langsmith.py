@@ -94,20 +94,22 @@ def _vote(row: Row, traces: Traces, options: ReadOptions) -> Vote | Skipped:
     if is_machine and not options.includes_machine:
         return Skipped("machine", origin, key)
     verdict = _verdict(feedback, options)
+    vote_id = str(feedback.get("id") or "")
+    updated_at = timestamp(first_value(feedback, "modified_at", "created_at"))
     if not verdict:
         if key in THUMBS:
-            return Skipped("withdrawn", origin, key)
+            return Skipped("withdrawn", origin, key, vote_id, updated_at)
         is_correction = bool(feedback.get("correction"))
         shown = f"{key}: {feedback.get('correction' if is_correction else 'score')}"
-        return Skipped("shape_unknown" if is_correction else "no_vote", origin, shown)
+        return Skipped("shape_unknown" if is_correction else "no_vote", origin, shown, vote_id)
     return vote_on(
         _rated_step(feedback, traces),
         options,
         origin,
         source=SOURCE,
         rater=_rater(source),
-        id=str(feedback.get("id") or ""),
-        updated_at=timestamp(first_value(feedback, "modified_at", "created_at")),
+        id=vote_id,
+        updated_at=updated_at,
         is_machine=is_machine,
         comment=str(feedback.get("comment") or ""),
         **verdict,

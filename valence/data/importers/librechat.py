@@ -2,12 +2,16 @@
 
 All messages of a conversation are needed, also those without feedback. The conversations hold the
 system prompts, and may be left out where there are none.
+
+LibreChat writes ``feedback: null`` when a vote is withdrawn (api/server/routes/messages.js). A
+message without that field never had one, and an empty cell of a CSV file can be either.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
@@ -43,10 +47,23 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
         conversations[session][str(message["messageId"])] = message
         if message.get("feedback"):
             rated.append((row.origin, message))
+        elif _is_withdrawn(message, row.origin):
+            yield Skipped(
+                "withdrawn",
+                row.origin,
+                vote_id=str(message["messageId"]),
+                updated_at=timestamp(message.get("updatedAt")),
+            )
     for origin, message in rated:
         session = str(message["conversationId"])
         votes = _vote(message, conversations[session], systems.get(session), options, origin)
-        yield from votes_or_skipped(votes, origin)
+        yield from votes_or_skipped(votes, origin, str(message["messageId"]))
+
+
+def _is_withdrawn(message: Columns, origin: Origin) -> bool:
+    is_table = not {".csv", ".tsv"}.isdisjoint(Path(origin.path).suffixes)
+    is_null = "feedback" in message and message["feedback"] is None
+    return is_null and not is_table and not message.get("isCreatedByUser")
 
 
 def _plain(value: Any) -> Any:

@@ -113,15 +113,15 @@ def prompt_turns(turns: Iterable[Message]) -> tuple[Message, ...]:
 
     Raises UnusableVote for another empty turn.
     """
-    kept: list[Message] = []
+    prompt: list[Message] = []
     for turn in map(_without_reasoning, turns):
         is_empty = not turn["content"].strip() and "tool_calls" not in turn
         if is_empty and turn["role"] == "system":
             continue
         if is_empty and turn["role"] != "tool":
             raise UnusableVote("shape_unknown", f"an earlier {turn['role']} turn is empty")
-        kept.append(turn)
-    return tuple(kept)
+        prompt.append(turn)
+    return tuple(prompt)
 
 
 def system_turn(content: object) -> tuple[Message, ...]:

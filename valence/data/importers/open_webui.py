@@ -41,7 +41,7 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     for rating in sorted(ratings, key=lambda rating: rating.updated_at):
         by_message[rating.rater, rating.session, rating.message] = rating
     for rating in ratings:
-        yield from votes_or_skipped(_votes(rating, by_message, options), rating.origin)
+        yield from votes_or_skipped(_votes(rating, by_message, options), rating.origin, rating.id)
     rated = {(rating.session, rating.message) for rating in ratings}
     for chat in chats.values():
         for message in chat.messages.values():

@@ -142,20 +142,20 @@ class Api:
     def _json(self, response: httpx.Response, where: str) -> Any:
         status = response.status_code
         text = self._redacted(response.text[:200].strip())
-        what = f"the server answers with status {status}{f': {text}' if text else ''}"
+        message = f"the server answers with status {status}{f': {text}' if text else ''}"
         if status in (401, 403):
             code = "import-unauthorized"
-            raise UserError(what, code=code, where=where, fix=self.unauthorized_fix)
+            raise UserError(message, code=code, where=where, fix=self.unauthorized_fix)
         if status == 404:
             fix = "check the address, and the project if one is named"
-            raise NotFound(what, code="import-not-found", where=where, fix=fix)
+            raise NotFound(message, code="import-not-found", where=where, fix=fix)
         if 300 <= status < 400:
             target = self._redacted(response.headers.get("location", "elsewhere"))
             code, fix = "import-redirected", f"use the address that it names: {target}"
-            raise UserError(what, code=code, where=where, fix=fix)
+            raise UserError(message, code=code, where=where, fix=fix)
         if status >= 400:
             fix = "see what the server says; another version of it may need an export to a file"
-            raise UserError(what, code="import-refused", where=where, fix=fix)
+            raise UserError(message, code="import-refused", where=where, fix=fix)
         try:
             return response.json()
         except ValueError as error:
@@ -458,7 +458,7 @@ def pull_rows(
     environment that has the key, for two keys as ``PUBLIC:SECRET``; None for the tool's own.
     progress: called with the number of rows so far. Raises UserError.
     """
-    address, project = _address(url)
+    address, project = server_address(url)
     api = _api(SERVERS[source], address, token_env, retry or Retry())
     with closing(api):
         request = Request(since, project, includes_machine)
@@ -490,7 +490,7 @@ def pull(
         progress=progress,
         retry=retry,
     )
-    address, _ = _address(url)
+    address, _ = server_address(url)
     reader: Reader = import_module(f"valence.data.importers.{source}").read
     with tempfile.TemporaryDirectory(prefix="valence-import-") as folder:
         path = Path(folder) / "rows.jsonl"
@@ -513,7 +513,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     return count
 
 
-def _address(url: str) -> tuple[str, str]:
+def server_address(url: str) -> tuple[str, str]:
     """The server's address without a slash at its end, and the project that the URL names.
 
     Raises UserError for a URL of another kind, and for one with a password.
@@ -539,9 +539,9 @@ def _address(url: str) -> tuple[str, str]:
     return address, (parse_qs(parts.query).get("project") or [""])[0]
 
 
-def _bad_url(what: str, where: str) -> UserError:
+def _bad_url(problem: str, where: str) -> UserError:
     return UserError(
-        f"the URL cannot be used: {what}",
+        f"the URL cannot be used: {problem}",
         code="import-url-invalid",
         where=where,
         fix="write it like https://langfuse.example.com",
@@ -562,8 +562,8 @@ def _api(server: FeedbackServer, address: str, token_env: str | None, retry: Ret
     if not is_complete and (server.is_key_needed or token_env):
         raise UserError("there is no key", code="import-key-missing", where=address, fix=fix)
     if not all(key.isascii() and key.isprintable() for key in keys):
-        what = "the key has characters that a header cannot have"
-        raise UserError(what, code="import-key-invalid", where=address, fix=fix)
+        problem = "the key has characters that a header cannot have"
+        raise UserError(problem, code="import-key-invalid", where=address, fix=fix)
     headers: dict[str, str] = {}
     auth = None
     if is_complete and len(keys) == 2:

@@ -69,6 +69,12 @@ class Vote:
     origin: Origin
 
     @property
+    def has_verdict(self) -> bool:
+        """Whether the vote says anything; one that was withdrawn does not."""
+        verdicts = (self.label, self.score, self.winner, self.correction)
+        return any(verdict is not None for verdict in verdicts)
+
+    @property
     def key(self) -> str:
         """The same for all votes of one rater on one completion or comparison.
 
@@ -115,6 +121,18 @@ class Vote:
         return cls(**{**arguments, "rater": rater, "origin": Origin(**value["origin"])})
 
 
+def withdrawn_vote(source: str, withdrawal: Skipped) -> Vote:
+    """What is stored in the place of a vote that was withdrawn: its id and the time, no texts."""
+    return Vote(
+        source=source,
+        id=withdrawal.vote_id,
+        updated_at=withdrawal.updated_at,
+        prompt=(),
+        completion={},
+        origin=withdrawal.origin,
+    )
+
+
 def hash_rater(source: str, rater: str) -> str:
     """12 hexadecimal digits for the id of a rater in a tool; "" for an unknown rater."""
     return hashlib.sha256(f"{source}/{rater}".encode()).hexdigest()[:12] if rater else ""
@@ -134,7 +152,6 @@ SkipReason = Literal[
     "multi_turn",
     "draft",
     "cancelled",
-    "no_consent",
     "shape_unknown",
     "other_model",
     "before_since",
@@ -157,7 +174,6 @@ SKIP_REASONS: dict[SkipReason, str] = {
     "multi_turn": "comparisons of conversations that differ before the last turn",
     "draft": "annotations that were not submitted",
     "cancelled": "annotations that were cancelled",
-    "no_consent": "conversations without consent",
     "shape_unknown": "inputs or outputs in an unknown form",
     "other_model": "completions of another model",
     "before_since": "votes before --since",
@@ -170,11 +186,18 @@ SKIP_REASONS: dict[SkipReason, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something in an export that gives no vote. example: what it looks like, for the message."""
+    """Something in an export that gives no vote. example: what it looks like, for the message.
+
+    vote_id: of the vote in the tool, if there is one. updated_at: seconds since 1970 (UTC) when a
+    vote was withdrawn; 0 when unknown. With the reason "withdrawn" and a vote_id, the tool says
+    that the vote with this id does not count any more.
+    """
 
     reason: SkipReason
     origin: Origin
     example: str = ""
+    vote_id: str = ""
+    updated_at: float = 0.0
 
 
 class UnusableVote(Exception):

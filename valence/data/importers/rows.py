@@ -48,11 +48,14 @@ class ImportedRows:
     @property
     def skipped(self) -> Counter[SkipReason]:
         """How many gave no row, by reason."""
-        return Counter(each.reason for each in self.unused)
+        return Counter(item.reason for item in self.unused)
 
-    def add(self, kind: RowKind, row: Row, votes: Sequence[Vote]) -> None:
-        """Add a row that is made of these votes. One that no method could read is skipped."""
-        row = row | {"info": _info(votes)}
+    def add(self, kind: RowKind, row: Row, votes: Sequence[Vote], **info: Any) -> None:
+        """Add a row that is made of these votes. One that no method could read is skipped.
+
+        info: further columns of the row's info.
+        """
+        row = row | {"info": _info(votes) | info}
         origin = votes[0].origin
         if not row["prompt"]:
             self.unused.append(Skipped("no_prompt", origin))
@@ -221,12 +224,15 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     if len(set(winners) - {"both_bad"}) > 1:
         result.num_disputed += 1
     chosen, rejected = this, other
+    models = first.model, first.other_model
     if share < 0.5:
         chosen, rejected, share = other, this, 1 - share
+        models = first.other_model, first.model
     row = _row(first, {"chosen": chosen, "rejected": rejected})
     if share < 1:
         row["soft"] = share
-    result.add("pairs", row, votes)
+    names = dict(zip(("chosen_model", "rejected_model"), models, strict=True))
+    result.add("pairs", row, votes, **(names if all(models) and len(set(models)) == 2 else {}))
 
 
 def _add_correction(vote: Vote, correction: str, result: ImportedRows) -> None:

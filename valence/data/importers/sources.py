@@ -23,7 +23,8 @@ class FeedbackSource:
 
     module: of its reader, below ``valence.data.importers``; imported on first use. description,
     files: what it is, and which files of it are read, for people. main: the kind of most of its
-    rows. is_pullable: whether it can be read from its server. columns: dotted paths by which a row
+    rows. is_pullable: whether it can be read from its server. lists_all_votes: whether its server
+    lists every vote until somebody deletes it. columns: dotted paths by which a row
     of its export is recognized; each text holds those of one kind of export.
     """
 
@@ -32,6 +33,7 @@ class FeedbackSource:
     files: str
     main: RowKind = "thumbs"
     is_pullable: bool = False
+    lists_all_votes: bool = False
     columns: tuple[str, ...] = ()
 
 
@@ -41,6 +43,7 @@ SOURCES: dict[str, FeedbackSource] = {
         description="Open WebUI: thumbs and arena votes",
         files="feedback history (Admin > Evaluations > Feedback > Export), or exported chats",
         is_pullable=True,
+        lists_all_votes=True,
         columns=("data.rating meta.message_id", "snapshot data.rating"),
     ),
     "librechat": FeedbackSource(
@@ -169,7 +172,7 @@ def read_votes(
     """
     source, options = SOURCES[source_name(name)], options or ReadOptions()
     read: Reader = import_module(f"valence.data.importers.{source.module}").read
-    return checked_votes(read(list(paths), options), options)
+    return anonymize_votes(read(list(paths), options), options)
 
 
 def pull_votes(
@@ -198,25 +201,23 @@ def pull_votes(
         )
     pull = import_module("valence.data.importers.pull").pull
     votes = pull(name, url, options, since, token_env=token_env, progress=progress)
-    return checked_votes(votes, options)
+    return anonymize_votes(votes, options)
 
 
-def checked_votes(
+def anonymize_votes(
     votes: Iterable[Vote | Skipped], options: ReadOptions
 ) -> Iterator[Vote | Skipped]:
-    """The same with hashes in place of the raters' ids, without votes of machines unless these are
-    asked for.
-    """
+    """Replace the raters' ids by hashes, and skip votes of machines unless these are asked for."""
     for vote in votes:
         if isinstance(vote, Skipped):
             yield vote
         elif vote.is_machine and not options.includes_machine:
-            yield Skipped("machine", vote.origin)
+            yield Skipped("machine", vote.origin, vote_id=vote.id)
         else:
             yield replace(vote, rater=HashedRater(vote.rater_hash))
 
 
-def likely_source(rows: Sequence[Mapping[str, Any]]) -> str | None:
+def detect_source(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """The source whose exports have the columns of these rows, if there is one."""
     for name, source in SOURCES.items():
         for columns in source.columns:

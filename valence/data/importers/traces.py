@@ -102,6 +102,7 @@ def vote_on(
     *,
     source: str,
     rater: str | None,
+    id: str,
     **verdict: Any,
 ) -> Vote | Skipped:
     """A vote on a step, or why there is none.
@@ -110,12 +111,14 @@ def vote_on(
     winner, as fields of the vote.
     """
     if not isinstance(step, Step):
-        return Skipped(step, origin)
+        return Skipped(step, origin, vote_id=id)
     exchange = exchange_in(step, options)
     if not isinstance(exchange, Exchange):
-        return Skipped(exchange, origin, f"{shown(step.inputs)} -> {shown(step.answer)}")
+        example = f"{shown(step.inputs)} -> {shown(step.answer)}"
+        return Skipped(exchange, origin, example, vote_id=id)
     return Vote(
         source=source,
+        id=id,
         origin=origin,
         rater=step.rater if rater is None else rater,
         prompt=exchange.prompt,

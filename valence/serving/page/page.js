@@ -132,8 +132,9 @@ let sending = Promise.resolve();
 
 function save(path, body) {
   const result = sending.then(async () => {
-    const response = await request(path, body);
-    setVotes((await response.json()).votes);
+    const reply = await (await request(path, body)).json();
+    setVotes(reply.votes);
+    return reply;
   });
   sending = result.catch(() => {});
   return result;
@@ -241,8 +242,10 @@ function comparison(pair, sides, id) {
   const item = { kind: "comparison", nodes: [sides.a.card, sides.b.card], winner: null };
   const place = messages.length; // the conversation goes on with the winner
   const choose = async (winner) => {
+    if (item.isFinal) return;
+    let models;
     try {
-      await save("api/compare", { comparison: id, winner });
+      ({ models } = await save("api/compare", { comparison: id, winner }));
       showError("");
     } catch (error) {
       showError(`The vote was not saved: ${error.message}`, () => choose(winner));
@@ -252,6 +255,7 @@ function comparison(pair, sides, id) {
     for (const [name, node] of Object.entries(buttons)) node.setAttribute("aria-pressed", name === winner);
     sides.a.card.classList.toggle("chosen", winner === "a");
     sides.b.card.classList.toggle("chosen", winner === "b");
+    if (models.length) reveal(item, sides, models, Object.values(buttons));
     if (messages.length <= place + 1) {
       messages[place] = { role: "assistant", content: sides[winner === "b" ? "b" : "a"].text.textContent };
     }
@@ -268,6 +272,28 @@ function comparison(pair, sides, id) {
   item.choose = choose;
   pair.append(element("div", { className: "actions compare" }, ...Object.values(buttons)));
   return item;
+}
+
+// The verdict is final once the names of the models are shown.
+function reveal(item, sides, models, buttons) {
+  item.isFinal = true;
+  Object.values(sides).forEach((side, index) => {
+    side.card.querySelector("h2").textContent = `Answer ${index + 1}: ${models[index]}`;
+  });
+  for (const button of buttons) button.disabled = true;
+  if (!$("results").hidden) showResults();
+}
+
+async function showResults() {
+  try {
+    const { wins, ties, both_bad } = await (await request("api/results")).json();
+    const counts = { ...Object.fromEntries(Object.entries(wins).map(([name, count]) => [`${name} won`, count])),
+      "Equally good": ties, "Both bad": both_bad };
+    $("results").replaceChildren(...Object.entries(counts).map(([name, count]) => element("div", {},
+      element("dt", { textContent: name }), element("dd", { textContent: String(count) }))));
+  } catch (error) {
+    showError(error.message, showResults);
+  }
 }
 
 // The conversation
@@ -350,6 +376,11 @@ $("mode-chat").onclick = () => setMode("chat");
 $("mode-compare").onclick = () => setMode("compare");
 $("new").onclick = () => { clear(); $("input").focus(); };
 $("next").onclick = nextPrompt;
+$("results-button").onclick = () => {
+  $("results").hidden = !$("results").hidden;
+  $("results-button").setAttribute("aria-expanded", !$("results").hidden);
+  if (!$("results").hidden) showResults();
+};
 $("retry").onclick = () => { const action = retry; showError(""); action(); };
 $("help-button").onclick = () => {
   $("help").hidden = !$("help").hidden;
@@ -388,8 +419,12 @@ document.addEventListener("keydown", (event) => {
 async function start() {
   try {
     session = await (await request("api/session")).json();
-    $("model").textContent = session.model;
-    document.title = `${session.model} · Valence`;
+    const title = session.is_blind ? "Which answer is better?" : session.model;
+    $("model").textContent = title;
+    document.title = `${title} · Valence`;
+    $("modes").hidden = session.is_blind;
+    $("results-button").hidden = !session.has_results;
+    if (session.is_blind) setMode("compare");
     $("next").hidden = session.prompts === 0;
     showStatus();
     if (session.prompts) await nextPrompt();
