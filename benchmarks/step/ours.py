@@ -150,18 +150,20 @@ class Ours:
         ahead: prepare each step while the one before it computes.
         """
         objective, prefetcher = self._objective(), Prefetcher[StepPlan]()
-        begin = 0.0
+        waiting = begin = 0.0
         with closing(prefetcher):
             for k in range(count + 1):
                 units, following = (self.sets[n % len(self.sets)] for n in (k, k + 1))
+                now = time.perf_counter()
                 if k == 1:
-                    begin, prefetcher.seconds = time.perf_counter(), 0.0
+                    waiting, begin = 0.0, now
                 plan = prefetcher.take(k, partial(objective.plan, units, backward=True))
+                waiting += time.perf_counter() - now
                 if ahead:
                     prefetcher.start(k + 1, partial(objective.plan, following, backward=True))
                 objective.run(units, plan=plan, backward=True).loss.item()
                 clear(self.policy.parameters())
-            return StepTimes(prefetcher.seconds, time.perf_counter() - begin)
+            return StepTimes(waiting, time.perf_counter() - begin)
 
     def step(self, number: int, *, memory: bool = False) -> Figures:
         """Forward and backward of one optimizer step."""

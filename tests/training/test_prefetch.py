@@ -20,6 +20,7 @@ from tests.training.online import rig
 from tests.training.resuming import Killed, records, resumed_steps, weights
 from tests.training.test_run import DEMONSTRATIONS, recipe, written
 from tests.units import models_for, objective, units_for
+from valence.api import build_run
 from valence.batching.micro_batches import StepPacker
 from valence.errors import UserError
 from valence.runs.signals import OUT_OF_TIME, Interrupted
@@ -296,6 +297,21 @@ def test_a_step_that_runs_out_of_memory_is_prepared_again_with_the_next_one(
     ]  # fmt: skip
     without_prefetching(monkeypatch)
     assert_same(ahead, train(settings, tmp_path / "alone"))
+
+
+def test_a_prepared_step_is_discarded_when_a_state_is_loaded(
+    folder: Path, tmp_path: Path, preparations: Preparations
+) -> None:
+    settings = offline(folder, tmp_path, "kto")
+    one, other = (build_run(settings, quiet=True) for _ in range(2))
+
+    def fail() -> StepInputs:
+        raise BROKEN
+
+    other._prefetcher.start((0, (other.state.objective.micro_batch_tokens,)), fail)
+    other.load_state_dict(one.state_dict())
+    assert other.fit()
+    assert preparations.calls[0][0::2] == (0, False)
 
 
 class Silent:

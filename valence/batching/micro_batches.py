@@ -100,28 +100,32 @@ class StepPacker:
     def pack(self, indices: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Divide examples into as few micro-batches as possible, evenly filled.
 
-        Examples with a common prefix stay together as far as ``max_tokens`` allows. An example
-        that is longer has a micro-batch of its own. Indices are ascending in each micro-batch.
+        Examples with a common prefix stay together as far as ``max_tokens`` allows. A longer
+        example gets a separate micro-batch. Indices are ascending in each micro-batch.
         """
         families = self._families(indices, max_tokens)
         bins = fill_bins([tokens for tokens, _ in families], max_tokens)
         return [sorted(i for k in members for i in families[k][1]) for members in bins]
 
     def _families(self, indices: Sequence[int], max_tokens: int) -> list[tuple[int, list[int]]]:
-        """Neighbours in the tree that share tokens, up to ``max_tokens``: (tokens, indices)."""
+        """Group neighbours in the tree that share tokens, up to ``max_tokens``.
+
+        Returns (number of unique tokens, indices) of each group.
+        """
         families: list[tuple[int, list[int]]] = []
         before = set[int]()
         order = {
             i: (self._all[i].prompt_ids, [a.ids for a in self._all[i].answers]) for i in indices
         }
         for i in sorted(indices, key=lambda i: order[i]):
-            own = self._segments[i]
-            alone, new = self.tree.num_tokens(own), self.tree.num_tokens(own - before)
-            if new < alone and families[-1][0] + new <= max_tokens:
-                families[-1] = families[-1][0] + new, [*families[-1][1], i]
+            segments = self._segments[i]
+            num_tokens = self.tree.num_tokens(segments)
+            num_new = self.tree.num_tokens(segments - before)
+            if num_new < num_tokens and families[-1][0] + num_new <= max_tokens:
+                families[-1] = families[-1][0] + num_new, [*families[-1][1], i]
             else:
-                families.append((alone, [i]))
-            before = own
+                families.append((num_tokens, [i]))
+            before = segments
         return families
 
     def micro_batch(self, indices: Sequence[int], no_grad: Sequence[int] = ()) -> MicroBatch:
@@ -176,13 +180,13 @@ def make_micro_batches(
 def fill_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Divide items of these sizes into as few bins as possible, evenly filled.
 
-    An item larger than the capacity has a bin of its own.
+    An item larger than the capacity gets a separate bin.
     """
     if not sizes:
         return []
     longest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    alone = [i for i in longest_first if sizes[i] > capacity]
-    shared = longest_first[len(alone) :]
+    oversized = [i for i in longest_first if sizes[i] > capacity]
+    shared = longest_first[len(oversized) :]
     bins: list[list[int]] = [[] for _ in range(-(-sum(sizes[i] for i in shared) // capacity))]
     heap = [(0, k) for k in range(len(bins))]  # the emptiest bin first
     for i in shared:
@@ -194,7 +198,7 @@ def fill_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
             bins.append([])
             heapq.heappush(heap, (sizes[i], k))
         bins[k].append(i)
-    return [[i] for i in alone] + [sorted(items) for items in bins if items]
+    return [[i] for i in oversized] + [sorted(items) for items in bins if items]
 
 
 def balance_across_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
@@ -296,7 +300,7 @@ def _token_columns(rows: Sequence[_Row], tree: PrefixTree) -> list[tuple[str, li
     """
     columns = [dict(row.example.answers[row.side].columns) for row in rows]
     names = list(columns[0])
-    if any(list(each) != names for each in columns):
+    if any(list(column) != names for column in columns):
         raise ValueError("some completions of a micro-batch have columns that others lack")
     starts = [len(row.example.prompt_ids) for row in rows]
     scored_rows, readers = tree.scored

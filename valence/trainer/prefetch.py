@@ -5,7 +5,6 @@ Why a thread, and why no process: docs/decisions/0041-the-next-step-is-planned-i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -18,14 +17,11 @@ class Prefetcher(Generic[T]):
 
     Only one ``prepare`` runs at any time: ``take`` waits for the thread before it prepares a value
     itself. The thread starts when it is first needed, and ends with ``close``.
-
-    seconds: how long the main thread has waited for values or prepared them.
     """
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._next: tuple[Hashable, Future[T]] | None = None
-        self.seconds = 0.0
 
     def start(self, key: Hashable, prepare: Callable[[], T]) -> None:
         """Prepare the value of a key in the thread. ``take`` returns it, or raises its error."""
@@ -35,16 +31,12 @@ class Prefetcher(Generic[T]):
 
     def take(self, key: Hashable, prepare: Callable[[], T]) -> T:
         """Return the value of a key. If another one was started, discard that and prepare now."""
-        start = time.perf_counter()
-        try:
-            if self._next is not None and self._next[0] != key:
-                self.discard()
-            if self._next is None:
-                return prepare()
-            (_, future), self._next = self._next, None
-            return future.result()
-        finally:
-            self.seconds += time.perf_counter() - start
+        if self._next is not None and self._next[0] != key:
+            self.discard()
+        if self._next is None:
+            return prepare()
+        (_, future), self._next = self._next, None
+        return future.result()
 
     def discard(self) -> None:
         """Wait for the thread, and forget its value or error."""

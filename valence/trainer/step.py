@@ -357,10 +357,10 @@ class Objective:
     ) -> list[Result]:
         """Run this rank's micro-batches, as often as the rank with the most.
 
-        join_collectives: what a rank runs on the dummy batch while others run theirs, where
+        join_collectives: runs the dummy batch in rounds in which this rank has no micro-batch, if
         weights are sharded and every forward is collective.
 
-        Out of memory: where forwards are collective the rank raises UserError. Elsewhere all
+        When memory runs out where forwards are collective, the rank raises UserError. Elsewhere all
         ranks raise together, after the last round, an error that ``out_of_memory`` recognizes.
         """
         is_sharded = self.policy.is_sharded
@@ -456,7 +456,7 @@ class _Step:
     router_tokens: int
 
     def __post_init__(self) -> None:
-        self._num_left = self.batches.num_rounds
+        self._num_backwards_left = self.batches.num_rounds
         loss, settings = self.objective.method.loss, self.objective.settings
         self._outputs = (*loss.wants(settings), *(["entropy"] if self.entropy else []))
         self._router_outputs = (ROUTER_AUX_LOSS,) if self.router_tokens else ()
@@ -473,6 +473,7 @@ class _Step:
         )
 
     def _forward_backward(self, batch: MicroBatch) -> Tensor:
+        """Run one micro-batch forward and backward. Returns its share of the loss."""
         objective, loss = self.objective, self.objective.method.loss
         ref = objective.reference_logps(batch)
         with torch.set_grad_enabled(self.backward):
@@ -540,11 +541,11 @@ class _Step:
         """Add to the gradient. The last backward of a step adds up sharded gradients over ranks."""
         if not self.backward:
             return
-        self._num_left -= 1
+        self._num_backwards_left -= 1
         if self.objective.policy.is_sharded:
             from valence.distributed.fsdp2 import sync_gradients
 
-            sync_gradients(self.objective.policy, self.is_last and self._num_left == 0)
+            sync_gradients(self.objective.policy, self.is_last and self._num_backwards_left == 0)
         part.backward()
 
     def _with_router_loss(self, part: Tensor, batch: MicroBatch, out: PolicyOutput) -> Tensor:
@@ -780,6 +781,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) 
 
 
 def _update(optimizer: torch.optim.Optimizer) -> None:
+    """Change the weights."""
     try:
         optimizer.step()
     except RuntimeError as error:
