@@ -1,7 +1,8 @@
 """python -m benchmarks.step [--quick]: how fast, and in how much memory, is a training step beside
-TRL's?
+TRL's, and for how much of it does training wait for micro-batches?
 
-Exit status: 0 all figures held, 1 some fell short, 2 there is no environment with TRL.
+Exit status: 0 all figures held, 1 some fell short, 2 there is no environment with TRL: then only
+the waiting was measured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,6 +32,11 @@ def main() -> int:
         action="append",
         help=f"a case, or several: {', '.join(c.name for c in CASES)}",
     )
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="without TRL: only how long training waits for micro-batches",
+    )
     arguments = parser.parse_args()
     cases = tuple(
         case
@@ -40,16 +47,19 @@ def main() -> int:
         ""  # both sides run on the CPU; for a GPU there is ``benchmarks.device``
     )
     python = peer_python()
-    if python is None:
+    if python is None and not arguments.alone:
         print(HOW_TO, file=sys.stderr)
-        return 2
-    with TemporaryDirectory() as scratch, Peer(python, Path(scratch) / "trl.log") as peer:
+    with TemporaryDirectory() as scratch, ExitStack() as stack:
+        peer = None
+        if python is not None and not arguments.alone:
+            peer = stack.enter_context(Peer(python, Path(scratch) / "trl.log"))
         # torch and transformers, while TRL's process imports its own
         from benchmarks.step.compare import (
             compare,
         )
 
-        return compare(cases, peer, Path(scratch), quick=arguments.quick)
+        status = compare(cases, peer, Path(scratch), quick=arguments.quick)
+        return status if status or peer or arguments.alone else 2
 
 
 if __name__ == "__main__":

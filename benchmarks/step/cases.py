@@ -90,9 +90,14 @@ CASES = (
 )
 # fmt: on
 
+SMALL_STEPS = Case("dpo, 64 short pairs", "dpo", prompts=64, answers=2, shape=TINY)
+"""A model so small that preparing micro-batches takes a few percent of a step."""
+
 FLOOR_BAR = 0.7
 """Share of the floor that the cases with a bar should reach."""
 MEMORY_BAR, CHECKPOINTED_BAR = 0.5, 0.8
 """Most of TRL's peak memory that they may take, without and with activation checkpointing."""
+WAITING_BAR = 0.5
+"""Most of a step (percent) for which training may wait for its micro-batches."""
 APART_BAR = 0.97
 """Sharing is never slower than not sharing, less what two medians differ by from run to run."""

@@ -4,6 +4,7 @@ figure hold?
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.step import THREADS
-from benchmarks.step.cases import TINY, Case, Lengths, Shape
+from benchmarks.step.cases import SMALL_STEPS, TINY, Case, Lengths, Shape
 from benchmarks.step.measure import FULL, QUICK, Result, exact, measured
 from benchmarks.step.peer import Peer
+from benchmarks.step.preparation import measure_all
 from benchmarks.step.report import table, verdict
 from benchmarks.step.stage import Models, save_models
 
@@ -26,8 +28,11 @@ def small(case: Case) -> Case:
     return replace(case, shape=TINY, prompt=Lengths(12, 40), completion=Lengths(8, 30))
 
 
-def compare(cases: tuple[Case, ...], peer: Peer, scratch: Path, *, quick: bool) -> int:
-    """Every case's table as it is done, then the verdict. Returns the exit status."""
+def compare(cases: tuple[Case, ...], peer: Peer | None, scratch: Path, *, quick: bool) -> int:
+    """Every case's table as it is done, then the verdict. Returns the exit status.
+
+    Without a peer, measures only how long training waits for micro-batches.
+    """
     torch.set_num_threads(THREADS)
     disable_progress_bar()
 
@@ -38,11 +43,32 @@ def compare(cases: tuple[Case, ...], peer: Peer, scratch: Path, *, quick: bool) 
         far = {"scale": 3.0, "noise": 0.3} if shape is TINY else {}
         return save_models(shape, folder, lora=lora, **far)
 
+    def models_of(case: Case) -> Models:
+        return models(case.shape, case.lora)
+
+    results: list[Result] | None = []
+    if peer is not None:
+        results = compare_with_peer(cases, models_of, peer, scratch, quick=quick)
+        if results is None:
+            return 1
+    preparations = measure_all((*cases, SMALL_STEPS), models_of, scratch / "prepared", quick=quick)
+    line, held = verdict(results, preparations)
+    print(f"\n{line}")
+    return 0 if held else 1
+
+
+def compare_with_peer(
+    cases: tuple[Case, ...],
+    models_of: Callable[[Case], Models],
+    peer: Peer,
+    scratch: Path,
+    *,
+    quick: bool,
+) -> list[Result] | None:
+    """Print every case's table as it is done. None: the sides do not compute the same."""
     versions = ", ".join(f"{name} {version}" for name, version in peer.ask("versions").items())
     print(f"TRL's environment: {versions}; {THREADS} threads on both sides", flush=True)
-    far, where = exact(
-        tuple(map(small, cases)), lambda case: models(TINY, case.lora), peer, scratch / "exact"
-    )
+    far, where = exact(tuple(map(small, cases)), models_of, peer, scratch / "exact")
     print(
         f"float32, small model: losses and gradient norms agree to {far:.0e} (bar "
         f"{EXACT_BAR:.0e}; {where})",
@@ -50,13 +76,9 @@ def compare(cases: tuple[Case, ...], peer: Peer, scratch: Path, *, quick: bool) 
     )
     if not far <= EXACT_BAR:
         print("no time is shown: the sides do not compute the same. short")
-        return 1
+        return None
     plan, results = QUICK if quick else FULL, list[Result]()
     for case in cases:
-        results.append(
-            measured(case, models(case.shape, case.lora), peer, scratch / "values", plan)
-        )
+        results.append(measured(case, models_of(case), peer, scratch / "values", plan))
         print(table(results[-1]), flush=True)
-    line, held = verdict(results)
-    print(f"\n{line}")
-    return 0 if held else 1
+    return results

@@ -6,7 +6,9 @@ log-probabilities and advantages.
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from valence.models.cache import CachedReference
 from valence.models.compiling import compile_layers, why_not
 from valence.models.gradients import clear
 from valence.trainer.methods import METHODS
-from valence.trainer.step import Objective
+from valence.trainer.prefetch import Prefetcher
+from valence.trainer.step import Objective, StepPlan
 from valence.types import TokenizedExample
 
 BUDGET = 4096  # tokens of a micro-batch: the default of a recipe
@@ -47,6 +50,16 @@ class Figures:
     grad_norm: float
     seconds: float
     peak: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of consecutive steps, and those in which the main thread prepared micro-batches or
+    waited for them.
+    """
+
+    waiting: float
+    total: float
 
 
 class Ours:
@@ -124,18 +137,41 @@ class Ours:
             raise RuntimeError(f"{unit.id}: the reference has no value for some tokens")
         return found
 
+    def _objective(self) -> Objective:
+        method = METHODS[self.case.method]
+        settings = method.resolve(SETTINGS.get(self.case.method, {}))
+        return Objective(
+            method, settings, self.policy, self.reference, Single(), BUDGET, MAX_LENGTH
+        )
+
+    def consecutive_steps(self, count: int, *, ahead: bool) -> StepTimes:
+        """Run ``count`` steps as training does, after one that is not timed.
+
+        ahead: prepare each step while the one before it computes.
+        """
+        objective, prefetcher = self._objective(), Prefetcher[StepPlan]()
+        waiting = begin = 0.0
+        with closing(prefetcher):
+            for k in range(count + 1):
+                units, following = (self.sets[n % len(self.sets)] for n in (k, k + 1))
+                now = time.perf_counter()
+                if k == 1:
+                    waiting, begin = 0.0, now
+                plan = prefetcher.take(k, partial(objective.plan, units, backward=True))
+                waiting += time.perf_counter() - now
+                if ahead:
+                    prefetcher.start(k + 1, partial(objective.plan, following, backward=True))
+                objective.run(units, plan=plan, backward=True).loss.item()
+                clear(self.policy.parameters())
+            return StepTimes(waiting, time.perf_counter() - begin)
+
     def step(self, number: int, *, memory: bool = False) -> Figures:
         """Forward and backward of one optimizer step."""
         units = self.sets[number]
 
         def run() -> tuple[float, float]:
             begin = time.perf_counter()
-            method = METHODS[self.case.method]
-            settings = method.resolve(SETTINGS.get(self.case.method, {}))
-            objective = Objective(
-                method, settings, self.policy, self.reference, Single(), BUDGET, MAX_LENGTH
-            )
-            loss = objective.run(units, backward=True).loss
+            loss = self._objective().run(units, backward=True).loss
             return loss.item(), time.perf_counter() - begin
 
         if memory:  # what a first step would take

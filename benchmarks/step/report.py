@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.step.cases import APART_BAR, CHECKPOINTED_BAR, FLOOR_BAR, MEMORY_BAR
+from benchmarks.step.cases import (
+    APART_BAR,
+    CHECKPOINTED_BAR,
+    FLOOR_BAR,
+    MEMORY_BAR,
+    WAITING_BAR,
+)
 from benchmarks.step.measure import Result, Side, Spread
+from benchmarks.step.preparation import Preparation
 
 HEAD = (
     f"  {'':30}{'s/step':>8} {'(from-to)':14}{'times Valence':>14} {'(from-to)':14}"
@@ -71,7 +78,7 @@ def _range(spread: Spread) -> str:
     return f"{f'({spread.low:.2f}-{spread.high:.2f})':14}"
 
 
-def figures(results: list[Result]) -> list[Figure]:
+def figures(results: list[Result], preparations: list[Preparation]) -> list[Figure]:
     """Every figure with a bar. A case whose sides differ has a ratio of zero."""
     found = [
         Figure(r.case.name, 0.0 if r.differ else r.ratio("best").median, r.case.bar)
@@ -93,12 +100,16 @@ def figures(results: list[Result]) -> list[Figure]:
         for r in results
         if r.case.apart and not r.differ
     ]
+    found += [
+        Figure(f"waiting % ({each.case.name})", each.waiting, WAITING_BAR, least=False)
+        for each in preparations
+    ]
     return found
 
 
-def verdict(results: list[Result]) -> tuple[str, bool]:
+def verdict(results: list[Result], preparations: list[Preparation]) -> tuple[str, bool]:
     """The last line, and whether everything held."""
-    all_of_them = figures(results)
+    all_of_them = figures(results, preparations)
     held = all(figure.held for figure in all_of_them) and not any(
         result.differ for result in results
     )

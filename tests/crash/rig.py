@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks.crash.cases import CASES, Case, recipe
 from benchmarks.crash.process import operations
 from tests.command import command, command_error
-from valence.data.sampler import Sampler
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
+from valence.trainer.trainer import Trainer
 
 CASE = {case.name: case for case in CASES}
 STEPS = 13
@@ -143,11 +143,11 @@ def in_step(monkeypatch: Any, step: int, act: Callable[[], None], *, batch: int 
     ``batch`` (from 0).
     """
     at = {"step": 0, "batch": 0, "done": 0}
-    number, forward = Sampler.step, PolicyModel.forward
+    update, forward = Trainer._update, PolicyModel.forward
 
-    def noted_number(self: Sampler, n: int) -> Any:
-        at.update(step=n + 1, batch=0)
-        return number(self, n)
+    def noted_update(self: Trainer) -> Any:
+        at.update(step=self.step + 1, batch=0)
+        return update(self)
 
     def noted_forward(self: PolicyModel, *args: Any, **more: Any) -> Any:
         if torch.is_grad_enabled():
@@ -157,5 +157,5 @@ def in_step(monkeypatch: Any, step: int, act: Callable[[], None], *, batch: int 
             at["batch"] += 1
         return forward(self, *args, **more)
 
-    monkeypatch.setattr(Sampler, "step", noted_number)
+    monkeypatch.setattr(Trainer, "_update", noted_update)
     monkeypatch.setattr(PolicyModel, "forward", noted_forward)

@@ -145,6 +145,6 @@ def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
         "calls": len(told),
         "weights": weights,
         "digests": digests,
-        "ran": outcome.tokens_of,
+        "ran": outcome.tokens_per_rank,
         "followed": reference.digests().model if isinstance(reference, SyncedReference) else "",
     }

@@ -57,7 +57,7 @@ def steps(group: Group, count: int, budget: int, names: Sequence[str]) -> dict[s
             "sum": sum(float(p.double().abs().sum()) for p in weights),
             "evaluated": float(evaluated.loss),
             "rows": len(evaluated.rows),
-            "tokens_of": evaluated.tokens_of,
+            "tokens_of": evaluated.tokens_per_rank,
         }
     return found
 

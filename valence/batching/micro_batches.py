@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -25,13 +25,20 @@ class RankBatches:
     num_rounds: int
     dummy: MicroBatch | None = None
 
+    def to(self, device: torch.device) -> RankBatches:
+        """Return the micro-batches on a device."""
+        if device.type == "cpu":
+            return self
+        dummy = None if self.dummy is None else to_device(self.dummy, device)
+        return RankBatches([to_device(b, device) for b in self.local], self.num_rounds, dummy)
+
 
 class StepPacker:
     """Divides the examples of a step into micro-batches. The prefix tree is built once.
 
     examples: in canonical order. kl_pairs: one for each example, or none; their indices follow
     those of the examples. groups: which statistic of the step each example belongs to, such as
-    the reference point of KTO (None: one for all).
+    the reference point of KTO (None: one for all). device: where the micro-batches will run.
     """
 
     def __init__(
@@ -93,32 +100,40 @@ class StepPacker:
     def pack(self, indices: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Divide examples into as few micro-batches as possible, evenly filled.
 
-        Examples with a common prefix stay together as far as ``max_tokens`` allows. An example
-        that is longer has a micro-batch of its own. Indices are ascending in each micro-batch.
+        Examples with a common prefix stay together as far as ``max_tokens`` allows. A longer
+        example gets a separate micro-batch. Indices are ascending in each micro-batch.
         """
         families = self._families(indices, max_tokens)
         bins = fill_bins([tokens for tokens, _ in families], max_tokens)
         return [sorted(i for k in members for i in families[k][1]) for members in bins]
 
     def _families(self, indices: Sequence[int], max_tokens: int) -> list[tuple[int, list[int]]]:
-        """Neighbours in the tree that share tokens, up to ``max_tokens``: (tokens, indices)."""
+        """Group neighbours in the tree that share tokens, up to ``max_tokens``.
+
+        Returns (number of unique tokens, indices) of each group.
+        """
         families: list[tuple[int, list[int]]] = []
         before = set[int]()
         order = {
             i: (self._all[i].prompt_ids, [a.ids for a in self._all[i].answers]) for i in indices
         }
         for i in sorted(indices, key=lambda i: order[i]):
-            own = self._segments[i]
-            alone, new = self.tree.num_tokens(own), self.tree.num_tokens(own - before)
-            if new < alone and families[-1][0] + new <= max_tokens:
-                families[-1] = families[-1][0] + new, [*families[-1][1], i]
+            segments = self._segments[i]
+            num_tokens = self.tree.num_tokens(segments)
+            num_new = self.tree.num_tokens(segments - before)
+            if num_new < num_tokens and families[-1][0] + num_new <= max_tokens:
+                families[-1] = families[-1][0] + num_new, [*families[-1][1], i]
             else:
-                families.append((alone, [i]))
-            before = own
+                families.append((num_tokens, [i]))
+            before = segments
         return families
 
     def micro_batch(self, indices: Sequence[int], no_grad: Sequence[int] = ()) -> MicroBatch:
         """Build the micro-batch of these examples. No gradient flows from those of ``no_grad``."""
+        return to_device(self.host_micro_batch(indices, no_grad), self._device)
+
+    def host_micro_batch(self, indices: Sequence[int], no_grad: Sequence[int] = ()) -> MicroBatch:
+        """Build a micro-batch in host memory, which is pinned if it will run on CUDA."""
         rows = [  # one for each sequence
             _Row(self._all[i], i % len(self.examples), side, requires_grad)
             for chosen, requires_grad in ((indices, True), (no_grad, False))
@@ -126,9 +141,9 @@ class StepPacker:
             for side in range(len(self._all[i].answers))
         ]
         sequences = [s for i in (*indices, *no_grad) for s in self._sequences(i)]
-        is_whole = sequences == list(range(len(self.tree.leaves)))
-        tree = self.tree if is_whole else self.tree.select(sequences)
-        return _to_device(tree, rows, self._groups, self._device)
+        is_complete = sequences == list(range(len(self.tree.leaves)))
+        tree = self.tree if is_complete else self.tree.select(sequences)
+        return _make_tensors(tree, rows, self._groups, self._device)
 
 
 def token_sequences(example: TokenizedExample) -> list[TokenSequence]:
@@ -165,13 +180,13 @@ def make_micro_batches(
 def fill_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Divide items of these sizes into as few bins as possible, evenly filled.
 
-    An item larger than the capacity has a bin of its own.
+    An item larger than the capacity gets a separate bin.
     """
     if not sizes:
         return []
     longest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    alone = [i for i in longest_first if sizes[i] > capacity]
-    shared = longest_first[len(alone) :]
+    oversized = [i for i in longest_first if sizes[i] > capacity]
+    shared = longest_first[len(oversized) :]
     bins: list[list[int]] = [[] for _ in range(-(-sum(sizes[i] for i in shared) // capacity))]
     heap = [(0, k) for k in range(len(bins))]  # the emptiest bin first
     for i in shared:
@@ -183,7 +198,7 @@ def fill_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
             bins.append([])
             heapq.heappush(heap, (sizes[i], k))
         bins[k].append(i)
-    return [[i] for i in alone] + [sorted(items) for items in bins if items]
+    return [[i] for i in oversized] + [sorted(items) for items in bins if items]
 
 
 def balance_across_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
@@ -220,20 +235,33 @@ class _Row:
     requires_grad: bool
 
 
-def _to_device(
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return the micro-batch on a device. Copies from pinned memory do not block the host."""
+    if device.type == "cpu":
+        return batch
+    tensors = {
+        field.name: sent(value, device)
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), torch.Tensor)
+        and not field.name.startswith("cpu_")
+    }
+    columns = {name: sent(values, device) for name, values in batch.token_columns.items()}
+    return replace(batch, token_columns=columns, **tensors)
+
+
+def _make_tensors(
     tree: PrefixTree, rows: Sequence[_Row], groups: Sequence[int] | None, device: torch.device
 ) -> MicroBatch:
-    """The tensors of a micro-batch. groups: see ``StepPacker``."""
+    """Build the tensors of a micro-batch in host memory. groups, device: see ``StepPacker``."""
     float_type = torch.float32 if device.type == "mps" else torch.float64
     labels = [row.example.label for row in rows]
     scored = tree.scored
 
-    def column(values: Sequence[float | bool | None], dtype: torch.dtype) -> torch.Tensor:
-        return sent(torch.tensor(values, dtype=dtype), device)
+    def tensor(values: object, dtype: torch.dtype | None = None) -> torch.Tensor:
+        host = torch.as_tensor(values, dtype=dtype)
+        return host.pin_memory() if device.type == "cuda" else host
 
-    def tensor(values: object) -> torch.Tensor:
-        return sent(torch.as_tensor(values), device)
-
+    targets = _targets(rows)
     return MicroBatch(
         tokens=tensor(tree.tokens),
         position_ids=tensor(tree.position_ids),
@@ -246,21 +274,21 @@ def _to_device(
         segments=tree.segments,
         leaves=tree.leaves,
         requires_grad=tuple(row.requires_grad for row in rows),
-        unit=column([row.number for row in rows], torch.long),
-        side=column([row.side for row in rows], torch.long),
-        label=None if None in labels else column(labels, torch.bool),
-        weight=column([row.example.weight for row in rows], torch.float32),
-        margin=column([row.example.margin for row in rows], torch.float32),
-        soft=column(
+        unit=tensor([row.number for row in rows], torch.long),
+        side=tensor([row.side for row in rows], torch.long),
+        label=None if None in labels else tensor(labels, torch.bool),
+        weight=tensor([row.example.weight for row in rows], torch.float32),
+        margin=tensor([row.example.margin for row in rows], torch.float32),
+        soft=tensor(
             [math.nan if row.example.soft is None else row.example.soft for row in rows],
             torch.float32,
         ),
-        target=_targets(rows, device),
-        group=column([groups[row.number] if groups else 0 for row in rows], torch.long),
+        target=None if targets is None else tensor(targets, torch.float32),
+        group=tensor([groups[row.number] if groups else 0 for row in rows], torch.long),
         num_groups=max(groups) + 1 if groups else 1,
         ids=tuple(row.example.id for row in rows),
         token_columns={
-            name: column(values, float_type) for name, values in _token_columns(rows, tree)
+            name: tensor(values, float_type) for name, values in _token_columns(rows, tree)
         },
     )
 
@@ -272,7 +300,7 @@ def _token_columns(rows: Sequence[_Row], tree: PrefixTree) -> list[tuple[str, li
     """
     columns = [dict(row.example.answers[row.side].columns) for row in rows]
     names = list(columns[0])
-    if any(list(each) != names for each in columns):
+    if any(list(column) != names for column in columns):
         raise ValueError("some completions of a micro-batch have columns that others lack")
     starts = [len(row.example.prompt_ids) for row in rows]
     scored_rows, readers = tree.scored
@@ -280,7 +308,7 @@ def _token_columns(rows: Sequence[_Row], tree: PrefixTree) -> list[tuple[str, li
     return [(name, [columns[s][name][at - starts[s]] for s, at in places]) for name in names]
 
 
-def _targets(rows: Sequence[_Row], device: torch.device) -> torch.Tensor | None:
+def _targets(rows: Sequence[_Row]) -> list[list[float]] | None:
     """Scores of the data [S, A], NaN where a row has none; None when no row has any."""
     scores = [
         row.example.scores[row.side : row.side + 1]
@@ -291,5 +319,4 @@ def _targets(rows: Sequence[_Row], device: torch.device) -> torch.Tensor | None:
     width = max(map(len, scores))
     if not width:
         return None
-    table = [list(each) or [math.nan] * width for each in scores]
-    return sent(torch.tensor(table, dtype=torch.float32), device)
+    return [list(values) or [math.nan] * width for values in scores]

@@ -95,13 +95,13 @@ class PrefixTree:
         A segment that continues another one without a fork becomes part of it.
         """
         paths = [self.path(sequence) for sequence in sequences]
-        kept = sorted({segment for path in paths for segment in path})
-        num_children = Counter(self.segments[segment].parent for segment in kept)
+        selected = sorted({segment for path in paths for segment in path})
+        num_children = Counter(self.segments[segment].parent for segment in selected)
         ends = {path[-1] for path in paths}
         new_index = {-1: -1}
         segments: list[Segment] = []
         total = 0
-        for segment in kept:
+        for segment in selected:
             start, end, parent = self.segments[segment]
             last = total + end - start
             if parent >= 0 and num_children[parent] == 1 and parent not in ends:
@@ -111,11 +111,11 @@ class PrefixTree:
                 new_index[segment] = len(segments)
                 segments.append(Segment(total, last, new_index[parent]))
             total = last
-        rows = np.concatenate([np.arange(*self.segments[segment][:2]) for segment in kept])
+        rows = np.concatenate([np.arange(*self.segments[segment][:2]) for segment in selected])
         previous = self.previous[rows]
         owners = {segment: number for number, path in enumerate(paths) for segment in path}
-        part_of = np.array([owners[segment] for segment in kept])
-        lengths = [self.segments[segment].num_tokens for segment in kept]
+        part_of = np.array([owners[segment] for segment in selected])
+        lengths = [self.segments[segment].num_tokens for segment in selected]
         numbers = {sequence: number for number, sequence in enumerate(sequences)}
         readers, inverse = np.unique(self.sequence_ids[rows], return_inverse=True)
         readers = np.array([numbers.get(int(reader), -1) for reader in readers])[inverse]

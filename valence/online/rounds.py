@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -112,9 +113,16 @@ class Rounds:
 
     def next_step(self) -> StepExamples:
         """Return the examples of the next optimizer step, and the others of the round."""
-        indices = set(self.steps[0])
-        others = [unit for i, unit in enumerate(self.units) if i not in indices]
-        return [self.units[i] for i in self.steps[0]], others
+        return self._examples_of(self.steps[0])
+
+    def upcoming_step(self) -> Callable[[], StepExamples] | None:
+        """None for the first step of a round, whose completions are sampled when it is due."""
+        return partial(self._examples_of, self.steps[1]) if len(self.steps) > 1 else None
+
+    def _examples_of(self, indices: Sequence[int]) -> StepExamples:
+        chosen = set(indices)
+        others = [unit for i, unit in enumerate(self.units) if i not in chosen]
+        return [self.units[i] for i in indices], others
 
     def finish_step(self) -> None:
         self.steps.pop(0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from valence.data.sampler import Sampler
@@ -41,6 +42,12 @@ class ExampleSource(Protocol):
 
     def next_step(self) -> StepExamples:
         """Return the examples of the next optimizer step."""
+        ...
+
+    def upcoming_step(self) -> Callable[[], StepExamples] | None:
+        """Return a function for the examples of the step after the next one, which another thread
+        may call. None where these depend on the weights after the next step.
+        """
         ...
 
     def finish_step(self) -> None:
@@ -93,8 +100,14 @@ class StoredExamples:
         pass
 
     def next_step(self) -> StepExamples:
+        return self._examples_of(self._state.step)
+
+    def upcoming_step(self) -> Callable[[], StepExamples]:
+        return partial(self._examples_of, self._state.step + 1)
+
+    def _examples_of(self, step: int) -> StepExamples:
         assert self._sampler is not None
-        indices, later = self._sampler.step(self._state.step - self._state.counters.first)
+        indices, later = self._sampler.step(step - self._state.counters.first)
         units = self._sampler.units
         return [units[i] for i in indices], (units[i] for i in later)
 

@@ -1,7 +1,8 @@
-"""One optimizer step: divide, count, estimate z0, forward, loss, backward, clip, update.
+"""One optimizer step, from top to bottom: build the prefix tree, cut and balance micro-batches,
+count, estimate z0, run forward, loss and backward of each micro-batch, clip, update.
 
-``Objective.run`` computes the loss of a step and its gradient; ``optimizer_step`` applies it.
-Nothing else changes a weight.
+``Objective.plan`` builds the micro-batches. ``Objective.run`` computes the loss of a step and its
+gradient. ``optimizer_step`` applies the gradient. Nothing else changes a weight.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from valence.trainer.methods import Method
 from valence.types import Mean, MicroBatch, PolicyOutput, Ranked, TokenizedExample, sent
 
 Progress = Callable[[MicroBatch | None], None]
-"""Called after each micro-batch; with None where this process had none."""
+"""Called after each micro-batch, or with None in a round in which this rank has none."""
 Result = TypeVar("Result")
 
 
@@ -52,9 +53,10 @@ def no_progress(batch: MicroBatch | None) -> None:
 class SequenceResult:
     """Measurements of one sequence.
 
-    logp, ref: sums of log-probabilities (nats). reward: the implicit one, if the loss has one, or
-    the score of a reward model. tokens: those that a loss reads. scores: of a reward model with
-    several outputs.
+    unit: index of the example in the step. side: see ``MicroBatch``. logp, ref: sums of
+    log-probabilities (nats). reward: the implicit reward, if the loss has one, or the score of a
+    reward model. tokens: number of tokens that a loss reads. scores: outputs of a reward model
+    that has several.
     """
 
     unit: int
@@ -70,21 +72,22 @@ class SequenceResult:
 class StepResult:
     """Measurements of a step.
 
-    ``loss``, ``micro_batches``, ``tokens_of`` and ``largest`` are those of all processes;
-    ``metrics``, ``checks`` and ``rows`` are this process's, to be pooled or gathered.
+    ``loss``, ``micro_batches``, ``tokens_per_rank`` and ``largest`` are those of all ranks.
+    ``metrics``, ``checks`` and ``rows`` are those of this rank, to be pooled or gathered.
 
     num_unique_tokens: tokens that any layout has to run. largest: tokens of the largest
-    micro-batch. tokens_of: tokens that ran through the policy, for each process. class_sums: for
-    the reward shift of BCO. router_aux_loss: the load-balancing loss of routers without its
-    weight, which is not part of ``loss``: the mean of the micro-batches' values, weighted by
-    their tokens (None: not computed).
+    micro-batch. tokens_per_rank: tokens that ran through the policy. checks: for each micro-batch
+    the ids of its rows, whether their log-probabilities are finite, and whether its loss is.
+    class_sums: for the reward shift of BCO. router_aux_loss: the load-balancing loss of routers
+    without its weight, which is not part of ``loss``: the mean of the micro-batches' values,
+    weighted by their tokens (None: not computed).
     """
 
     loss: Tensor
     num_unique_tokens: int
     micro_batches: int = 0
     largest: int = 0
-    tokens_of: list[int] = field(default_factory=list[int])
+    tokens_per_rank: list[int] = field(default_factory=list[int])
     metrics: dict[str, list[Mean | Ranked]] = field(default_factory=dict[str, list[Mean | Ranked]])
     checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(
         default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]]
@@ -95,28 +98,45 @@ class StepResult:
 
     @property
     def tokens(self) -> int:
-        """Tokens that ran through the policy, on all processes together."""
-        return sum(self.tokens_of)
+        """Tokens that ran through the policy, on all ranks together."""
+        return sum(self.tokens_per_rank)
 
-    def not_finite(self) -> list[str]:
-        """Content ids of the rows whose log-probability is not finite.
+    def non_finite_ids(self) -> list[str]:
+        """Return the content ids of the rows whose log-probability is not finite.
 
-        All rows of a micro-batch when only its loss is not finite.
+        These are all rows of a micro-batch when only its loss is not finite.
         """
-        names: list[str] = []
+        non_finite: list[str] = []
         for ids, is_finite, is_loss_finite in self.checks:
             if not bool(is_loss_finite):
-                bad = [row for row, fine in zip(ids, is_finite.tolist(), strict=True) if not fine]
-                names += bad or ids
-        return sorted(set(names))
+                rows = [
+                    id for id, finite in zip(ids, is_finite.tolist(), strict=True) if not finite
+                ]
+                non_finite += rows or ids
+        return sorted(set(non_finite))
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One rank's micro-batches of a step, in host memory.
+
+    batches: micro-batches of the examples. kl_batches: KL pairs in micro-batches without gradient;
+    None if there are none, or if they are part of ``batches``. num_groups: reference points of
+    KTO. num_unique_tokens: see ``StepResult``.
+    """
+
+    batches: RankBatches
+    kl_batches: RankBatches | None
+    num_groups: int
+    num_unique_tokens: int
 
 
 @dataclass
 class Objective:
     """A method with its settings, a policy and a reference.
 
-    Split invariance: counts and statistics of the whole step, over all processes, are known
-    before the first forward pass with a gradient. ``micro_batch_tokens`` changes no result.
+    Split invariance: counts and statistics of the complete step, over all ranks, are known before
+    the first forward pass with a gradient. ``micro_batch_tokens`` changes no result.
 
     shift: the running statistic of BCO. router_aux_loss: weight of the load-balancing loss of
     routers. That loss is a product of means over the tokens of one micro-batch, so that above 0
@@ -138,6 +158,7 @@ class Objective:
         examples: Sequence[TokenizedExample],
         following: Iterable[TokenizedExample] = (),
         *,
+        plan: StepPlan | None = None,
         backward: bool,
         rows: bool = False,
         weight: float = 1.0,
@@ -148,40 +169,32 @@ class Objective:
     ) -> StepResult:
         """Compute the loss of a step and its metrics; with ``backward`` also the gradient.
 
-        examples: those of the whole step, in canonical order. following: later examples of the
-        epoch, for KL pairs. rows: return the measurements of each sequence. weight: factor of the
-        loss in the gradient. is_last: no other loss of this step follows. entropy: measure that
-        of the policy. router_tokens: tokens over which the load-balancing loss of routers is
-        averaged, if not those of these examples.
+        examples: those of the complete step, in canonical order. following: later examples of the
+        epoch, for KL pairs. plan: what ``plan`` returned for these examples (None: plan now).
+        rows: return the measurements of each sequence. weight: factor of the loss in the gradient.
+        is_last: no other loss of this step follows. entropy: measure that of the policy.
+        router_tokens: tokens over which the load-balancing loss of routers is averaged, if not
+        those of these examples.
         """
-        # Build the prefix tree of the step, and divide it into micro-batches.
-        kl_pairs: list[TokenizedExample] = []
-        groups: list[int] | None = None
-        if self.method.needs_kl_pairs:
-            kl_pairs, groups = self.make_kl_pairs(examples, following)
-        packer = StepPacker(examples, kl_pairs, groups, self.policy.device)
-        is_joined = backward and self._fits_one_micro_batch(packer)
-        if is_joined:
-            batches = RankBatches(
-                [packer.micro_batch(packer.example_indices, packer.kl_indices)], 1
-            )
-        else:
-            batches = self._divide(packer, packer.example_indices)
-        result = StepResult(torch.zeros(()), packer.num_unique_tokens)
+        # Build the prefix tree of the step, cut it into micro-batches, and balance the ranks.
+        if plan is None:
+            plan = self.plan(examples, following, backward=backward)
+        batches = plan.batches.to(self.policy.device)
+        result = StepResult(torch.zeros(()), plan.num_unique_tokens)
 
-        # Count over the whole step: averages divide by these.
+        # Count over all micro-batches and ranks: averages divide by these.
         trained = [batch.part(requires_grad=True) for batch in batches.local]
         names = self.method.loss.averages(self.settings)
         count = divisors(names, self.group.sum(counts(names, trained)))
         shared = self._shared_statistics(trained, result)
 
-        # Estimate z0 of KTO, without a gradient. Joined KL pairs are measured in the pass below.
+        # Estimate z0 of KTO, without a gradient, unless the KL pairs are part of ``batches``.
         num_tokens = [len(batch.tokens) for batch in batches.local]
         largest = max(num_tokens, default=0)
-        if kl_pairs and not is_joined:
-            kl_batches = self._divide(packer, packer.kl_indices)
+        if plan.kl_batches is not None:
+            kl_batches = plan.kl_batches.to(self.policy.device)
             num_tokens += [len(batch.tokens) for batch in kl_batches.local]
-            shared |= self._estimate_z0(kl_batches, max(groups or [0]) + 1, result, progress)
+            shared |= self._estimate_z0(kl_batches, plan.num_groups, result, progress)
 
         # Forward, loss and backward of each micro-batch.
         step = _Step(
@@ -196,14 +209,46 @@ class Objective:
         else:
             losses = step.run_separately()
 
-        self._add_up(result, losses, len(batches.local), sum(num_tokens), largest)
+        # Add up the loss and the sizes over the ranks.
+        self._sum_over_ranks(result, losses, len(batches.local), sum(num_tokens), largest)
         if step.router_tokens:
             local = result.router_aux_loss
             zero = torch.zeros((), device=self.policy.device)
-            result.router_aux_loss = self.group.sum(_wide(zero if local is None else local))
+            result.router_aux_loss = self.group.sum(_to_float64(zero if local is None else local))
         return result
 
-    # Dividing a step
+    # Planning a step
+
+    def plan(
+        self,
+        examples: Sequence[TokenizedExample],
+        following: Iterable[TokenizedExample] = (),
+        *,
+        backward: bool,
+        micro_batch_tokens: int | None = None,
+    ) -> StepPlan:
+        """Divide a step into this rank's micro-batches, in host memory.
+
+        Reads no weights and communicates with no other rank, so that another thread may plan the
+        next step meanwhile. micro_batch_tokens: the objective's, unless it may change meanwhile.
+        Raises UserError when an example has no KL pair.
+        """
+        max_tokens = micro_batch_tokens or self.micro_batch_tokens
+        kl_pairs: list[TokenizedExample] = []
+        groups: list[int] | None = None
+        if self.method.needs_kl_pairs:
+            kl_pairs, groups = self.make_kl_pairs(examples, following)
+        packer = StepPacker(examples, kl_pairs, groups, self.policy.device)
+        kl_batches = None
+        if backward and self._fits_one_micro_batch(packer, max_tokens):
+            batch = packer.host_micro_batch(packer.example_indices, packer.kl_indices)
+            batches = RankBatches([batch], 1)
+        else:
+            batches = self._divide(packer, packer.example_indices, max_tokens)
+            if kl_pairs:
+                kl_batches = self._divide(packer, packer.kl_indices, max_tokens)
+        num_groups = max(groups or [0]) + 1
+        return StepPlan(batches, kl_batches, num_groups, packer.num_unique_tokens)
 
     def make_kl_pairs(
         self, examples: Sequence[TokenizedExample], following: Iterable[TokenizedExample]
@@ -219,7 +264,7 @@ class Objective:
         )
         return pairs, [i // size for i in range(len(examples))]
 
-    def _fits_one_micro_batch(self, packer: StepPacker) -> bool:
+    def _fits_one_micro_batch(self, packer: StepPacker, max_tokens: int) -> bool:
         """Whether examples and KL pairs can share one micro-batch.
 
         Their prompts are then run once, and the KL pairs read the keys and values of these.
@@ -228,28 +273,29 @@ class Objective:
             bool(packer.kl_pairs)
             and self.policy.packs
             and self.group.size == 1
-            and packer.num_unique_tokens <= self.micro_batch_tokens
+            and packer.num_unique_tokens <= max_tokens
         )
 
     def divide(self, examples: Sequence[TokenizedExample]) -> RankBatches:
-        """Return this rank's micro-batches of these examples."""
+        """Return this rank's micro-batches of these examples, on the policy's device."""
         packer = StepPacker(examples, device=self.policy.device)
-        return self._divide(packer, packer.example_indices)
+        batches = self._divide(packer, packer.example_indices, self.micro_batch_tokens)
+        return batches.to(self.policy.device)
 
-    def _divide(self, packer: StepPacker, indices: Sequence[int]) -> RankBatches:
+    def _divide(self, packer: StepPacker, indices: Sequence[int], max_tokens: int) -> RankBatches:
         """Divide into micro-batches so small that each rank may have one, and balance the ranks."""
         size, is_sharded = self.group.size, self.policy.is_sharded
         share = -(-packer.num_tokens(indices) // size)
-        packed = packer.pack(indices, max(1, min(self.micro_batch_tokens, share)))
-        hidden: int = self.policy.causal.config.get_text_config().hidden_size
-        costs = [packer.attention_cost(rows, hidden) if size > 1 else 1.0 for rows in packed]
+        packed = packer.pack(indices, max(1, min(max_tokens, share)))
+        hidden_size: int = self.policy.causal.config.get_text_config().hidden_size
+        costs = [packer.attention_cost(rows, hidden_size) if size > 1 else 1.0 for rows in packed]
         ranks = (round_robin if is_sharded else balance_across_ranks)(costs, size)
         num_rounds = max(map(len, ranks))
-        local = [packer.micro_batch(packed[k]) for k in ranks[self.group.rank]]
+        local = [packer.host_micro_batch(packed[k]) for k in ranks[self.group.rank]]
         dummy = None
         if len(local) < num_rounds and (is_sharded or (self.method.loss.couples and not local)):
             shortest = min(indices, key=lambda i: packer.example(i).tokens)
-            dummy = packer.micro_batch([shortest])
+            dummy = packer.host_micro_batch([shortest])
         return RankBatches(local, num_rounds, dummy)
 
     # Statistics of the step
@@ -257,16 +303,16 @@ class Objective:
     def _shared_statistics(
         self, batches: Sequence[MicroBatch], result: StepResult
     ) -> dict[str, Tensor]:
-        """Statistics of the whole step that need no forward pass."""
+        """Return the statistics of the complete step that need no forward pass."""
         loss, device = self.method.loss, self.policy.device
         shared: dict[str, Tensor] = {}
         if loss.shifts:
             shared["delta"] = torch.full((), self.shift.delta, device=device)
-            if self.group.rank == 0:  # the value is the same on all processes
+            if self.group.rank == 0:  # the value is the same on all ranks
                 result.metrics["delta"] = [mean(shared["delta"][None])]
         if loss.credit is not None:
             targets = [batch.target[:, 0] for batch in batches if batch.target is not None]
-            scores = _wide(torch.cat(targets) if targets else torch.zeros(0, device=device))
+            scores = _to_float64(torch.cat(targets) if targets else torch.zeros(0, device=device))
             shared["moments"] = stats.moments(self.group.sum(stats.powers(scores)))
         return shared
 
@@ -274,7 +320,7 @@ class Objective:
     def _estimate_z0(
         self, batches: RankBatches, num_groups: int, result: StepResult, progress: Progress
     ) -> dict[str, Tensor]:
-        """Estimate the reference points of KTO from KL pairs in micro-batches of their own."""
+        """Estimate the reference points of KTO from separate micro-batches of KL pairs."""
 
         def measure(batch: MicroBatch) -> Tensor:
             ref = self.reference_logps(batch)
@@ -288,7 +334,7 @@ class Objective:
 
     @torch.no_grad()
     def _kl_sums(self, batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> Tensor:
-        """Sums and counts of log-ratios of the KL pairs, by reference point: [2, groups]."""
+        """Return sums and counts of log-ratios of the KL pairs, by reference point [2, groups]."""
         assert self.method.loss.statistic is not None
         _, sums = self.method.loss.read(batch, out, ref, self.settings, view="seq")
         return self.method.loss.statistic(sums["logp"], sums["ref"], batch.group, batch.num_groups)
@@ -296,7 +342,7 @@ class Objective:
     def _reference_points(self, sums: Tensor, result: StepResult) -> dict[str, Tensor]:
         """Return z0 [groups] (nats), and record it with its unclamped value."""
         z0, unclamped = stats.reference_point(self.group.sum(sums))
-        if self.group.rank == 0:  # the value is the same on all processes
+        if self.group.rank == 0:  # the value is the same on all ranks
             result.metrics |= {"kl": [mean(z0)], "kl/raw": [mean(unclamped)]}
         return {"z0": z0}
 
@@ -311,10 +357,10 @@ class Objective:
     ) -> list[Result]:
         """Run this rank's micro-batches, as often as the rank with the most.
 
-        join_collectives: what a rank runs on the dummy batch while others run theirs, where
+        join_collectives: runs the dummy batch in rounds in which this rank has no micro-batch, if
         weights are sharded and every forward is collective.
 
-        Out of memory: where forwards are collective the rank raises UserError. Elsewhere all
+        When memory runs out where forwards are collective, the rank raises UserError. Elsewhere all
         ranks raise together, after the last round, an error that ``out_of_memory`` recognizes.
         """
         is_sharded = self.policy.is_sharded
@@ -335,11 +381,11 @@ class Objective:
                 failure, batch = error, None
             progress(batch)
         if not is_sharded and self.group.any(failure is not None):
-            raise failure or torch.OutOfMemoryError("another process ran out of memory")
+            raise failure or torch.OutOfMemoryError("another rank ran out of memory")
         return results
 
     def reference_logps(self, batch: MicroBatch, *, is_dummy: bool = False) -> Tensor | None:
-        """Log-probabilities of the reference, if there is one. Dummy rows are not cached."""
+        """Return the reference's log-probabilities, if there is one. Dummy rows are not cached."""
         if is_dummy and isinstance(self.reference, CachedReference):
             return self.reference.beside(batch)
         return self.reference(batch) if self.reference else None
@@ -352,7 +398,7 @@ class Objective:
 
     # Results
 
-    def _add_up(
+    def _sum_over_ranks(
         self,
         result: StepResult,
         losses: Sequence[Tensor],
@@ -360,25 +406,27 @@ class Objective:
         tokens: int,
         largest: int,
     ) -> None:
-        """Add up the loss over the processes, and gather how much each of them ran."""
+        """Add up the loss over the ranks, and gather their sizes, in one collective."""
         size, rank, device = self.group.size, self.group.rank, self.policy.device
-        tokens_of, largest_of = [0] * size, [0] * size
-        tokens_of[rank], largest_of[rank] = tokens, largest
-        loss = _wide(torch.stack(list(losses)).sum() if losses else torch.zeros((), device=device))
-        sizes = torch.tensor([micro_batches, *tokens_of, *largest_of], dtype=loss.dtype)
+        tokens_per_rank, largest_per_rank = [0] * size, [0] * size
+        tokens_per_rank[rank], largest_per_rank[rank] = tokens, largest
+        loss = _to_float64(
+            torch.stack(list(losses)).sum() if losses else torch.zeros((), device=device)
+        )
+        sizes = torch.tensor([micro_batches, *tokens_per_rank, *largest_per_rank], dtype=loss.dtype)
         totals = self.group.sum(torch.cat([loss[None], sent(sizes, loss.device)]))
         result.loss = totals[0]
         if size == 1:  # no need to wait for the device
             all_sizes = [micro_batches, tokens, largest]
         else:
-            all_sizes = [int(each) for each in totals[1:].tolist()]
+            all_sizes = [int(total) for total in totals[1:].tolist()]
         result.micro_batches = all_sizes[0]
-        result.tokens_of = all_sizes[1 : 1 + size]
+        result.tokens_per_rank = all_sizes[1 : 1 + size]
         result.largest = max(all_sizes[1 + size :])
         if self.method.loss.shifts:
             sums = result.class_sums
             sums = torch.zeros(2, 2, device=device) if sums is None else sums
-            result.class_sums = self.group.sum(_wide(sums))
+            result.class_sums = self.group.sum(_to_float64(sums))
 
     def update_statistics(self, result: StepResult) -> None:
         """Update the running statistics after the step was applied."""
@@ -390,7 +438,7 @@ class Objective:
 class _Step:
     """Forward, loss and backward of the micro-batches of one step. Fields: see ``Objective.run``.
 
-    count: what each average divides by. shared: statistics of the step. router_tokens: 0 if the
+    count: the divisor of each average. shared: statistics of the step. router_tokens: 0 if the
     load-balancing loss is off.
     """
 
@@ -408,7 +456,7 @@ class _Step:
     router_tokens: int
 
     def __post_init__(self) -> None:
-        self._num_left = self.batches.num_rounds
+        self._num_backwards_left = self.batches.num_rounds
         loss, settings = self.objective.method.loss, self.objective.settings
         self._outputs = (*loss.wants(settings), *(["entropy"] if self.entropy else []))
         self._router_outputs = (ROUTER_AUX_LOSS,) if self.router_tokens else ()
@@ -425,6 +473,7 @@ class _Step:
         )
 
     def _forward_backward(self, batch: MicroBatch) -> Tensor:
+        """Run one micro-batch forward and backward. Returns its share of the loss."""
         objective, loss = self.objective, self.objective.method.loss
         ref = objective.reference_logps(batch)
         with torch.set_grad_enabled(self.backward):
@@ -443,7 +492,7 @@ class _Step:
         """Run a loss that depends on the sequences of all micro-batches together.
 
         The gradient with respect to every log-probability comes first. Each micro-batch then runs
-        once more, backward through sum(logp * gradient). Returns this process's share.
+        once more, backward through sum(logp * gradient). Returns this rank's share.
         """
         objective, group = self.objective, self.objective.group
         loss, settings = objective.method.loss, objective.settings
@@ -466,7 +515,9 @@ class _Step:
             batches = replace(batches, local=[batches.dummy])
         progress: Progress = (lambda _: self.progress(None)) if is_idle else self.progress
         reads = objective.run_micro_batches(batches, read, objective.join_collectives, progress)
-        plain, view = (_join([each[side] for each in reads], group, is_idle) for side in (0, 1))
+        plain, view = (
+            _join_views([views[kind] for views in reads], group, is_idle) for kind in (0, 1)
+        )
         part = loss.total(plain, view, settings, self.count)
         if self.backward:
             (self.weight * part).backward()
@@ -476,7 +527,7 @@ class _Step:
                 lambda batch: self._backward_through_logps(batch, next(gradients).grad),
                 lambda dummy: self._backward_through_logps(dummy, None),
             )
-        return part.detach() / group.size  # every process has computed the same loss
+        return part.detach() / group.size  # all ranks have computed the same loss
 
     def _backward_through_logps(self, batch: MicroBatch, gradient: Tensor | None) -> None:
         """Run backward from the gradient of the log-probabilities; None: add nothing."""
@@ -487,14 +538,14 @@ class _Step:
             self._backward(self._with_router_loss(part, batch, out))
 
     def _backward(self, part: Tensor) -> None:
-        """Add the gradient. Sharded gradients are added up over processes with the last one."""
+        """Add to the gradient. The last backward of a step adds up sharded gradients over ranks."""
         if not self.backward:
             return
-        self._num_left -= 1
+        self._num_backwards_left -= 1
         if self.objective.policy.is_sharded:
             from valence.distributed.fsdp2 import sync_gradients
 
-            sync_gradients(self.objective.policy, self.is_last and self._num_left == 0)
+            sync_gradients(self.objective.policy, self.is_last and self._num_backwards_left == 0)
         part.backward()
 
     def _with_router_loss(self, part: Tensor, batch: MicroBatch, out: PolicyOutput) -> Tensor:
@@ -511,13 +562,13 @@ class _Step:
         return part + self.objective.router_aux_loss * share * loss
 
     def _statistics(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """Statistics of the step, and the reference point of each sequence."""
+        """Return the statistics of the step, and the reference point of each sequence."""
         statistics = {
             name: values[batch.group] if name == "z0" else values
             for name, values in self.shared.items()
         }
         if "thresholds" in self.objective.method.loss.reads:
-            # New for each micro-batch, as each runs backward through them.
+            # Computed for each micro-batch, because each runs backward through them.
             assert isinstance(self.objective.policy, Scorer)
             assert self.objective.policy.thresholds is not None
             statistics["thresholds"] = self.objective.policy.thresholds
@@ -561,7 +612,7 @@ def _sequence_results(
     scores: Tensor | None,
     rewards: Sequence[Tensor] | None,
 ) -> list[SequenceResult]:
-    """Measurements of each sequence. rewards: [S], or those of both sides of pairs."""
+    """Return the measurements of each sequence. rewards: [S], or those of both sides of pairs."""
     columns = batch.unit.tolist(), batch.side.tolist(), map(int, sums["n"].tolist())
     if scores is not None:
         return [
@@ -583,11 +634,13 @@ def _sequence_results(
     return [SequenceResult(unit, side, logp, r, rw, n) for unit, side, n, logp, r, rw in values]
 
 
-def _join(views: Sequence[dict[str, Tensor]], group: Group, is_idle: bool) -> dict[str, Tensor]:
-    """Join the views of all micro-batches of all processes, in the order of the step.
+def _join_views(
+    views: Sequence[dict[str, Tensor]], group: Group, is_idle: bool
+) -> dict[str, Tensor]:
+    """Join the views of all micro-batches of all ranks, in the order of the step.
 
-    The order breaks ties. Values without an axis hold for all. Only this process's part has a
-    gradient.
+    The order breaks ties. Values without an axis hold for all. Only this rank's part has a
+    gradient. is_idle: this rank ran only a dummy, whose values are dropped.
     """
     joined = {
         name: torch.cat([view[name] for view in views])
@@ -603,7 +656,7 @@ def _join(views: Sequence[dict[str, Tensor]], group: Group, is_idle: bool) -> di
 
 
 def _gather(local: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Gather the values [S, ...] of all processes. This process's part keeps its gradient.
+    """Gather the values [S, ...] of all ranks. This rank's part keeps its gradient.
 
     They are sent as one table in float64, which represents every float32 and every index exactly.
     """
@@ -618,16 +671,16 @@ def _gather(local: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
     gathered: dict[str, Tensor] = {}
     columns = group.gather(table).split(widths, 1)
     for (name, value), column in zip(local.items(), columns, strict=True):
-        everyone = column.reshape(-1, *value.shape[1:]).to(value.dtype)
-        gathered[name] = torch.cat([everyone[:start], value, everyone[end:]])
+        all_ranks = column.reshape(-1, *value.shape[1:]).to(value.dtype)
+        gathered[name] = torch.cat([all_ranks[:start], value, all_ranks[end:]])
     return gathered
 
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """A second loss of a step: ``weight`` times its objective over examples of its own.
+    """A second loss of a step: ``weight`` times its objective over further examples.
 
-    name: prefix of its metrics.
+    name: prefix of its metrics. plan: see ``Objective.run``.
     """
 
     name: str
@@ -635,6 +688,7 @@ class AuxiliaryLoss:
     weight: float
     examples: Sequence[TokenizedExample]
     following: Iterable[TokenizedExample]
+    plan: StepPlan | None = None
 
 
 def optimizer_step(
@@ -645,13 +699,15 @@ def optimizer_step(
     clip_norm: float | None,
     auxiliary: Sequence[AuxiliaryLoss] = (),
     entropy: bool = False,
+    plan: StepPlan | None = None,
 ) -> tuple[StepResult, float, bool]:
     """Update the policy once.
 
     Returns the measurements, the norm of the gradient before clipping, and whether the update was
     applied. A loss or gradient that is not finite leaves weights and optimizer unchanged.
 
-    entropy: measure that of the policy over the trained tokens of ``examples``.
+    entropy: measure that of the policy over the trained tokens of ``examples``. plan: see
+    ``Objective.run``.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     clear(parameters)
@@ -659,15 +715,15 @@ def optimizer_step(
     # Loss and gradient of the objective and of auxiliary losses.
     router_tokens = total_tokens(examples) + sum(total_tokens(aux.examples) for aux in auxiliary)
     result = objective.run(
-        examples, following, backward=True, is_last=not auxiliary, entropy=entropy,
+        examples, following, plan=plan, backward=True, is_last=not auxiliary, entropy=entropy,
         router_tokens=router_tokens,
     )  # fmt: skip
     results = [(objective, result)]
     for aux in auxiliary:
-        # Their examples are stored ones, whatever the temperature of sampling.
+        # Their examples were not sampled at the temperature of the rollouts.
         with aux.objective.policy.tempered(1.0):
             aux_result = aux.objective.run(
-                aux.examples, aux.following, backward=True, weight=aux.weight,
+                aux.examples, aux.following, plan=aux.plan, backward=True, weight=aux.weight,
                 is_last=aux is auxiliary[-1], router_tokens=router_tokens,
             )  # fmt: skip
         results.append((aux.objective, aux_result))
@@ -687,25 +743,27 @@ def optimizer_step(
     is_applied = math.isfinite(norm_value) and math.isfinite(loss_value)
     if is_applied:
         _update(optimizer)
-        for each, each_result in results:
-            each.update_statistics(each_result)
+        for updated_objective, objective_result in results:
+            updated_objective.update_statistics(objective_result)
     clear(parameters)
     return result, norm_value, is_applied
 
 
 def _with_auxiliary(result: StepResult, aux: AuxiliaryLoss, aux_result: StepResult) -> StepResult:
-    """Add the measurements of an auxiliary loss, whose metrics keep names of their own."""
+    """Add the measurements of an auxiliary loss, whose metrics get its name as a prefix."""
     is_first = aux.objective.group.rank == 0
     loss_metric = {"loss": [mean(aux_result.loss[None])]} if is_first else {}
     metrics = {f"{aux.name}/{n}": parts for n, parts in (aux_result.metrics | loss_metric).items()}
     router_losses = [
-        each.router_aux_loss for each in (result, aux_result) if each.router_aux_loss is not None
+        part.router_aux_loss for part in (result, aux_result) if part.router_aux_loss is not None
     ]
     return replace(
         result,
         loss=result.loss + aux.weight * aux_result.loss,
         micro_batches=result.micro_batches + aux_result.micro_batches,
-        tokens_of=[a + b for a, b in zip(result.tokens_of, aux_result.tokens_of, strict=True)],
+        tokens_per_rank=[
+            a + b for a, b in zip(result.tokens_per_rank, aux_result.tokens_per_rank, strict=True)
+        ],
         num_unique_tokens=result.num_unique_tokens + aux_result.num_unique_tokens,
         largest=max(result.largest, aux_result.largest),
         metrics=result.metrics | metrics,
@@ -723,16 +781,17 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) 
 
 
 def _update(optimizer: torch.optim.Optimizer) -> None:
+    """Change the weights."""
     try:
         optimizer.step()
     except RuntimeError as error:
         if "DTensor" not in str(error):
             raise
         raise UserError(
-            "the optimizer does not support a parameter group with both sharded and whole weights",
+            "the optimizer does not support a parameter group with sharded and unsharded weights",
             code="optimizer-mixes-weights",
             where="optimizer",
-            fix="give weights with fewer than 2 dimensions a parameter group of their own, or "
+            fix="put weights with fewer than 2 dimensions into a separate parameter group, or "
             "set parallel.shard: off",
         ) from error
 
@@ -754,10 +813,10 @@ def final_out_of_memory(is_collective: bool) -> Iterator[None]:
 
 
 def total_tokens(examples: Sequence[TokenizedExample]) -> int:
-    """Tokens of all sequences, a shared prompt once for each of them."""
+    """Return the number of tokens of all sequences. A shared prompt counts for each of them."""
     return sum(example.tokens for example in examples)
 
 
-def _wide(values: Tensor) -> Tensor:
-    """In float64 where the device has it, so that sums do not depend on how a step is divided."""
+def _to_float64(values: Tensor) -> Tensor:
+    """Convert to float64 where the device has it: sums then do not depend on micro-batches."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +29,23 @@ from valence.runs.folder import RunFolder
 from valence.runs.messages import Messages
 from valence.runs.signals import SharedStop
 from valence.trainer.evaluate import Evaluation
-from valence.trainer.examples import ExampleSource, NothingToLearnError, StoredExamples
+from valence.trainer.examples import (
+    ExampleSource,
+    NothingToLearnError,
+    StepExamples,
+    StoredExamples,
+)
 from valence.trainer.memory import MemoryRetry, peak_memory
 from valence.trainer.model_files import ModelWriter
 from valence.trainer.optim import warmup_steps
 from valence.trainer.pages import Pages
+from valence.trainer.prefetch import Prefetcher
 from valence.trainer.prepare import AuxiliaryPart, Prepared, rows_to_measure
 from valence.trainer.sampling import PolicySampler, check_can_generate, sampling_failed
 from valence.trainer.saver import Saver
 from valence.trainer.state import LightState, TrainState
-from valence.trainer.step import AuxiliaryLoss, Objective, StepResult, optimizer_step
-from valence.types import Chat, Completion, Content, Mean
+from valence.trainer.step import AuxiliaryLoss, Objective, StepPlan, StepResult, optimizer_step
+from valence.types import Chat, Completion, Content, Mean, TokenizedExample
 
 Callback = Callable[["Trainer", Mapping[str, Any]], None]
 
@@ -55,6 +64,18 @@ PRINTED = (
     "rollout/length",
 )
 """Metrics of an evaluation that are printed as soon as they are known."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What an optimizer step computes on: examples, and the micro-batches of this rank.
+
+    auxiliary: the losses of `mix`, with their examples and micro-batches.
+    """
+
+    examples: Sequence[TokenizedExample]
+    plan: StepPlan
+    auxiliary: Sequence[AuxiliaryLoss]
 
 
 class Trainer:
@@ -86,19 +107,20 @@ class Trainer:
         finished: bool = False,
     ) -> None:
         """world: all processes. log: where records go. jsonl: the log file, in the process that
-        writes it. finished: the run is only here to be measured.
+        writes it. finished: the run is only measured, not trained.
         """
         self.prepared, self.state, self.examples = prepared, state, examples
         self.world, self.stop, self.messages, self.retry = world, stop, messages, retry
         self.log, self.model_writer, self.folder, self.saver = log, model_writer, folder, saver
         self.callbacks, self.finished = tuple(callbacks), finished
         self._jsonl = jsonl
+        self._prefetcher = Prefetcher[StepInputs]()
         self.pages = (
             Pages(folder.path, messages.warn) if folder is not None and folder.writes else None
         )
         self.nothing_to_learn = ""
 
-    # What users look at
+    # Properties for users
 
     @property
     def recipe(self) -> Recipe:
@@ -119,7 +141,7 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Optimizer steps of the complete run."""
         return self.state.total_steps
 
     @property
@@ -139,7 +161,7 @@ class Trainer:
 
     @property
     def report(self) -> Path:
-        """The page with curves, samples and warnings."""
+        """The report: an HTML page with curves, samples and warnings."""
         return self.directory / FILES["report"]
 
     @property
@@ -199,9 +221,9 @@ class Trainer:
         )  # fmt: skip
         if self._jsonl and self.step:
             bar.recall(self._jsonl.path)
-        with self.stop.local.waiting(), bar:
+        with self.stop.local.waiting(), bar, closing(self._prefetcher):
             while True:
-                last = self._settle(bar) or last
+                last = self._finish_step(bar) or last
                 if num_tokens:
                     bar.update(self.step, tokens=num_tokens)
                 is_stopped = self.stop.requested()
@@ -220,7 +242,7 @@ class Trainer:
                     "nothing was done within run.max_time",
                     code="max-time-too-short",
                     where="run.max_time",
-                    fix="make it longer",
+                    fix="set a longer time",
                 )
             raise self.stop.local.ended()
         return self.evaluations.get(self.step, last)
@@ -228,7 +250,7 @@ class Trainer:
     def _note_settings(self) -> None:
         """Note settings whose effect may surprise."""
         recipe = self.recipe
-        depends = "is above 0: the loss of a step depends on how it is cut into micro-batches"
+        depends = "is above 0: the loss of a step depends on its micro-batches"
         if recipe.model.lora is not None and recipe.model.lora.dropout > 0:
             self.messages.note_once(f"model.lora.dropout {depends}")
         if recipe.train.router_aux_loss > 0:
@@ -263,10 +285,13 @@ class Trainer:
     @property
     def ended_early(self) -> str:
         """Why training ends before its last step; empty if it does not."""
-        return self.state.early_stop.exhausted or self.nothing_to_learn or self._without_gradient
+        return (
+            self.state.early_stop.exhausted or self.nothing_to_learn or self._zero_gradient_reason
+        )
 
     @property
-    def _without_gradient(self) -> str:
+    def _zero_gradient_reason(self) -> str:
+        """Why the gradient ends training; empty if it does not."""
         limit = self.recipe.train.max_zero_gradient_steps
         count = self.state.counters.zero_gradient_steps
         if limit is None or count < limit:
@@ -299,7 +324,7 @@ class Trainer:
                     "skipped": _one(torch.tensor(float(not is_applied))),
                 }
             )
-        window.add_tokens(result.tokens_of)
+        window.add_tokens(result.tokens_per_rank)
         window.last = {"lr": learning_rate, "micro_batches": result.micro_batches}
         window.seconds += time.monotonic() - start
         state.is_consistent = True
@@ -309,8 +334,8 @@ class Trainer:
         limit = state.objective.micro_batch_tokens
         if result.largest > limit:
             self.messages.note_once(
-                f"some rows have more than train.micro_batch_tokens ({limit}) tokens: each of "
-                f"them runs alone"
+                f"some rows have more than train.micro_batch_tokens ({limit}) tokens: each runs "
+                f"in a micro-batch by itself"
             )
         return result
 
@@ -326,33 +351,60 @@ class Trainer:
         """Return the measurements of a step, the norm of its gradient, whether it was applied, and
         the number of examples.
         """
-        state = self.state
-        examples, following = self.examples.next_step()
-        auxiliary = [self._auxiliary_loss(*each) for each in state.auxiliary]
+        state, step = self.state, self.step
+        # Micro-batches are smaller when a step is repeated because memory ran out.
+        budgets = tuple(objective.micro_batch_tokens for objective in state.objectives)
+        inputs = self._prefetcher.take(
+            (step, budgets), partial(self._prepare_inputs, step, budgets, self.examples.next_step)
+        )
+        upcoming_step = self.examples.upcoming_step()
+        if upcoming_step is not None and step + 1 < self.total_steps:
+            prepare = partial(self._prepare_inputs, step + 1, budgets, upcoming_step)
+            self._prefetcher.start((step + 1, budgets), prepare)
         result, norm, is_applied = optimizer_step(
             state.objective,
             state.optimizer,
-            examples,
-            following,
+            inputs.examples,
+            (),
             self.recipe.train.clip_norm,
-            auxiliary,
-            entropy=self._is_logged(self.step + 1),
+            inputs.auxiliary,
+            entropy=self._is_logged(step + 1),
+            plan=inputs.plan,
         )
-        num_examples = len(examples) + sum(len(aux.examples) for aux in auxiliary)
+        num_examples = len(inputs.examples) + sum(len(aux.examples) for aux in inputs.auxiliary)
         return result, norm, is_applied, num_examples
 
-    def _auxiliary_loss(self, part: AuxiliaryPart, objective: Objective) -> AuxiliaryLoss:
-        """The loss of a method of `mix` in this step."""
+    def _prepare_inputs(
+        self, step: int, budgets: Sequence[int], get_examples: Callable[[], StepExamples]
+    ) -> StepInputs:
+        """Prepare an optimizer step. The thread of the prefetcher runs this one step ahead, so that
+        it must not read what training changes.
+
+        budgets: ``micro_batch_tokens`` of each objective.
+        """
+        objective, *_ = self.state.objectives
+        examples, following = get_examples()
+        plan = objective.plan(examples, following, backward=True, micro_batch_tokens=budgets[0])
+        auxiliary = [
+            self._prepare_auxiliary(step, part, auxiliary_objective, micro_batch_tokens)
+            for (part, auxiliary_objective), micro_batch_tokens in zip(
+                self.state.auxiliary, budgets[1:], strict=True
+            )
+        ]
+        return StepInputs(examples, plan, auxiliary)
+
+    def _prepare_auxiliary(
+        self, step: int, part: AuxiliaryPart, objective: Objective, micro_batch_tokens: int
+    ) -> AuxiliaryLoss:
+        """Prepare the loss of a method of `mix` in a step."""
         first = self.state.counters.firsts.get(part.rows, 0)
-        indices, following = part.sampler.step(self.step - first)
-        units = part.sampler.units
-        return AuxiliaryLoss(
-            part.name,
-            objective,
-            part.weight,
-            [units[i] for i in indices],
-            (units[i] for i in following),
+        indices, later = part.sampler.step(step - first)
+        rows = part.sampler.units
+        examples, following = [rows[i] for i in indices], (rows[i] for i in later)
+        plan = objective.plan(
+            examples, following, backward=True, micro_batch_tokens=micro_batch_tokens
         )
+        return AuxiliaryLoss(part.name, objective, part.weight, examples, (), plan)
 
     def _is_logged(self, step: int) -> bool:
         """Whether the log has a record of this step."""
@@ -373,7 +425,7 @@ class Trainer:
         counters.skipped_in_a_row += 1
         state.state_before_skips = state.state_before_skips or before
         names = sorted(
-            {name for names in gathered(state.group, result.not_finite()) for name in names}
+            {name for names in gathered(state.group, result.non_finite_ids()) for name in names}
         )
         where = self.prepared.origins(names) if names else "no single row (the gradient overflowed)"
         self.messages.warn(
@@ -387,17 +439,17 @@ class Trainer:
                 f"finite",
                 code="loss-not-finite",
                 where=f"step {self.step}",
-                fix="look at the rows named above, use model.dtype: float32, or lower "
+                fix="check the rows named above, use model.dtype: float32, or lower "
                 "train.learning_rate (with --allow "
-                "train.learning_rate the run goes on from before these steps)",
+                "train.learning_rate the run resumes from before these steps)",
             )
 
     # After a step
 
-    def _settle(self, bar: Dashboard) -> dict[str, Any]:
-        """Evaluate, log and save what is due after a step. Returns the record that was logged.
+    def _finish_step(self, bar: Dashboard) -> dict[str, Any]:
+        """Evaluate, log and save if that is due after this step. Returns the logged record.
 
-        An interruption on the way leaves it undone; a run that resumes there begins with it.
+        If this is interrupted, the resumed run repeats it before its first step.
         """
         state, step = self.state, self.step
         if state.counters.settled >= step:
@@ -454,16 +506,15 @@ class Trainer:
 
     def _evaluate_and_record(self) -> dict[str, float]:
         """Evaluate, and write the result. Returns the metrics by their names in the log."""
-        found = self.evaluate()
+        evaluation = self.evaluate()
+        metrics, rows = evaluation.metrics, evaluation.rows
         if self.folder:
-            self.folder.evaluation(self.step, found.metrics, found.rows)
-        self.evaluations[self.step] = found.metrics
-        self.log.table(SAMPLES, self.step, found.rows)
-        shown = "  ".join(
-            f"{name} {found.metrics[name]:.4g}" for name in PRINTED if name in found.metrics
-        )
+            self.folder.evaluation(self.step, metrics, rows)
+        self.evaluations[self.step] = metrics
+        self.log.table(SAMPLES, self.step, rows)
+        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in PRINTED if name in metrics)
         self.messages.print(f"step {self.step}, held out: {shown}")
-        return {f"eval/{name}": value for name, value in found.metrics.items()}
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     def _compare_evaluation(self, metrics: Mapping[str, float]) -> bool:
         """Compare with earlier evaluations. Returns whether this one is the best so far."""
@@ -514,14 +565,14 @@ class Trainer:
     # Measuring and sampling
 
     def evaluate(self, rows: Any = None, *, name: str = "eval") -> Evaluation:
-        """Measure the policy as it is, on rows in memory or on the recipe's ``eval``, ``test`` or
+        """Measure the current policy, on rows in memory or on the recipe's ``eval``, ``test`` or
         ``train`` rows.
 
         Raises UserError when there are no such rows.
         """
         if rows is not None:
             corpus = rows_to_measure(self.prepared, rows)
-            name = "the given rows"
+            name = "rows in memory"
         elif name in self.prepared.corpora:
             corpus = self.prepared.corpora[name]
         else:
@@ -550,7 +601,7 @@ class Trainer:
     def sample(
         self, prompts: Sequence[Content], sampling: Sampling, n: int = 1, *, quiet: bool = True
     ) -> list[list[Completion]]:
-        """Sample n completions of each prompt from the policy as it is.
+        """Sample n completions of each prompt from the current policy.
 
         Prompts are tokenized, and completions end, as in training. quiet: show no progress.
 
@@ -582,7 +633,7 @@ class Trainer:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> str:
-        """Answer a prompt with the policy as it is now.
+        """Answer a prompt with the current policy.
 
         prompt: text or chat messages. Text becomes a user message if it does in training
         (``data.as_chat``). temperature: 0 takes the most likely token each time.
@@ -606,6 +657,7 @@ class Trainer:
 
         Raises UserError when the state is of another model or another version.
         """
+        self._prefetcher.discard()
         self.state.load_state_dict(state)
 
     def save(self, *, wait: bool = True) -> None:
