@@ -51,7 +51,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rollouts": ("types", "network", "files"),
     "rewards": ("types", "network", "checksums", "files", "version"),
     "runs": ("types", "distributed", "checksums", "files", "terminal", "version"),
-    "reports": ("types", "distributed.protocol", "runs.lock", "checksums", "files", "terminal"),
+    "reports": (
+        "types",
+        "distributed.process_group",
+        "runs.lock",
+        "checksums",
+        "files",
+        "terminal",
+    ),
     "trainer": LAYERS,
     "online": (*LAYERS, "trainer"),
     "planning": (*LAYERS, "trainer"),
@@ -337,8 +344,8 @@ for case in cases:
             exec(case["statement"], {})
         else:
             import valence.cli
-            from valence.distributed import launch
-            launch.launch = lambda *_: launched.append(True) or 0
+            from valence.distributed import launcher
+            launcher.launch = lambda *_: launched.append(True) or 0
             sys.argv = ["valence", *case["words"].split()]
             valence.cli.main()
     except SystemExit as error:

@@ -106,7 +106,7 @@ def collect(
                 where="collect",
                 fix=install_command("serve"),
             )
-    from valence.distributed.single import Single
+    from valence.distributed.process_group import SingleProcess
     from valence.lifecycle.restore import open_run
     from valence.rollouts import Sampling
     from valence.serving.app import FeedbackService, log_error
@@ -126,7 +126,9 @@ def collect(
         closing(FeedbackStore(out, overwrite=overwrite, on_error=log_error)) as store,
     ):
         print_message(console, f"loading {target}")
-        trainer = open_run(target, allowed, group=Single(), at=checkpoint_of(step), console=console)
+        trainer = open_run(
+            target, allowed, group=SingleProcess(), at=checkpoint_of(step), console=console
+        )
         model = ChatModel(trainer, Path(target).name)
         serve(
             FeedbackService(model, store, sampling, queue, tokens=tokens),

@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.files import refuse_links
 from valence.runs.store import (
@@ -231,7 +230,7 @@ class Checkpoints:
         with agreed(self.group):
             own = {path.name: _describe(path) for path in parts}
         return (
-            {name: said for each in gathered(self.group, own) for name, said in each.items()}
+            {name: said for each in gather_objects(self.group, own) for name, said in each.items()}
             if self.group
             else own
         )

@@ -12,8 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from valence.data.sampler import canonical_order
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.reports.metrics import Meter
 from valence.trainer.step import Objective, SequenceResult
 from valence.types import (
@@ -74,7 +73,7 @@ def evaluate(
 
 def all_rows(group: Group, own: Sequence[SequenceResult]) -> list[SequenceResult]:
     """What all processes measured."""
-    found = gathered(group, [astuple(row) for row in own]) if group.size > 1 else []
+    found = gather_objects(group, [astuple(row) for row in own]) if group.size > 1 else []
     return [SequenceResult(*row) for rows in found for row in rows] if found else list(own)
 
 
