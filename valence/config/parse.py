@@ -117,7 +117,7 @@ def override(raw: RawRecipe, assignment: str) -> RawRecipe:
     places = {k: v for k, v in raw.places.items() if k[: len(path)] != path}
     for length in range(1, len(path) + 1):
         places.setdefault(path[:length], COMMAND_LINE)
-    return RawRecipe(_put(raw.values, path, value), {**places, **reader.places})
+    return RawRecipe(put(raw.values, path, value), {**places, **reader.places})
 
 
 def to_yaml(values: Mapping[str, object]) -> str:
@@ -155,13 +155,7 @@ class _Reader:
         return cast(Any, self._yaml).compose(text)
 
     def value(self, node: Node, path: Key) -> object:
-        if len(path) > _MAX_DEPTH:
-            raise UserError(
-                "nested too deeply, or contains itself",
-                code="recipe-too-deep",
-                where=self._place(node),
-                fix="a recipe has five levels at most",
-            )
+        _check_depth(path, self._place(node))
         self._count += 1
         if self._count > _MAX_VALUES:
             raise UserError(
@@ -271,6 +265,16 @@ def _classify_syntax_error(error: Exception, line: str) -> tuple[str, str]:
     return ("recipe-too-deep" if isinstance(error, RecursionError) else "yaml-syntax"), fix
 
 
+def _check_depth(path: Key, where: str) -> None:
+    if len(path) > _MAX_DEPTH:
+        raise UserError(
+            "nested too deeply, or contains itself",
+            code="recipe-too-deep",
+            where=where,
+            fix="a recipe has five levels at most",
+        )
+
+
 def _text(text: str, where: str) -> str:
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(
@@ -284,13 +288,7 @@ def _text(text: str, where: str) -> str:
 
 def _plain(value: object, path: Key, name: str) -> object:
     where = f"{name} ({dotted(path)})"
-    if len(path) > _MAX_DEPTH:
-        raise UserError(
-            "nested too deeply, or contains itself",
-            code="recipe-too-deep",
-            where=name,
-            fix="a recipe has five levels at most",
-        )
+    _check_depth(path, name)
     if isinstance(value, Mapping):
         items = cast(Mapping[object, object], value)
         for key in items:
@@ -354,7 +352,7 @@ def _resolve(values: Any, parts: Sequence[str]) -> Key:
     return path
 
 
-def _put(values: Any, path: Key, value: object) -> object:
+def put(values: Any, path: Key, value: object) -> object:
     """A copy of ``values`` with ``value`` at ``path``."""
     if not path:
         return value
@@ -362,9 +360,9 @@ def _put(values: Any, path: Key, value: object) -> object:
     if isinstance(part, int):
         items = cast(list[object], values or [])
         inner = items[part] if part < len(items) else None
-        return [*items[:part], _put(inner, rest, value), *items[part + 1 :]]
+        return [*items[:part], put(inner, rest, value), *items[part + 1 :]]
     section = cast(dict[str, object], values or {})
-    return {**section, part: _put(section.get(part), rest, value)}
+    return {**section, part: put(section.get(part), rest, value)}
 
 
 def value_at(values: Any, path: Key) -> Any:
