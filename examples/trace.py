@@ -72,7 +72,7 @@ BRANCHES = {
     "table": "which tokens each token attends to",
     "hidden": "which tokens each token attends to",
     "_Step._record": "metrics",
-    "Single.norm": "norm of the gradient",
+    "SingleProcess.norm": "norm of the gradient",
 }
 """Functions off the row's own way, and what they compute."""
 

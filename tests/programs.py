@@ -37,7 +37,7 @@ PRELOADED_HERE = [
     *PRELOADED,
     "tests.programs",
     "torch.distributed.fsdp",
-    "valence.distributed.processes",
+    "valence.distributed.process_group",
     "tests.prefix_trees",
 ]
 

@@ -577,7 +577,7 @@ def test_an_interrupt_before_anything_is_begun_is_told(
         raise KeyboardInterrupt
 
     # as while torch is imported
-    monkeypatch.setattr("valence.distributed.processes.start", stopped)
+    monkeypatch.setattr("valence.distributed.process_group.start", stopped)
     assert valence("train", "recipe.yaml") == 130
     assert NOTHING_BEGUN in capsys.readouterr().out
     assert not (place / "runs").exists()

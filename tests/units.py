@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.tiny_models import tiny
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.losses import LOSSES
 from valence.models.build import build_policy, build_reference
 from valence.models.policy_model import PolicyModel
@@ -171,7 +171,7 @@ def objective(
         method.resolve(settings),
         policy,
         reference if method.needs_reference else None,
-        Single(),
+        SingleProcess(),
         budget,
         max_length,
     )

@@ -20,8 +20,7 @@ from valence.data.encode import Encoder
 from valence.data.load import load, sources_from
 from valence.data.objects import PathOrPaths, Rows
 from valence.data.template import AsChat
-from valence.distributed.processes import start
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group, start
 from valence.errors import UserError
 from valence.lifecycle.finish import run_to_end
 from valence.lifecycle.start import build_run, terminal_of

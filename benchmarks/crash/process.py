@@ -153,12 +153,12 @@ def _work(run: str, notes: Sequence[Notes], kill: Kill | None, launcher: int) ->
     operations(changes)
     from tqdm import std
 
-    from valence.distributed import processes
+    from valence.distributed import process_group
 
     vars(std)[
         "TqdmDefaultWriteLock"
     ].mp_lock = None  # a semaphore, which would outlive a process that is killed
-    processes.HEAD_START = 0.3  # long enough for who started it to see which one failed first
+    process_group.HEAD_START = 0.3  # long enough for who started it to see which one failed first
     _main()
 
 

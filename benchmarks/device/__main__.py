@@ -29,7 +29,7 @@ from benchmarks.step.cases import PROMPT_400, TINY, Case, Shape
 from benchmarks.step.floor import work_of
 from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import MAX_LENGTH, config_of, draw_sets
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.lifecycle.models import best_device
 from valence.models import speed
 from valence.models.build import build_policy
@@ -172,7 +172,7 @@ def steps(shape: Shape, device: torch.device, rate: float, *, recomputed: bool) 
             method.resolve({}),
             policy,
             Known(shape.vocabulary),
-            Single(),
+            SingleProcess(),
             BUDGET,
             MAX_LENGTH,
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from valence.data.sampler import canonical_order
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.models.build import build_policy, build_reference
 from valence.models.reference import FrozenReference
 from valence.reports.metrics import Meter
@@ -134,7 +134,7 @@ def differences(
     ) -> tuple[dict[str, float], torch.Tensor, int]:
         policy.zero_grad()
         made = Objective(
-            method, method.resolve({}), policy, reference, Single(), budget, MAX_LENGTH
+            method, method.resolve({}), policy, reference, SingleProcess(), budget, MAX_LENGTH
         )
         outcome = made.run([units[i] for i in canonical_order(units, 0, 0)], backward=True)
         meter = Meter()

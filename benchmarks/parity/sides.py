@@ -20,7 +20,7 @@ from benchmarks.parity.cases import Case
 from benchmarks.parity.halos_side import Side, halos
 from benchmarks.parity.stages import Stage, as_kind, shortened
 from benchmarks.peers import surroundings
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.models.build import build_policy, build_reference, load_model
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
@@ -87,7 +87,7 @@ class Here:
             method.resolve(case.ours),
             policy,
             reference,
-            Single(),
+            SingleProcess(),
             BUDGET,
             max_length(source),
         )

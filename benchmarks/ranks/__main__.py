@@ -23,7 +23,7 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.checkpoint.cases import tokenizer_of_bytes
-from valence.distributed.launch import launch
+from valence.distributed.launcher import launch
 
 WORKER = (sys.executable, "-m", "benchmarks.ranks.worker")
 RANKS = (1, 2, 4)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from benchmarks.scale_model.measure import SENT, STEPS, UPDATED, WAYS
 from benchmarks.scale_model.model import UPDATE, Job, Layout, Machine, balance, seconds, sharded
-from valence.distributed.launch import launch
+from valence.distributed.launcher import launch
 from valence.models.shape import Shape
 from valence.models.speed import Work
 

@@ -1,8 +1,8 @@
 """One of two processes that time what the model needs to know of this machine, and steps that it is
 to foretell.
 
-``python -m benchmarks.scale_model.measure FILE ROUNDS`` under ``valence.distributed.launch``: rank
-0 writes what was found.
+``python -m benchmarks.scale_model.measure FILE ROUNDS`` under ``valence.distributed.launcher``:
+rank 0 writes the result.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from valence.distributed.fsdp2 import shard
-from valence.distributed.processes import start
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, SingleProcess, gather_objects, start
 from valence.models import speed
 from valence.models.build import build_policy
 from valence.models.policy_model import PolicyModel
@@ -143,9 +140,9 @@ def ways(group: Group) -> dict[str, Way]:
     )
     whole, split = (build_policy(each, dtype=torch.float32) for each in (model, deepcopy(model)))
     several: Any = group
-    shard(split, decoder_layers(split.causal), several, each=True)
+    shard(split, decoder_layers(split.causal), several, sum_every_backward=True)
     return dict(
-        zip(WAYS, (Way(whole, Single()), Way(whole, group), Way(split, group)), strict=True)
+        zip(WAYS, (Way(whole, SingleProcess()), Way(whole, group), Way(split, group)), strict=True)
     )
 
 
@@ -189,7 +186,7 @@ def measured(group: Group, rounds: int) -> dict[str, Any]:
             costs = [speed.step(shape, work) for work in way.laid_out(tokens)]
             found[f"{step}, {name}"] = {
                 "loss": way.loss,
-                "operations": gathered(group, costs)[: WAYS[name]],
+                "operations": gather_objects(group, costs)[: WAYS[name]],
             }
         works = made["one process"].laid_out(tokens)
         found[step] = [sum(getattr(work, each) for work in works) for each in Work.__slots__]

@@ -20,7 +20,7 @@ from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import MAX_LENGTH, Models
 from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import make_micro_batch
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.models.build import build_policy, build_reference, load_model
 from valence.models.cache import CachedReference
 from valence.models.compiling import compile_layers, why_not
@@ -141,7 +141,7 @@ class Ours:
         method = METHODS[self.case.method]
         settings = method.resolve(SETTINGS.get(self.case.method, {}))
         return Objective(
-            method, settings, self.policy, self.reference, Single(), BUDGET, MAX_LENGTH
+            method, settings, self.policy, self.reference, SingleProcess(), BUDGET, MAX_LENGTH
         )
 
     def consecutive_steps(self, count: int, *, ahead: bool) -> StepTimes:

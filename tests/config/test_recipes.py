@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from tests.tiny import tiny_tokenizer
 from valence.config.load import load_recipe
-from valence.distributed.single import Planned
+from valence.distributed.process_group import PlannedGroup
 from valence.models.memory import Split
 from valence.planning import plan
 from valence.planning.plan import Plan, make_plan
@@ -169,7 +169,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plans:
             [*here, f"data.eval.0.path={rows}", "data.eval.0.split=null", *overrides],
             method_of=method_of,
         )
-        return make_plan(prepare(loaded), group=Planned(gpus))
+        return make_plan(prepare(loaded), group=PlannedGroup(gpus))
 
     return make
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.models.test_scores import reward_model
 from tests.tiny_models import tiny
 from tests.units import objective, units_for
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.losses import LOSSES
 from valence.models.build import build_policy, build_reference
 from valence.models.digest import model_digest
@@ -90,7 +90,14 @@ def split(engine: PolicyModel, case: Case, group: Group) -> None:
         for module in engine.causal.modules()
         if isinstance(module, GradientCheckpointingLayer)
     ]
-    shard(engine, layers, group, compute=engine.compute, each=case.each, reshard=case.reshard)  # type: ignore[arg-type]
+    shard(
+        engine,
+        layers,
+        group,
+        compute=engine.compute,
+        sum_every_backward=case.each,
+        reshard=case.reshard,
+    )  # type: ignore[arg-type]
 
 
 def whole(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from tests.distributed.rig import wait_for
-from valence.distributed import processes
-from valence.distributed.posts import Place
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import gathered
-from valence.distributed.watch import CollectiveWatchdog
+from valence.distributed import process_group
+from valence.distributed.process_group import Group, SingleProcess, gather_objects
+from valence.distributed.watchdog import Collective, CollectiveWatchdog
 from valence.errors import UserError
 
 JSON = {
@@ -88,7 +85,7 @@ def parameters(rank: int) -> list[Tensor]:
 
 def members(group: Group) -> dict[str, Any]:
     """All that a group can do."""
-    processes.BUCKET = 64  # bytes: several buckets, one of a tensor that is larger
+    process_group.BUCKET = 64  # bytes: several buckets, one of a tensor that is larger
     given = summands(group.rank)
     found: dict[str, Any] = {f"sum {name}": group.sum(values) for name, values in given.items()}
     found["kept"] = all(
@@ -108,7 +105,7 @@ def members(group: Group) -> dict[str, Any]:
     )
     found["any"] = [group.any(group.rank == group.size - 1), group.any(False), group.any(True)]
     with TemporaryDirectory() as folder:  # rank 0 comes to the barrier last
-        arrived = [Path(name, "0") for name in gathered(group, folder)]
+        arrived = [Path(name, "0") for name in gather_objects(group, folder)]
         if group.rank == 0:
             for path in arrived:
                 path.touch()
@@ -124,8 +121,8 @@ def twice(group: Group) -> list[float]:
     first = group.sum(torch.tensor(1.0))
     group.barrier("end")
     group.close()
-    second = processes.start(30.0, "cpu")
-    assert not isinstance(second, Single)
+    second = process_group.start(30.0, "cpu")
+    assert not isinstance(second, SingleProcess)
     again = second.sum(torch.tensor(2.0))
     second.barrier("end")  # what the processes know of each other is with rank 0
     return [float(first), float(again)]
@@ -196,13 +193,13 @@ def watched(group: Group, ends: bool, printed: str) -> str:
     watch = CollectiveWatchdog(
         deadline, lambda place: UserError(f"late: {place}", code="rank-late")
     )
-    watch.add(Place(1, "sum"))
+    watch.add(Collective(1, "sum"))
     if not ends:
         ended.wait(60)  # it is never set: the watch ends the process
         return "went on"
     ended.set()
     assert done.wait(60)
-    watch.add(Place(2, "gather"))
+    watch.add(Collective(2, "gather"))
     time.sleep(2 * deadline)  # a device with nothing queued may be idle for longer than that
     return "went on"
 

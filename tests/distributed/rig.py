@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.programs import fork_server
-from valence.distributed import processes
-from valence.distributed.launch import LISTENS
+from valence.distributed import process_group
+from valence.distributed.launcher import LISTEN_FD_VARIABLE
 from valence.errors import UserError
 
 
@@ -115,8 +115,8 @@ def _rank(
         MASTER_PORT=str(port),
     )
     if listening is not None:
-        os.environ[LISTENS] = str(listening.detach())
-    processes.HEAD_START = 0.3  # no launcher looks who failed first
+        os.environ[LISTEN_FD_VARIABLE] = str(listening.detach())
+    process_group.HEAD_START = 0.3  # no launcher looks who failed first
     ready.wait(
         60
         # short deadlines are for what is looked at, not for a process that a busy machine starts
@@ -124,7 +124,7 @@ def _rank(
     )
     value, mistake = None, None
     try:
-        group = processes.start(deadline, "cpu")
+        group = process_group.start(deadline, "cpu")
         value = job(group, *args)
         group.close()
     except UserError as error:

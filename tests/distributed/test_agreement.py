@@ -18,7 +18,7 @@ from tests.distributed.rig import run as together
 from tests.distributed.test_run import SHARDED, records, written
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.lifecycle.reference_cache import score
 from valence.runs.signals import Interrupted

@@ -21,9 +21,8 @@ from tests.errors import check_error, raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.tensor import local
+from valence.distributed.process_group import Group, SingleProcess
+from valence.distributed.tensor_parallel import local
 from valence.lifecycle import models as building
 from valence.lifecycle.models import build_models
 from valence.models import build as model_build
@@ -409,7 +408,7 @@ def test_one_process_says_that_it_has_nothing_to_split_over(place: Path) -> None
     run = prepared(place, {"model": {"name": "llama"}}, shard="full")
     assert len([line for line in describe(make_plan(run)) if "parallel.shard: full" in line]) == 1
     assert build_models(run)[0].is_sharded is False
-    assert min_free_memory(5, torch.device("cpu"), Single()) == 5
+    assert min_free_memory(5, torch.device("cpu"), SingleProcess()) == 5
 
 
 def differing(group: Group, place: Path) -> None:

@@ -17,8 +17,7 @@ from tests.distributed.rig import run
 from tests.errors import check_error, raises_error
 from tests.tiny_models import tiny
 from tests.units import objective, units_for
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
+from valence.distributed.process_group import Group, SingleProcess
 from valence.models.cache import CachedReference
 from valence.models.check import check_layout, plain_batch
 from valence.models.memory import out_of_memory
@@ -67,7 +66,7 @@ QUICK = [Case("dpo"), Case("kto", lora=True, follows=True)]
 def test_two_steps_of_several_processes_are_those_of_one(
     size: int, cases: list[Case], sharded: bool
 ) -> None:
-    alone = measure(Single(), cases)
+    alone = measure(SingleProcess(), cases)
     ranks = run(measure, size, cases, sharded, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
     for case in cases:
@@ -113,7 +112,7 @@ def offloaded(group: Group, cases: list[Case]) -> dict[str, Any]:
 @slow
 def test_parts_that_wait_in_the_hosts_memory_are_trained_alike() -> None:
     cases = [Case("kto", lora=True, follows=True), Case("dpo")]
-    alone, ranks = measure(Single(), cases), run(offloaded, 2, cases, deadline=60.0)
+    alone, ranks = measure(SingleProcess(), cases), run(offloaded, 2, cases, deadline=60.0)
     assert [rank.error for rank in ranks] == ["", ""]
     for case in cases:
         found, wanted = ranks[0].value[case.name], alone[case.name]
@@ -148,7 +147,7 @@ def spread(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float]:
     """
     rel = far = 0.0
     for budget in (13, 25, 10_000):
-        (other,) = measure(Single(), [replace(case, budget=budget)]).values()
+        (other,) = measure(SingleProcess(), [replace(case, budget=budget)]).values()
         for one, two in zip(other["steps"], wanted["steps"], strict=True):
             rel = max(
                 rel,
@@ -172,7 +171,7 @@ def parts(group: Group) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     from tests.distributed.rig import full
-    from valence.distributed.tensor import local
+    from valence.distributed.tensor_parallel import local
 
     case = Case("sft")
     policy, _ = models(case)
@@ -286,7 +285,7 @@ def test_an_engine_with_split_weights_is_that_engine() -> None:
 
 @slow
 def test_processes_agree_whether_a_reference_is_computed(tmp_path: Path) -> None:
-    wanted = kept(Single(), str(tmp_path / "alone"))[0][0]
+    wanted = kept(SingleProcess(), str(tmp_path / "alone"))[0][0]
     ranks = [rank.value for rank in run(kept, 2, str(tmp_path))]
     for rank, found in enumerate(ranks):
         assert [loss for loss, _, _ in found] == pytest.approx([wanted] * 3, rel=1e-9)

@@ -21,7 +21,7 @@ from tests.arch.source import ROOT
 from tests.distributed.hosts import ADDRESSES, CABLE, Hosts, two_hosts
 from tests.distributed.test_run import same
 from tests.errors import raises_error
-from valence.distributed.processes import start
+from valence.distributed.process_group import start
 from valence.runs.keeper import check
 from valence.runs.lock import holder
 

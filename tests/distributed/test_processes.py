@@ -16,10 +16,8 @@ import torch
 from tests.arch.source import ROOT
 from tests.distributed import jobs, rig
 from tests.errors import check_error, raises_error
-from valence.distributed.posts import Place, Posts
-from valence.distributed.processes import Processes, start
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
+from valence.distributed.process_group import Group, ProcessGroup, SingleProcess, start
+from valence.distributed.watchdog import Collective, CollectiveTracker
 
 pytestmark = pytest.mark.dist
 
@@ -94,7 +92,7 @@ def test_broadcast_any_barrier(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_one_process_is_a_group_too() -> None:
-    found = jobs.members(Single())
+    found = jobs.members(SingleProcess())
     for name, values in jobs.summands(0).items():
         assert found[f"sum {name}"].equal(values)
     for name, values in jobs.parts(0).items():
@@ -104,7 +102,7 @@ def test_one_process_is_a_group_too() -> None:
     assert found["place"] == (0, 1, 0)
 
 
-@pytest.mark.parametrize("kind", [Single, Processes])
+@pytest.mark.parametrize("kind", [SingleProcess, ProcessGroup])
 def test_groups_have_the_members_of_the_protocol(kind: type) -> None:
     for name, member in vars(Group).items():
         if not name.startswith("_") and inspect.isfunction(member):
@@ -208,9 +206,9 @@ def test_other_errors_of_a_collective_stay_what_they_are() -> None:
 
 def test_no_environment_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert isinstance(start(), Single)
+    assert isinstance(start(), SingleProcess)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert isinstance(start(), Single)
+    assert isinstance(start(), SingleProcess)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     with raises_error("environment-variable-invalid", where="RANK", fix="--nproc"):
@@ -218,18 +216,22 @@ def test_no_environment_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_missing_are_counted() -> None:
-    posts = Posts(torch.distributed.HashStore(), 0, range(30))
+    tracker = CollectiveTracker(torch.distributed.HashStore(), 0, range(30))
     for rank in range(30):
-        Posts(posts.store, rank, range(30)).post(Place(5 if rank % 2 == 0 else 4, "sum"))
-    mistake = posts.missed(Place(5, "sum"), 600.0)
+        CollectiveTracker(tracker.store, rank, range(30)).record(
+            Collective(5 if rank % 2 == 0 else 4, "sum")
+        )
+    mistake = tracker.error(Collective(5, "sum"), 600.0)
     check_error(mistake, "rank-late", where="rank 0")
     named, _, places = mistake.what.partition("`sum` #5")
     assert re.findall(r"\d+", named) == [*map(str, range(1, 16, 2)), "7"]  # 7 more
     assert re.findall(r"rank (\d+) .*?`sum` #4", places) == [*map(str, range(1, 16, 2))]
-    assert posts.missed(Place(5, "sum"), None).code == "rank-lost"
+    assert tracker.error(Collective(5, "sum"), None).code == "rank-lost"
     # those that are behind are named first
-    assert posts.missed(Place(5, "gather"), None).code == "rank-lost"
-    parted = Posts(posts.store, 0, range(0, 30, 2)).missed(Place(5, "gather"), None)
+    assert tracker.error(Collective(5, "gather"), None).code == "rank-lost"
+    parted = CollectiveTracker(tracker.store, 0, range(0, 30, 2)).error(
+        Collective(5, "gather"), None
+    )
     check_error(parted, "ranks-parted")
     assert "`gather` #5" in parted.what
 
@@ -239,15 +241,15 @@ def test_the_norm_of_a_large_gradient_is_exact_on_a_cpu() -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 800_000))
     weight.grad = torch.rand(3, 800_000, generator=torch.Generator().manual_seed(0)) + 0.5
     expected = weight.grad.double().square().sum().sqrt().item()
-    assert Single().norm([weight]).item() == pytest.approx(expected, rel=1e-12)
-    assert Single().norm([torch.nn.Parameter(torch.zeros(2))]).item() == 0.0
+    assert SingleProcess().norm([weight]).item() == pytest.approx(expected, rel=1e-12)
+    assert SingleProcess().norm([torch.nn.Parameter(torch.zeros(2))]).item() == 0.0
 
 
 THREADS_AFTER_A_GROUP = """
 import os
 from pathlib import Path
 
-from valence.distributed import processes
+from valence.distributed import process_group
 
 import torch.distributed as dist
 

@@ -10,8 +10,7 @@ import torch
 from tests.distributed.rig import run
 from tests.tiny_models import tiny
 from tests.units import objective, units_for
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
+from valence.distributed.process_group import Group, SingleProcess
 from valence.models.build import build_policy, build_reference
 from valence.reports.metrics import Meter
 from valence.trainer.step import optimizer_step
@@ -42,8 +41,8 @@ def step(group: Group, name: str, count: int, weight: float) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "count"), [("dpo", 5), ("aot", 5), ("aot", 1), ("kto", 1)])
 def test_several_processes_compute_the_same_term_as_one(name: str, count: int) -> None:
     """Also where a process has no row, or runs one only to take part (aot)."""
-    wanted = step(Single(), name, count, 0.5)
-    without = step(Single(), name, count, 0.0)
+    wanted = step(SingleProcess(), name, count, 0.5)
+    without = step(SingleProcess(), name, count, 0.0)
     assert not torch.allclose(wanted["weights"], without["weights"], rtol=1e-4, atol=1e-6)
     ranks = run(step, 2, name, count, 0.5, deadline=60.0)
     assert [rank.error for rank in ranks] == ["", ""]

@@ -22,8 +22,7 @@ import valence
 from benchmarks.crash.cases import CASES, recipe
 from tests.distributed.rig import run as together
 from tests.logs import repeatable
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
+from valence.distributed.process_group import Group, SingleProcess
 from valence.runs.signals import Interrupted
 from valence.trainer.trainer import Trainer
 
@@ -140,7 +139,7 @@ def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> Non
     """Of 18 rows in steps of 4 the last has two: two of four processes have none."""
     cases = {case for runs in TOLD.values() for case, _ in runs}
     assert set(
-        train(Single(), [written(case, place, tmp_path / f"one {case}") for case in cases])
+        train(SingleProcess(), [written(case, place, tmp_path / f"one {case}") for case in cases])
     ) == {"done"}
     for size, told in TOLD.items():
         runs = [tmp_path / f"{size} {number} {case}" for number, (case, _) in enumerate(told)]
@@ -176,7 +175,7 @@ def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
         for *_, cases in told
         for case in cases
     ]
-    assert set(train(Single(), alone)) == {"done"}
+    assert set(train(SingleProcess(), alone)) == {"done"}
     for size, how, cases in told:
         runs = {case: tmp_path / f"{size} {case}" for case in cases}
         recipes = [written(case, place, run, "float32", **how) for case, run in runs.items()]
@@ -202,8 +201,8 @@ def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(
             for name in ("alone", "of 4", "of 1", "1", "2", "3", "4")
         }
         given = {name: written(case, place, run, **how) for name, run in runs.items()}
-        assert train(Single(), [given["alone"]]) == ["done"]
-        assert train(Single(), [given["of 1"]], 3) == ["143"]
+        assert train(SingleProcess(), [given["alone"]]) == ["done"]
+        assert train(SingleProcess(), [given["of 1"]], 3) == ["143"]
         assert [
             rank.value for rank in together(train, 4, [given["of 4"]], 3, 2, deadline=60.0)
         ] == [["143"]] * 4
@@ -211,7 +210,7 @@ def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(
             shutil.copytree(runs["of 1" if size == 4 else "of 4"], runs[str(size)])
             ranks = together(train, size, [given[str(size)]], deadline=60.0) if size > 1 else []
             assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * len(ranks)
-            assert ranks or train(Single(), [given["1"]]) == ["done"]
+            assert ranks or train(SingleProcess(), [given["1"]]) == ["done"]
             same(runs[str(size)], runs["alone"])
 
 
@@ -231,7 +230,7 @@ def train_and_stop(group: Group, given: Mapping[str, Any]) -> list[str]:
 
 def test_a_signal_to_one_process_behind_the_training_stops_all(place: Path, tmp_path: Path) -> None:
     alone, given = (written("kto, lora", place, tmp_path / name) for name in ("alone", "two"))
-    assert train(Single(), [alone]) == ["done"]
+    assert train(SingleProcess(), [alone]) == ["done"]
     assert [
         (rank.error, rank.value) for rank in together(train_and_stop, 2, given, deadline=60.0)
     ] == [("", ["143"])] * 2

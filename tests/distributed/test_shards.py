@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.distributed.rig import run
 from tests.errors import raises_error
-from valence.distributed import shards
-from valence.distributed.protocol import Group
+from valence.distributed import sharded_checkpoint
+from valence.distributed.process_group import Group
 from valence.errors import UserError
 
 pytestmark = pytest.mark.dist
@@ -75,19 +75,21 @@ def differing(
     wanted = given or tensors()
     empty = {name: torch.full_like(value, 99) for name, value in wanted.items()}
     into = placed(empty, layout) if layout else empty
-    shards.read(folder, into)
+    sharded_checkpoint.read(folder, into)
     found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in into.items()}
     return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
 
 
 def writes(group: Group, folder: str) -> dict[str, Any]:
     """Writes in every layout, and reads in every other."""
-    shards.FILE = 100
+    sharded_checkpoint.FILE = 100
     found: dict[str, Any] = {}
     for layout in LAYOUTS:
         place = Path(folder, layout)
         place.mkdir(exist_ok=True)
-        found[layout] = [path.name for path in shards.write(place, placed(tensors(), layout))]
+        found[layout] = [
+            path.name for path in sharded_checkpoint.write(place, placed(tensors(), layout))
+        ]
         group.barrier("written")
         found |= {(layout, other): differing(place, other) for other in (*LAYOUTS, None)}
     return found
@@ -153,7 +155,7 @@ def test_each_process_writes_its_own_parts_and_what_is_the_same_once(
 @slow
 def test_other_types_are_filled_rounded(written: tuple[Path, list[dict[str, Any]]]) -> None:
     given = {"float32": torch.zeros(7, 5, dtype=torch.bfloat16)}
-    shards.read(written[0] / "rows", given)
+    sharded_checkpoint.read(written[0] / "rows", given)
     assert given["float32"].equal(tensors()["float32"].bfloat16())
 
 
@@ -162,8 +164,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process has written, into several files."""
     folder = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "FILE", 100)
-        assert len(shards.write(folder, tensors())) > 2
+        patch.setattr(sharded_checkpoint, "FILE", 100)
+        assert len(sharded_checkpoint.write(folder, tensors())) > 2
     return folder
 
 
@@ -176,7 +178,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_what_is_not_there_is_named(rows: Path, into: dict[str, Tensor], parts: list[str]) -> None:
     with raises_error("checkpoint-damaged", where=str(rows)) as raised:
-        shards.read(rows, into)
+        sharded_checkpoint.read(rows, into)
     assert [part for part in parts if part not in raised.error.what] == []
 
 
@@ -187,12 +189,12 @@ def test_what_is_not_whole_is_refused(rows: Path, damage: str, tmp_path: Path) -
         name = next(iter(opened.keys()))
     file.unlink() if damage == "a file is gone" else file.write_bytes(file.read_bytes()[:-1])
     with raises_error("checkpoint-damaged", where=str(tmp_path / "rows")):
-        shards.read(tmp_path / "rows", {name: torch.zeros_like(tensors()[name])})
+        sharded_checkpoint.read(tmp_path / "rows", {name: torch.zeros_like(tensors()[name])})
 
 
 def test_one_process_writes_too(tmp_path: Path) -> None:
     given = {"weight": torch.randn(3, 4), "number": torch.tensor(2.0)}
-    assert [path.name for path in shards.write(tmp_path, given)] == [
+    assert [path.name for path in sharded_checkpoint.write(tmp_path, given)] == [
         "shard-00001-model-00001-of-00001.safetensors"
     ]
     assert differing(tmp_path, None, given) == []
@@ -210,7 +212,7 @@ def one_cannot(group: Group, folder: str) -> list[tuple[str, str]]:
     for cannot in (True, False):
         writer.write_data = full if cannot and group.rank == 1 else as_it_is
         try:
-            shards.write(Path(folder), placed(tensors(), "rows"))
+            sharded_checkpoint.write(Path(folder), placed(tensors(), "rows"))
         except UserError as error:
             mistakes.append((error.code, error.what))
     group.barrier("end")

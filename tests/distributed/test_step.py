@@ -13,8 +13,7 @@ import torch
 
 from tests.distributed.rig import run
 from tests.units import models_for, objective, units_for
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
+from valence.distributed.process_group import Group, SingleProcess
 from valence.losses import LOSSES
 from valence.reports.metrics import Meter
 from valence.trainer.step import optimizer_step
@@ -81,7 +80,7 @@ def test_a_step_of_several_processes_is_that_of_one(
     """Of every method on two; of some on four: seven rows, and three, of which one process has
     none.
     """
-    alone = steps(Single(), count, budget, names)
+    alone = steps(SingleProcess(), count, budget, names)
     ranks = run(steps, size, count, budget, names, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
     for name, wanted in alone.items():

@@ -26,9 +26,12 @@ from tests.models.test_scores import reward_model
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
 from valence.distributed.fsdp2 import shard
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.tensor import WholeColumns, convert_layer, tensor_parallel
+from valence.distributed.process_group import Group, SingleProcess
+from valence.distributed.tensor_parallel import (
+    GatheredColumnParallelLinear,
+    convert_layer,
+    tensor_parallel,
+)
 from valence.errors import UserError
 from valence.models import head
 from valence.models.build import build_policy
@@ -120,7 +123,7 @@ def built(case: Case, data: Any, group: Group) -> PolicyModel:
         layers = [
             module for module in engine.modules() if isinstance(module, GradientCheckpointingLayer)
         ]
-        shard(engine, layers, data, compute=engine.compute, each=True)
+        shard(engine, layers, data, compute=engine.compute, sum_every_backward=True)
     if "one by one" in case.how:
         engine.lay_out(packed=False)
     return engine
@@ -181,13 +184,17 @@ def test_processes_that_share_products_are_one(
     monkeypatch.setattr(head, "CHUNK", 7)
     ranks = given(several, size, tensor, cases)
     for k, case in enumerate(cases):
-        wanted = steps(case, Single(), Single())
+        wanted = steps(case, SingleProcess(), SingleProcess())
         assert len({digest(rank[k]) for rank in ranks}) == 1, case
         if case.dtype == torch.bfloat16:
             as_exact(
                 ranks[0][k],
                 wanted,
-                steps(replace(case, how=case.how.replace("bfloat16", "")), Single(), Single()),
+                steps(
+                    replace(case, how=case.how.replace("bfloat16", "")),
+                    SingleProcess(),
+                    SingleProcess(),
+                ),
                 case,
             )
         else:  # gemma's norms are in float32
@@ -240,7 +247,7 @@ def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor
         settings: dict[str, Any] = dict(quirk)
         linear = layer(dtype, bool(settings.pop("bias", False)), vocabulary)
         if group.size > 1:
-            convert_layer(linear, WholeColumns, 0, group)  # type: ignore[arg-type]
+            convert_layer(linear, GatheredColumnParallelLinear, 0, group)  # type: ignore[arg-type]
         for entropy in (False, True):
             hidden, target = rows(dtype, vocabulary=vocabulary)
             made = Head(linear, **settings)
@@ -278,7 +285,7 @@ def test_a_shared_head_is_the_whole_one(
     ranks = given(shared_heads, size, vocabulary)
     for k, (dtype, tolerance) in enumerate(DTYPES.items()):
         assert len({digest(rank[k]) for rank in ranks}) == 1
-        compare(ranks[0][k], heads(Single(), dtype, vocabulary), tolerance, dtype)
+        compare(ranks[0][k], heads(SingleProcess(), dtype, vocabulary), tolerance, dtype)
     for name, quirk in QUIRKS.items():
         settings: dict[str, Any] = dict(quirk)
         whole = Head(
@@ -324,7 +331,7 @@ def counted(world: Group) -> tuple[int, int, int]:
     """The largest tensor of a forward and backward run, and the sums over processes in each."""
     head.CHUNK = 64
     _, group = world.split(world.size)
-    engine = built(WIDE, Single(), group)
+    engine = built(WIDE, SingleProcess(), group)
     sums = [0]
     own = type(group).sum
 
@@ -355,7 +362,7 @@ def test_the_head_is_never_whole() -> None:
 def others(group: Group) -> dict[str, Tensor]:
     """What a reference says, and a reward model."""
     batch = forest_of(conversations())
-    policy = built(Case("llama", "lora checkpointed"), Single(), group)
+    policy = built(Case("llama", "lora checkpointed"), SingleProcess(), group)
     apart = FrozenReference(copy.deepcopy(policy))
     found = {
         "off": AdapterDisabledReference(policy)(batch),
@@ -392,7 +399,7 @@ def shared_others(world: Group) -> dict[str, Tensor]:
 def test_references_and_reward_models() -> None:
     ranks = given(shared_others, 2)
     assert digest(ranks[0]) == digest(ranks[1])
-    compare(ranks[0], others(Single()), 1e-10, "references")
+    compare(ranks[0], others(SingleProcess()), 1e-10, "references")
     assert ranks[0]["copy"].equal(ranks[0]["policy"])
     assert ranks[0]["copy"].equal(ranks[0]["copy after"])
     assert not ranks[0]["off"].equal(ranks[0]["copy"])
@@ -434,8 +441,8 @@ def test_models_that_cannot_be_shared_are_mistakes() -> None:
 
 def test_one_process_cannot_share_layers() -> None:
     with raises_error("tensor-size-mismatch", where="parallel.tensor"):
-        Single().split(2)
-    assert all(isinstance(group, Single) for group in Single().split(1))
+        SingleProcess().split(2)
+    assert all(isinstance(group, SingleProcess) for group in SingleProcess().split(1))
 
 
 # ---------------------------------------------------------------- parts of a group

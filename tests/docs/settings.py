@@ -8,6 +8,8 @@ from functools import cache
 from tests.docs.blocks import ROOT
 from valence.config.describe import SettingRow, settings_table
 from valence.config.learning_rates import LEARNING_RATES
+from valence.data.convert import CONVERSIONS
+from valence.data.formats import FORMATS
 from valence.trainer.methods import METHODS, ONLINE
 
 PAGE = ROOT / "docs" / "settings.md"
@@ -55,6 +57,26 @@ larger rates: those in [recipes](recipes.md) are for 135 million weights.
 """
 
 
+CONVERT = """\
+## Conversions
+
+`data.convert` converts rows into the kind that the method reads. It reads the settings of the section `data` in the last column;
+those in bold must be set.
+
+| conversion | rows | become | description | settings |
+| --- | --- | --- | --- | --- |
+"""
+ROWS = """\
+## Row formats
+
+`format` takes these names, and those of [feedback tools](tasks/import-feedback.md#tools). Every row may also have `weight` and
+`info`. [Data formats](data.md) shows examples.
+
+| format | columns | optional columns | kind |
+| --- | --- | --- | --- |
+"""
+
+
 def page() -> str:
     """The content of the page."""
     rows: dict[str, list[SettingRow]] = {}
@@ -65,7 +87,33 @@ def page() -> str:
         f"## {SECTIONS[name]}\n\n{table(rows[name])}" for name in SECTIONS if name in rows
     )
     assert rows.keys() <= SECTIONS.keys()
-    return f"{HEAD}\n{sections}\n{RATES}{rates()}"
+    return "\n".join(
+        (HEAD, sections, RATES + rates(), CONVERT + conversions(), ROWS + row_formats())
+    )
+
+
+def conversions() -> str:
+    """The rows of the table of conversions."""
+    rows: list[str] = []
+    for name, c in CONVERSIONS.items():
+        settings = (f"**`{s}`**" if s in c.required else f"`{s}`" for s in c.settings)
+        rows.append(
+            f"| `{name}` | {', '.join(c.reads)} | {c.gives} | {c.description} | "
+            f"{', '.join(settings)} |\n"
+        )
+    return "".join(rows)
+
+
+def row_formats() -> str:
+    """The rows of the table of row formats."""
+    return "".join(
+        f"| `{name}` | {_names(f.need)} | {_names(f.may)} | {f.gives} |\n"
+        for name, f in FORMATS.items()
+    )
+
+
+def _names(columns: str) -> str:
+    return f"`{columns}`" if columns else ""
 
 
 def rates() -> str:

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 from tests.docs import scale
 from tests.docs.blocks import ROOT, blocks
 from valence import cli
-from valence.distributed.processes import DEADLINE
+from valence.distributed.process_group import DEADLINE
 
 PAGE = scale.PAGE.read_text(encoding="utf-8")
 LINES = [line for block in blocks(PAGE, "sh") for line in block.text.splitlines()]

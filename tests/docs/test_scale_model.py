@@ -16,7 +16,7 @@ from benchmarks.scale_model.here import Step
 from benchmarks.scale_model.measure import WAYS
 from benchmarks.scale_model.model import Job, Layout, Machine, dealt, seconds, sharded, volume
 from tests.distributed.rig import run
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.models import speed
 from valence.models.memory import Split
 from valence.models.shape import Shape

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.losses.metrics import Metrics
 from valence.losses.reward import bradley_terry, ordinal, paired_scores, pointwise, single_scores
 from valence.reports.metrics import (
@@ -180,7 +180,7 @@ def test_calibration_error() -> None:
 def reduced(numbers: Metrics) -> dict[str, float]:
     meter = Meter()
     meter.add(numbers)
-    return meter.reduce(Single())
+    return meter.reduce(SingleProcess())
 
 
 def test_metrics_of_pairs() -> None:

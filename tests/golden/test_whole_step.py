@@ -18,7 +18,7 @@ from tests.golden.whole import IDLE, WHOLE_STEP, Step, answers, reference_points
 from tests.units import objective
 from valence.batching.kl_pairs import make_kl_pairs
 from valence.batching.micro_batches import StepPacker
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.losses import LOSSES
 from valence.losses.modifiers import MODIFIERS
 from valence.reports.metrics import Meter
@@ -309,7 +309,7 @@ def test_the_numbers_that_a_step_reports(name: str) -> None:
     step = the_step(name, {})
     meter = Meter()
     meter.pool(made(name, {}).run(step.rows, backward=False).metrics)
-    found = meter.reduce(Single())
+    found = meter.reduce(SingleProcess())
     flat = [
         (said, side == 0 if row.label is None else row.label)
         for row, answers in zip(step.rows, step.now, strict=True)
@@ -364,7 +364,7 @@ def test_the_numbers_that_a_step_of_sampled_answers_reports(
     step = the_step(name, given, known=SAMPLED)
     meter = Meter()
     meter.pool(made(name, given).run(step.rows, backward=False).metrics)
-    found = meter.reduce(Single())
+    found = meter.reduce(SingleProcess())
     every = answers(step, [[0.0] * 3] * 9)
     tokens = [t for a in every for t in a.tokens]
     apart = [t.logp - t.old for t in tokens]
@@ -402,7 +402,7 @@ def test_the_share_of_tokens_inside_the_clamp() -> None:
     meter = Meter()
     meter.pool(made("kto", {"humanline": (-0.6, 1.5)}).run(step.rows, backward=False).metrics)
     ratios = [p - ref for (said,) in step.now for p, ref in zip(said.logp, said.ref, strict=True)]
-    assert meter.reduce(Single())["humanline/unclamped"] == pytest.approx(
+    assert meter.reduce(SingleProcess())["humanline/unclamped"] == pytest.approx(
         fmean(-0.6 <= d <= 1.5 for d in ratios)
     )
 

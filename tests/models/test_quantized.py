@@ -23,9 +23,8 @@ from tests.logs import repeatable
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.tensor import local
+from valence.distributed.process_group import Group, SingleProcess
+from valence.distributed.tensor_parallel import local
 from valence.lifecycle.models import build_models
 from valence.lifecycle.restore import restore
 from valence.models.build import best_device, build_policy, load_model
@@ -391,7 +390,7 @@ def _trained(group: Group, place: Path, folder: Path, dtype: str) -> dict[str, A
 @pytest.mark.slow
 @pytest.mark.dist
 def test_split_over_processes_it_trains_as_on_one(place: Path, tmp_path: Path) -> None:
-    everything = trained(Single(), place, tmp_path)
+    everything = trained(SingleProcess(), place, tmp_path)
     ranks = in_processes(trained, 2, place, tmp_path, deadline=60.0)
     assert [rank.error for rank in ranks] == ["", ""]
     for dtype, near in NEAR.items():

@@ -13,7 +13,7 @@ from scipy.stats import mannwhitneyu
 from torch import Tensor
 
 from tests.pretend import CUDA, pretended
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.reports.metrics import Meter, auc
 from valence.types import Mean, Ranked
 
@@ -80,7 +80,7 @@ def test_means_are_pooled_by_count_and_not_averaged() -> None:
     meter = Meter()
     meter.add({"x": mean(1.0)})
     meter.add({"x": mean(4.0, 4.0, 4.0)})
-    assert meter.reduce(Single()) == {"x": pytest.approx(13 / 4)}
+    assert meter.reduce(SingleProcess()) == {"x": pytest.approx(13 / 4)}
 
 
 def test_a_mean_over_nothing_is_left_out() -> None:
@@ -92,9 +92,9 @@ def test_a_mean_over_nothing_is_left_out() -> None:
             "rewards/auc": Ranked(column(2.0), torch.tensor([True])),
         }
     )
-    assert meter.reduce(Single()) == {"rewards/chosen": 2.0}
+    assert meter.reduce(SingleProcess()) == {"rewards/chosen": 2.0}
     meter.add({"rewards/chosen": mean(), "rewards/rejected": mean(1.0, 2.0)})
-    assert meter.reduce(Single()) == {
+    assert meter.reduce(SingleProcess()) == {
         "rewards/chosen": 2.0,
         "rewards/rejected": 1.5,
         "rewards/margins": 0.5,
@@ -104,7 +104,7 @@ def test_a_mean_over_nothing_is_left_out() -> None:
 def test_a_number_that_is_not_finite_is_seen() -> None:
     meter = Meter()
     meter.add({"x": mean(1.0, math.nan), "y": mean(1.0, math.inf)})
-    found = meter.reduce(Single())
+    found = meter.reduce(SingleProcess())
     assert math.isnan(found["x"])
     assert found["y"] == math.inf
 
@@ -114,7 +114,7 @@ def test_auc_ranks_all_micro_batches_together() -> None:
     meter = Meter()
     meter.add({"auc": Ranked(column(1.0, 0.0), torch.tensor([True, False]))})
     meter.add({"auc": Ranked(column(5.0), torch.tensor([False]))})
-    assert meter.reduce(Single()) == {"auc": pytest.approx(0.5)}
+    assert meter.reduce(SingleProcess()) == {"auc": pytest.approx(0.5)}
 
 
 def test_processes_are_pooled_by_count() -> None:
@@ -169,7 +169,7 @@ def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
 
 
 def test_nothing_added_is_nothing() -> None:
-    assert Meter().reduce(Single()) == {}
+    assert Meter().reduce(SingleProcess()) == {}
 
 
 @pytest.mark.parametrize("at", [0, 1])

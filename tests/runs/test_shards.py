@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.rig import run
 from tests.errors import raises_error
-from valence.distributed import shards
-from valence.distributed.protocol import Group
+from valence.distributed import sharded_checkpoint
+from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.runs import store
 from valence.runs.keeper import Checkpoints, check
@@ -122,7 +122,7 @@ def saves(
     """
     model = Model(sharded=True)
     model.step()
-    kept = Checkpoints(Path(folder), 2, group, shards.write)
+    kept = Checkpoints(Path(folder), 2, group, sharded_checkpoint.write)
     kept.save(2, model.state(), {"rank": group.rank})
     found: dict[str, Any] = {
         "numbers": model.numbers(),
@@ -186,7 +186,7 @@ def loads(group: Group, folder: str, numbers: list[dict[str, Tensor]]) -> list[l
     after one more step.
     """
     model = Model(sharded=True)
-    model.take(store.load(Path(folder), shards.read, HEAVY))
+    model.take(store.load(Path(folder), sharded_checkpoint.read, HEAVY))
     wrong = [differing(model.numbers(), numbers[0])]
     model.step()
     found = model.numbers()
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_four_is_loaded_by_one(
     saved: tuple[Path, list[dict[str, Any]]], alone: Any
 ) -> None:
     model = Model(sharded=False)
-    state = store.load(check(saved[0] / "step-5").path, shards.read)
+    state = store.load(check(saved[0] / "step-5").path, sharded_checkpoint.read)
     assert state["counters"] == {"step": 2}
     assert state["random"][0].equal(torch.arange(5))
     weights = state["weights"]["values"]
@@ -233,7 +233,7 @@ def after(saved: tuple[Path, list[dict[str, Any]]]) -> tuple[str, list[dict[str,
     """
     folder, ranks = saved
     model = Model(sharded=False)
-    model.take(store.load(folder / "step-5", shards.read))
+    model.take(store.load(folder / "step-5", sharded_checkpoint.read))
     model.step()
     return str(folder / "step-5"), [ranks[0]["numbers"], model.numbers()]
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.tiny import CHATML, tiny_tokenizer
 from tests.tiny_models import tiny
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.lifecycle.restore import open_run
 from valence.rewards.http_limits import RequestGuard, host_names
 from valence.rollouts import Sampling
@@ -53,7 +53,7 @@ def saved_model() -> TemporaryDirectory[str]:
 
 @cache
 def trainer() -> Trainer:
-    return open_run(saved_model().name, ["data.max_length=256"], group=Single())
+    return open_run(saved_model().name, ["data.max_length=256"], group=SingleProcess())
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

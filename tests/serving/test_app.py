@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from valence.distributed.process_group import SingleProcess
 
 from tests.serving.kit import (
     HELLO,
@@ -25,7 +26,6 @@ from tests.serving.kit import (
     trainer,
 )
 from tests.tiny import BOS
-from valence.distributed.single import Single
 from valence.lifecycle.restore import open_run
 from valence.rollouts import Sampling
 from valence.serving import app as app_module
@@ -799,7 +799,7 @@ def test_answers_of_models_with_other_tokens_give_rows_without_tokens(
     serve: Serve, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path / "other", template=BOS)
-    rival = ChatModel(open_run(str(folder), group=Single()), "rival")
+    rival = ChatModel(open_run(str(folder), group=SingleProcess()), "rival")
     two = serve(rival=rival)
     _, reply = compare(two, "a")
     assert reply.status_code == 200

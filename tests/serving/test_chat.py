@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.errors import raises_error
 from tests.serving.kit import HELLO, SAMPLING, parts_of, run, save_model, saved_model, trainer
 from tests.tiny import tiny_tokenizer
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.lifecycle.restore import open_run
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer, ChatModel, TextStream
@@ -199,16 +199,16 @@ def test_weights_that_are_not_finite_are_an_error(
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "plain", template=None)
-    opened = open_run(str(folder), group=Single())
+    opened = open_run(str(folder), group=SingleProcess())
     with raises_error("chat-template-missing", where="plain", fix="data.chat_template"):
         ChatModel(opened, "plain")
-    templated = open_run(str(folder), ["data.chat_template=chatml"], group=Single())
+    templated = open_run(str(folder), ["data.chat_template=chatml"], group=SingleProcess())
     assert ChatModel(templated, "plain").encode(HELLO).ids
 
 
 def test_a_reward_model_is_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
-    opened = open_run(str(folder), ["method=bradley_terry"], group=Single())
+    opened = open_run(str(folder), ["method=bradley_terry"], group=SingleProcess())
     with raises_error("reward-model-cannot-generate", where="judge"):
         ChatModel(opened, "judge")
 

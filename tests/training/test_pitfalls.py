@@ -18,7 +18,7 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.units import objective, policy_and_reference, unit, units
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 from valence.losses import LOSSES, Loss, stats
 from valence.losses.views import seq_view, token_columns, token_view
 from valence.models.build import build_policy, build_reference
@@ -80,7 +80,7 @@ def test_the_reference_point_is_clamped_once_after_the_sum() -> None:
     assert (z0.item(), raw.item()) == (0.0, -1.0)
 
 
-class WithAnother(Single):
+class WithAnother(SingleProcess):
     """A process beside another one, whose rows are its own, and which always adds the same to every
     sum.
     """
@@ -97,7 +97,7 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
     policy, reference = policy_and_reference()
     step = units("judgement", 5)
 
-    def run(name: str, group: Single) -> tuple[float, dict[str, float]]:
+    def run(name: str, group: SingleProcess) -> tuple[float, dict[str, float]]:
         made = objective(name, policy, reference, budget=budget)
         made.group = group
         outcome = made.run(step, backward=True)
@@ -107,7 +107,7 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
             key: float(mean.total / mean.count) for key, mean in means.items()
         }  # type: ignore[union-attr]
 
-    _, alone = run("kto", Single())
+    _, alone = run("kto", SingleProcess())
     _, both = run(
         "kto",
         WithAnother(
@@ -116,7 +116,7 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
     )
     assert both["kl/raw"] == pytest.approx((alone["kl/raw"] * 5 + 30) / (5 + 3))
     assert both["kl"] == max(0.0, both["kl/raw"])
-    whole, _ = run("apo_zero_unpaired", Single())
+    whole, _ = run("apo_zero_unpaired", SingleProcess())
     more, _ = run(
         "apo_zero_unpaired",
         WithAnother({(1,): torch.tensor([3]), (4,): torch.tensor([3.0, 0, 0, 0])}),

@@ -24,7 +24,7 @@ from tests.training.rounds import REWARDS, judge, prompts, sample
 from tests.training.scoring import invoke, read, write
 from valence import cli
 from valence.data.encode import Encoder
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.jobs import sample_rows as module
 from valence.models.build import load_model
 from valence.rollouts.hf import HFGenerator

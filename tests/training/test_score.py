@@ -20,7 +20,7 @@ from tests.distributed.rig import run as together
 from tests.errors import raises_error
 from tests.logs import repeatable
 from tests.programs import Program
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.lifecycle import models
 from valence.lifecycle.reference_cache import score
 from valence.lifecycle.restore import restore

@@ -100,7 +100,7 @@ def collect(
     POST /v1/chat/completions and POST /feedback.
     """
     require_server_libraries("collect")
-    from valence.distributed.single import Single
+    from valence.distributed.process_group import SingleProcess
     from valence.lifecycle.restore import open_run
     from valence.rollouts import Sampling
     from valence.serving.app import FeedbackService, log_error
@@ -128,7 +128,9 @@ def collect(
         for name, folder in zip(names, filter(None, (target, rival)), strict=True):
             print_message(console, f"loading {folder}")
             checkpoint = None if models else checkpoint_of(step)
-            trainer = open_run(folder, allowed, group=Single(), at=checkpoint, console=console)
+            trainer = open_run(
+                folder, allowed, group=SingleProcess(), at=checkpoint, console=console
+            )
             models.append(ChatModel(trainer, name))
         serve(
             FeedbackService(

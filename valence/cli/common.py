@@ -23,7 +23,7 @@ from valence.errors import UserError, install_command
 from valence.terminal import Terminal, print_message
 
 if TYPE_CHECKING:
-    from valence.distributed.protocol import Group
+    from valence.distributed.process_group import Group
 
 NOTHING_BEGUN = "stopped before anything was begun"
 MISTAKE = 2
@@ -159,12 +159,12 @@ def processes(nproc: int | None) -> Iterator[Group]:
     Started here where several are asked for: then this one only waits for them, and ends as they
     do. Only rank 0 prints.
     """
-    from valence.distributed.launch import launch, needed
+    from valence.distributed.launcher import launch, needs_launch
 
-    if needed(nproc):
+    if needs_launch(nproc):
         raise typer.Exit(launch(sys.argv[1:], nproc or 1))
     with stoppable(NOTHING_BEGUN):
-        from valence.distributed.processes import start
+        from valence.distributed.process_group import start
 
         group = start()
     if group.rank:

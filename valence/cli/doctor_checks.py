@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from valence.distributed.backends import backends
+from valence.distributed.process_group import available_backends
 from valence.errors import install_command
 from valence.models import speed
 from valence.models.memory import free_memory
@@ -211,7 +211,7 @@ def _tools() -> Iterator[Check]:
             purpose,
             "install g++ with the system's package manager",
         )
-    for name, there in backends().items():
+    for name, there in available_backends().items():
         if there:
             yield Check("tools", name, "ok", "for several processes (--nproc)")
         elif name == "gloo" or torch.cuda.is_available():

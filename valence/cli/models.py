@@ -31,7 +31,7 @@ from valence.files import check_path
 from valence.terminal import print_message
 
 if TYPE_CHECKING:
-    from valence.distributed.protocol import Group
+    from valence.distributed.process_group import Group
 
 Longest = Annotated[
     int | None,
@@ -248,9 +248,9 @@ def export(
 ) -> None:
     """Write a run's weights as a folder that transformers loads and vLLM serves."""
     with processes(nproc) as group:
-        from valence.distributed.together import by_first
+        from valence.distributed.process_group import run_on_first_rank
 
-        by_first(group, partial(_check_can_be_made, to))
+        run_on_first_rank(group, partial(_check_can_be_made, to))
         ours = allow_remote_code(trust_remote_code, ["data.eval=[]"])
         run = _run_of(run_dir, ours, keeps=_needed_to_write(run_dir), step=step, group=group)
         _check_writes(run, run_dir, adapter)

@@ -205,7 +205,7 @@ def check(
 
     source = load_recipe(recipe, overrides or [], method_of=method_of)  # before torch is imported
 
-    from valence.distributed.single import Planned
+    from valence.distributed.process_group import PlannedGroup
     from valence.lifecycle.start import check_sinks, show_audit
     from valence.planning.plan import crowding, describe, make_plan
     from valence.trainer.prepare import prepare, with_dtype
@@ -225,7 +225,7 @@ def check(
     console.rule("plan", align="left")
     if crowded := crowding(nproc):
         print_message(console, crowded, "yellow")
-    for line in describe(make_plan(prepared, group=Planned(nproc)), in_detail=every):
+    for line in describe(make_plan(prepared, group=PlannedGroup(nproc)), in_detail=every):
         print_message(console, line)
 
 

@@ -1,1 +1,1 @@
-"""Recipes: the settings a run is made of, and how they are read. Imports no torch."""
+"""Recipes: the settings of a run, and how they are read and checked. Imports no torch."""

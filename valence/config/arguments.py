@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from valence.config.describe import dotted
+from valence.config.parse import put, value_at
 from valence.errors import UserError
 
 
@@ -15,30 +17,36 @@ def recipe_from_arguments(
     overrides: Sequence[str],
     settings: Mapping[str, Any],
 ) -> tuple[str | Path | Mapping[str, Any], list[str]]:
-    """Merge settings into a recipe. Returns what ``load_recipe`` takes: a recipe and overrides.
+    """Merge settings into a recipe. Returns a recipe and overrides for ``load_recipe``.
 
     settings: sections as mappings (``loss={"beta": 0.2}``) or single settings by their full name
-    (``**{"train.seed": 1}``). They win over the recipe, and the overrides win over them. Names and
-    types are checked with the rest of the recipe. Raises UserError for a value that a recipe cannot
-    hold.
+    (``**{"train.seed": 1}``). They replace settings of the recipe, and the overrides replace them.
+    Names and types are checked with the rest of the recipe. Raises UserError for a value that a
+    recipe cannot hold.
     """
     flat = dict(_flatten(settings, ()))
-    if recipe is None or isinstance(recipe, Mapping):
-        merged = _copy(recipe or {})
-        for path, value in flat.items():
-            _put(merged, path, value)
-        return merged, list(overrides)
-    return recipe, [
-        *(f"{'.'.join(path)}={_as_json(path, value)}" for path, value in flat.items()),
-        *overrides,
-    ]
+    if recipe is not None and not isinstance(recipe, Mapping):
+        assignments = (f"{dotted(path)}={_as_json(path, value)}" for path, value in flat.items())
+        return recipe, [*assignments, *overrides]
+    merged: Any = recipe or {}
+    for path, value in flat.items():
+        model = merged.get("model")
+        if isinstance(model, str) and path[0] == "model" and len(path) > 1:
+            merged = {**merged, "model": {"name": model}}
+        for length in range(1, len(path)):
+            if not isinstance(value_at(merged, path[:length]), Mapping | None):
+                raise UserError(
+                    f"{dotted(path[:length])} is not a section",
+                    code="setting-not-a-section",
+                    where=dotted(path),
+                    fix="write it as a mapping",
+                )
+        merged = put(merged, path, value)
+    return merged, list(overrides)
 
 
 def names_a_model(recipe: str | Path | Mapping[str, Any] | None) -> bool:
-    """Whether the recipe has a ``model.name``.
-
-    A file is taken to have one: without it, its own check says so.
-    """
+    """Whether the recipe has a ``model.name``. Assumes so for a file, which is checked later."""
     if not isinstance(recipe, Mapping):
         return recipe is not None
     model = recipe.get("model")
@@ -56,40 +64,15 @@ def _flatten(
             yield inner, str(value) if isinstance(value, Path) else value
 
 
-def _copy(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _copy(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
-        for key, value in mapping.items()
-    }
-
-
-def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for index, name in enumerate(path[:-1]):
-        inner = values.setdefault(name, {})
-        # the short form of model.name
-        if name == "model" and index == 0 and isinstance(inner, str):
-            inner = values[name] = {"name": inner}
-        if not isinstance(inner, dict):
-            raise UserError(
-                f"{'.'.join(path[: index + 1])} is not a section",
-                code="setting-not-a-section",
-                where=".".join(path),
-                fix="write it as a mapping",
-            )
-        values = cast(dict[str, Any], inner)
-    values[path[-1]] = value
-
-
 def _as_json(path: tuple[str, ...], value: Any) -> str:
     try:
         return json.dumps(value)
     except TypeError:
-        what = f"a recipe cannot hold a value of type {type(value).__name__}"
         raise UserError(
-            what,
+            f"a recipe cannot hold a value of type {type(value).__name__}",
             code="setting-type",
-            where=".".join(path),
-            fix="give a number, a text, a list or a mapping",
+            where=dotted(path),
+            fix="use a number, a text, a list or a mapping",
         ) from None
 
 

@@ -1,6 +1,4 @@
-"""The settings in words: what each one takes, its default and its meaning, for messages and
-tables.
-"""
+"""Describe settings for messages and tables: allowed values, default and meaning."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One line of a table of settings: dotted name, what it takes, default as YAML, meaning."""
+    """A row of a table of settings: dotted name, allowed values, default as YAML, meaning."""
 
     name: str
     type: str
@@ -46,18 +44,16 @@ def settings_table(model: type[BaseModel] = Recipe, prefix: str = "") -> list[Se
 
 @lru_cache(maxsize=64)
 def schema_of(model: type[BaseModel]) -> Node:
-    """The model's JSON schema, with every reference replaced by what it refers to."""
+    """The model's JSON schema, with every reference replaced by its target."""
     schema = model.model_json_schema()
     return _inline(schema, schema.get("$defs", {}))
 
 
 def at(node: Node, path: Key) -> Node:
-    """The part of a schema that describes the value at ``path``; empty where it allows anything or
-    nothing.
-    """
+    """The part of a schema for the value at ``path``; empty if it allows any value or none."""
     for part in path:
-        inside = (_child(variant, part) for variant in _variants(node))
-        node = next((child for child in inside if child is not None), _ANYTHING)
+        children = (_child(variant, part) for variant in _variants(node))
+        node = next((child for child in children if child is not None), _ANYTHING)
     return node
 
 
@@ -67,7 +63,7 @@ def names_of(node: Node) -> list[str]:
 
 
 def takes(node: Node) -> str:
-    """What a setting takes, in words: ``a whole number above 0 or null``."""
+    """The allowed values of a setting: ``a whole number above 0 or null``."""
     return " or ".join(_takes(variant) for variant in _variants(node))
 
 
@@ -76,7 +72,7 @@ def takes_null(node: Node) -> bool:
 
 
 def choices_of(node: Node) -> list[str]:
-    """The words a setting may be, when it takes one of a few."""
+    """The words that a setting may be, if it takes only certain words."""
     return [
         word
         for v in _variants(node)
@@ -85,7 +81,7 @@ def choices_of(node: Node) -> list[str]:
 
 
 def types_of(node: Node) -> set[str]:
-    """JSON types that a setting takes."""
+    """JSON types of a setting."""
     return {variant["type"] for variant in _variants(node) if "type" in variant}
 
 
@@ -99,7 +95,7 @@ def dotted(path: Key) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """A value on one line as a recipe would hold it, shortened when long."""
+    """A value on one line as in a recipe, shortened if long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -182,13 +178,13 @@ def _default(section: Node, name: str) -> str:
     if name in section.get("required", ()):
         return "required"
     node = section["properties"][name]
-    if "default" not in node:  # a default that is made anew each time: an empty list or mapping
+    if "default" not in node:  # a default_factory: an empty list or mapping
         return "[]" if node.get("type") == "array" else "{}"
     return as_yaml(node["default"])
 
 
 def shorten_value(value: object) -> object:
-    """The value of a setting for a table: a text of several lines is replaced by its size."""
+    """The value of a setting for a table; a text of several lines becomes its size."""
     if isinstance(value, str) and "\n" in value.strip():
         return f"(text of {len(value.splitlines())} lines)"
     return value

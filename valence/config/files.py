@@ -1,4 +1,4 @@
-"""The files that a recipe is, and the files that it names.
+"""Read a recipe file and locate the files that a recipe names.
 
 Every failure is a UserError with the nearest name.
 """
@@ -21,25 +21,25 @@ def read_recipe_text(path: Path) -> str:
     """
     check_path(str(path))
     if path.is_dir():
-        inside = sorted(str(p) for p in path.iterdir() if p.suffix in (".yaml", ".yml"))
+        recipes = sorted(str(p) for p in path.iterdir() if p.suffix in (".yaml", ".yml"))
         raise UserError(
             "this is a folder, not a recipe",
             code="path-is-folder",
             where=str(path),
-            fix=f"name a file in it: {', '.join(inside[:5])}" if inside else "name a .yaml file",
+            fix=f"name a file in it: {', '.join(recipes[:5])}" if recipes else "name a .yaml file",
         )
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         raise UserError(
-            "there is no such recipe",
+            "the recipe does not exist",
             code="recipe-not-found",
             where=str(path),
             fix=nearest_file(path),
         ) from None
     except OSError as error:
         raise UserError(
-            f"cannot be read: {error.strerror}",
+            f"the recipe cannot be read: {error.strerror}",
             code="file-not-readable",
             where=str(path),
             fix="check the file's permissions",
@@ -64,28 +64,27 @@ def read_recipe_text(path: Path) -> str:
 
 
 def locate_data(path: str, folder: Path | None) -> str:
-    """Where a recipe's data is.
+    """The path of a recipe's data file; a hub id is returned unchanged.
 
-    A relative path is looked up in the current directory, then in the recipe's ``folder``.
-
-    A hub id stays as it is. Raises UserError for a file that is in neither place.
+    Looks up a relative path in the current directory, then in the recipe's ``folder``. Raises
+    UserError for a file that is in neither.
     """
-    given = Path(expand_path(path))
-    places = [given] if given.is_absolute() or folder is None else [given, folder / given]
+    file = Path(expand_path(path))
+    places = [file] if file.is_absolute() or folder is None else [file, folder / file]
     for place in places:
         if place.exists():
             return os.path.normpath(place)
     if is_hub_dataset(path):
         return path
     hints = list(dict.fromkeys(nearest_file(place) for place in places))
-    raise UserError(f"there is no file {path}", code="file-not-found", fix="; ".join(hints))
+    raise UserError(f"the file {path} does not exist", code="file-not-found", fix="; ".join(hints))
 
 
 def read_chat_template(chosen: str, folder: Path | None) -> str:
-    """The chat template that a recipe chooses: a built-in name or the text of a template as it is,
-    else the text of the file.
+    """The text of the chat template with this path; a built-in name or the text of a template is
+    returned unchanged.
 
-    The path is looked up as that of data. Raises UserError unless it is a Jinja template in UTF-8.
+    Looks up the path as that of data. Raises UserError unless it is a Jinja template in UTF-8.
     """
     if chosen == "chatml" or _is_jinja(chosen):
         return chosen
@@ -113,7 +112,7 @@ def _is_jinja(text: str) -> bool:
 
 
 def nearest_file(path: Path) -> str:
-    """How to fix the name of a missing file: the nearest name in its folder, if there is one."""
+    """The fix for a missing file: the nearest name in its folder, if there is one."""
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist"
@@ -124,4 +123,4 @@ def nearest_file(path: Path) -> str:
     near = get_close_matches(path.name, names, n=1, cutoff=0.5)
     if near:
         return f"did you mean {folder / near[0]}?"
-    return f"the folder {folder.resolve()} has no file with a name like it"
+    return f"the folder {folder.resolve()} has no file with a similar name"

@@ -1,12 +1,9 @@
-"""What is wrong with a setting, in words: the place, the value, what is allowed instead, and the
-nearest name.
-"""
+"""Error messages about a setting: the place, the value, the allowed values and the nearest name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -26,7 +23,7 @@ from valence.config.describe import (
     takes_null,
     types_of,
 )
-from valence.config.parse import Given
+from valence.config.parse import RawRecipe, value_at
 from valence.errors import UserError
 
 
@@ -39,24 +36,13 @@ def all_of(problems: Sequence[UserError], name: str) -> UserError:
     return UserError(what, code="settings-invalid", where=name, problems=problems)
 
 
-def no_effect(given: Given, path: Key, why: str, fix: str) -> UserError:
-    return UserError(
-        f"has no effect: {why}",
-        code="setting-no-effect",
-        where=given.where(path),
-        fix=f"remove it, or {fix}",
-    )
-
-
 def of_setting(
-    model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetails, given: Given
+    model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetails, raw: RawRecipe
 ) -> UserError:
-    """The message for one validation error at ``path`` of ``model``, which is the recipe's section
-    ``prefix``.
-    """
+    """The message for a validation error at ``path`` of ``model``, the section ``prefix``."""
     full = (*prefix, *path)
     node = at(schema_of(model), path)
-    where = given.where(full)
+    where = raw.where(full)
     if error["type"] == "extra_forbidden":
         names = names_of(at(schema_of(model), path[:-1]))
         fix = UNNECESSARY.get(str(path[-1])) or _nearest(full, names)
@@ -68,7 +54,7 @@ def of_setting(
             where=where,
             fix=f"add {path[-1]}, {_explain(node)}",
         )
-    value = value_at(given.values, full)
+    value = value_at(raw.values, full)
     if fix := error.get("ctx", {}).get("fix"):
         return UserError(
             f"{as_yaml(value)} {error['msg']}", code="setting-value", where=where, fix=fix
@@ -120,28 +106,25 @@ ALSO_CALLED = {
     "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
     "train.warmup": "warmup_ratio warmup_steps lr_warmup_ratio",
 }
-"""What other programs call a setting."""
+"""Setting -> its names in other programs."""
 
 _STEP = (
-    "counts the examples of an optimizer step over all processes; how many run at once "
-    "(train.micro_batch_tokens) is chosen "
-    "by memory and never changes the result"
+    "counts the examples of an optimizer step over all processes; the size of micro-batches "
+    "(train.micro_batch_tokens) depends on memory and never changes the result"
 )
 UNNECESSARY = {
     "gradient_accumulation_steps": f"remove it: train.batch_size {_STEP}, so there is nothing to "
     f"accumulate",
     "per_device_train_batch_size": f"set train.batch_size instead, which {_STEP}",
 }
-"""Settings of other programs that have no counterpart, and why."""
+"""Settings of other programs without a counterpart -> the fix."""
 
 
 def _nearest(path: Key, names: Sequence[str]) -> str:
-    """Which setting was meant, and which ones the section has."""
+    """The setting that was probably meant, and those that the section has."""
     name, section = str(path[-1]), dotted(path[:-1]) or "a recipe"
-    elsewhere = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
-    elsewhere = [
-        found for found in elsewhere if ".N." not in found
-    ] or elsewhere  # rather than one inside a list
+    rows = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
+    elsewhere = [row for row in rows if ".N." not in row] or rows  # rather none inside a list
     known = [
         setting
         for setting, others in ALSO_CALLED.items()
@@ -155,7 +138,7 @@ def _nearest(path: Key, names: Sequence[str]) -> str:
 
 
 def _remedy(value: object, node: Node) -> str:
-    """How to write what was probably meant; otherwise what the setting means."""
+    """How to write the value that was probably meant; otherwise the meaning of the setting."""
     types = types_of(node)
     if isinstance(value, str):
         return _remedy_for_text(value, node, types)
@@ -182,7 +165,7 @@ def _remedy_for_text(value: str, node: Node, types: set[str]) -> str:
 
 
 def _explain(node: Node) -> str:
-    """What a setting takes and what it is for."""
+    """The allowed values and the meaning of a setting."""
     return f"{takes(node)}: {meaning(node)}" if meaning(node) else takes(node)
 
 
@@ -192,13 +175,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def value_at(values: Any, path: Key) -> Any:
-    """The value at a path of mappings and lists; None where there is none."""
-    for part in path:
-        try:
-            values = values[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return values

@@ -1,6 +1,4 @@
-"""YAML text, mappings and ``key=value`` words, as plain values that remember where each one was
-written.
-"""
+"""Read YAML text, mappings and ``key=value`` overrides into plain values with their places."""
 
 from __future__ import annotations
 
@@ -26,24 +24,20 @@ mapping.
 
 COMMAND_LINE = "command line"
 _SCALARS = ("null", "bool", "int", "float", "str", "timestamp")
-_DEEPEST = 16
-_MOST_VALUES = 100_000
-"""Values of a document, each counted as often as an alias repeats it. 500 bytes of aliases can
-stand for billions.
-"""
+_MAX_DEPTH = 16
+_MAX_VALUES = 100_000
+"""Values of a document, counted once per alias: 500 bytes of aliases can expand to billions."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a user wrote: JSON-like values, and the place (``recipe.yaml:12``) of every key and list
-    item.
-    """
+class RawRecipe:
+    """JSON-like values of a recipe, and the place (``recipe.yaml:12``) of every key and item."""
 
     values: Any
     places: Mapping[Key, str]
 
     def place(self, path: Key) -> str:
-        """Where the value at ``path`` was written, or else the nearest section around it."""
+        """The place of the value at ``path``, or else of the innermost section around it."""
         while path not in self.places:
             path = path[:-1]
         return self.places[path]
@@ -53,7 +47,7 @@ class Given:
         return f"{self.place(path)} ({dotted(path)})"
 
 
-def from_yaml(text: str, name: str) -> Given:
+def from_yaml(text: str, name: str) -> RawRecipe:
     """A YAML 1.2 document.
 
     Raises UserError with the line for bad syntax, duplicate or odd keys, and tags.
@@ -83,18 +77,18 @@ def from_yaml(text: str, name: str) -> Given:
             where=f"{name}:1",
             fix="write `method: ...`, `model: ...` and `data: ...` at the left edge",
         )
-    return Given(cast(Any, values), {(): name, **reader.places})
+    return RawRecipe(cast(Any, values), {(): name, **reader.places})
 
 
-def from_mapping(mapping: Mapping[str, Any], name: str = "recipe") -> Given:
+def from_mapping(mapping: Mapping[str, Any], name: str = "recipe") -> RawRecipe:
     """A recipe built in Python. Raises UserError for a value that YAML could not hold."""
-    return Given(_plain(mapping, (), name), {(): name})
+    return RawRecipe(_plain(mapping, (), name), {(): name})
 
 
-def override(given: Given, assignment: str) -> Given:
-    """``given`` with one ``dotted.name=YAML value`` of the command line put in.
+def override(raw: RawRecipe, assignment: str) -> RawRecipe:
+    """The recipe with one ``dotted.name=YAML value`` of the command line.
 
-    Absent sections and the next item of a list are created; a later word for the same setting wins.
+    Creates missing sections and the next item of a list. A later override of a setting wins.
     """
     name, equals, text = assignment.partition("=")
     parts = name.strip().split(".")
@@ -102,13 +96,13 @@ def override(given: Given, assignment: str) -> Given:
         fix = "write setting=value, such as train.seed=1 (null for nothing)"
         if os.path.isfile(assignment):
             fix = (
-                f"name a file behind what reads it: --data {assignment} where the command has "
-                f"this option, or a setting"
+                f"pass a file to an option that reads it, such as --data {assignment}, or to a "
+                f"setting"
             )
         raise UserError(
             f"cannot read {assignment!r}", code="override-syntax", where=COMMAND_LINE, fix=fix
         )
-    path = _resolve(given.values, parts)
+    path = _resolve(raw.values, parts)
     reader = _Reader(COMMAND_LINE, lines=False)
     try:
         node = reader.compose(text)
@@ -120,10 +114,10 @@ def override(given: Given, assignment: str) -> Given:
             fix=_classify_syntax_error(error, text)[1],
         ) from None
     value = None if node is None else reader.value(node, path)
-    places = {k: v for k, v in given.places.items() if k[: len(path)] != path}
+    places = {k: v for k, v in raw.places.items() if k[: len(path)] != path}
     for length in range(1, len(path) + 1):
         places.setdefault(path[:length], COMMAND_LINE)
-    return Given(_put(given.values, path, value), {**places, **reader.places})
+    return RawRecipe(put(raw.values, path, value), {**places, **reader.places})
 
 
 def to_yaml(values: Mapping[str, object]) -> str:
@@ -161,17 +155,11 @@ class _Reader:
         return cast(Any, self._yaml).compose(text)
 
     def value(self, node: Node, path: Key) -> object:
-        if len(path) > _DEEPEST:
-            raise UserError(
-                "nested too deeply, or contains itself",
-                code="recipe-too-deep",
-                where=self._place(node),
-                fix="a recipe has five levels at most",
-            )
+        _check_depth(path, self._place(node))
         self._count += 1
-        if self._count > _MOST_VALUES:
+        if self._count > _MAX_VALUES:
             raise UserError(
-                f"the document has more than {_MOST_VALUES:,} values once its aliases are expanded",
+                f"the document has more than {_MAX_VALUES:,} values once its aliases are expanded",
                 code="recipe-too-large",
                 where=self.places.get(path[:1], self._place(node)),
                 fix="write the values out instead of repeating them with & and *",
@@ -198,7 +186,7 @@ class _Reader:
             inner = (*path, name)
             if name in values:
                 raise UserError(
-                    f"{dotted(inner)} is given twice, first at {self.places[inner]}",
+                    f"{dotted(inner)} is set twice, first at {self.places[inner]}",
                     code="setting-duplicate",
                     where=self._place(key),
                     fix="remove one of the two",
@@ -212,7 +200,7 @@ class _Reader:
         tag = str(node.tag).removeprefix("tag:yaml.org,2002:")
         if tag not in _SCALARS:
             raise UserError(
-                f"the tag {tag} means nothing in a recipe",
+                f"the tag {tag} is not allowed in a recipe",
                 code="yaml-tag",
                 where=where,
                 fix="remove it, or put the text in quotes",
@@ -223,7 +211,7 @@ class _Reader:
             return cast(Any, self._yaml).constructor.construct_object(node)
         except (ValueError, KeyError):
             raise UserError(
-                f"{node.value!r} is no {tag}",
+                f"{node.value!r} is not of type {tag}",
                 code="yaml-tag",
                 where=where,
                 fix=f"remove the tag !!{tag}",
@@ -277,10 +265,20 @@ def _classify_syntax_error(error: Exception, line: str) -> tuple[str, str]:
     return ("recipe-too-deep" if isinstance(error, RecursionError) else "yaml-syntax"), fix
 
 
+def _check_depth(path: Key, where: str) -> None:
+    if len(path) > _MAX_DEPTH:
+        raise UserError(
+            "nested too deeply, or contains itself",
+            code="recipe-too-deep",
+            where=where,
+            fix="a recipe has five levels at most",
+        )
+
+
 def _text(text: str, where: str) -> str:
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(
-            "half of a surrogate pair is no character",
+            "half of a surrogate pair is not a character",
             code="text-encoding",
             where=where,
             fix="write the whole character",
@@ -290,13 +288,7 @@ def _text(text: str, where: str) -> str:
 
 def _plain(value: object, path: Key, name: str) -> object:
     where = f"{name} ({dotted(path)})"
-    if len(path) > _DEEPEST:
-        raise UserError(
-            "nested too deeply, or contains itself",
-            code="recipe-too-deep",
-            where=name,
-            fix="a recipe has five levels at most",
-        )
+    _check_depth(path, name)
     if isinstance(value, Mapping):
         items = cast(Mapping[object, object], value)
         for key in items:
@@ -331,21 +323,19 @@ def _plain(value: object, path: Key, name: str) -> object:
 
 
 def _resolve(values: Any, parts: Sequence[str]) -> Key:
-    """The path that dotted ``parts`` name: a number is an index where a list is, or where nothing
-    is yet.
-    """
+    """The path of dotted ``parts``: a number is an index into a list, or of a list to create."""
     path: Key = ()
     for part in parts:
         if isinstance(values, list) or (values is None and part.isdecimal()):
             items = cast(list[Any], values or [])
             if not part.isdecimal() or int(part) > len(items):
-                inside = items and isinstance(items[0], dict) and not part.isdecimal()
-                such = f", such as {dotted((*path, 0, part))}" if inside else ""
+                has_sections = items and isinstance(items[0], dict) and not part.isdecimal()
+                hint = f", such as {dotted((*path, 0, part))}" if has_sections else ""
                 raise UserError(
                     f"{dotted(path)} is a list of {len(items)} and has no {part}",
                     code="override-index",
                     where=f"{COMMAND_LINE} ({dotted((*path, part))})",
-                    fix=f"use an index from 0 to {len(items)} ({len(items)} adds an item){such}",
+                    fix=f"use an index from 0 to {len(items)} ({len(items)} adds an item){hint}",
                 )
             path = (*path, int(part))
             values = items[int(part)] if int(part) < len(items) else None
@@ -362,7 +352,7 @@ def _resolve(values: Any, parts: Sequence[str]) -> Key:
     return path
 
 
-def _put(values: Any, path: Key, value: object) -> object:
+def put(values: Any, path: Key, value: object) -> object:
     """A copy of ``values`` with ``value`` at ``path``."""
     if not path:
         return value
@@ -370,6 +360,16 @@ def _put(values: Any, path: Key, value: object) -> object:
     if isinstance(part, int):
         items = cast(list[object], values or [])
         inner = items[part] if part < len(items) else None
-        return [*items[:part], _put(inner, rest, value), *items[part + 1 :]]
+        return [*items[:part], put(inner, rest, value), *items[part + 1 :]]
     section = cast(dict[str, object], values or {})
-    return {**section, part: _put(section.get(part), rest, value)}
+    return {**section, part: put(section.get(part), rest, value)}
+
+
+def value_at(values: Any, path: Key) -> Any:
+    """The value at a path of mappings and lists; None where there is none."""
+    for part in path:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return values

@@ -1,22 +1,30 @@
-"""Rules about several settings: those without effect in a run, and those that contradict."""
+"""Rules about a recipe that one section alone cannot check, in the order of the recipe.
+
+They need several sections, the method, or files. Rules within a section are in its ``issues``
+method (``schema.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from valence.config.learning_rates import LearningRates
-from valence.config.schema import Recipe
+from valence.config.schema import Issue, Recipe, SourceSettings, conflict, no_effect
 from valence.data.convert import CONVERSIONS
+from valence.data.sources import is_hub_dataset
 from valence.types import Kind, plural
+
+LISTS = ("train", "eval", "test")
+"""Lists of files in the section ``data``."""
 
 
 class MethodFacts(Protocol):
-    """What a recipe is checked against: a method, the rows it reads, and its loss's settings.
+    """The properties of a method that a recipe is checked against.
 
-    ``settings`` is a pydantic model (the class) that forbids unknown names; it is declared as Any
-    so that a cached property may provide it.
+    ``settings`` is the pydantic class of its loss's settings, which forbids unknown names; it is
+    declared as Any so that a cached property may provide it.
     """
 
     @property
@@ -32,22 +40,22 @@ class MethodFacts(Protocol):
 
     @property
     def online(self) -> bool:
-        """Whether it learns from the policy's own answers."""
+        """Whether the policy samples the completions."""
         ...
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether it compares with the policy that answered, token by token."""
+        """Whether its loss has a ratio of token probabilities to the behaviour policy."""
         ...
 
     @property
     def min_rollouts(self) -> int:
-        """Answers to a prompt below which there is nothing to learn."""
+        """Smallest number of completions per prompt that gives a gradient."""
         ...
 
     @property
     def rollout_defaults(self) -> Mapping[str, Any]:
-        """Defaults of rollout settings, by name, that differ from method to method."""
+        """Defaults of rollout settings that differ between methods, by name."""
         ...
 
     @property
@@ -58,35 +66,23 @@ class MethodFacts(Protocol):
     @property
     def settings(self) -> Any: ...
     def loss_reads_reference(self, settings: Mapping[str, Any]) -> bool:
-        """Whether it needs the reference for more than the log, with these settings of the loss."""
+        """Whether the loss with these settings reads the reference, not only the log."""
         ...
 
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
-        """Settings of the loss without effect under the others -> what would turn each on."""
+        """Settings of the loss without effect under the others -> a setting that changes this."""
         ...
 
     def contradictions(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
-        """Settings of the loss that another one rules out, and that one."""
+        """Settings of the loss -> another one that rules it out."""
         ...
-
-
-READ_THRESHOLD = tuple(sorted(name for name, c in CONVERSIONS.items() if c.threshold != "none"))
-"""Conversions that read ``data.threshold``."""
-
-SINKS_READ = {
-    "tensorboard": {"folder"},
-    "wandb": {"project", "name", "folder", "mode", "tags"},
-    "trackio": {"project", "name", "folder"},
-    "mlflow": {"project", "name", "uri", "folder", "tags"},
-}
-"""Settings that each kind of ``run.sinks`` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a rule looks at.
+    """A recipe and its context.
 
-    ``rows``: which of train, eval and test there are, in files or in memory; ``mixed``: the methods
+    ``rows``: which of train, eval and test have rows, in files or in memory; ``mixed``: the methods
     of `mix`.
     """
 
@@ -96,507 +92,328 @@ class Case:
     mixed: Sequence[MethodFacts] = ()
 
     @property
-    def needs_reference(self) -> bool:
-        return any(method.needs_reference for method in (self.method, *self.mixed))
+    def methods(self) -> tuple[MethodFacts, ...]:
+        return (self.method, *self.mixed)
 
     @property
-    def measures_nothing(self) -> bool:
-        """Is there no reference in a run of the policy's own completions?"""
+    def losses(self) -> Iterator[tuple[str, MethodFacts, Mapping[str, Any]]]:
+        """Name, method and settings of the recipe's loss and of those of `mix`."""
+        yield "loss", self.method, self.recipe.loss
+        for i, (method, part) in enumerate(zip(self.mixed, self.recipe.mix, strict=True)):
+            yield f"mix.{i}.loss", method, part.loss
+
+    @property
+    def reads_no_reference(self) -> bool:
+        """Whether an online run needs no reference, neither for the loss nor for the log."""
         if not self.method.online or any(method.needs_reference for method in self.mixed):
             return False
         return not (self.recipe.measures_kl or self.method.loss_reads_reference(self.recipe.loss))
 
-    @property
-    def served(self) -> bool:
-        """Does a server sample?"""
-        return self.recipe.rollout.engine != "hf"
 
-    @property
-    def adapts(self) -> bool:
-        """Does an adapter train?"""
-        return self.recipe.model.lora is not None or self.recipe.model.adapter is not None
-
-    @property
-    def splits(self) -> bool:
-        """Are weights split over processes, for sure?"""
-        return self.recipe.parallel.shard == "full" or self.recipe.parallel.tensor > 1
-
-    @property
-    def quantizes(self) -> bool:
-        """Are frozen weights kept in 4 bits?"""
-        return self.recipe.model.quantize is not None
-
-    @property
-    def words(self) -> dict[str, str | None]:
-        """What a rule's ``why`` may name."""
-        return {
-            "method": self.method.name,
-            "kinds": plural(self.method.kind),
-            "convert": self.recipe.data.convert,
-        }
-
-    @property
-    def converts_astray(self) -> bool:
-        """Does ``data.convert`` make what the method does not read?"""
-        convert = self.recipe.data.convert
-        return convert is not None and not CONVERSIONS[convert].serves(self.method.kind)
+def issues(case: Case) -> Iterator[Issue]:
+    """Everything that several sections, the method or files show to be wrong."""
+    for check in (_model, _reference, _data, _losses, _train, _eval, _rollout, _server, _run):
+        yield from check(case)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A mistake about ``setting`` (a pattern of dotted names) where ``broken`` is true.
-
-    ``why`` may name ``{method}``, ``{kinds}`` and ``{convert}``.
-    """
-
-    setting: str
-    broken: Callable[[Case], bool]
-    why: str
-    fix: str
-
-
-NO_EVAL = "nothing is evaluated during training, as data.eval is empty"
-WHOLE = "with parallel.shard: off each process holds all weights"
-STORED = "{method} learns from stored answers, and the policy gives none of its own"
-IN_PROCESS = "with rollout.engine: hf this process samples"
-NO_EFFECT = (
-    Rule("rollout.*", lambda c: not c.method.online, STORED, "set reward"),
-    Rule(
-        "value.*",
-        lambda c: not (c.method.online and c.method.name == "ppo"),
-        "{method} has no value head",
-        "choose ppo",
-    ),
-    *(
-        Rule(
-            f"rollout.{name}",
-            lambda c: c.method.name != "rejection",
-            "only rejection reads it",
-            "choose rejection",
+def _model(c: Case) -> Iterator[Issue]:
+    model, parallel = c.recipe.model, c.recipe.parallel
+    if not c.method.is_reward_model:
+        yield no_effect(
+            "model.attributes",
+            why=f"{c.method.name} trains no reward model",
+            fix="choose pointwise",
         )
-        for name in ("top_n", "min_reward")
-    ),
-    Rule(
-        "rollout.mask_truncated",
-        lambda c: c.method.online and c.method.name != "rejection" and not c.method.is_on_policy,
-        "only rejection and policy gradient methods read it",
-        "choose one of them",
-    ),
-    Rule(
-        "train.max_zero_gradient_steps",
-        lambda c: not c.method.online,
-        "{method} learns from stored answers, of which each step has others",
-        "set reward",
-    ),
-    Rule(
-        "reference.cache",
-        lambda c: c.method.online,
-        "the policy's own answers are new in each round, and nothing that the reference said of "
-        "them is asked again",
-        "train on stored answers",
-    ),
-    *(
-        Rule(
-            f"rollout.{name}",
-            lambda c: c.method.online and not c.served,
-            IN_PROCESS,
-            "set rollout.engine: vllm",
+    if model.quantize and (parallel.tensor > 1 or parallel.offload):
+        yield conflict(
+            "model.quantize",
+            "4-bit weights are sharded by parallel.shard alone",
+            "remove parallel.tensor and parallel.offload, or model.quantize",
         )
-        for name in (
-            "url",
-            "start",
-            "python",
-            "transport",
-            "folder",
-            "timeout",
-            "ahead",
-            "check_prompts",
-            "max_mismatch",
+
+
+def _reference(c: Case) -> Iterator[Issue]:
+    if not any(method.needs_reference for method in c.methods):
+        yield no_effect(
+            "reference",
+            why=f"{c.method.name} reads no reference",
+            fix="choose a method that reads one",
         )
-    ),
-    Rule(
-        "train.drop_last",
-        lambda c: c.method.online,
-        "a round that reaches the end of the prompts goes on",
-        "remove it",
-    ),
-    Rule(
-        "rollout.at_once",
-        lambda c: c.recipe.rollout.engine == "vllm",
-        "a server decides what it samples at once",
-        "set rollout.engine: hf",
-    ),
-    *(
-        Rule(
-            f"rollout.{name}",
-            lambda c: c.recipe.rollout.engine == "openai",
-            "such a server keeps its weights",
-            "choose vllm",
+    elif c.reads_no_reference:
+        yield no_effect(
+            "reference",
+            why="the loss does not read the reference, and rollout.measure_kl does not load a "
+            "second model",
+            fix="set rollout.measure_kl: true",
         )
-        for name in (
-            "start",
-            "python",
-            "transport",
-            "folder",
-            "ahead",
-            "check_prompts",
-            "max_mismatch",
+    if c.method.online:
+        yield no_effect(
+            "reference.cache",
+            why="every round has new completions, so that no log-probability is read again",
+            fix="train on stored completions",
         )
-    ),
-    Rule(
-        "rollout.python",
-        lambda c: not c.recipe.rollout.start,
-        "no server is started",
-        "set rollout.start: true",
-    ),
-    *(
-        Rule(setting, lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval")
-        for setting in (
+
+
+def _data(c: Case) -> Iterator[Issue]:
+    data, kind = c.recipe.data, c.method.kind
+    if data.convert is not None and not CONVERSIONS[data.convert].serves(kind):
+        yield conflict(
+            "data.convert",
+            f"{data.convert} does not make what {c.method.name} reads: {plural(kind)}",
+            "choose another data.convert or another method",
+        )
+    conversions = [CONVERSIONS[name] for name in (data.convert, *_mixed_conversions(c)) if name]
+    for name in ("top_n", "mask_truncated"):
+        if not any(name in conversion.settings for conversion in conversions):
+            readers = [key for key, value in CONVERSIONS.items() if name in value.settings]
+            yield no_effect(
+                f"data.{name}",
+                why=f"only data.convert: {' and '.join(readers)} reads it",
+                fix="set data.convert",
+            )
+    if all(method.kind != "demonstration" for method in c.methods):
+        yield no_effect(
+            "data.train_on",
+            why=f"{c.method.name} reads {plural(kind)}, and only demonstrations have other turns "
+            "to train on",
+            fix="choose a method like sft",
+        )
+    if kind not in ("judgement", "scored"):
+        yield no_effect(
+            "data.stratify",
+            why=f"{c.method.name} reads {plural(kind)}, and only rated answers have thumbs",
+            fix="choose a method like kto",
+        )
+    for name in LISTS:
+        for i, source in enumerate[SourceSettings](getattr(data, name)):
+            if not is_hub_dataset(source.path):
+                yield no_effect(
+                    f"data.{name}.{i}.split",
+                    why="a file has no splits",
+                    fix="name a data set of the hub",
+                )
+
+
+def _mixed_conversions(c: Case) -> list[str | None]:
+    return [part.convert for part in c.recipe.mix]
+
+
+def _losses(c: Case) -> Iterator[Issue]:
+    loss = c.recipe.loss
+    for section, method, settings in c.losses:
+        for name, other in method.without_effect(settings).items():
+            if settings[name] != method.settings.model_fields[name].get_default():
+                yield no_effect(
+                    f"{section}.{name}",
+                    why="the loss does not read it under its other settings",
+                    fix=f"set {section}.{other}",
+                )
+        for name, other in method.contradictions(settings).items():
+            yield conflict(
+                f"{section}.{name}",
+                f"it weights the tokens of a sum over the answer, but with {section}.{other} "
+                f"{method.name} reads a mean",
+                f"remove one of {section}.{name} and {section}.{other}",
+            )
+    if c.method.online is not bool(loss.get("value", c.method.online)):
+        yield conflict(
+            "loss.value",
+            "values are learned in online training, where ppo always needs them",
+            "remove it",
+        )
+    if c.method.online and loss.get("class_weights") == "auto":
+        yield conflict(
+            "loss.class_weights",
+            "the share of good completions is unknown before they are scored, and differs from "
+            "round to round",
+            "set loss.desirable_weight and loss.undesirable_weight",
+        )
+    if loss.get("kl_target") is not None and loss.get("kl_beta") == 0:
+        yield conflict(
+            "loss.kl_target",
+            "loss.kl_beta is adjusted by factors, so that 0 stays 0",
+            "start with a small loss.kl_beta, or remove loss.kl_target",
+        )
+    if c.mixed and any(method.is_reward_model for method in c.methods):
+        yield conflict(
+            "mix",
+            "a reward model cannot be trained by several methods",
+            "remove it, or choose a method that trains a policy",
+        )
+
+
+def _train(c: Case) -> Iterator[Issue]:
+    train, model = c.recipe.train, c.recipe.model
+    if c.method.online:
+        yield no_effect(
+            "train.drop_last",
+            why="a round continues with the first prompts after the last",
+            fix="remove it",
+        )
+    else:
+        yield no_effect(
+            "train.max_zero_gradient_steps",
+            why=f"{c.method.name} trains on stored completions, which differ from step to step",
+            fix="set reward",
+        )
+    if c.recipe.parallel.shards_weights:
+        fix = "set parallel.shard: off and parallel.tensor: 1"
+        if train.optimizer == "adamw_8bit":
+            yield conflict(
+                "train.optimizer",
+                "8-bit optimizer state cannot be sharded",
+                f"set train.optimizer: adamw, or {fix}",
+            )
+        if train.compile == "on":
+            yield conflict(
+                "train.compile", "sharded layers are not compiled", f"remove it, or {fix}"
+            )
+        if train.router_aux_loss > 0:
+            yield conflict(
+                "train.router_aux_loss",
+                "the load-balancing loss is not computed for sharded weights",
+                f"remove it, or {fix}",
+            )
+    if train.compile == "on" and model.quantize is not None:
+        yield conflict(
+            "train.compile",
+            "layers with 4-bit weights (model.quantize) are not compiled",
+            "remove train.compile, or model.quantize",
+        )
+
+
+def _eval(c: Case) -> Iterator[Issue]:
+    if "eval" not in c.rows:
+        yield no_effect(
             "eval.every",
             "eval.at_start",
             "eval.max_examples",
-            "run.keep_best*",
-            "run.early_stop*",
+            "run.keep_best",
+            "run.early_stop",
+            why="there is no evaluation during training, because data.eval is empty",
+            fix="set data.eval",
         )
-    ),
-    Rule(
-        "eval.train_examples",
-        lambda c: c.method.online,
-        "the training rows are prompts",
-        "leave it out",
-    ),
-    Rule(
-        "reference.*",
-        lambda c: not c.needs_reference,
-        "{method} reads no reference",
-        "choose a method that reads one",
-    ),
-    Rule(
-        "reference.*",
-        lambda c: c.measures_nothing,
-        "the loss does not read the reference, and rollout.measure_kl does not load a second model",
-        "set rollout.measure_kl: true",
-    ),
-    Rule(
-        "reference.sync_mix",
-        lambda c: c.recipe.reference.sync_every is None,
-        "the reference does not move",
-        "set reference.sync_every",
-    ),
-    Rule(
-        "model.attributes",
-        lambda c: not c.method.is_reward_model,
-        "{method} trains no reward model",
-        "choose pointwise",
-    ),
-    Rule(
-        "data.threshold",
-        lambda c: c.recipe.data.convert not in READ_THRESHOLD,
-        f"only data.convert: {', '.join(READ_THRESHOLD[:-1])} and {READ_THRESHOLD[-1]} read it",
-        "set data.convert",
-    ),
-    *(
-        Rule(
-            f"data.{name}",
-            lambda c: (
-                "best_to_demonstrations"
-                not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix))
-            ),
-            "only data.convert: best_to_demonstrations reads it",
-            "set data.convert",
+    if c.method.online:
+        yield no_effect(
+            "eval.train_examples", why="the training rows are prompts", fix="leave it out"
         )
-        for name in ("top_n", "mask_truncated")
-    ),
-    Rule(
-        "data.train_on",
-        lambda c: all(method.kind != "demonstration" for method in (c.method, *c.mixed)),
-        "{method} reads {kinds}, and only demonstrations have other turns to train on",
-        "choose a method like sft",
-    ),
-    Rule(
-        "data.stratify",
-        lambda c: c.method.kind not in ("judgement", "scored"),
-        "{method} reads {kinds}, and only rated answers are thumbs up or down",
-        "choose a method like kto",
-    ),
-    Rule(
-        "run.export",
-        lambda c: not c.adapts,
-        "there is no adapter to merge or to keep apart",
-        "set model.lora",
-    ),
-    *(
-        Rule(
-            f"parallel.{name}",
-            lambda c: c.recipe.parallel.shard == "off",
-            WHOLE,
-            "set parallel.shard: full",
-        )
-        for name in ("reshard", "sync", "offload")
-    ),
-    Rule(
-        "run.samples.prompts",
-        lambda c: not c.rows & {"eval", "test"},
-        "the prompts are those of data.eval or data.test, which are both empty",
-        "give data.eval",
-    ),
-    *(
-        Rule(
-            f"run.samples.{name}",
-            lambda c: c.recipe.run.samples.prompts == 0,
-            "no answers are sampled",
-            "set run.samples.prompts",
-        )
-        for name in ("max_new_tokens", "temperature")
-    ),
-)
-"""Settings without effect. Only a setting that differs from its default can break one of these."""
 
-CONTRADICTIONS = (
-    Rule(
-        "rollout.num_rollouts",
-        lambda c: (
-            c.method.online
-            and c.recipe.rollout.num_rollouts < c.method.min_rollouts
-            and (c.method.name != "rejection" or c.recipe.rollout.min_reward is None)
-        ),
-        "{method} compares answers to the same prompt, and one has nothing to be compared with",
-        "set it to 2 or more",
-    ),
-    Rule(
-        "rollout.top_n",
-        lambda c: (
-            c.method.name == "rejection" and c.recipe.rollout.top_n > c.recipe.rollout.num_rollouts
-        ),
-        "there are not as many answers to choose from",
-        "set it to rollout.num_rollouts at most",
-    ),
-    Rule(
-        "rollout.url",
-        lambda c: (
-            c.method.online and c.served and not c.recipe.rollout.url and not c.recipe.rollout.start
-        ),
-        "there is no server to ask",
-        "name its address, or set rollout.start: true",
-    ),
-    Rule(
-        "loss.value",
-        lambda c: c.method.online is not bool(c.recipe.loss.get("value", c.method.online)),
-        "values are learned with the policy's own answers, and ppo cannot do without them there",
-        "remove it",
-    ),
-    Rule(
-        "run.keep_best",
-        lambda c: (
-            c.method.online
-            and c.recipe.run.keep_best is not None
-            and c.recipe.run.keep_best.metric == "eval/loss"
-        ),
-        "held-out prompts have no loss",
-        "set run.keep_best: {metric: eval/reward/mean, mode: max}",
-    ),
-    Rule(
-        "run.early_stop",
-        lambda c: (
-            c.method.online
-            and c.recipe.run.early_stop is not None
-            and c.recipe.run.early_stop.metric == "eval/loss"
-        ),
-        "held-out prompts have no loss",
-        "set its metric to eval/reward/mean, and its mode to max",
-    ),
-    Rule(
-        "rollout.start",
-        lambda c: c.recipe.rollout.start and c.recipe.rollout.url is not None,
-        "a server that is started has an address of its own",
-        "remove rollout.url",
-    ),
-    Rule(
-        "rollout.transport",
-        lambda c: (
-            c.method.online and c.recipe.rollout.transport not in ("auto", "lora") and c.adapts
-        ),
-        "under an adapter it is the adapter that a server is sent",
-        "set it to auto or lora",
-    ),
-    Rule(
-        "rollout.transport",
-        lambda c: c.recipe.rollout.transport == "lora" and not c.adapts,
-        "there is no adapter that could be sent",
-        "set model.lora, or another transport",
-    ),
-    Rule(
-        "rollout.engine",
-        lambda c: c.method.online and c.served and c.splits,
-        "weights that are split over processes are not sent to a server",
-        "set it to hf, or parallel.shard: off and parallel.tensor: 1",
-    ),
-    Rule(
-        "rollout.engine",
-        lambda c: c.recipe.rollout.engine == "openai" and c.method.is_on_policy,
-        "{method} compares with the policy that answered, and such a server has weights of its own",
-        "set it to vllm or hf, or choose rejection or a method like online_dpo",
-    ),
-    Rule(
-        "rollout.top_p",
-        lambda c: c.method.is_on_policy and c.recipe.rollout.top_p < 1,
-        "the loss of {method} has a ratio of probabilities over the whole vocabulary, and "
-        "rollout.top_p"
-        " below 1 samples from a part of it",
-        "set rollout.top_p: 1, or choose rejection, online_dpo or online_kto",
-    ),
-    Rule(
-        "reward",
-        lambda c: (
-            c.method.online
-            and len({each.name or each.reward for each in c.recipe.reward}) < len(c.recipe.reward)
-        ),
-        "two of them have the same name in the log",
-        "give one of them another `name`",
-    ),
-    Rule(
-        "run.save_state",
-        lambda c: not c.recipe.run.save_state and not c.recipe.run.save_hf,
-        "neither state nor a model would be in a checkpoint",
-        "set run.save_hf: true, or remove run.save_state",
-    ),
-    Rule(
-        "run.early_stop.metric",
-        lambda c: any(
-            each is not None and not each.metric.startswith("eval/")
-            for each in (c.recipe.run.early_stop, c.recipe.run.keep_best)
-        ),
-        "only numbers of an evaluation are looked at: their names begin with eval/",
-        "put eval/ before it",
-    ),
-    Rule(
-        "reference.cache",
-        lambda c: (
-            c.recipe.reference.sync_every is not None
-            and c.recipe.reference.cache not in ("auto", "off")
-        ),
-        "a reference that moves with the policy (reference.sync_every) has no values that could "
-        "be kept",
-        "remove reference.cache, or reference.sync_every",
-    ),
-    Rule(
-        "reference.model",
-        lambda c: (
-            c.recipe.reference.sync_every is not None and c.recipe.reference.model is not None
-        ),
-        "a reference that moves with the policy (reference.sync_every) is a copy of it",
-        "remove reference.model, or reference.sync_every",
-    ),
-    Rule(
-        "data.convert",
-        lambda c: c.converts_astray,
-        "{convert} does not make what {method} reads: {kinds}",
-        "choose another data.convert or another method",
-    ),
-    Rule(
-        "data.threshold",
-        lambda c: (
-            c.recipe.data.convert == "scores_to_judgements" and c.recipe.data.threshold is None
-        ),
-        "{convert} needs the score from which an answer is thumbs up",
-        "set data.threshold",
-    ),
-    Rule(
-        "run.export",
-        lambda c: c.method.is_reward_model and c.recipe.run.export == "adapter",
-        "an adapter does not say what a reward model's scores are of",
-        "set run.export: merged",
-    ),
-    Rule(
-        "run.samples.prompts",
-        lambda c: c.method.is_reward_model and c.recipe.run.samples.prompts > 0,
-        "a reward model ({method}) scores answers and gives none",
-        "remove run.samples",
-    ),
-    Rule(
-        "mix",
-        lambda c: bool(c.mixed) and any(method.is_reward_model for method in (c.method, *c.mixed)),
-        "a reward model is trained by one method alone",
-        "remove it, or choose a method that trains a policy",
-    ),
-    Rule(
-        "train.optimizer",
-        lambda c: c.recipe.train.optimizer == "adamw_8bit" and c.splits,
-        "moments of 8 bits cannot be split over processes",
-        "set train.optimizer: adamw, or parallel.shard: off and parallel.tensor: 1",
-    ),
-    Rule(
-        "train.compile",
-        lambda c: c.recipe.train.compile == "on" and c.splits,
-        "layers that are split over processes are not compiled",
-        "remove it, or set parallel.shard: off and parallel.tensor: 1",
-    ),
-    Rule(
-        "train.router_aux_loss",
-        lambda c: c.recipe.train.router_aux_loss > 0 and c.splits,
-        "the load-balancing loss is not computed where weights are split over processes",
-        "remove it, or set parallel.shard: off and parallel.tensor: 1",
-    ),
-    Rule(
-        "train.compile",
-        lambda c: c.recipe.train.router_aux_loss > 0 and c.recipe.train.compile == "on",
-        "compiled layers do not return the router logits that train.router_aux_loss needs",
-        "remove train.compile, or train.router_aux_loss",
-    ),
-    Rule(
-        "model.quantize",
-        lambda c: c.quantizes and not c.adapts,
-        "weights of 4 bits do not train: an adapter on them does",
-        "set model.lora, or remove model.quantize",
-    ),
-    Rule(
-        "loss.class_weights",
-        lambda c: c.method.online and c.recipe.loss.get("class_weights") == "auto",
-        "how many own answers are good is not known before they are judged, and differs from "
-        "round to round",
-        "give loss.desirable_weight and loss.undesirable_weight",
-    ),
-    Rule(
-        "loss.kl_target",
-        lambda c: c.recipe.loss.get("kl_target") is not None and c.recipe.loss.get("kl_beta") == 0,
-        "loss.kl_beta is steered by factors, and 0 stays 0",
-        "begin with a small loss.kl_beta, or remove loss.kl_target",
-    ),
-    Rule(
-        "rollout.start",
-        lambda c: c.recipe.rollout.start and c.recipe.model.gguf_file is not None,
-        "a server is started with a folder of safetensors, not with a GGUF file",
-        "start a server of the same weights yourself, and name it in rollout.url",
-    ),
-    Rule(
-        "model.quantize",
-        lambda c: c.quantizes and c.recipe.model.gguf_file is not None,
-        "the weights of a GGUF file are not quantized once more",
-        "remove model.gguf_file or model.quantize",
-    ),
-    Rule(
-        "model.quantize",
-        lambda c: c.quantizes and c.recipe.model.dtype == "float64",
-        "weights of 4 bits have no products in float64",
-        "set model.dtype: bfloat16 or float32",
-    ),
-    Rule(
-        "model.quantize",
-        lambda c: c.quantizes and (c.recipe.parallel.tensor > 1 or c.recipe.parallel.offload),
-        "weights of 4 bits are split over processes by parallel.shard alone",
-        "remove parallel.tensor and parallel.offload, or model.quantize",
-    ),
-    Rule(
-        "train.compile",
-        lambda c: c.quantizes and c.recipe.train.compile == "on",
-        "layers with weights of 4 bits (model.quantize) are not compiled",
-        "remove train.compile, or model.quantize",
-    ),
-    Rule(
-        "model.lora",
-        lambda c: c.recipe.model.lora is not None and c.recipe.model.adapter is not None,
-        "model.adapter already says the rank and the layers",
-        "remove model.lora, or model.adapter to start a new one",
-    ),
-)
-"""Settings that cannot hold together, or that another one makes necessary."""
+
+def _rollout(c: Case) -> Iterator[Issue]:
+    rollout, method = c.recipe.rollout, c.method
+    if not (method.online and method.name == "ppo"):
+        yield no_effect("value", why=f"{method.name} has no value head", fix="choose ppo")
+    if not method.online:
+        yield no_effect(
+            "rollout",
+            why=f"{method.name} trains on stored completions, so that the policy is not sampled",
+            fix="set reward",
+        )
+        return
+    if method.name != "rejection":
+        yield no_effect(
+            "rollout.top_n",
+            "rollout.min_reward",
+            why="only rejection reads it",
+            fix="choose rejection",
+        )
+        if not method.is_on_policy:
+            yield no_effect(
+                "rollout.mask_truncated",
+                why="only rejection and policy gradient methods read it",
+                fix="choose one of them",
+            )
+    elif rollout.top_n > rollout.num_rollouts:
+        yield conflict(
+            "rollout.top_n",
+            "there are fewer completions to choose from",
+            "set it to rollout.num_rollouts at most",
+        )
+    is_comparing = method.name != "rejection" or rollout.min_reward is None
+    if is_comparing and rollout.num_rollouts < method.min_rollouts:
+        yield conflict(
+            "rollout.num_rollouts",
+            f"{method.name} compares completions of the same prompt, and there is only one",
+            "set it to 2 or more",
+        )
+    if method.is_on_policy and rollout.top_p < 1:
+        yield conflict(
+            "rollout.top_p",
+            f"the loss of {method.name} has a ratio of probabilities over the whole vocabulary, "
+            "but rollout.top_p below 1 samples from a part of it",
+            "set rollout.top_p: 1, or choose rejection, online_dpo or online_kto",
+        )
+
+
+def _server(c: Case) -> Iterator[Issue]:
+    """The sampling server of an online run."""
+    rollout, trains_adapter = c.recipe.rollout, c.recipe.trains_adapter
+    if rollout.start and c.recipe.model.gguf_file is not None:
+        yield conflict(
+            "rollout.start",
+            "Valence starts servers with a folder of safetensors, not with a GGUF file",
+            "start a server with the same weights yourself, and set rollout.url",
+        )
+    if rollout.transport == "lora" and not trains_adapter:
+        yield conflict(
+            "rollout.transport",
+            "there is no adapter to send",
+            "set model.lora, or another transport",
+        )
+    if not c.method.online:
+        return
+    if rollout.transport not in ("auto", "lora") and trains_adapter:
+        yield conflict(
+            "rollout.transport",
+            "with an adapter, only the adapter is sent to a server",
+            "set it to auto or lora",
+        )
+    if rollout.uses_server and not rollout.url and not rollout.start:
+        yield conflict(
+            "rollout.url", "the server has no address", "set it, or set rollout.start: true"
+        )
+    if rollout.uses_server and c.recipe.parallel.shards_weights:
+        yield conflict(
+            "rollout.engine",
+            "sharded weights cannot be sent to a server",
+            "set it to hf, or parallel.shard: off and parallel.tensor: 1",
+        )
+    if rollout.engine == "openai" and c.method.is_on_policy:
+        yield conflict(
+            "rollout.engine",
+            f"the loss of {c.method.name} has a ratio of probabilities to the sampled policy, but "
+            "such a server samples another model",
+            "set it to vllm or hf, or choose rejection or a method like online_dpo",
+        )
+
+
+def _run(c: Case) -> Iterator[Issue]:
+    run = c.recipe.run
+    if not c.recipe.trains_adapter:
+        yield no_effect("run.export", why="there is no adapter to export", fix="set model.lora")
+    elif c.method.is_reward_model and run.export == "adapter":
+        yield conflict(
+            "run.export",
+            "an adapter does not store which attributes a reward model scores",
+            "set run.export: merged",
+        )
+    if not c.rows & {"eval", "test"}:
+        yield no_effect(
+            "run.samples.prompts",
+            why="its prompts are those of data.eval or data.test, which are both empty",
+            fix="set data.eval",
+        )
+    if c.method.is_reward_model and run.samples.prompts > 0:
+        yield conflict(
+            "run.samples.prompts",
+            f"a reward model ({c.method.name}) cannot generate text",
+            "remove run.samples",
+        )
+    for name in ("keep_best", "early_stop"):
+        best = getattr(run, name)
+        if c.method.online and best is not None and best.metric == "eval/loss":
+            yield conflict(
+                f"run.{name}",
+                "held-out prompts have no loss",
+                f"set run.{name}: {{metric: eval/reward/mean, mode: max}}",
+            )

@@ -1,13 +1,18 @@
-"""Every setting of a recipe, with its type, default and meaning. Imports no torch.
+"""Every setting of a recipe: type, default, meaning, and the checks within its section.
 
-The ``loss`` section is not here: its settings are the keyword-only parameters of the loss that the
-method names, and are handed to the loader (see ``load.py``).
+A leaf: it imports types, errors and the table of conversions, and no torch, so that any module may
+import it. Checks that need several sections, the method or files are in ``rules.py``.
+
+The ``loss`` section is not here: its settings are the keyword-only parameters of the method's loss,
+which are passed to the loader (see ``load.py``).
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +27,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from valence.data.convert import CONVERSIONS
+
 
 def _fraction_or_steps(value: float) -> float:
     if value >= 1 and value != int(value):
@@ -35,22 +42,22 @@ CLOCK = re.compile(r"(?:(\d+):)?(\d+):([0-5]\d):([0-5]\d)")
 def _clock(value: Any) -> Any:
     if value is not None and (not isinstance(value, str) or seconds_of(value) <= 0):
         raise ValueError(
-            "not a time such as 01:30:00 (hours, minutes, seconds) or 0:03:45:00 (days before them)"
+            "not a time such as 01:30:00 (hours, minutes, seconds) or 0:03:45:00 (with days)"
         )
     return value
 
 
 def seconds_of(time: str) -> int:
-    """Seconds of HH:MM:SS or D:HH:MM:SS; 0 of anything else."""
-    found = CLOCK.fullmatch(time)
-    days, hours, minutes, seconds = (
-        (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
-    )
+    """Seconds of HH:MM:SS or D:HH:MM:SS; 0 for any other text."""
+    match = CLOCK.fullmatch(time)
+    if match is None:
+        return 0
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _dtype(value: Any) -> Any:
-    """A type by its usual short name. Raises for float16."""
+    """The standard name of a type that may be written shorter. Raises for float16."""
     if not isinstance(value, str):
         return value
     name = value.lower().removeprefix("torch.")
@@ -80,6 +87,30 @@ WholeFromOne = AfterValidator(_fraction_or_steps)
 Clock = Annotated[str | None, BeforeValidator(_clock)]
 
 
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A mistake that only several settings together show.
+
+    settings: dotted names of settings or sections. Those whose value is their default are not
+    reported as having no effect.
+    """
+
+    settings: tuple[str, ...]
+    what: str
+    fix: str
+    code: Literal["setting-no-effect", "setting-conflict", "setting-duplicate"]
+
+
+def no_effect(*settings: str, why: str, fix: str) -> Issue:
+    """Settings that change nothing. fix: what would give them an effect."""
+    return Issue(settings, f"has no effect: {why}", f"remove it, or {fix}", "setting-no-effect")
+
+
+def conflict(setting: str, what: str, fix: str) -> Issue:
+    """A setting that another one rules out or makes necessary."""
+    return Issue((setting,), what, fix, "setting-conflict")
+
+
 class Section(BaseModel):
     """A mapping in the recipe.
 
@@ -89,6 +120,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def issues(self) -> Iterator[Issue]:
+        """Mistakes that the settings of this section show together."""
+        yield from ()
 
 
 class LoraSettings(Section):
@@ -107,52 +142,103 @@ class LoraSettings(Section):
 
 class Model(Section):
     name: Text
-    """A folder or a hub id."""
+    """Folder or hub id of the model."""
     dtype: Dtype = "auto"
-    """Type of the computation.
+    """Data type of the computation.
 
-    Trained weights are float32 masters (float64 with float64). auto: bfloat16 where the hardware
-    multiplies it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else float32; a
-    resumed run keeps its type. The environment variable VALENCE_DTYPE replaces what auto chooses.
+    Trained weights have float32 masters (float64 with float64). auto: bfloat16 where the hardware
+    multiplies it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else float32. A
+    resumed run keeps its type. The environment variable VALENCE_DTYPE replaces the automatic
+    choice.
     """
     lora: LoraSettings | None = None
     """Train a low-rank adapter instead of all weights."""
     adapter: Text | None = None
     """Folder of an adapter to continue training."""
     quantize: Literal["nf4"] | None = None
-    """Keep the weights below an adapter in 4 bits (QLoRA, arXiv 2305.14314): those of linear
-    layers, not the embedding, the head or norms; also those of reference.model. Needs the extra
-    `eightbit`.
+    """Store the frozen weights below an adapter in 4 bits (QLoRA, arXiv 2305.14314): those of
+    linear layers, not of the embedding, the head or norms. Applies to reference.model too. Needs
+    the extra `eightbit`.
     """
     tokenizer: Text | None = None
     """Folder or hub id of the tokenizer. Default: the model's own."""
     gguf_file: Text | None = None
     """Name of a GGUF file inside the model folder to read the weights from."""
     attributes: list[Text] | None = None
-    """For a reward model: names of what it scores.
+    """Names of the attributes that a reward model scores.
 
     Default: those of the training rows, or `reward` for a single number.
     """
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
+    def issues(self) -> Iterator[Issue]:
+        trains_adapter = self.lora is not None or self.adapter is not None
+        if self.lora is not None and self.adapter is not None:
+            yield conflict(
+                "lora",
+                "model.adapter already determines the rank and the layers",
+                "remove model.lora, or model.adapter to start a new adapter",
+            )
+        if self.quantize is None:
+            return
+        if not trains_adapter:
+            yield conflict(
+                "quantize",
+                "4-bit weights are not trained, only an adapter on them",
+                "set model.lora, or remove model.quantize",
+            )
+        if self.gguf_file is not None:
+            yield conflict(
+                "quantize",
+                "the weights of a GGUF file cannot be quantized again",
+                "remove model.gguf_file or model.quantize",
+            )
+        if self.dtype == "float64":
+            yield conflict(
+                "quantize",
+                "4-bit weights cannot be multiplied in float64",
+                "set model.dtype: bfloat16 or float32",
+            )
+
 
 class ReferenceSettings(Section):
     model: Text | None = None
-    """A folder or hub id. Default: the policy as it starts."""
+    """Folder or hub id of the reference model. Default: the policy before training."""
     cache: Text = "auto"
-    """A folder that keeps the reference's log-probs for this and other runs. auto: one inside the
-    run's folder, or none with sync_every; off: none, they are computed whenever they are needed.
+    """Folder that caches the reference log-probabilities for this and other runs. auto: a folder
+    inside the run's folder, or no cache with sync_every. off: no cache, they are computed whenever
+    they are needed.
     """
     sync_every: PositiveInt | None = None
-    """Move the reference to the policy every so many optimizer steps (TR-DPO, arXiv 2404.09656;
-    with `loss.humanline` 1 was published). null: it stays where it started. After a move both
-    agree: rewards are 0 then, and `logps/*` tell more.
+    """Update the reference from the policy every N optimizer steps (TR-DPO, arXiv 2404.09656; with
+    `loss.humanline`, 1 was published). null: the reference is never updated. After a hard update
+    both agree and rewards are 0, so that `logps/*` are more informative.
     """
     sync_mix: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """How far it moves, as a share of the way from its weights to the policy's: 1 copies them, less
-    is a soft update.
+    """Share of the policy's weights in an update of the reference: 1 copies them, less is a soft
+    update.
     """
+
+    def issues(self) -> Iterator[Issue]:
+        if self.sync_every is None:
+            yield no_effect(
+                "sync_mix", why="the reference is never updated", fix="set reference.sync_every"
+            )
+            return
+        if self.cache not in ("auto", "off"):
+            yield conflict(
+                "cache",
+                "a reference that is updated (reference.sync_every) has no log-probabilities that "
+                "could be cached",
+                "remove reference.cache, or reference.sync_every",
+            )
+        if self.model is not None:
+            yield conflict(
+                "model",
+                "a reference that is updated (reference.sync_every) is a copy of the policy",
+                "remove reference.model, or reference.sync_every",
+            )
 
 
 class SourceSettings(Section):
@@ -169,26 +255,21 @@ class SourceSettings(Section):
     keys: dict[Text, Text] = Field(default_factory=dict[str, str])
     """Names of columns, as {the format's name: the file's name}.
 
-    A dotted name is a place inside a column.
+    A dotted name refers to a nested field.
     """
     weight: PositiveFloat = 1.0
     """Multiplies the weight of every row of this file."""
     limit: RowCount | None = None
-    """Use only the first so many rows."""
+    """Use only the first N rows."""
 
 
-Convert = Literal[
-    "pairs_to_judgements",
-    "pairs_to_rankings",
-    "judgements_to_pairs",
-    "scores_to_judgements",
-    "scores_to_pairs",
-    "scores_to_all_pairs",
-    "scores_to_rankings",
-    "rankings_to_scored",
-    "chosen_to_demonstrations",
-    "best_to_demonstrations",
-]
+if TYPE_CHECKING:
+    Convert = str
+else:
+    Convert = Literal[*CONVERSIONS]
+
+READ_THRESHOLD = sorted(name for name, c in CONVERSIONS.items() if "threshold" in c.settings)
+"""Conversions that read ``data.threshold``."""
 
 
 class Data(Section):
@@ -201,103 +282,126 @@ class Data(Section):
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Longest prompt with its completion, in tokens."""
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
-    """What happens to longer rows: left out; the end of the answer cut off (no end-of-turn added);
-    or the start of the prompt cut off (oldest turns first, never the last user turn).
+    """Treatment of longer rows. drop: leave them out. cut_completion: cut off the end of the answer
+    (no end-of-turn token is added). cut_prompt: cut off the start of the prompt (oldest turns
+    first, never the last user turn).
     """
     limit: RowCount | None = None
-    """Use only the first so many rows of each list."""
+    """Use only the first N rows of each list."""
     train_on: Literal["completion", "assistant"] = "completion"
-    """Tokens a demonstration trains on: the last answer, or every assistant turn."""
+    """Tokens of a demonstration to train on: the last answer, or every assistant turn."""
     as_chat: Literal["auto"] | bool = "auto"
-    """Whether a prompt that is plain text becomes one user message of the chat template, and its
-    completion the assistant's answer. auto: exactly when the tokenizer has a chat template. false:
-    text is trained on as it stands, which is right for base models and for rows that are rendered
-    with the template already. Evaluation, sampling and scoring do the same.
+    """Whether a text prompt becomes one user message of the chat template, and its completion the
+    assistant's answer. auto: if the tokenizer has a chat template. false: text is not wrapped,
+    which is right for base models and for rows that are rendered with the template already.
+    Evaluation, sampling and scoring do the same.
     """
     chat_template: Text | None = None
-    """The chat template: `chatml`, or the path of a Jinja file. null: the tokenizer's own.
+    """The chat template: `chatml`, or the path of a Jinja file. null: the tokenizer's template.
 
     It is saved with the tokenizer.
     """
     chat_template_kwargs: dict[Text, Any] = Field(default_factory=dict[str, Any])
     """Variables of the chat template for every rendering, such as `{enable_thinking: false}`."""
-    convert: Convert | None = None
-    """Turn the rows into what the method needs, when they are something else. scores_to_pairs: the
-    best against the worst answer of each prompt; scores_to_all_pairs: every two that differ in
-    score; scores_to_rankings: all judged answers of a prompt, by score or by label (up 1, down -1);
-    pairs_to_rankings: chosen 1, rejected -1; rankings_to_scored: every answer with its score;
-    best_to_demonstrations: the best answers of each prompt, as many as `top_n` says.
-    """
+    convert: Annotated[
+        Convert | None,
+        Field(
+            description="Convert rows of another kind into rows that the method reads. "
+            + "; ".join(f"{name}: {c.description}" for name, c in CONVERSIONS.items())
+            + "."
+        ),
+    ] = None
     threshold: float | None = None
-    """For scores_to_judgements: thumbs up at this score or above.
+    """For scores_to_judgements: the smallest score with thumbs up.
 
-    For scores_to_pairs and scores_to_all_pairs: smallest difference that makes a pair. For
-    best_to_demonstrations: completions with a smaller score are never imitated.
+    For scores_to_pairs and scores_to_all_pairs: the smallest difference of scores that makes a
+    pair. For best_to_demonstrations: completions with a smaller score are never imitated.
     """
     top_n: PositiveInt = 1
-    """For best_to_demonstrations: how many completions of each prompt."""
+    """For best_to_demonstrations: number of completions per prompt."""
     mask_truncated: bool = True
     """For best_to_demonstrations: leave out completions that were truncated when they were sampled
     (`"stop": "length"` in rows of `valence sample`).
     """
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """Stop at the first row that cannot be used, or skip such rows, count them and list them."""
+    """Stop at the first row that cannot be used, or skip, count and list such rows."""
     stratify: bool = False
     """Give every step the same share of thumbs up and down as the whole data set."""
 
+    def issues(self) -> Iterator[Issue]:
+        conversion = None if self.convert is None else CONVERSIONS[self.convert]
+        if conversion is None or "threshold" not in conversion.settings:
+            yield no_effect(
+                "threshold",
+                why=f"only data.convert: {', '.join(READ_THRESHOLD[:-1])} and {READ_THRESHOLD[-1]} "
+                "read it",
+                fix="set data.convert",
+            )
+        elif "threshold" in conversion.required and self.threshold is None:
+            yield conflict(
+                "threshold",
+                f"{self.convert} needs the smallest score with thumbs up",
+                "set data.threshold",
+            )
+
 
 class RewardSettings(Section):
-    """What judges the answers of a policy. Several are added up, each times its weight."""
+    """One reward of a completion. Several are added, each multiplied by its weight."""
 
     reward: Text
     """A function (`package.module:function`), the name of a rule (see `valence rewards`), the
     folder or hub id of a reward model, or the address of a server (`http://host:port/get_reward`;
-    several with a comma between them take over from each other).
+    of several, separated by commas, the next takes over when one fails).
     """
     name: Text | None = None
-    """Of its numbers in the log. Default: what `reward` names, made short."""
+    """Name of its metrics. Default: a short form of `reward`."""
     weight: float = 1.0
-    """Multiplies it in the sum."""
+    """Factor of the reward in the sum."""
     clip: tuple[float, float] | None = None
-    """Smallest and largest number that it may give; what is beyond counts as these."""
+    """Smallest and largest reward; values outside are clipped."""
     gate: float | None = None
-    """An answer that it gives less than this has no other reward than its own: the rest of the sum
+    """A completion with a smaller value of this reward gets no other reward: the rest of the sum
     counts 0.
     """
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of a rule or a function."""
     deterministic: bool = False
-    """The same answer always has the same score, which is then kept for the run.
+    """The same completion always has the same score, which is cached for the run.
 
-    Rules and reward models are in any case.
+    Rules and reward models always are deterministic.
     """
     timeout: PositiveFloat = 60.0
     """Seconds that one call may take.
 
-    It does not hold for reward models, which this process runs itself.
+    Does not apply to reward models, which run in this process.
     """
     retries: NonNegativeInt = 3
-    """How often a call that failed is made again, after a pause that grows and is drawn at random;
-    after a time-out only while less than twice `timeout` has passed since the first call.
+    """Number of times that a failed call is repeated, after increasing random pauses; after a
+    time-out only within twice `timeout` of the first call.
     """
     concurrency: PositiveInt = 8
-    """Calls of a server or of an async function under way at a time.
+    """Concurrent calls of a server or of an async function.
 
-    Others are called one after the other.
+    Other rewards are called one after the other.
     """
     batch_size: PositiveInt = 64
-    """Answers of one call."""
+    """Completions per call."""
     token_env: Text | None = None
     """Environment variable that holds the bearer token of a server."""
 
+    @property
+    def log_name(self) -> str:
+        """The name that must differ between the rewards of a run."""
+        return self.name or self.reward
+
 
 class Rollout(Section):
-    """How the policy is sampled, and what is done with its answers."""
+    """How the policy is sampled, and how its completions are used."""
 
     num_rollouts: PositiveInt = 8
-    """Answers to each prompt."""
+    """Completions per prompt."""
     top_n: PositiveInt = 1
-    """Of rejection: how many of them are trained on, the best ones."""
+    """For `rejection`: number of completions per prompt to train on, the best ones."""
     min_reward: float | None = None
     """For `rejection`: completions with a smaller reward are never imitated. null: those that share
     the lowest reward of their group are not."""
@@ -311,73 +415,73 @@ class Rollout(Section):
     """Passes over the completions of a round. null: the default of the method, which is 4 for `ppo`
     and 1 for the others."""
     steps: PositiveInt = 1
-    """Optimizer steps of one pass, which divide its prompts among them."""
+    """Optimizer steps per pass, which divide its prompts among them."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 512
     """Longest completion, in tokens."""
     temperature: PositiveFloat = 1.0
     """Divides the logits.
 
-    Methods that compare with the policy that answered train with the same temperature.
+    Methods with a ratio of probabilities train with the same temperature.
     """
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Draw only from the smallest set of most likely tokens whose probability reaches this. Must be
-    1 for methods whose loss has a ratio of probabilities (grpo, ppo, rloo and the like)."""
+    """Sample only from the smallest set of most likely tokens whose probability reaches this. Must
+    be 1 for methods whose loss has a ratio of probabilities (grpo, ppo, rloo and others)."""
     at_once: PositiveInt = 64
-    """Answers that are sampled at once, with engine hf."""
+    """Completions that engine hf samples in one batch."""
     overlong_buffer: NonNegativeInt = 0
-    """Inside the last so many tokens before max_new_tokens the reward falls linearly, by up to 1
-    (arXiv 2503.14476).
+    """Within the last N tokens before max_new_tokens the reward falls linearly, by up to 1 (arXiv
+    2503.14476).
     """
     on_failure: Literal["drop", "drop_group", "stop"] = "drop"
-    """When a reward fails: leave the answer out, leave out all answers to its prompt, or stop the
-    run.
+    """When a reward fails: leave out the completion, leave out all completions of its prompt, or
+    stop the run.
     """
     max_failed: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Stop when more than this share of a round's answers has no score."""
+    """Stop when more than this share of a round's completions has no score."""
     max_resample: PositiveInt = 10
-    """How often prompts are replaced by others in a round whose completions have nothing to
-    teach.
+    """Number of times per round that prompts are replaced because their completions give no
+    gradient.
     """
     measure_kl: bool | Literal["auto"] = "auto"
-    """Log the divergence from the reference (`kl`). auto: where the reference needs no second model
-    in memory (a new adapter is switched off for it), where the loss reads it anyway, or where
-    reference.model names one. true loads a copy of the model otherwise."""
+    """Log the KL divergence from the reference (`kl`). auto: if the reference needs no second model
+    in memory (a new adapter can be disabled), if the loss reads it anyway, or if reference.model is
+    set. true loads a copy of the model otherwise."""
     engine: Literal["hf", "vllm", "openai"] = "hf"
-    """What samples: this process; a vLLM server, whose weights are kept up to date; or any server
-    with the completions wire of OpenAI, which has weights of its own.
+    """Sampling engine: this process; a vLLM server, which gets the current weights; or any server
+    with OpenAI's completions API, which keeps its weights.
     """
     url: Text | None = None
     """Address of the server."""
     start: bool = False
-    """Start a vLLM server for the run, and stop it in the end."""
+    """Start a vLLM server for the run, and stop it at the end."""
     python: Text | None = None
     """With start: the Python of an environment that has vLLM.
 
-    Default: VALENCE_VLLM_PYTHON, or that of this program.
+    Default: VALENCE_VLLM_PYTHON, or the Python of this program.
     """
     transport: Literal["auto", "disk", "gloo", "nccl", "lora"] = "auto"
-    """How weights get to a vLLM server: a folder that both see, a broadcast between hosts' memories
-    or between CUDA devices, or an adapter's folder. auto: lora under an adapter, else nccl between
-    CUDA devices, else disk.
+    """How weights are sent to a vLLM server: through a folder that both see, by a broadcast between
+    host memories or between CUDA devices, or through the folder of an adapter. auto: lora with an
+    adapter, else nccl between CUDA devices, else disk.
     """
     folder: Text | None = None
-    """Where weights for a server are put, by transports that need a folder.
+    """Folder of the weights for a server, for transports that need one.
 
     Default: in the run's folder.
     """
     timeout: PositiveFloat = 600.0
-    """Seconds that a server may take for one request."""
+    """Seconds that one request to a server may take."""
     ahead: bool = False
     """Sample the next round while this one is trained on, with weights that are one round old.
 
     For servers.
     """
     check_prompts: NonNegativeInt = 4
-    """Prompts whose log-probabilities are compared with a server's after each new version of the
+    """Prompts whose log-probabilities are compared with the server's after each new version of the
     weights.
     """
     max_mismatch: PositiveFloat | None = None
-    """Stop when they differ by more on average (nats per token). null: 0.005 where both sides
+    """Stop when these differ by more on average (nats per token). null: 0.005 where both sides
     compute in float32, else 0.1.
     """
 
@@ -391,29 +495,58 @@ class Rollout(Section):
         """Optimizer steps of a whole round."""
         return self.num_epochs * self.steps
 
+    @property
+    def uses_server(self) -> bool:
+        return self.engine != "hf"
+
+    def issues(self) -> Iterator[Issue]:
+        of_vllm = (
+            "start", "python", "transport", "folder", "ahead", "check_prompts", "max_mismatch"
+        )  # fmt: skip
+        if self.engine == "hf":
+            yield no_effect(
+                "url",
+                "timeout",
+                *of_vllm,
+                why="with rollout.engine: hf this process samples",
+                fix="set rollout.engine: vllm",
+            )
+        if self.engine == "vllm":
+            yield no_effect(
+                "at_once", why="the server decides its batch size", fix="set rollout.engine: hf"
+            )
+        if self.engine == "openai":
+            yield no_effect(*of_vllm, why="such a server keeps its weights", fix="choose vllm")
+        if not self.start:
+            yield no_effect("python", why="no server is started", fix="set rollout.start: true")
+        elif self.url is not None:
+            yield conflict(
+                "start", "a server that Valence starts gets an address", "remove rollout.url"
+            )
+
 
 class Value(Section):
     """The value head of ppo."""
 
     trunk: Literal["separate", "shared"] = "separate"
-    """A model of its own for values (under an adapter: another adapter), or a head on the
-    policy.
+    """separate: a second model for values (with an adapter: a second adapter). shared: a head on
+    the policy.
     """
     learning_rate: PositiveFloat | None = None
-    """Of the value model or head. Default: train.learning_rate."""
+    """Learning rate of the value model or head. Default: train.learning_rate."""
 
 
 class Mix(Section):
-    """Another method's loss on rows of its own, added to that of every step."""
+    """The loss of another method on other rows, added to that of every step."""
 
     method: Text
     """Name of a method."""
     train: list[SourceSettings]
     """Files to train on."""
     weight: PositiveFloat = 1.0
-    """Multiplies its loss, which is averaged over its own rows."""
+    """Factor of the loss, which is averaged over its rows."""
     batch_size: PositiveInt | None = None
-    """Its examples per optimizer step. Default: train.batch_size."""
+    """Examples per optimizer step. Default: train.batch_size."""
     convert: Convert | None = None
     """As data.convert."""
     threshold: float | None = None
@@ -428,16 +561,16 @@ class Train(Section):
     reward, prompts per round.
     """
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Tokens that run through the model at once.
+    """Tokens per micro-batch.
 
     Changes only memory and speed, not the result (except with adapter dropout or
-    train.router_aux_loss). auto: as many as fit the device's free memory and make a step faster; a
-    run that is taken up keeps the number.
+    train.router_aux_loss). auto: as many as fit the device's free memory and make a step faster. A
+    resumed run keeps the number.
     """
     epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
-    """Stop after so many optimizer steps."""
+    """Stop after N optimizer steps."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW, or the same with moments of 8 bits: a quarter of their memory, slow on a CPU (needs
     the extra `eightbit`).
@@ -463,13 +596,13 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes the order of the examples and every random draw."""
     checkpointing: Literal["off", "selective", "full", "offloaded"] = "off"
-    """Compute layers again in the backward pass instead of keeping their activations, for less
-    memory and more time, without changing the result: every second layer, every layer, or every
-    layer with its input moved to the host's memory.
+    """Activation checkpointing: compute layers again in the backward pass instead of storing their
+    activations, for less memory and more time, with the same result. selective: every second layer.
+    full: every layer. offloaded: every layer, with its input moved to host memory.
     """
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the model's layers: faster steps after a slow start. auto: in runs that are long
-    enough for it to pay, where there is a compiler (on a CPU `g++`).
+    enough for this to save time, where there is a compiler (on a CPU `g++`).
     """
     router_aux_loss: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture-of-experts model (Switch Transformers, arXiv
@@ -478,107 +611,159 @@ class Train(Section):
     sequences that train, prompts included, and those of `mix`. Above 0 the result depends on how a
     step is cut into micro-batches: the loss is a product of means over a micro-batch, and the step
     takes the mean of its micro-batches, weighted by their tokens. Evaluation leaves it out. It
-    cannot be combined with weights that are split over processes or with compiled layers.
+    cannot be combined with sharded weights or with compiled layers.
     """
     max_skipped: PositiveInt = 5
-    """Stop after so many steps in a row whose loss or gradient was not finite."""
+    """Stop after N steps in a row whose loss or gradient was not finite."""
     max_zero_gradient_steps: PositiveInt | None = 20
-    """With a reward: end the run after so many steps in a row without a gradient, as when the
+    """With a reward: end the run after N steps in a row without a gradient, for example because the
     completions of every group have the same reward. The run is saved and finished as after its last
-    step. null: go on. With train.router_aux_loss above 0 every step has a gradient."""
+    step. null: continue. With train.router_aux_loss above 0 every step has a gradient."""
+
+    def issues(self) -> Iterator[Issue]:
+        if self.router_aux_loss > 0 and self.compile == "on":
+            yield conflict(
+                "compile",
+                "compiled layers do not return the router logits that train.router_aux_loss needs",
+                "remove train.compile, or train.router_aux_loss",
+            )
 
 
 class Parallel(Section):
-    """Nothing here changes a result, only memory and speed."""
+    """Changes memory and speed, never a result."""
 
     shard: Literal["auto", "off", "full"] = "auto"
-    """What several processes hold of a model: all of it each (off), or weights, gradients and
-    moments split over them (full: FSDP2). auto: full where one could not hold it all; a run that is
-    taken up keeps the choice.
+    """How processes divide a model. off: every process holds all of it. full: weights, gradients
+    and optimizer state are sharded (FSDP2). auto: full if one process could not hold all. A resumed
+    run keeps the choice.
     """
     tensor: PositiveInt = 1
-    """Processes that share the products of each layer (tensor parallel), neighbours on one host.
+    """Processes that share the matrix multiplications of each layer (tensor parallelism),
+    neighbours on one host.
 
-    The others have other rows.
+    The others process other rows.
     """
     reshard: bool = True
-    """With shard full: give a layer's weights back after its forward pass, and gather them again
-    for the backward pass.
+    """With shard full: free a layer's gathered weights after its forward pass, and gather them
+    again for the backward pass.
     """
     sync: Literal["auto", "step", "micro_batch"] = "auto"
-    """With shard full: when gradients are summed over the processes: once a step, which needs room
-    for a whole gradient, or after each micro-batch. auto: once a step under an adapter, else after
-    each micro-batch.
+    """With shard full: when gradients are reduced over the processes. step: once per step, which
+    needs memory for a complete gradient. micro_batch: after each micro-batch. auto: step with an
+    adapter, else micro_batch.
     """
     offload: bool = False
-    """With shard full: keep shards and moments in the host's memory (CUDA only)."""
+    """With shard full: store shards and optimizer state in host memory (CUDA only)."""
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights are sharded, without the automatic choice."""
+        return self.shard == "full" or self.tensor > 1
+
+    def issues(self) -> Iterator[Issue]:
+        if self.shard == "off":
+            yield no_effect(
+                "reshard",
+                "sync",
+                "offload",
+                why="with parallel.shard: off every process holds all weights",
+                fix="set parallel.shard: full",
+            )
 
 
 class Eval(Section):
     every: Annotated[PositiveFloat, WholeFromOne] = 50.0
-    """Evaluate every so many optimizer steps; below 1, every such fraction of an epoch."""
+    """Evaluate every N optimizer steps; below 1, every such fraction of an epoch."""
     at_start: bool = True
     """Also evaluate before the first step."""
     max_examples: PositiveInt | None = None
-    """Evaluate on only the first so many examples of data.eval. data.test is always measured
-    whole.
-    """
+    """Evaluate on only the first N examples of data.eval. data.test is always evaluated in full."""
     train_examples: NonNegativeInt = 200
-    """After training, also measure so many rows of data.train for the report: those that the model
-    contradicts most may be mislabelled. Not where the model learns from its own answers.
+    """After training, also evaluate N rows of data.train for the report: those that the model
+    contradicts most may be mislabelled. Not for online methods.
     """
 
 
 class Samples(Section):
     prompts: NonNegativeInt = 0
-    """Answer so many evaluation prompts before and after training, for the report."""
+    """Answer N evaluation prompts before and after training, for the report."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 128
     """Longest answer, in tokens."""
     temperature: NonNegativeFloat = 0.7
     """Sampling temperature; 0 takes the most likely token."""
 
+    def issues(self) -> Iterator[Issue]:
+        if self.prompts == 0:
+            yield no_effect(
+                "max_new_tokens",
+                "temperature",
+                why="no answers are sampled",
+                fix="set run.samples.prompts",
+            )
+
 
 class Best(Section):
     metric: Text = "eval/loss"
-    """A number of an evaluation, by its name in the log."""
+    """Name of an evaluation metric in the log."""
     mode: Literal["min", "max"] = "min"
-    """Whether less of it is better, or more."""
+    """Whether smaller or larger values are better."""
+
+    def issues(self) -> Iterator[Issue]:
+        if not self.metric.startswith("eval/"):
+            yield conflict(
+                "metric",
+                "only evaluation metrics are compared, whose names begin with eval/",
+                "put eval/ before it",
+            )
 
 
 class EarlyStop(Best):
     patience: PositiveInt = 3
-    """Stop after so many evaluations in a row that were no better than the best one."""
+    """Stop after N evaluations in a row that were no better than the best one."""
     min_delta: NonNegativeFloat = 0.0
-    """By how much it has to be better to count."""
+    """Smallest improvement that counts."""
 
 
 class SinkSettings(Section):
     kind: Literal["tensorboard", "wandb", "trackio", "mlflow"]
     """The tracker. Each needs the extra of its name: `pip install "valence-align[wandb]"`."""
     project: Text | None = None
-    """Project (of mlflow the experiment) that the run is put into.
+    """Project (mlflow: experiment) of the run.
 
     Default: `valence`. tensorboard has none.
     """
     name: Text | None = None
-    """Name of the run there. Default: that of the run's folder. tensorboard has none."""
+    """Name of the run in the tracker. Default: that of the run's folder. tensorboard has none."""
     folder: Text | None = None
-    """Where its files go.
+    """Folder of the tracker's files.
 
-    Default: a folder with the tracker's name in the run's own folder; trackio takes TRACKIO_DIR
-    first.
+    Default: a folder with the tracker's name in the run's folder; trackio takes TRACKIO_DIR first.
     """
     uri: Text | None = None
-    """Of mlflow: its server or database.
+    """Server or database of mlflow.
 
-    Default: MLFLOW_TRACKING_URI, or files in the run's own folder.
+    Default: MLFLOW_TRACKING_URI, or files in the run's folder.
     """
     mode: Literal["auto", "online", "offline"] = "auto"
-    """Of wandb: whether it sends. auto: as WANDB_MODE says, else online where there is a key and
-    offline where there is none.
+    """Whether wandb sends. auto: as WANDB_MODE says, else online if there is a key and offline if
+    there is none.
     """
     tags: list[Text] = Field(default_factory=list[Text])
-    """Words to find the run by, of wandb and mlflow."""
+    """Tags of the run in wandb and mlflow."""
+
+    def issues(self) -> Iterator[Issue]:
+        settings = {
+            "tensorboard": ("folder",),
+            "wandb": ("folder", "mode", "name", "project", "tags"),
+            "trackio": ("folder", "name", "project"),
+            "mlflow": ("folder", "name", "project", "tags", "uri"),
+        }[self.kind]
+        unread = [name for name in type(self).model_fields if name not in ("kind", *settings)]
+        yield no_effect(
+            *unread,
+            why=f"{self.kind} does not read it",
+            fix=f"set one of {', '.join(settings)}",
+        )
 
 
 class RunSection(Section):
@@ -589,42 +774,53 @@ class RunSection(Section):
     settings.
     """
     log_every: PositiveInt = 1
-    """Write a line of metrics every so many optimizer steps."""
+    """Write a line of metrics every N optimizer steps."""
     save_every: PositiveInt = 50
-    """Save a checkpoint every so many optimizer steps, and at the end."""
+    """Save a checkpoint every N optimizer steps, and at the end."""
     keep: PositiveInt | None = 3
-    """How many of the newest checkpoints stay; null: all."""
+    """Number of newest checkpoints to keep; null: all."""
     keep_best: Best | None = None
-    """Also save and keep the checkpoint of the step whose evaluation was the best (`--step best`
-    reads it).
-    """
+    """Also save and keep the checkpoint with the best evaluation (`--step best` reads it)."""
     save_state: bool = True
-    """Save what a run is continued from: trained weights, optimizer and all else that has state."""
+    """Save everything that resuming needs: trained weights, optimizer and all other state."""
     save_hf: bool = False
     """Also write the model as a Hugging Face folder (`model`) into each checkpoint.
 
     Training waits for it.
     """
     max_failed_saves: PositiveInt = 3
-    """Stop after so many saves in a row that failed, as on a full disk; until then training goes
-    on.
-    """
+    """Stop after N saves in a row that failed, as on a full disk; until then training continues."""
     max_time: Clock = None
-    """Longest time of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS": then the step is
-    finished, the state saved, and the exit status is 124. Started again, it goes on. Leave room for
-    a step and a save.
+    """Longest time of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS". Then the run
+    finishes its step, saves its state and exits with status 124. Run the same command to resume.
+    Leave time for a step and a save.
     """
     early_stop: EarlyStop | None = None
-    """End the run when its evaluations, from that after the first steps on, no longer get
-    better.
-    """
+    """End the run when its evaluations no longer improve, from the first one after a step on."""
     samples: Samples = Samples()
     """Answers sampled before and after training."""
     export: Literal["auto", "merged", "adapter"] = "auto"
-    """What model/ holds after training with an adapter: merged weights, or the adapter alone. auto:
-    merged. With model.quantize it is merged into the weights as they are in model.name, which are
-    loaded in model.dtype into the host's memory for it.
+    """Content of model/ after training with an adapter: merged weights, or the adapter alone. auto:
+    merged. With model.quantize the adapter is merged into the unquantized weights of model.name,
+    which are loaded in model.dtype into host memory.
     """
+
+    def issues(self) -> Iterator[Issue]:
+        kinds = [sink.kind for sink in self.sinks]
+        for index, kind in enumerate(kinds):
+            if kind in kinds[:index]:
+                yield Issue(
+                    (f"sinks.{index}",),
+                    f"duplicate tracker {kind}",
+                    "keep one of the two",
+                    "setting-duplicate",
+                )
+        if not self.save_state and not self.save_hf:
+            yield conflict(
+                "save_state",
+                "a checkpoint would contain neither state nor a model",
+                "set run.save_hf: true, or remove run.save_state",
+            )
 
 
 class Recipe(Section):
@@ -633,42 +829,55 @@ class Recipe(Section):
     method: Text
     """Name of a method or of a loss."""
     model: Model
-    """The model to train, called the policy: a section, or its name alone, such as `model:
+    """The model to train, called the policy: a section, or the name of the model, such as `model:
     owner/model`.
     """
     reference: ReferenceSettings = ReferenceSettings()
-    """What the policy is compared with."""
+    """The model that the policy is compared with."""
     data: Data = Data()
-    """Rows to learn from and to measure on."""
+    """Rows for training and evaluation."""
     loss: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Settings of the loss; see `valence losses NAME`."""
     mix: list[Mix] = Field(default_factory=list[Mix])
-    """Other methods that every step also trains with, each on rows of its own."""
+    """Other methods that every step also trains with, on other rows."""
     train: Train = Train()
     """The optimizer and its steps."""
     eval: Eval = Eval()
     """Evaluation during training."""
     reward: list[RewardSettings] = Field(default_factory=list[RewardSettings])
-    """What judges the policy's own answers to the prompts of the data, where it is to learn from
-    them: one, or a list.
+    """Rewards of the policy's completions, for online training: one section, or a list. The data
+    are prompts then.
     """
     rollout: Rollout = Rollout()
-    """How the policy answers."""
+    """How the policy is sampled."""
     value: Value = Value()
     """The value head of ppo."""
     parallel: Parallel = Parallel()
     """How several processes share a model (`--nproc`, torchrun)."""
     run: RunSection = RunSection()
-    """Output."""
+    """Output of the run."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        return self.model.lora is not None or self.model.adapter is not None
 
     @property
     def measures_kl(self) -> bool:
-        """Whether the divergence from the reference is logged where the loss does not read it. With
-        rollout.measure_kl: auto, where that costs no second model, or where one is named."""
+        """Whether the KL divergence from the reference is logged although the loss does not read
+        the reference. rollout.measure_kl: auto logs it if that needs no second model, or if a
+        reference model is set.
+        """
         if self.rollout.measure_kl != "auto":
             return self.rollout.measure_kl
-        if self.rollout.engine == "openai":  # another model samples, so there is nothing to measure
+        if self.rollout.engine == "openai":  # the server samples another model
             return False
         is_new_adapter = self.model.lora is not None and self.model.adapter is None
-        is_switched_off = is_new_adapter and self.reference.sync_every is None
-        return is_switched_off or self.reference.model is not None
+        can_disable_adapter = is_new_adapter and self.reference.sync_every is None
+        return can_disable_adapter or self.reference.model is not None
+
+    def issues(self) -> Iterator[Issue]:
+        names = [reward.log_name for reward in self.reward]
+        if len(set(names)) < len(names):
+            yield conflict(
+                "reward", "two rewards have the same name in the log", "change the `name` of one"
+            )

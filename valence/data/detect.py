@@ -1,4 +1,4 @@
-"""Which format rows have: told by their columns, and by how their chat turns are written."""
+"""Detect the format of rows from their columns and the notation of their chat turns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from valence.errors import UserError
 
 COLUMNS = frozenset(name for f in FORMATS.values() for name in f.columns)
 CONTENT = frozenset(name for f in FORMATS.values() for name in f.required) - {"text"}
-"""Columns that tell what a row is. Any row may have a `text` besides."""
+"""Columns that determine a format. Any row may also have a `text`."""
 NESTED = frozenset(name for name in COLUMNS if "." in name)
-"""Columns of formats that are inside another one."""
+"""Columns of formats that are nested in another column."""
 USUAL = ("prompt", "completion", "label", "score", "chosen", "rejected", "messages")
-"""Columns that a message names where any format may be meant."""
-COLUMNS_SHOWN = 20
-"""Columns that a message lists."""
+"""Columns that a message names as examples."""
+MAX_COLUMNS = 20
+"""Columns that a message lists at most."""
 
 
 def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
@@ -28,67 +28,66 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
 
     Raises UserError when none or several fit.
     """
-    for ours, theirs in (keys or {}).items():
-        if ours not in COLUMNS:
-            is_reversed = theirs in COLUMNS and any(ours in row for row in rows)
+    for key, column in (keys or {}).items():
+        if key not in COLUMNS:
+            is_reversed = column in COLUMNS and any(key in row for row in rows)
             hint = did_you_mean(
-                [f"{{{theirs}: {ours}}}"] if is_reversed else nearest(ours, sorted(COLUMNS))
+                [f"{{{column}: {key}}}"] if is_reversed else nearest(key, sorted(COLUMNS))
             )
             raise UserError(
-                f"keys: no format has a column {ours!r}",
+                f"keys: no format has a column {key!r}",
                 code="keys-unknown-column",
                 fix=f"{hint}write keys as {{Valence's name: the file's name}}, with names such "
                 f"as {', '.join(USUAL)}",
             )
     filled = {
-        ours: theirs
-        for ours, theirs in (keys or {}).items()
-        if any(row.get(theirs) is not None for row in rows)
+        key: column
+        for key, column in (keys or {}).items()
+        if any(row.get(column) is not None for row in rows)
     }
     shapes = [_shape(row, keys or {}, filled) for row in rows]
-    votes: Counter[tuple[str, ...]] = Counter(
-        found for found in (candidates(*shape) for shape in shapes) if found
-    )
+    votes = Counter(names for names in (candidates(*shape) for shape in shapes) if names)
     if not votes:
-        found = sorted({name for row in rows for name, value in row.items() if value is not None})
-        raise _unknown(found, frozenset(name for names, _ in shapes for name in names))
+        columns = sorted({name for row in rows for name, value in row.items() if value is not None})
+        raise _unknown(columns, frozenset(name for names, _ in shapes for name in names))
     [(fitting, _)] = votes.most_common(1)
     if len(fitting) == 1:
         return fitting[0]
     raise UserError(
         f"the rows fit several formats: {', '.join(fitting)}",
         code="format-ambiguous",
-        fix=f"set format: {' or '.join(fitting)}; the columns that it does not read are left aside",
+        fix=f"set format: {' or '.join(fitting)}; columns that it does not read are ignored",
     )
 
 
-def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
+def _unknown(columns: Sequence[str], names: frozenset[str]) -> UserError:
+    """columns: those of the rows. names: the columns of formats among them."""
     near = sorted(
         (len(f.required - names) - len(f.required & names), len(f.required - names), name)
         for name, f in FORMATS.items()
         if f.required & names
     )[:3]
-    lacks = "; ".join(
+    nearest_formats = "; ".join(
         f"{name}, which also needs {', '.join(sorted(FORMATS[name].required - names))}"
         if count
-        else f"{name}, if you name it (but other columns or the form of the chat turns speak "
-        f"against it)"
+        else f"{name}, if you set it (but other columns or the notation of the chat turns do not "
+        f"fit)"
         for _, count, name in near
     )
     return UserError(
-        f"no format fits the columns {listed(map(repr, found)) or '(none)'}",
+        f"no format fits the columns {listed(map(repr, columns)) or '(none)'}",
         code="format-unknown-columns",
         fix=(
             "map your columns next to the path: {path: FILE, keys: {prompt: question, label: "
-            "verdict}}" + (f". Nearest formats: {lacks}" if lacks else "")
+            "verdict}}" + (f". Nearest formats: {nearest_formats}" if nearest_formats else "")
         ),
     )
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:
-    """The one of these names that is spelled most like another, quoted; empty if none is alike."""
-    by_lower = {each.lower(): each for each in names}
-    return [repr(by_lower[each]) for each in get_close_matches(name.lower(), by_lower, n=1)]
+    """The name that is spelled most similarly, quoted; empty if none is similar."""
+    by_lower = {known.lower(): known for known in names}
+    return [repr(by_lower[match]) for match in get_close_matches(name.lower(), by_lower, n=1)]
 
 
 def did_you_mean(names: Sequence[str]) -> str:
@@ -97,30 +96,26 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The names, cut to a readable number, with a count of the rest."""
-    every = list(names)
-    more = len(every) - COLUMNS_SHOWN
-    return ", ".join(every[:COLUMNS_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+    """The first names, with a count of the rest."""
+    names = list(names)
+    more = len(names) - MAX_COLUMNS
+    return ", ".join(names[:MAX_COLUMNS]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _shape(
     row: Mapping[str, Any], keys: Mapping[str, str], filled: Mapping[str, str]
 ) -> tuple[frozenset[str], Dialect | None]:
-    """The columns that a row has, by the format's names, and how its chat turns are written (None:
-    it has none).
+    """The columns of a row, by the format's names, and the dialect of its chat turns (None: it has
+    none).
 
-    filled: those of ``keys`` whose column other rows fill, so that the row has it though its own is
-    empty.
+    filled: those of ``keys`` whose column other rows fill, so that this row may leave it empty.
     """
-    taken = {part for theirs in keys.values() for part in (theirs, theirs.partition(".")[0])}
-    names = {ours for ours, theirs in keys.items() if lookup(row, theirs) is not None}
-    names |= {ours for ours, theirs in filled.items() if theirs in row}
-    names |= {
-        n
-        for n, v in row.items()
-        if v is not None and n in COLUMNS and n not in taken and n not in keys
-    }
-    names |= {n for n in NESTED if n not in keys and n not in taken and lookup(row, n) is not None}
+    mapped = {part for column in keys.values() for part in (column, column.partition(".")[0])}
+    names = {key for key, column in keys.items() if lookup(row, column) is not None}
+    names |= {key for key, column in filled.items() if column in row}
+    free = COLUMNS - mapped - keys.keys()
+    names |= {name for name, value in row.items() if value is not None and name in free}
+    names |= {name for name in NESTED & free if lookup(row, name) is not None}
     if has_failed(row, keys):
         names.add("score")
     for name in sorted((CONTENT | {"text"}) & names):
@@ -133,40 +128,37 @@ def _shape(
 
 
 def candidates_of(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[str, ...]:
-    """The formats that a row fits."""
+    """The formats that fit a row."""
     return candidates(*_shape(row, keys, {}))
 
 
 def is_another_format(name: str, value: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:
-    """The format that this row has when it is not ``name``."""
+    """The format of this row if it is not ``name``; else None."""
     fitting = candidates_of(value, keys)
     return None if not fitting or name in fitting else fitting[0]
 
 
 @lru_cache(maxsize=1024)
 def candidates(names: frozenset[str], dialect: Dialect | None) -> tuple[str, ...]:
-    """The formats that fit, less those of which another fitting one reads more."""
+    """The formats that fit, without those of which another fitting format reads more columns."""
     fits = {
         name: f
         for name, f in FORMATS.items()
         if f.required <= names
-        and _speaks(f, dialect)
+        and _reads_dialect(f, dialect)
         and (f.gives != "prompt" or names & CONTENT == f.required & CONTENT)
     }
 
-    def covered(name: str) -> bool:
-        mine = fits[name]
-        return any(
-            mine.required <= {*f.columns} and not f.required <= {*mine.columns}
-            for f in fits.values()
-        )
+    def is_covered(name: str) -> bool:
+        required, columns = fits[name].required, set(fits[name].columns)
+        return any(required <= set(f.columns) and not f.required <= columns for f in fits.values())
 
-    return tuple(name for name in fits if not covered(name))
+    return tuple(name for name in fits if not is_covered(name))
 
 
-def _speaks(f: Format, dialect: Dialect | None) -> bool:
+def _reads_dialect(f: Format, dialect: Dialect | None) -> bool:
     """Whether the format reads turns of this dialect.
 
-    Those of OpenAI and ShareGPT are distinguished turn by turn.
+    OpenAI's and ShareGPT's turns are distinguished one by one, and read by the same formats.
     """
     return (f.dialect is COLOSSAL) is (dialect is COLOSSAL)

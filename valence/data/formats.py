@@ -1,7 +1,7 @@
-"""Row -> Example: one function per format, and the table of them all.
+"""Row -> Example: the table of row formats, and the functions that read them.
 
 A format reads *parts* (prompt, completion, label, ...) from columns. A new format is a line in
-``FORMATS``, with a function of its own if none here reads its shape.
+``FORMATS``, with a new function if none of these reads its shape.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """One row, read by part: ``columns`` says which of the file's columns holds each part of the
-    format.
-    """
+    """One row, read by part. ``columns``: part of the format -> column of the file."""
 
     value: Mapping[str, Any]
     columns: Mapping[str, str]
@@ -50,13 +48,13 @@ class Columns:
         """The part, or None when this format or this row does not have it."""
         return lookup(self.value, self.columns[part]) if part in self.columns else None
 
-    def parse(self, part: str, how: Callable[[object, str], T], default: D) -> T | D:
+    def parse(self, part: str, parser: Callable[[object, str], T], default: D) -> T | D:
         value = self.get(part)
-        return default if value is None else how(value, self.name(part))
+        return default if value is None else parser(value, self.name(part))
 
     @property
     def common(self) -> dict[str, Any]:
-        """What every Example has."""
+        """The fields that every Example has."""
         return {
             "weight": self.parse("weight", values.weight, 1.0),
             "info": self.info,
@@ -94,29 +92,27 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-# Prompts and their answers
+# Prompts and answers
 
 
-def exchange(row: Columns, *parts: str) -> tuple[Content, tuple[Content, ...]]:
+def _read_exchange(row: Columns, *parts: str) -> tuple[Content, tuple[Content, ...]]:
     """The prompt, and the answers in these parts."""
     answers = {
         row.name(part): values.answer(row.get(part), row.name(part), row.dialect) for part in parts
     }
-    return values.exchange(asked(row), answers, row.tools)
+    return values.exchange(_parse_prompt(row), answers, row.tools)
 
 
-def asked(row: Columns) -> str | tuple[Message, ...]:
-    """The prompt: a text, or turns with the system column in front, or an instruction with its
-    input.
-    """
+def _parse_prompt(row: Columns) -> str | tuple[Message, ...]:
+    """The prompt: text, or turns after the system column, or an instruction with its input."""
     if "instruction" in row.columns:
-        return instruction(row)
+        return _read_instruction(row)
     return values.prompt(_with_system(row, row.get("prompt")), row.name("prompt"), row.dialect)
 
 
-def instruction(row: Columns) -> tuple[Message, ...]:
-    """Alpaca's prompt as chat: system, earlier rounds, then the instruction and, on a line of its
-    own, its input.
+def _read_instruction(row: Columns) -> tuple[Message, ...]:
+    """Alpaca's prompt as chat: system, earlier rounds, then the instruction and, on the next line,
+    its input.
     """
     rounds = row.get("history") or []
     if not isinstance(rounds, list) or not all(
@@ -131,15 +127,15 @@ def instruction(row: Columns) -> tuple[Message, ...]:
     question = values.text(row.get("instruction"), name) + (
         f"\n{values.text(more, row.name('input'))}" if more else ""
     )
-    said = [
-        turn for asked, answered in rounds for turn in (("user", asked), ("assistant", answered))
+    history = [
+        turn for prompt, answer in rounds for turn in (("user", prompt), ("assistant", answer))
     ]
-    turns = [{"role": role, "content": content} for role, content in (*said, ("user", question))]
+    turns = [{"role": role, "content": content} for role, content in (*history, ("user", question))]
     return values.check_prompt(values.turns(_with_system(row, turns), name, OPENAI), name)
 
 
-def implicit(row: Columns) -> tuple[Content, tuple[Content, ...]]:
-    """The prompt that chosen and rejected begin with, and what follows it in each."""
+def _read_shared_prompt(row: Columns) -> tuple[Content, tuple[Content, ...]]:
+    """The prompt that chosen and rejected begin with, and the rest of both."""
     sides = {row.name(part): row.get(part) for part in ("chosen", "rejected")}
     shared = values.shared_prompt(row.get("chosen"), row.get("rejected"), row.dialect)
     answers = {
@@ -152,7 +148,7 @@ def implicit(row: Columns) -> tuple[Content, tuple[Content, ...]]:
 
 
 def _with_system(row: Columns, turns: Any) -> Any:
-    """Chat turns, not parsed yet, with the text of the system column in front."""
+    """Unparsed chat turns after the text of the system column."""
     system = row.get("system")
     if isinstance(turns, dict) and values.dialect_of(turns):
         turns = [turns]
@@ -169,11 +165,10 @@ def _with_system(row: Columns, turns: Any) -> Any:
     return [{row.dialect.role: "system", row.dialect.content: system}, *turns]
 
 
-def conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, Chat]:
+def _read_conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, Chat]:
     """A conversation as its prompt and the assistant's last turn.
 
-    to_learn: turns behind the last one that is to be learnt (whose weight is not 0) are left out:
-    nothing follows from them.
+    to_learn: leave out turns after the last one to learn from (whose weight is not 0).
     """
     name = row.name("messages")
     turns = values.turns(_with_system(row, row.get("messages")), name, row.dialect)
@@ -198,31 +193,31 @@ def conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, Chat]:
     return Chat(prompt, row.tools), Chat(values.check_answer(turns[-1:], name))
 
 
-# Formats
+# Readers
 
 
-def judgement(row: Columns) -> Judgement:
-    prompt, (completion,) = exchange(row, "completion")
-    return _judgement(row, prompt, completion)
+def read_judgement(row: Columns) -> Judgement:
+    prompt, (completion,) = _read_exchange(row, "completion")
+    return _to_judgement(row, prompt, completion)
 
 
-def judged_messages(row: Columns) -> Judgement:
-    return _judgement(row, *conversation(row))
+def read_judged_messages(row: Columns) -> Judgement:
+    return _to_judgement(row, *_read_conversation(row))
 
 
-def judged_ids(row: Columns) -> Judgement:
-    return _judgement(row, *_answered(row))
+def read_judged_ids(row: Columns) -> Judgement:
+    return _to_judgement(row, *_read_answered_ids(row))
 
 
-def helpsteer(row: Columns) -> Judgement:
-    """Attributes in a column each."""
-    prompt, (completion,) = exchange(row, "completion")
-    given = {name: row.parse(name, values.number, None) for name in HELPSTEER_ATTRIBUTES.split()}
-    attributes = {name: score for name, score in given.items() if score is not None}
+def read_helpsteer(row: Columns) -> Judgement:
+    """One column per attribute."""
+    prompt, (completion,) = _read_exchange(row, "completion")
+    scores = {name: row.parse(name, values.number, None) for name in HELPSTEER_ATTRIBUTES.split()}
+    attributes = {name: score for name, score in scores.items() if score is not None}
     return Judgement(prompt=prompt, completion=completion, attributes=attributes, **row.common)
 
 
-def _judgement(row: Columns, prompt: Content, completion: Content) -> Judgement:
+def _to_judgement(row: Columns, prompt: Content, completion: Content) -> Judgement:
     return Judgement(
         prompt=prompt,
         completion=completion,
@@ -236,29 +231,27 @@ def _judgement(row: Columns, prompt: Content, completion: Content) -> Judgement:
 
 
 def has_failed(value: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether a row has an error where its score would be. columns: of the file, by the format's
-    name or part.
-    """
+    """Whether a row has an error instead of a score. columns: part of the format -> column."""
     score, error = columns.get("score", "score"), columns.get("error", "error")
     return score in value and value[score] is None and isinstance(value.get(error), str)
 
 
-def preference(row: Columns) -> Preference:
-    """Two answers to a prompt, or two whole conversations that begin with it."""
+def read_preference(row: Columns) -> Preference:
+    """Two answers to a prompt, or two conversations that begin with it."""
     if row.get("prompt") is None and "instruction" not in row.columns:
-        prompt, (chosen, rejected) = implicit(row)
+        prompt, (chosen, rejected) = _read_shared_prompt(row)
     else:
-        prompt, (chosen, rejected) = exchange(row, "chosen", "rejected")
-    return _preference(row, prompt, chosen, rejected)
+        prompt, (chosen, rejected) = _read_exchange(row, "chosen", "rejected")
+    return _to_preference(row, prompt, chosen, rejected)
 
 
-def preferred_ids(row: Columns) -> Preference:
-    return _preference(row, *_ids(row, "prompt", "chosen", "rejected"))
+def read_preferred_ids(row: Columns) -> Preference:
+    return _to_preference(row, *_read_ids(row, "prompt", "chosen", "rejected"))
 
 
-def pairwise_feedback(row: Columns) -> Preference:
+def read_pairwise_feedback(row: Columns) -> Preference:
     """Label 1: output_A is the better one; 0: output_B."""
-    prompt, (a, b) = exchange(row, "output_A", "output_B")
+    prompt, (a, b) = _read_exchange(row, "output_A", "output_B")
     rewards = row.parse("reward_A", values.number, None), row.parse("reward_B", values.number, None)
     if None not in rewards and rewards[0] == rewards[1]:
         raise UserError(
@@ -266,12 +259,12 @@ def pairwise_feedback(row: Columns) -> Preference:
             code="row-pair-tied",
             fix="leave out tied rows",
         )
-    return _preference(
+    return _to_preference(
         row, prompt, *((a, b) if values.label(row.get("label"), row.name("label")) else (b, a))
     )
 
 
-def _preference(row: Columns, prompt: Content, chosen: Content, rejected: Content) -> Preference:
+def _to_preference(row: Columns, prompt: Content, chosen: Content, rejected: Content) -> Preference:
     if chosen == rejected:
         raise UserError(
             "the chosen and the rejected answer are the same",
@@ -288,71 +281,72 @@ def _preference(row: Columns, prompt: Content, chosen: Content, rejected: Conten
     )
 
 
-def demonstration(row: Columns) -> Demonstration:
-    prompt, (completion,) = exchange(row, "completion")
+def read_demonstration(row: Columns) -> Demonstration:
+    prompt, (completion,) = _read_exchange(row, "completion")
     return Demonstration(prompt=prompt, completion=completion, **row.common)
 
 
-def messages(row: Columns) -> Demonstration:
-    prompt, completion = conversation(row, to_learn=True)
+def read_messages(row: Columns) -> Demonstration:
+    prompt, completion = _read_conversation(row, to_learn=True)
     return Demonstration(prompt=prompt, completion=completion, **row.common)
 
 
-def demonstrated_ids(row: Columns) -> Demonstration:
-    prompt, completion = _answered(row)
+def read_demonstrated_ids(row: Columns) -> Demonstration:
+    prompt, completion = _read_answered_ids(row)
     return Demonstration(prompt=prompt, completion=completion, **row.common)
 
 
-def _answered(row: Columns) -> tuple[Content, Content]:
-    """A prompt and its answer as tokens, with what is known of an answer that was sampled."""
+def _read_answered_ids(row: Columns) -> tuple[Content, Content]:
+    """A prompt and its answer as tokens, with the sampling settings of the answer."""
     prompt, completion = (
         values.ids(row.get(part), row.name(part)) for part in ("prompt", "completion")
     )
-    return prompt, replace(completion, sampled=_sampled(row, len(completion.ids)))
+    return prompt, replace(completion, sampled=_read_sampled(row, len(completion.ids)))
 
 
-def _sampled(row: Columns, tokens: int) -> Sampled | None:
-    given = row.parse("sampled", values.mapping, {})
+def _read_sampled(row: Columns, num_tokens: int) -> Sampled | None:
+    settings = row.parse("sampled", values.mapping, {})
     name = row.name("sampled") if "sampled" in row.columns else ""
     logps = row.parse("logps", values.logps, ())
-    if logps and len(logps) != tokens:
+    if logps and len(logps) != num_tokens:
         raise UserError(
-            f"{row.name('logps')} has {len(logps)} numbers, and the answer {tokens} tokens",
+            f"{row.name('logps')} has {len(logps)} numbers, but the answer has {num_tokens} tokens",
             code="row-length-mismatch",
             fix="give the log-probability of every token of the answer, its end token included",
         )
-    if not logps and not given:
+    if not logps and not settings:
         return None
     temperature, top_p = (
-        values.number(given.get(key, 1.0), f"{key} of {name}") for key in ("temperature", "top_p")
+        values.number(settings.get(key, 1.0), f"{key} of {name}")
+        for key in ("temperature", "top_p")
     )
-    return Sampled(logps, temperature, top_p, str(given.get("vocabulary") or ""))
+    return Sampled(logps, temperature, top_p, str(settings.get("vocabulary") or ""))
 
 
-def _ids(row: Columns, *parts: str) -> Iterable[Content]:
+def _read_ids(row: Columns, *parts: str) -> Iterable[Content]:
     return (values.ids(row.get(part), row.name(part)) for part in parts)
 
 
-def ranking(row: Columns) -> Ranking:
+def read_ranking(row: Columns) -> Ranking:
     """k answers with k scores, or k ranks from 1 (the best): a rank r becomes the score -r."""
-    given, name = row.get("completions"), row.name("completions")
-    if not isinstance(given, list) or len(given) < 2:
+    texts, name = row.get("completions"), row.name("completions")
+    if not isinstance(texts, list) or len(texts) < 2:
         raise UserError(
-            f"{name} is {values.shown(given)}, and must be a list of two or more answers",
+            f"{name} is {values.shown(texts)}, and must be a list of two or more answers",
             code="row-value-type",
-            fix="give all answers of a prompt in one row, as a list",
+            fix="put all answers of a prompt into one row, as a list",
         )
     answers = {
-        f"answer {n} of {name}": values.answer(each, name, row.dialect)
-        for n, each in enumerate(given, 1)
+        f"answer {n} of {name}": values.answer(text, name, row.dialect)
+        for n, text in enumerate(texts, 1)
     }
-    prompt, completions = values.exchange(asked(row), answers, row.tools)
+    prompt, completions = values.exchange(_parse_prompt(row), answers, row.tools)
     return Ranking(
-        prompt=prompt, completions=completions, scores=_scores(row, len(given)), **row.common
+        prompt=prompt, completions=completions, scores=_read_scores(row, len(texts)), **row.common
     )
 
 
-def _scores(row: Columns, count: int) -> tuple[float, ...]:
+def _read_scores(row: Columns, count: int) -> tuple[float, ...]:
     parts = [part for part in ("scores", "ranks") if row.get(part) is not None]
     if len(parts) != 1:
         raise UserError(
@@ -360,37 +354,37 @@ def _scores(row: Columns, count: int) -> tuple[float, ...]:
             code="row-scores-and-ranks" if parts else "row-scores-missing",
             fix="give every answer a score, or a rank from 1 (the best)",
         )
-    given, name = row.get(parts[0]), row.name(parts[0])
-    if not isinstance(given, list) or len(given) != count:
+    value, name = row.get(parts[0]), row.name(parts[0])
+    if not isinstance(value, list) or len(value) != count:
         raise UserError(
-            f"{name} is {values.shown(given)}, and must be a list of {count} numbers",
+            f"{name} is {values.shown(value)}, and must be a list of {count} numbers",
             code="row-value-type",
-            fix="give one for every answer, in the same order",
+            fix="give one number per answer, in the same order",
         )
-    numbers = tuple(values.number(each, f"number {n} of {name}") for n, each in enumerate(given, 1))
+    numbers = tuple(values.number(v, f"number {n} of {name}") for n, v in enumerate(value, 1))
     if parts == ["scores"]:
         return numbers
     if any(rank < 1 or rank != int(rank) for rank in numbers):
         raise UserError(
-            f"{name} is {values.shown(given)}, and must hold whole numbers from 1",
+            f"{name} is {values.shown(value)}, and must hold whole numbers from 1",
             code="row-rank-invalid",
             fix="rank the best 1",
         )
     return tuple(-rank for rank in numbers)
 
 
-def prompt(row: Columns) -> Prompt:
-    """A prompt to answer. Every other column, and the entries of ``info``, become its info."""
-    asking = asked(row)
-    if isinstance(asking, str) and row.tools:
+def read_prompt(row: Columns) -> Prompt:
+    """A prompt. All other columns, and the entries of ``info``, become its info."""
+    prompt = _parse_prompt(row)
+    if isinstance(prompt, str) and row.tools:
         raise UserError(
-            "the row has tools, and its prompt is text",
+            "the row has tools, but its prompt is text",
             code="row-tools-without-turns",
             fix="write the prompt as a list of chat turns",
         )
     others = {name: value for name, value in row.value.items() if name not in row.columns.values()}
     common: dict[str, Any] = {**row.common, "info": {**row.info, **others}}
-    return Prompt(prompt=asking if isinstance(asking, str) else Chat(asking, row.tools), **common)
+    return Prompt(prompt=prompt if isinstance(prompt, str) else Chat(prompt, row.tools), **common)
 
 
 # The table
@@ -398,9 +392,10 @@ def prompt(row: Columns) -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``need`` and ``may``: the columns (or dotted paths) a row must and may have, besides
-    ``weight`` and ``info``, which any row may have. ``parts``: the part that a column holds, where
-    it has another name.
+    """A row format: its reader, the kind of its rows, its columns, and how its turns are written.
+
+    ``need`` and ``may``: the columns (or dotted paths) that a row must and may have, in addition to
+    ``weight`` and ``info``, which any row may have. ``parts``: column -> part, where they differ.
     """
 
     read: Callable[[Columns], Example]
@@ -426,7 +421,7 @@ class Format:
 
 
 RATINGS = ("label", "score")
-"""Parts that a person fills in, who may have left some out."""
+"""Parts that a person fills in, and may leave out."""
 IDS = {
     "prompt_ids": "prompt",
     "completion_ids": "completion",
@@ -437,9 +432,9 @@ IDS = {
     "chosen": "chosen_text",
     "rejected": "rejected_text",
 }
-BESIDE = "logps sampled prompt completion rendered tools info stop version index parts"
-"""What `valence sample` and `valence score` write beside the tokens: of text and tokens it is the
-tokens that are read.
+GENERATED = "logps sampled prompt completion rendered tools info stop version index parts"
+"""Columns that `valence sample` and `valence score` write in addition to the tokens. Of text and
+tokens, the tokens are read.
 """
 HALOS = {"output": "completion", "reward": "score"}
 NEMO = {"response": "completion", "preference": "label"}
@@ -457,56 +452,75 @@ ALPACA = {"output": "completion", "kto_tag": "label"}
 MORE = "input system history"
 
 FORMATS: dict[str, Format] = {
-    "judgement": Format(judgement, "judgement", "prompt completion label", "score scores tools"),
-    "scored": Format(judgement, "judgement", "prompt completion score", "scores tools error parts"),
-    "attributes": Format(judgement, "judgement", "prompt completion scores", "tools"),
-    "judged_messages": Format(judged_messages, "judgement", "messages label", "score scores tools"),
-    "scored_messages": Format(judged_messages, "judgement", "messages score", "scores tools"),
-    "preference": Format(preference, "preference", "chosen rejected", "prompt margin soft tools"),
-    "demonstration": Format(demonstration, "demonstration", "prompt completion", "tools"),
-    "messages": Format(messages, "demonstration", "messages", "tools"),
-    "ranking": Format(ranking, "ranking", "prompt completions", "scores ranks tools"),
-    "prompt": Format(prompt, "prompt", "prompt", "tools"),
-    "text_prompt": Format(prompt, "prompt", "text", parts={"text": "prompt"}),
-    # Token ids, taken as they are
+    "judgement": Format(
+        read_judgement, "judgement", "prompt completion label", "score scores tools"
+    ),
+    "scored": Format(
+        read_judgement, "judgement", "prompt completion score", "scores tools error parts"
+    ),
+    "attributes": Format(read_judgement, "judgement", "prompt completion scores", "tools"),
+    "judged_messages": Format(
+        read_judged_messages, "judgement", "messages label", "score scores tools"
+    ),
+    "scored_messages": Format(read_judged_messages, "judgement", "messages score", "scores tools"),
+    "preference": Format(
+        read_preference, "preference", "chosen rejected", "prompt margin soft tools"
+    ),
+    "demonstration": Format(read_demonstration, "demonstration", "prompt completion", "tools"),
+    "messages": Format(read_messages, "demonstration", "messages", "tools"),
+    "ranking": Format(read_ranking, "ranking", "prompt completions", "scores ranks tools"),
+    "prompt": Format(read_prompt, "prompt", "prompt", "tools"),
+    "text_prompt": Format(read_prompt, "prompt", "text", parts={"text": "prompt"}),
+    # Token ids, used without tokenization
     "judgement_ids": Format(
-        judged_ids, "judgement", "prompt_ids completion_ids label", f"score error {BESIDE}", IDS
+        read_judged_ids,
+        "judgement",
+        "prompt_ids completion_ids label",
+        f"score error {GENERATED}",
+        IDS,
     ),
     "scored_ids": Format(
-        judged_ids, "judgement", "prompt_ids completion_ids score", f"error {BESIDE}", IDS
+        read_judged_ids, "judgement", "prompt_ids completion_ids score", f"error {GENERATED}", IDS
     ),
     "preference_ids": Format(
-        preferred_ids,
+        read_preferred_ids,
         "preference",
         "prompt_ids chosen_ids rejected_ids",
         "margin soft prompt chosen rejected tools",
         IDS,
     ),
     "demonstration_ids": Format(
-        demonstrated_ids, "demonstration", "prompt_ids completion_ids", BESIDE, IDS
+        read_demonstrated_ids, "demonstration", "prompt_ids completion_ids", GENERATED, IDS
     ),
-    # HALOs: what its labelling script writes
-    "binary_feedback": Format(judgement, "judgement", "prompt output label", "reward type", HALOS),
-    "scalar_feedback": Format(judgement, "judgement", "prompt output reward", "type", HALOS),
+    # HALOs: the output of its labelling script
+    "binary_feedback": Format(
+        read_judgement, "judgement", "prompt output label", "reward type", HALOS
+    ),
+    "scalar_feedback": Format(read_judgement, "judgement", "prompt output reward", "type", HALOS),
     "pairwise_feedback": Format(
-        pairwise_feedback, "preference", "prompt output_A output_B label", "reward_A reward_B type"
+        read_pairwise_feedback,
+        "preference",
+        "prompt output_A output_B label",
+        "reward_A reward_B type",
     ),
     # HelpSteer, NeMo-Aligner, ColossalChat, OpenRLHF
     "helpsteer": Format(
-        helpsteer,
+        read_helpsteer,
         "judgement",
         "prompt response helpfulness",
         "correctness coherence complexity verbosity",
         HELPSTEER,
     ),
-    "nemo_aligner": Format(judgement, "judgement", "prompt response preference", "", NEMO),
-    "colossalchat": Format(judgement, "judgement", "prompt completion label", "", dialect=COLOSSAL),
-    "openrlhf": Format(judgement, "judgement", "input output label", "", OPENRLHF),
+    "nemo_aligner": Format(read_judgement, "judgement", "prompt response preference", "", NEMO),
+    "colossalchat": Format(
+        read_judgement, "judgement", "prompt completion label", "", dialect=COLOSSAL
+    ),
+    "openrlhf": Format(read_judgement, "judgement", "input output label", "", OPENRLHF),
     "openrlhf_preference": Format(
-        preference, "preference", "input chosen rejected", "margin soft", OPENRLHF
+        read_preference, "preference", "input chosen rejected", "margin soft", OPENRLHF
     ),
     "openai_preference": Format(
-        preference,
+        read_preference,
         "preference",
         "input.messages preferred_output non_preferred_output",
         "input.tools margin soft",
@@ -514,38 +528,38 @@ FORMATS: dict[str, Format] = {
     ),
     # LLaMA-Factory
     "sharegpt": Format(
-        messages, "demonstration", "conversations", "system tools", SHARED, SHAREGPT
+        read_messages, "demonstration", "conversations", "system tools", SHARED, SHAREGPT
     ),
     "sharegpt_kto": Format(
-        judged_messages, "judgement", "conversations kto_tag", "system tools", SHARED, SHAREGPT
+        read_judged_messages, "judgement", "conversations kto_tag", "system tools", SHARED, SHAREGPT
     ),
     "sharegpt_preference": Format(
-        preference,
+        read_preference,
         "preference",
         "conversations chosen rejected",
         "system tools",
         {"conversations": "prompt"},
         SHAREGPT,
     ),
-    "alpaca": Format(demonstration, "demonstration", "instruction output", MORE, ALPACA),
-    "alpaca_kto": Format(judgement, "judgement", "instruction output kto_tag", MORE, ALPACA),
-    "alpaca_preference": Format(preference, "preference", "instruction chosen rejected", MORE),
+    "alpaca": Format(read_demonstration, "demonstration", "instruction output", MORE, ALPACA),
+    "alpaca_kto": Format(read_judgement, "judgement", "instruction output kto_tag", MORE, ALPACA),
+    "alpaca_preference": Format(read_preference, "preference", "instruction chosen rejected", MORE),
 }
 
 
-# One row
+# Reading a row
 
 
 def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
-    """The file's column that holds each part.
+    """Part of the format -> column of the file.
 
-    Raises UserError when ``keys`` names what the format does not have.
+    Raises UserError when ``keys`` names a column that the format does not have.
     """
     f = FORMATS[name]
-    for ours in keys:
-        if ours not in f.columns:
+    for key in keys:
+        if key not in f.columns:
             raise UserError(
-                f"keys: the format {name} has no column {ours!r}",
+                f"keys: the format {name} has no column {key!r}",
                 code="keys-unknown-column",
                 fix=f"use its names: {', '.join(f.columns)}",
             )
@@ -553,7 +567,7 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_missing(row: Columns, part: str) -> bool:
-    """Whether a row does not have a part; a rating of blanks alone is none."""
+    """Whether a row does not have a part, such as a rating of blanks alone."""
     value = row.get(part)
     return value is None or (part in RATINGS and isinstance(value, str) and not value.strip())
 
@@ -561,9 +575,9 @@ def _is_missing(row: Columns, part: str) -> bool:
 def read_example(
     name: str, value: Mapping[str, Any], origin: Origin, keys: Mapping[str, str] | None = None
 ) -> Example:
-    """The Example that a row of this format holds.
+    """The Example of a row of this format.
 
-    Raises UserError, without the place, when it holds none.
+    Raises UserError, without the place, if the row is invalid.
     """
     f, columns = FORMATS[name], columns_read(name, keys or {})
     row = Columns(value, columns, f.dialect, origin)
@@ -581,13 +595,13 @@ def read_example(
         raise UserError(
             f"the row has no {' and no '.join(missing)}, which the format {name} needs",
             code="row-column-missing",
-            fix="add what is missing, or put rows of another format in a file of their own",
+            fix="add the missing columns, or put rows of another format into another file",
         )
     kind = value.get("type")
     if "type" in f.columns and kind is not None and kind != name:
         raise UserError(
             f"the row's type is {values.shown(kind)}, not {name}",
             code="row-type-differs",
-            fix="put each type in a file of its own",
+            fix="put each type into another file",
         )
     return f.read(row)

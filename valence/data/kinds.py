@@ -1,4 +1,4 @@
-"""The kinds of rows that methods read: their Examples, conversions to them, and messages."""
+"""The kinds of rows that methods read: which examples are of a kind, and how they become one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from valence.data.convert import CONVERSIONS, Conversion, Unused, best_to_demonstrations
-from valence.data.verdicts import shared_verdicts, verdicts
+from valence.data.convert import CONVERSIONS, Conversion, Unused, ratings_of, shared_ratings
 from valence.errors import UserError
 from valence.types import (
     Demonstration,
@@ -54,9 +53,9 @@ def conversion_to(
     top_n: int = 1,
     mask_truncated: bool = True,
 ) -> Conversion | None:
-    """The conversion of this name.
+    """The conversion of this name, with its settings.
 
-    Raises UserError when it does not make ``kind``, or does not go with the threshold.
+    Raises UserError when its examples are not of this kind, or when it cannot use the threshold.
     """
     conversion = CONVERSIONS.get(name) if name is not None else None
     if name is not None and conversion is None:
@@ -68,20 +67,20 @@ def conversion_to(
         )
     if conversion is not None and not conversion.serves(kind):
         raise UserError(
-            f"{name} makes {WORDS[conversion.gives]}, and the method needs {WORDS[kind]}",
+            f"{name} makes {WORDS[conversion.gives]}, but the method needs {WORDS[kind]}",
             code="conversion-mismatch",
             where="data.convert",
             fix="remove it, or choose another conversion or method",
         )
-    use = conversion.threshold if conversion else "none"
-    if threshold is None and use == "needed":
+    if threshold is None and conversion and "threshold" in conversion.required:
         raise UserError(
             f"{name} needs a threshold",
             code="threshold-missing",
             where="data.threshold",
-            fix="set it to the score from which an answer is good",
+            fix="set it to the lowest score of a good answer",
         )
-    if threshold is not None and (use == "none" or not math.isfinite(threshold)):
+    reads_threshold = conversion is not None and "threshold" in conversion.settings
+    if threshold is not None and not (reads_threshold and math.isfinite(threshold)):
         raise UserError(
             f"{threshold} has no effect here",
             code="threshold-no-effect",
@@ -89,91 +88,90 @@ def conversion_to(
             fix="remove it, or set it to a finite number and data.convert to a conversion of "
             "scores",
         )
-    if conversion is not None and conversion.run is best_to_demonstrations:
-        return replace(
-            conversion,
-            run=partial(best_to_demonstrations, top_n=top_n, mask_truncated=mask_truncated),
-        )
-    return conversion
+    if conversion is None:
+        return None
+    values = {"top_n": top_n, "mask_truncated": mask_truncated}
+    options = {name: value for name, value in values.items() if name in conversion.settings}
+    return replace(conversion, run=partial(conversion.run, **options)) if options else conversion
 
 
 def of_kind(
     examples: Sequence[Example], kind: Kind, conversion: Conversion | None, threshold: float | None
 ) -> tuple[tuple[Example, ...], list[tuple[Example, Unused]]]:
-    """These examples as the kind, and those that the conversion made nothing of, each with the
-    reason. Raises UserError at the first that is of another kind and is not converted, and where
-    ``scored`` answers share no sort of verdict.
+    """The examples as examples of this kind, and those that cannot be used, each with the reason.
+
+    Raises UserError at the first example of another kind that is not converted, and where
+    ``scored`` answers share no rating.
     """
-    made = conversion.gives if conversion else kind
-    examples, failed = _without_failed(examples)
+    target = conversion.gives if conversion else kind
+    examples, failed = _split_failed(examples)
     ready: list[Example] = []
-    other: list[Example] = []
+    others: list[Example] = []
     for e in examples:
-        takes = conversion is not None and conversion.takes(e)
-        is_ready = _is(e, made) or (_is(e, kind) and not takes)
-        if is_ready and takes:
+        is_converted = conversion is not None and conversion.takes(e)
+        is_ready = _is_of_kind(e, target) or (_is_of_kind(e, kind) and not is_converted)
+        if is_ready and is_converted:
             raise UserError(
-                "the row has a label already, and the conversion would make it from the score",
+                "the row has a label already, but the conversion would compute it from the score",
                 code="row-label-and-score",
                 where=str(e.origin),
                 fix="remove data.convert, or set format: scored to read the score alone",
             )
-        if not is_ready and not takes:
+        if not is_ready and not is_converted:
             raise _wrong_kind(e, kind)
-        (ready if is_ready else other).append(e)
-    converted, unused = conversion.run(other, threshold) if conversion else ([], [])
-    found = (*ready, *converted)
+        (ready if is_ready else others).append(e)
+    converted, unused = conversion.run(others, threshold) if conversion else ([], [])
+    usable = (*ready, *converted)
     if kind == "scored":
-        shared_verdicts(e for e in found if isinstance(e, Judgement))
-    return found, [*failed, *unused]
+        shared_ratings(e for e in usable if isinstance(e, Judgement))
+    return usable, [*failed, *unused]
 
 
 def imported_examples(
     examples: Sequence[Example], kind: Kind, conversion: Conversion | None
 ) -> list[Example]:
-    """Of the Examples that the votes of a feedback tool made, those that a method and its
-    conversion read.
+    """The examples of a feedback tool's votes that a method and its conversion read.
 
-    Where there are scores, a method of scored answers reads these and no thumbs. Prompts are those
-    of all Examples, each once.
+    If some have scores, a method for scored answers reads these and no thumbs. A method for prompts
+    gets the prompt of every example, each once.
     """
     if kind == "prompt":
         prompts: dict[str, Example] = {}
         for e in examples:
             prompts.setdefault(content_id(e.prompt), Prompt(prompt=e.prompt, origin=e.origin))
         return list(prompts.values())
-    scores = [e for e in examples if isinstance(e, Judgement) and e.score is not None]
-    if kind == "scored" and conversion is None and scores:
-        return list(scores)
-    return [e for e in examples if _is(e, kind) or (conversion and conversion.takes(e))]
+    scored = [e for e in examples if isinstance(e, Judgement) and e.score is not None]
+    if kind == "scored" and conversion is None and scored:
+        return list(scored)
+    return [e for e in examples if _is_of_kind(e, kind) or (conversion and conversion.takes(e))]
 
 
-def _without_failed(
+def _split_failed(
     examples: Sequence[Example],
 ) -> tuple[list[Example], list[tuple[Example, Unused]]]:
-    """The examples, and apart from them those whose reward failed, each with the reason."""
-    failed = [e for e in examples if isinstance(e, Judgement) and e.error and not verdicts(e)]
+    """The examples without those whose reward failed, and these with the reason."""
+    failed = [e for e in examples if isinstance(e, Judgement) and e.error and not ratings_of(e)]
     if not failed:
         return list(examples), []
-    gone = set(map(id, failed))
-    kept = [e for e in examples if id(e) not in gone]
-    judged = {content_id(e.prompt) for e in kept}
+    failed_ids = set(map(id, failed))
+    usable = [e for e in examples if id(e) not in failed_ids]
+    rated_prompts = {content_id(e.prompt) for e in usable}
     reasons = (
-        Unused.REWARD_FAILED if content_id(e.prompt) in judged else Unused.ALL_REWARDS_FAILED
+        Unused.REWARD_FAILED if content_id(e.prompt) in rated_prompts else Unused.ALL_REWARDS_FAILED
         for e in failed
     )
-    return kept, list(zip(failed, reasons, strict=True))
+    return usable, list(zip(failed, reasons, strict=True))
 
 
-def _is(e: Example, kind: Kind) -> bool:
+def _is_of_kind(e: Example, kind: Kind) -> bool:
     if isinstance(e, Judgement) and kind in ("judgement", "scored"):
-        return e.label is not None or (kind == "scored" and bool(verdicts(e)))
+        return e.label is not None or (kind == "scored" and bool(ratings_of(e)))
     return KINDS[type(e)] == kind
 
 
 def _wrong_kind(e: Example, kind: Kind) -> UserError:
     ways = [
-        f"data.convert: {name}{' and data.threshold' if c.threshold == 'needed' else ''}"
+        f"data.convert: {name}{' and data.threshold' if 'threshold' in c.required else ''}"
         for name, c in CONVERSIONS.items()
         if c.serves(kind) and c.takes(e)
     ]
@@ -181,7 +179,7 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
         ways.append("format: prompt on this file, to read only its prompts")
     if kind == "demonstration" and isinstance(e, Judgement) and e.label is None:
         ways.append(
-            "format: demonstration (or messages) on this file, to imitate every answer whatever "
+            "format: demonstration (or messages) on this file, to imitate every answer, whatever "
             "its score"
         )
     if isinstance(e, Prompt) and e.info:
@@ -190,19 +188,19 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
             f"answers"
         )
     return UserError(
-        f"the rows are {_described(e)}, and the method needs {WORDS[kind]}",
+        f"the rows are {_described(e)}, but the method needs {WORDS[kind]}",
         code="kind-mismatch",
         where=str(e.origin),
         fix=(
-            f"set {', or '.join(ways)}; or choose a method for such rows{_methods(e)}"
+            f"set {', or '.join(ways)}; or choose a method for such rows{_method_for(e)}"
             if ways
-            else f"choose a method for such rows{_methods(e)}, or other data: no conversion "
-            f"makes the one of the other"
+            else f"choose a method for such rows{_method_for(e)}, or other data: no conversion "
+            f"makes such rows usable"
         ),
     )
 
 
-def _methods(e: Example) -> str:
+def _method_for(e: Example) -> str:
     """A method that reads such a row, in parentheses."""
     is_score = isinstance(e, Judgement) and e.label is None
     return f" ({METHOD_FOR['scored' if is_score else KINDS[type(e)]]})"
@@ -213,4 +211,4 @@ def _described(e: Example) -> str:
         return WORDS[KINDS[type(e)]]
     if e.score is not None:
         return "answers with a score and no label"
-    return "answers with attributes and no label" if e.attributes else "answers that nobody judged"
+    return "answers with attributes and no label" if e.attributes else "answers without a rating"

@@ -11,30 +11,30 @@ from valence.data.formats import FORMATS
 from valence.errors import UserError
 
 RATING = "rating"
-VERDICTS = ("label", "score", "scores")
+OTHER_RATINGS = ("label", "score", "scores")
 """A rating is not read in a file that has one of these columns."""
 
 Part = Literal["label", "score"]
 
 
 def rated_format(row: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:
-    """The format of judged answers that this row has if its rating is the label; None when the
+    """The format of rated answers that this row has if its rating is the label; None when the
     rating is not read.
     """
-    if row.get(RATING) is None or RATING in keys.values() or any(part in keys for part in VERDICTS):
+    is_mapped = RATING in keys.values() or any(part in keys for part in OTHER_RATINGS)
+    if row.get(RATING) is None or is_mapped:
         return None
-    if any(row.get(part) is not None for part in VERDICTS):
+    if any(row.get(part) is not None for part in OTHER_RATINGS):
         return None
-    fitting = candidates_of(row, {**keys, "label": RATING})
-    return fitting[0] if len(fitting) == 1 and "label" in FORMATS[fitting[0]].required else None
+    names = candidates_of(row, {**keys, "label": RATING})
+    return names[0] if len(names) == 1 and "label" in FORMATS[names[0]].required else None
 
 
 def part_of(ratings: Iterable[object], path: str) -> Part:
-    """What all ratings of a file are: labels if there are words, or no numbers but 1 and one of -1
-    and 0, otherwise scores.
+    """Whether the ratings of a file are labels: words, or only 1 and one of -1 and 0. Otherwise
+    they are scores.
 
-    Raises UserError for a file in which every rating is the same 0 or 1, which may be a thumb or
-    the end of a scale.
+    Raises UserError if every rating is the same 0 or 1, which may be a thumb or the end of a scale.
     """
     numbers: set[float] = set()
     has_words = False
@@ -51,7 +51,7 @@ def part_of(ratings: Iterable[object], path: str) -> Part:
             f"every rating is {min(numbers):g}, which may be a thumb or the end of a scale",
             code="rating-ambiguous",
             where=path,
-            fix=f"say which: keys: {{label: {RATING}}} for thumbs, keys: {{score: {RATING}}} for "
-            f"a scale",
+            fix=f"set keys: {{label: {RATING}}} for thumbs, or keys: {{score: {RATING}}} for a "
+            f"scale",
         )
     return "label" if numbers <= {-1.0, 1.0} or numbers <= {0.0, 1.0} else "score"

@@ -1,4 +1,4 @@
-"""Weights, gradients and moments split over the processes of a group, by PyTorch's FSDP2."""
+"""Shard weights, gradients and optimizer state over the processes of a group with FSDP2."""
 
 from __future__ import annotations
 
@@ -18,82 +18,89 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from valence.distributed.processes import Processes
+from valence.distributed.process_group import ProcessGroup
 
-# It warns that weights split in two ways take two messages to put together, which is so.
+# It warns that weights sharded over two axes need two messages to gather, as intended.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-METHODS = ("outputs", "within")
-"""What of an engine runs its layers, beside its forward pass."""
+FORWARD_METHODS = ("outputs", "within")
+"""Methods of a policy model that run its layers, in addition to its forward pass."""
 
 
 def shard(
-    engine: Any,
+    policy: Any,
     layers: Iterable[nn.Module],
-    group: Processes,
+    group: ProcessGroup,
     *,
     compute: torch.dtype | None = None,
     reshard: bool = True,
-    each: bool = False,
+    sum_every_backward: bool = False,
     offload: bool = False,
 ) -> None:
-    """Leave each process its part of the weights; those of a layer are gathered while it runs.
+    """Leave each process its shard of the weights; a layer's weights are gathered while it runs.
 
-    From now on every run of the engine, forward and backward, is one of all processes
-    (``engine.is_sharded``). All that is not in ``layers`` (embedding, head) is whole throughout a
-    run; weights of fewer than 2 axes stay on every process. Gradients are summed over the
-    processes. compute: the type that layers are gathered in, when that of their products is
-    narrower than that of their weights. reshard: give a layer's weights back between its forward
-    and its backward run. each: sum gradients in each backward run, whatever ``sync_gradients``
-    says. offload: keep the parts in the host's memory. Works on weights that have no memory yet.
+    After that, all processes must run the policy model together, forward and backward
+    (``policy.is_sharded``). Weights outside ``layers`` (embedding, head) stay gathered throughout a
+    pass; weights with fewer than 2 axes stay on every process. Gradients are summed over the
+    processes. Works on weights without memory (meta device).
+
+    compute: data type of the gathered layers, if their matrix multiplications are narrower than
+    their weights. reshard: free a layer's gathered weights between its forward and backward pass.
+    sum_every_backward: sum gradients in each backward pass, whatever ``sync_gradients`` sets.
+    offload: keep the shards in host memory.
     """
-    device = group.device
-    more: dict[str, Any] = {
+    options: dict[str, Any] = {
         "mesh": group.mesh,
-        "ignored_params": {p for p in engine.parameters() if p.ndim < 2},
+        "ignored_params": {p for p in policy.parameters() if p.ndim < 2},
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
-    wide = None if compute is None else torch.float32
-    # Autocast would round the operands anyway: it takes half the bytes to gather them rounded.
-    # Inputs stay as they are.
-    narrow = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
+    # Autocast would round the operands anyway: gathering them rounded takes half the bytes. Inputs
+    # are not cast.
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute,
+        reduce_dtype=None if compute is None else torch.float32,
+        cast_forward_inputs=False,
+    )
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshard, mp_policy=narrow, **more)
-    # What is not in layers is needed again as soon as the backward run begins.
-    fully_shard(engine, reshard_after_forward=False, **more)
-    for module in _parts(engine):
+        fully_shard(layer, reshard_after_forward=reshard, mp_policy=precision, **options)
+    # The other weights are needed again at the start of the backward pass.
+    fully_shard(policy, reshard_after_forward=False, **options)
+    for module in _fsdp_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-    for name in METHODS:
-        register_fsdp_forward_method(engine, name)
-        setattr(engine, name, partial(_measured, engine, getattr(engine, name)))
-    engine.register_forward_hook(_give_back)
-    engine.home = device
-    engine.is_sharded, engine.each = True, each
-    engine.most = partial(_most, group)
+    for name in FORWARD_METHODS:
+        register_fsdp_forward_method(policy, name)
+        setattr(policy, name, partial(_run_and_reshard, policy, getattr(policy, name)))
+    policy.register_forward_hook(_reshard)
+    policy.home = group.device
+    policy.is_sharded, policy.each = True, sum_every_backward
+    policy.most = partial(_max_over_ranks, group)
 
 
-def sync_gradients(engine: Any, on: bool) -> None:
-    """Set whether the next backward run sums all processes' gradients, also those kept so far."""
-    engine.set_requires_gradient_sync(on or engine.each)
+def sync_gradients(policy: Any, on: bool) -> None:
+    """Set whether the next backward pass sums the gradients of all processes, including those that
+    have accumulated.
+    """
+    policy.set_requires_gradient_sync(on or policy.each)
 
 
-def _parts(engine: nn.Module) -> list[FSDPModule]:
-    return [module for module in engine.modules() if isinstance(module, FSDPModule)]
+def _fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
-def _give_back(engine: nn.Module, *_: Any) -> None:
-    """Free other processes' parts of the weights after a forward run without a backward run."""
-    for module in _parts(engine) if not torch.is_grad_enabled() else ():
+def _reshard(policy: nn.Module, *_: Any) -> None:
+    """Free the gathered weights after a forward pass that no backward pass follows."""
+    for module in _fsdp_modules(policy) if not torch.is_grad_enabled() else ():
         module.reshard()
 
 
-def _measured(engine: nn.Module, method: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    found = method(*inputs, **more)
-    _give_back(engine)
-    return found
+def _run_and_reshard(
+    policy: nn.Module, method: Callable[..., Any], *inputs: Any, **options: Any
+) -> Any:
+    outputs = method(*inputs, **options)
+    _reshard(policy)
+    return outputs
 
 
-def _most(group: Processes, own: int) -> int:
-    """The largest number that any process gives."""
-    return int(group.gather(torch.tensor([own])).max())
+def _max_over_ranks(group: ProcessGroup, number: int) -> int:
+    return int(group.gather(torch.tensor([number])).max())

@@ -21,9 +21,7 @@ from valence.data.encode import Encoder
 from valence.data.formats import columns_read
 from valence.data.load import stream
 from valence.data.sources import BadRow, Row
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, SingleProcess, gather_objects
 from valence.errors import UserError
 from valence.jobs.lines import ANEW, Lines, as_line, check_line
 from valence.jobs.score_rows import Tally, facts_of_tokens, refuse_inputs, say
@@ -85,7 +83,7 @@ def score_by_reward(
     Raises UserError for a mistake in the request, and when the reward failed for all answers of a
     window, which is then not written.
     """
-    group, console = group or Single(), console or Terminal()
+    group, console = group or SingleProcess(), console or Terminal()
     with Stop(console).listening():
         specs = specs_of(rewards, target, overrides)
         own = load_target(target, overrides).recipe.data if target is not None else None
@@ -333,7 +331,9 @@ class _Writer:
         """Each process judges a share."""
         answers = [each for each in told if isinstance(each, Completion)]
         own = score_all(self.reward, answers[self.group.rank :: self.group.size], progress=advance)
-        every = gathered(self.group, [[each.value, dict(each.parts), each.error] for each in own])
+        every = gather_objects(
+            self.group, [[each.value, dict(each.parts), each.error] for each in own]
+        )
         found: list[Score] = [Score(None)] * len(answers)
         for rank, share in enumerate(every):
             found[rank :: self.group.size] = [

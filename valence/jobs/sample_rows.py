@@ -20,9 +20,12 @@ from valence.data.detect import COLUMNS
 from valence.data.formats import FORMATS
 from valence.data.load import load
 from valence.data.sources import Row, read_rows
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import gathered, same
+from valence.distributed.process_group import (
+    Group,
+    SingleProcess,
+    check_ranks_agree,
+    gather_objects,
+)
 from valence.errors import UserError
 from valence.jobs.lines import ANEW, Lines, as_line, check_line
 from valence.jobs.score_rows import refuse_inputs
@@ -138,7 +141,7 @@ def sample_rows(
     The answers to the prompt at position k depend on the seed and k alone. Raises UserError for a
     mistake in the request.
     """
-    group, console = group or Single(), console or Terminal()
+    group, console = group or SingleProcess(), console or Terminal()
     with Stop(console).listening():
         sources, source = _sources(target, data, overrides, asks=not questions)
         recipe = source.recipe
@@ -165,7 +168,7 @@ def sample_rows(
         run = open_run(target, overrides, group=group, at=at, console=console)
         writer = _Writer(run, prompts, n, how, lines, group, window, at_once)
         facts |= writer.facts()
-        same(
+        check_ranks_agree(
             group,
             lambda: {**facts, "prompts": [p.id for p in prompts]},
             "let all processes read the same files",
@@ -203,7 +206,7 @@ def answers(
     group: Group | None = None,
 ) -> list[tuple[str, Completion]]:
     """Each prompt, as text, with an answer to read. The request is as for ``sample_rows``."""
-    group = group or Single()
+    group = group or SingleProcess()
     sources, source = _sources(target, data, overrides, asks=not questions)
     asked = [prompt.prompt for prompt in _prompts(questions, sources)]
     n, _, how = draws.for_reading(source).filled(source.recipe.rollout, bool(source.recipe.reward))
@@ -407,7 +410,7 @@ class _Writer:
         found = self._generate(dealt[mine], advance) if mine < len(dealt) else []
         if not self.deals:
             return iter([found])
-        every = gathered(self.group, [[asdict(each) for each in own] for own in found])
+        every = gather_objects(self.group, [[asdict(each) for each in own] for own in found])
         return (
             [[_completion(each) for each in own] for own in answers]
             for answers in every[: len(dealt)]

@@ -24,9 +24,12 @@ from valence.data.detect import COLUMNS
 from valence.data.encode import Encoder
 from valence.data.load import stream
 from valence.data.sources import BadRow, Row
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import gathered, same
+from valence.distributed.process_group import (
+    Group,
+    SingleProcess,
+    check_ranks_agree,
+    gather_objects,
+)
 from valence.errors import UserError
 from valence.jobs.lines import ANEW, Lines, as_line
 from valence.lifecycle.scorers import CompletionScorer, Numbers, load_scorer
@@ -103,7 +106,7 @@ def score_rows(
 
     Raises UserError for a mistake in the request, or when none of the rows can be scored.
     """
-    group, console = group or Single(), console or Terminal()
+    group, console = group or SingleProcess(), console or Terminal()
     with Stop(console).listening():
         source = with_files(target, data, overrides, format=format)
         sources = source.recipe.data.eval
@@ -118,7 +121,7 @@ def score_rows(
             print_message(console, f"{total:,} rows; loading and checking {target}")
         judge = _judge(target, source, encoder, beta, overrides)
         fix = "let all processes read the same files, as from a disk that they share"
-        same(group, lambda: {"file of rows": seen, "model": judge.facts}, fix)
+        check_ranks_agree(group, lambda: {"file of rows": seen, "model": judge.facts}, fix)
         if lines:
             lines.agree(judge.facts)
         with lines.open(total) if lines else nullcontext():
@@ -339,7 +342,7 @@ class _Window:
                 ) from error
             own += zip(batch.unit.tolist(), numbers, strict=True)
             yield len(dealt), len(batch.tokens)
-        for share in gathered(group, own):
+        for share in gather_objects(group, own):
             for k, found in share:  # the sides of a unit are in order, and together
                 self.numbers[self.places[k]].append(found)
 

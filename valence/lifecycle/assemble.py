@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from valence.data.audit_text import audited
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
+from valence.distributed.process_group import Group, SingleProcess
 from valence.lifecycle.reward_models import reward_model
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
@@ -66,7 +65,7 @@ def make_trainer(
 
     Raises UserError for an optimizer of weights that are not the policy's.
     """
-    world, console = world or Single(), console or Terminal()
+    world, console = world or SingleProcess(), console or Terminal()
     group = world.split(prepared.recipe.parallel.tensor)[0]  # the processes with other rows
     messages = Messages(console, quiet, folder)
     jsonl = (

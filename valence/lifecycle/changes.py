@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from valence.checksums import KEY, checksum
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
 from valence.runs.folder import versions

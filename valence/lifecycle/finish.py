@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from valence.checksums import add_checksum, verify
-from valence.distributed.tensor import local
-from valence.distributed.together import by_first, gathered
+from valence.distributed.process_group import gather_objects, run_on_first_rank
+from valence.distributed.tensor_parallel import local
 from valence.errors import UserError
 from valence.lifecycle.reference_cache import passes
 from valence.models.cache import CachedReference
@@ -154,7 +154,8 @@ def _report_cache(trainer: Trainer) -> None:
     if isinstance(trainer.reference, CachedReference) and trainer.folder:
         cached = trainer.reference
         cached.hits, cached.misses = map(
-            sum, zip(*gathered(trainer.state.group, [cached.hits, cached.misses]), strict=True)
+            sum,
+            zip(*gather_objects(trainer.state.group, [cached.hits, cached.misses]), strict=True),
         )
         trainer.folder.state(
             reference_cache={
@@ -187,7 +188,7 @@ def _check_weights(trainer: Trainer) -> None:
         for name, p in trainer.state.trained_weights.items()
         if not bool(torch.isfinite(local(p)).all())
     ]
-    if names := [name for names in gathered(trainer.world, broken[:1]) for name in names]:
+    if names := [name for names in gather_objects(trainer.world, broken[:1]) for name in names]:
         raise UserError(
             f"the run ended badly: weights are not finite ({names[0]}); no model was written",
             code="weights-not-finite",
@@ -206,7 +207,7 @@ def _samples_before(trainer: Trainer) -> list[dict[str, str]]:
             trainer.folder.write(path.name, [add_checksum(row) for row in samples])
         return samples
     return (
-        by_first(trainer.world, partial(_read_samples, trainer, path))
+        run_on_first_rank(trainer.world, partial(_read_samples, trainer, path))
         if trainer.recipe.run.samples.prompts
         else []
     )

@@ -15,10 +15,8 @@ from torch import nn
 from valence.config.schema import Model, Recipe
 from valence.data.targets import ONE
 from valence.distributed.fsdp2 import shard
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.tensor import tensor_parallel
-from valence.distributed.together import same
+from valence.distributed.process_group import Group, SingleProcess, check_ranks_agree
+from valence.distributed.tensor_parallel import tensor_parallel
 from valence.errors import UserError
 from valence.lifecycle.changes import rows_of
 from valence.models.build import (
@@ -74,11 +72,11 @@ def build_models(
     compiled, sharded: earlier decisions to compile layers and to split weights over processes; None
     decides now. group: all processes call this together.
     """
-    group = group or Single()
+    group = group or SingleProcess()
     with prepared.source.placing():
         recipe = prepared.recipe
         check_folders(prepared, group, model=model is None, reference=reference is None)
-        same(group, lambda: rows_of(prepared), "give all processes the same rows")
+        check_ranks_agree(group, lambda: rows_of(prepared), "give all processes the same rows")
         data, layers = group.split(recipe.parallel.tensor)
         split = _split(prepared, model, group, sharded)
         loader = _ModelLoader(prepared, split, data, layers)
@@ -264,7 +262,7 @@ def _check_quantized(model: nn.Module, spec: Model) -> None:
 
 def _check_same_weights(group: Group, name: str, engine: PolicyModel) -> None:
     """Raise UserError if the processes hold different weights."""
-    same(
+    check_ranks_agree(
         group,
         lambda: {name: model_digest(engine, adapter=True)},
         "pass or load the same weights in all processes",
@@ -390,7 +388,7 @@ def check_folders(prepared: Prepared, group: Group, *, model: bool, reference: b
     for setting, name in names.items():
         for file, fact in fingerprint(name).items() if name else ():
             facts[f"{file} of {setting}"] = fact
-    same(
+    check_ranks_agree(
         group,
         lambda: facts,
         "let all processes read the same folders, for example on a shared disk",
@@ -419,7 +417,7 @@ def share(
             among,
             compute=engine.compute,
             reshard=split.reshard,
-            each=split.each,
+            sum_every_backward=split.each,
             offload=split.offload,
         )
     if stream:

@@ -13,9 +13,7 @@ from rich.console import Console
 from valence.config.load import load_recipe
 from valence.config.schema import seconds_of
 from valence.data.sampler import canonical_order
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, SingleProcess, gather_objects
 from valence.errors import UserError
 from valence.lifecycle.assemble import make_trainer
 from valence.lifecycle.models import build_models
@@ -47,7 +45,7 @@ def score(
     Cached values are not computed again. verify: how many sequences to recompute and compare
     afterwards. Raises UserError if the recipe uses no cache, or cached values are wrong.
     """
-    world, console = group or Single(), console or Terminal()
+    world, console = group or SingleProcess(), console or Terminal()
     source = load_recipe(recipe, overrides, method_of=method_of)
     where = source.recipe.reference.cache
     with source.placing():
@@ -127,7 +125,7 @@ def score(
             ) from error
         world.barrier("scored")  # from here on, all processes can read all values
     cached.hits, cached.misses = map(
-        sum, zip(*gathered(trainer.state.group, [cached.hits, cached.misses]), strict=True)
+        sum, zip(*gather_objects(trainer.state.group, [cached.hits, cached.misses]), strict=True)
     )
     lines = [f"{cached.summary}; kept in {cached.folder}"]
     if verify:
@@ -226,7 +224,7 @@ def _verify(trainer: Trainer, cached: CachedReference, number: int) -> str:
     units = [unit for corpus in prepared.corpora.values() for unit in corpus.units]
     chosen = random.Random(prepared.recipe.train.seed).sample(units, min(number, len(units)))
     local = objective.run_micro_batches(objective.divide(chosen), cached.check, cached.beside)
-    results = [pair for pairs in gathered(trainer.state.group, local) for pair in pairs]
+    results = [pair for pairs in gather_objects(trainer.state.group, local) for pair in pairs]
     count = sum(count for count, _ in results)
     largest = max(difference for _, difference in results)
     return f"computed {count} sequences again: they differ by {largest:.2g} nats a token at most"

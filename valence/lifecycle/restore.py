@@ -11,8 +11,7 @@ from rich.console import Console
 from valence.config.load import LISTS, LoadedRecipe, load_recipe
 from valence.config.parse import COMMAND_LINE
 from valence.config.schema import Recipe
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
+from valence.distributed.process_group import Group, SingleProcess
 from valence.errors import UserError
 from valence.lifecycle.assemble import make_trainer
 from valence.lifecycle.models import build_models
@@ -45,7 +44,7 @@ def restore(
 
     Raises UserError when the folder holds no run, or names code that is not allowed to run.
     """
-    world = group or Single()
+    world = group or SingleProcess()
 
     def check_recipe(source: LoadedRecipe) -> None:
         if rewards and not trust_reward:

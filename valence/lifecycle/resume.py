@@ -16,8 +16,8 @@ from valence.config.describe import shorten_value
 from valence.config.load import LoadedRecipe
 from valence.data.audit_text import audited
 from valence.data.lengths import distributions
-from valence.distributed import shards
-from valence.distributed.together import by_first
+from valence.distributed import sharded_checkpoint
+from valence.distributed.process_group import run_on_first_rank
 from valence.errors import UserError
 from valence.lifecycle.changes import (
     BATCH_SETTINGS,
@@ -225,10 +225,14 @@ def find_previous_run(
     allow: settings or sections that may differ. Raises UserError with a list of all other
     differences, and if there is no state to resume from.
     """
-    place, was, changed = by_first(folder.group, partial(_find_checkpoint, folder, prepared, allow))
+    place, was, changed = run_on_first_rank(
+        folder.group, partial(_find_checkpoint, folder, prepared, allow)
+    )
     saved = Saved(Path(place[0]), place[1], was) if place else None
     lazy = HEAVY if folder.group.size > 1 else ()
-    state = store.load(saved.path, shards.read, lazy) if saved and saved.has_state else None
+    state = (
+        store.load(saved.path, sharded_checkpoint.read, lazy) if saved and saved.has_state else None
+    )
     prepared = _as_recorded(prepared, was)
     previous = PreviousRun(folder, prepared, saved, state, was, changed)
     if previous.finished:

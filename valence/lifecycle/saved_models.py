@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from valence.config.load import LoadedRecipe
-from valence.distributed import shards
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import by_first
+from valence.distributed import sharded_checkpoint
+from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
 from valence.lifecycle.models import build_models
 from valence.models.policy_model import PolicyModel
@@ -61,7 +59,7 @@ def load_saved_models(
     Raises UserError when the folder holds no run or no checkpoint, or names code that is not
     allowed to run.
     """
-    world = world or Single()
+    world = world or SingleProcess()
     source = load_run_recipe(run_dir, overrides)
     # The run may have used more processes.
     if world.size % source.recipe.parallel.tensor:
@@ -69,7 +67,7 @@ def load_saved_models(
     check_recipe(source)
 
     def read(place: Path) -> Mapping[str, Any]:
-        return store.load(place, shards.read, HEAVY)
+        return store.load(place, sharded_checkpoint.read, HEAVY)
 
     place, state = _read_checkpoint(run_dir, at, world, read)
     prepared = prepare(source, rewards=rewards)
@@ -99,7 +97,9 @@ def _read_checkpoint(
     """
     place = checked
     for _ in range(ATTEMPTS):
-        place = place or Path(by_first(world, lambda: str(_find_checkpoint(run_dir, at).path)))
+        place = place or Path(
+            run_on_first_rank(world, lambda: str(_find_checkpoint(run_dir, at).path))
+        )
         result, failure = None, None
         try:
             result = read(place)

@@ -17,9 +17,12 @@ from valence.config.schema import seconds_of
 from valence.data.audit_text import render, warnings_of
 from valence.data.objects import PathOrPaths, Rows, as_overrides
 from valence.data.rendering import describe_rendering
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import by_first, same
+from valence.distributed.process_group import (
+    Group,
+    SingleProcess,
+    check_ranks_agree,
+    run_on_first_rank,
+)
 from valence.errors import UserError
 from valence.lifecycle.assemble import make_trainer
 from valence.lifecycle.changes import choices_of, settings_of
@@ -103,7 +106,7 @@ def build_run(
     the state of the run in it, if any. loads_finished: load the model of a finished run; otherwise
     raises _FinishedError.
     """
-    world = group or Single()
+    world = group or SingleProcess()
     given, overrides = as_overrides(given or {}, overrides)
     console = console or terminal_of(world)
     in_memory = [name for name, rows in given.items() if rows is not None]
@@ -129,13 +132,15 @@ def build_run(
         prepared = prepare(
             with_dtype(source, world), tokenizer=tokenizer, given=given, policy=model
         )
-        same(world, lambda: settings_of(prepared), "give all processes the same recipe")
+        check_ranks_agree(
+            world, lambda: settings_of(prepared), "give all processes the same recipe"
+        )
         previous = find_previous_run(folder, prepared, allow) if folder.taken_up else None
         prepared = previous.prepared if previous else prepared
         tokens, sharded = _print_plan(prepared, model, previous, console, quiet, world)
         finished = _is_finished(previous, folder, stop, loads_finished)
         if not finished:
-            by_first(world, partial(check_sinks, source))
+            run_on_first_rank(world, partial(check_sinks, source))
             folder.claim()
             failing.callback(_record_failure, folder)
             if previous is None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.losses.policy import k1, k3
 from valence.models.memory import out_of_memory
@@ -300,7 +299,7 @@ class Collector:
 
         Raises Interrupted on all processes when one was stopped.
         """
-        parts: list[list[Any] | None] = gathered(self._world, local)
+        parts: list[list[Any] | None] = gather_objects(self._world, local)
         present = [part for part in parts if part is not None]
         if len(present) < len(parts):
             self._stop.requested()
@@ -520,7 +519,7 @@ class Collector:
             policy.train()
         # Blocks on the device here, once.
         local = [row for batch, columns in parts for row in _split_by_unit(batch, columns)]
-        rows = [row for rows in gathered(self._state.group, local) for row in rows]
+        rows = [row for rows in gather_objects(self._state.group, local) for row in rows]
         by_unit = {int(unit): values for unit, values in rows}
         return [dict(zip(names, map(tuple, by_unit[i]), strict=True)) for i in range(len(units))]
 

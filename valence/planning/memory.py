@@ -13,7 +13,7 @@ from torch import nn
 
 from valence.config.schema import Recipe
 from valence.data.targets import ONE
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.models.build import DTYPES
 from valence.models.memory import Memory, Split, predict, sampled, with_values

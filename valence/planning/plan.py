@@ -13,10 +13,9 @@ from torch import nn
 from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import StepPacker
 from valence.data.sampler import Sampler
-from valence.distributed.launch import usable_cores
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.tensor import check_shares
+from valence.distributed.launcher import usable_cores
+from valence.distributed.process_group import Group, SingleProcess
+from valence.distributed.tensor_parallel import check_tensor_parallel
 from valence.errors import UserError
 from valence.models import speed
 from valence.models.build import DTYPES, best_device, check_vocabulary
@@ -272,14 +271,14 @@ def make_plan(
     Raises UserError if the model does not exist, the tokenizer or adapter does not fit it, or it
     does not support checkpointing or the split.
     """
-    group = group or Single()
+    group = group or SingleProcess()
     recipe, spec, device = prepared.recipe, prepared.recipe.model, best_device()
     with prepared.source.placing():
         check_offload(recipe, device)
         bare = layers_of(prepared, model)
         check_vocabulary(bare, prepared.tokenizer)
         recompute_layers(bare, recipe.train.checkpointing, device)
-        check_shares(bare, recipe.parallel.tensor)
+        check_tensor_parallel(bare, recipe.parallel.tensor)
         shape = shape_of(
             bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.reports import stats
 from valence.types import Mean, Ranked, sent
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.runs.store import (
     agreed,

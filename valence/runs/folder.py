@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from valence.checksums import add_checksum, verify
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import by_first
+from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
 from valence.files import check_path, refuse_links
 from valence.runs.lock import NAME, Lock
@@ -65,7 +63,7 @@ class RunFolder:
         """
         check_path(path, "run.dir")
         self.path, self.say = path.resolve() if path.is_symlink() else path, say
-        self.group = group or Single()
+        self.group = group or SingleProcess()
         self.writes = self.group.rank == 0
         self.facts: dict[str, Any] = {}
         self._unwritten: dict[str, str] = {}
@@ -73,7 +71,7 @@ class RunFolder:
         self._guard = threading.Lock()
         self.lock = Lock(self.path)
         self.taken_up = self._is_inspected = False
-        self.taken_up, self.facts = by_first(self.group, partial(self._inspect, fresh))
+        self.taken_up, self.facts = run_on_first_rank(self.group, partial(self._inspect, fresh))
 
     def _inspect(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
         """Whether there is a run to resume, and the content of its run.json.
@@ -126,7 +124,7 @@ class RunFolder:
 
     def claim(self) -> None:
         """Create the folder, moving an earlier run aside. Raises UserError if that fails."""
-        by_first(self.group, self._claim)
+        run_on_first_rank(self.group, self._claim)
 
     def _claim(self) -> None:
         path = self.path

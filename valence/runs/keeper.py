@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.files import refuse_links
 from valence.runs.store import (
@@ -223,7 +222,7 @@ class Checkpoints:
             return local_files
         return {
             name: description
-            for files in gathered(self.group, local_files)
+            for files in gather_objects(self.group, local_files)
             for name, description in files.items()
         }
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.terminal import print_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -179,7 +178,7 @@ class SharedStop:
         """
         is_requested = self.world.any(self.local.requested)
         if is_requested and self.world.size > 1:
-            requests = gathered(self.world, [self.local.reason, self.local.status])
+            requests = gather_objects(self.world, [self.local.reason, self.local.status])
             self.local.adopt(*next(request for request in requests if request[0]))
             self.is_synchronized = True
         return is_requested

@@ -19,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.files import open_file, refuse_links, write_all
 
@@ -123,7 +122,7 @@ def agreed(group: Group | None) -> Iterator[None]:
         yield
     except (OSError, UserError, SafetensorError) as error:
         failed = error
-    problems = gathered(
+    problems = gather_objects(
         group, failed.what if isinstance(failed, UserError) else str(failed) if failed else None
     )
     if isinstance(failed, UserError) and len(set(problems)) == 1:

@@ -13,8 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from valence.data.sampler import canonical_order
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.reports.metrics import Meter
 from valence.trainer.step import Objective, SequenceResult
 from valence.types import (
@@ -76,7 +75,7 @@ def all_rows(group: Group, local_rows: Sequence[SequenceResult]) -> list[Sequenc
     """The results of all processes."""
     if group.size == 1:
         return list(local_rows)
-    gathered_rows = gathered(group, [astuple(row) for row in local_rows])
+    gathered_rows = gather_objects(group, [astuple(row) for row in local_rows])
     return [SequenceResult(*row) for rows in gathered_rows for row in rows]
 
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from valence.config.describe import shorten_value
 from valence.data.sampler import canonical_order
 from valence.data.targets import ONE
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.models.adapters import merged
 from valence.models.build import DTYPES, load_model
@@ -173,7 +172,7 @@ class ModelWriter:
         finally:
             policy.train()
         local = [row for scores in results if scores is not None for row in scores.tolist()]
-        scores = [row for rows in gathered(self.state.group, local) for row in rows]
+        scores = [row for rows in gather_objects(self.state.group, local) for row in rows]
         ends = {*encoder.end_ids, *(answer.ids[-1] for unit in units for answer in unit.answers)}
         tokenizer = with_padding(
             encoder.tokenizer, ends, policy.causal.get_input_embeddings().weight.shape[0]

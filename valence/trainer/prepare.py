@@ -24,9 +24,7 @@ from valence.data.objects import Rows
 from valence.data.sampler import Sampler, canonical_order
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
 from valence.data.template import with_template
-from valence.distributed.protocol import Group
-from valence.distributed.single import Single
-from valence.distributed.together import by_first
+from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
 from valence.models.build import DTYPES, generation_stops, load_tokenizer, stops_of
 from valence.models.loading import must_exist
@@ -261,7 +259,9 @@ def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe
     """Replace ``model.dtype: auto`` by the type that suits rank 0's machine, for all of group."""
     if source.recipe.model.dtype != "auto":
         return source
-    return source.with_automatic("model.dtype", *by_first(group or Single(), automatic_dtype))
+    return source.with_automatic(
+        "model.dtype", *run_on_first_rank(group or SingleProcess(), automatic_dtype)
+    )
 
 
 def prepare(

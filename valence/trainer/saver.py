@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from valence.distributed import shards
-from valence.distributed.together import gathered
+from valence.distributed import sharded_checkpoint
+from valence.distributed.process_group import gather_objects
 from valence.errors import UserError
 from valence.models.cache import CachedReference
 from valence.reports.sinks import JsonlSink
@@ -40,7 +40,7 @@ class Saver:
             folder.path / "checkpoints",
             self._settings.keep,
             self._world if self._is_split else None,
-            shards.write,
+            sharded_checkpoint.write,
         )
         self.saved: tuple[int, int] | None = None
         self._saved_with: SavedWith | None = None
@@ -64,7 +64,7 @@ class Saver:
                 f"rank {self._world.rank}: {self._cached.folder} cannot be written "
                 f"({error.strerror})"
             )
-        for message in filter(None, gathered(self._world, failure)):
+        for message in filter(None, gather_objects(self._world, failure)):
             self._messages.warn(message)
 
     def save(self, state: State, *, wait: bool) -> None:
@@ -114,7 +114,7 @@ class Saver:
             and best.step is not None
             and not os.path.isdir(self.checkpoints.path(best.step))
         )
-        if any(gathered(self._world, is_missing)):
+        if any(gather_objects(self._world, is_missing)):
             step = best.step
             best.withdraw()
             again = "" if best.step is None else f"; that of step {best.step} is the best again"

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.losses.stats import RewardShift
 from valence.models.policy_model import PolicyModel
@@ -165,7 +164,7 @@ class TrainState:
         registry = self.registry
         state = light | {name: registry.parts[name].state_dict() for name in HEAVY}
         state["processes"] = [
-            process for local in gathered(self.group, state["processes"]) for process in local
+            process for local in gather_objects(self.group, state["processes"]) for process in local
         ]
         saved = state["optimizer"]["param_groups"]
         merged = [

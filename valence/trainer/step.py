@@ -24,7 +24,7 @@ from valence.batching.micro_batches import (
     balance_across_ranks,
     round_robin,
 )
-from valence.distributed.protocol import Group
+from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.losses import stats
 from valence.losses.average import Average, counts, divisors
@@ -368,7 +368,7 @@ class Objective:
         failure: BaseException | None = None
         for k in range(batches.num_rounds):
             batch = batches.local[k] if k < len(batches.local) and failure is None else None
-            place = self.group.at("a micro-batch") if is_sharded else nullcontext()
+            place = self.group.collective("a micro-batch") if is_sharded else nullcontext()
             try:
                 with final_out_of_memory(self.policy.shared or is_sharded), place:
                     if batch is not None:

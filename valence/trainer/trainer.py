@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from valence.config.schema import Recipe
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
+from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.models import speed
 from valence.models.build import DTYPES
@@ -425,7 +424,11 @@ class Trainer:
         counters.skipped_in_a_row += 1
         state.state_before_skips = state.state_before_skips or before
         names = sorted(
-            {name for names in gathered(state.group, result.non_finite_ids()) for name in names}
+            {
+                name
+                for names in gather_objects(state.group, result.non_finite_ids())
+                for name in names
+            }
         )
         where = self.prepared.origins(names) if names else "no single row (the gradient overflowed)"
         self.messages.warn(

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.rig import run as together
 from tests.distributed.test_run import train
 from tests.training.online.rig import logged, make, recipe
-from valence.distributed.single import Single
+from valence.distributed.process_group import SingleProcess
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 DIFFER = {
@@ -42,7 +42,7 @@ def recipes(place: Path, of: str) -> list[dict[str, Any]]:
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
     """Each samples and judges some of the answers: of three prompts one has two."""
     make(tmp_path)
-    assert train(Single(), recipes(tmp_path, "one")) == ["done"] * len(METHODS)
+    assert train(SingleProcess(), recipes(tmp_path, "one")) == ["done"] * len(METHODS)
     ranks = together(train, 2, recipes(tmp_path, "two"), deadline=60.0)
     assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"] * len(METHODS))] * 2
     for method in METHODS:
