@@ -15,7 +15,8 @@ from tests.reports.synthetic import write_run
 from valence.reports import rundata
 from valence.reports.comparison_markdown import run_markdown
 from valence.reports.curves import POINTS
-from valence.reports.html import flatten, plotly_js
+from valence.reports.formatting import flatten
+from valence.reports.html import plotly_js
 from valence.reports.page import HEADLINES, write_page
 from valence.reports.rundata import read_run
 

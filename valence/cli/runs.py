@@ -234,7 +234,7 @@ def _show_settings(source: LoadedRecipe, every: bool) -> None:
     is from.
     """
     from valence.config.describe import shorten_value
-    from valence.reports.console import exact
+    from valence.reports.formatting import exact
 
     table = table_of_settings("value", "from")
     shown = {

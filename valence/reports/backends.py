@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from valence.errors import UserError
 from valence.files import refuse_links
-from valence.reports.console import exact, number
+from valence.reports.formatting import exact, number
 
 Rows = Sequence[Mapping[str, Any]]
 

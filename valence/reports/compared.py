@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from valence.errors import UserError
-from valence.reports.console import exact, visible
 from valence.reports.curves import OF_A_ROUND, spent
-from valence.reports.html import flatten
+from valence.reports.formatting import exact, flatten, visible
 from valence.reports.rundata import Json, RunData, read_run
 from valence.reports.runs import RunLine, list_runs
 from valence.reports.stats import finite

@@ -22,8 +22,9 @@ from valence.reports.comparison_tables import (
     tables,
     what,
 )
-from valence.reports.console import esc, text
+from valence.reports.console import esc
 from valence.reports.curves import title_of
+from valence.reports.formatting import text
 from valence.reports.html import chart_grid, document, folded, plotly_js, table, write_aside
 from valence.reports.rows import Json
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from valence.reports.card import fenced, markdown, table
 from valence.reports.compared import Compared
 from valence.reports.comparison_tables import (
     MARK,
@@ -16,8 +15,8 @@ from valence.reports.comparison_tables import (
     tables,
     what,
 )
-from valence.reports.console import compare, duration
-from valence.reports.html import flatten
+from valence.reports.formatting import compare, duration, flatten
+from valence.reports.rendering import fenced, markdown, markdown_table
 from valence.reports.rundata import RunData
 from valence.reports.signs import other_warnings, signs
 from valence.reports.stats import finite
@@ -28,11 +27,19 @@ def comparison_markdown(runs: Sequence[Compared]) -> str:
     """The tables of a comparison."""
     parts = [MARK, f"# {len(runs)} runs compared", markdown(what(runs)), _listed(gaps(runs))]
     for part in tables(runs):
-        parts += [f"## {part.title}", *map(markdown, part.notes), table(part.header, part.rows)]
+        parts += [
+            f"## {part.title}",
+            *map(markdown, part.notes),
+            markdown_table(part.header, part.rows),
+        ]
     if found := disagreements(runs):
         header = ("row", "prompt", *(run.label for run in runs), "answers")
         rows = [_line(each, runs) for each in found]
-        parts += ["## Rows on which the runs disagree", markdown(RANKED), table(header, rows)]
+        parts += [
+            "## Rows on which the runs disagree",
+            markdown(RANKED),
+            markdown_table(header, rows),
+        ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -116,19 +123,21 @@ def _results(run: RunData) -> str:
     if run.first is None or run.last is None:
         return "It was not evaluated on held-out rows."
     if run.first is run.last:
-        return table(("held-out rows", f"step {run.last['step']}"), run.last["metrics"].items())
+        return markdown_table(
+            ("held-out rows", f"step {run.last['step']}"), run.last["metrics"].items()
+        )
     header = (
         "held-out rows",
         f"before (step {run.first['step']})",
         f"after (step {run.last['step']})",
         "change",
     )
-    return table(header, compare(run.first["metrics"], run.last["metrics"]))
+    return markdown_table(header, compare(run.first["metrics"], run.last["metrics"]))
 
 
 def _test(run: RunData) -> str:
     return (
-        table(("test rows", f"step {run.test['step']}"), run.test["metrics"].items())
+        markdown_table(("test rows", f"step {run.test['step']}"), run.test["metrics"].items())
         if run.test
         else ""
     )

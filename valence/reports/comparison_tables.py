@@ -16,7 +16,7 @@ from valence.reports.compared import (
     same_test_rows,
     some_untrained,
 )
-from valence.reports.console import duration, text, visible
+from valence.reports.formatting import duration, text, visible
 from valence.reports.rows import Json, several, worth
 from valence.reports.stats import finite, ranks
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from valence.reports.console import duration, esc
+from valence.reports.console import esc
 from valence.reports.figures import COLOURS, figure, translucent
+from valence.reports.formatting import duration
 from valence.reports.rundata import Json, RunData
 from valence.reports.stats import finite, short
 

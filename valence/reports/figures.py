@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from valence.reports.console import esc, number
+from valence.reports.console import esc
+from valence.reports.formatting import number
 from valence.reports.rows import Json, groups, margin, rewards_by_class, source, value, verdict
 from valence.reports.stats import finite, quantile, short, sigmoid, wilson
 

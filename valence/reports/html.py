@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from valence.files import open_file, write_all
 from valence.reports.console import esc
@@ -24,7 +23,7 @@ from valence.reports.definitions import DEFINITIONS
 from valence.reports.rundata import Json
 
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+SCRIPT = (Path(__file__).with_name("templates") / "page.js").read_text(encoding="utf-8")
 """Read when this module is: the files may be another version's by the time a long run writes its
 page.
 """
@@ -170,12 +169,3 @@ def tiles(cells: Iterable[tuple[str, str, str]]) -> str:
         for name, said, below in cells
     )
     return f'<div class="tiles">{boxes}</div>' if boxes else ""
-
-
-def flatten(value: Json, prefix: str = "") -> dict[str, Any]:
-    """Inner mappings as dotted names: ``{"train": {"seed": 0}}`` becomes ``{"train.seed": 0}``."""
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        name = f"{prefix}{key}"
-        flat |= flatten(item, f"{name}.") if isinstance(item, Mapping) and item else {name: item}
-    return flat

@@ -18,7 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from valence.reports.console import BOARDS, Progress, number, visible
+from valence.reports.console import BOARDS, Progress
+from valence.reports.formatting import number, visible
 
 WORDS = {
     "loss": "loss",

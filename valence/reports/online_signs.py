@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from valence.reports.console import number
+from valence.reports.formatting import number
 from valence.reports.stats import finite
 
 THRESHOLDS: dict[str, float] = {

@@ -13,14 +13,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from valence.reports.console import as_tables, audit_in_words, compare, duration, esc, exact, number
+from valence.reports.console import esc
 from valence.reports.curves import KTO, curves, mean_width, spent
 from valence.reports.definitions import DEFINITIONS, by_importance
 from valence.reports.figures import calibration, lengths, spreads, still
+from valence.reports.formatting import audit_tables, compare, duration, exact, flatten, number
 from valence.reports.html import (
     chart_grid,
     document,
-    flatten,
     folded,
     metric_anchor,
     metric_table,
@@ -449,7 +449,7 @@ def _audit(audit: Json, charts: dict[str, Json], plotly: bool) -> str:
         drawn = (
             chart_grid(lengths(spread), charts) if plotly and isinstance(spread, Mapping) else ""
         )
-        whole = f'<div class="flow">{_tables(audit_in_words(found))}</div>'
+        whole = f'<div class="flow">{_tables(found)}</div>'
         title = "All that the audit found"
         parts.append(
             f"<h3>{esc(LISTS.get(name, name))}</h3><p>{_summary(found)}</p>"
@@ -485,7 +485,7 @@ def _summary(found: Json) -> str:
 
 def _tables(found: Json) -> str:
     parts: list[str] = []
-    for title, header, rows in as_tables(found):
+    for title, header, rows in audit_tables(found):
         head = f"<h4>{esc(title)}</h4>" if title else ""
         more = f"<p>and {len(rows) - ROWS} more in audit.json</p>" if len(rows) > ROWS else ""
         parts.append(f"<div>{head}{table(header, rows[:ROWS])}{more}</div>")

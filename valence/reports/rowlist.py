@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from valence.reports.console import esc, number, visible
+from valence.reports.console import esc
+from valence.reports.formatting import number, visible
 from valence.reports.html import folded
 from valence.reports.rows import (
     SIDES,

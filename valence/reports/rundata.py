@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from valence.checksums import KEY, ChecksumError, verify, verify_text
 from valence.errors import UserError
-from valence.reports.console import audit_warnings
+from valence.reports.formatting import audit_warnings
 from valence.reports.rows import Json, margin, rewards_by_class
 from valence.reports.stats import quantile
 

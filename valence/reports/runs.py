@@ -20,7 +20,7 @@ from rich.text import Text
 
 from valence.checksums import ChecksumError, verify, verify_text
 from valence.errors import UserError
-from valence.reports.console import duration, number, visible
+from valence.reports.formatting import duration, number, visible
 from valence.runs.lock import holder
 
 DEPTH = 4

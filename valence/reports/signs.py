@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from valence.reports.console import number
+from valence.reports.formatting import number
 from valence.reports.online_signs import Sign, is_online, name_of_kl, online_signs
 from valence.reports.rows import (
     Json,

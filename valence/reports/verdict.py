@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from valence.reports.console import number
 from valence.reports.figures import still
+from valence.reports.formatting import number
 from valence.reports.rows import is_own, is_pair, margin, per_token, value, verdict
 from valence.reports.rundata import RunData
 from valence.reports.stats import (
