@@ -63,7 +63,7 @@ def test_a_plain_installation_draws_charts() -> None:
 def test_the_wheel_contains_the_templates_of_the_reports() -> None:
     from valence.reports.rendering import SOURCES
 
-    used = re.compile(r"[\"'](\w+(?:\.\w+)?\.(?:j2|css|js))[\"']")
+    used = re.compile(r"[\"'](\w+(?:\.\w+)?\.(?:j2|css|js|txt))[\"']")
     names = {
         name
         for path in (ROOT / "valence/reports").rglob("*")

@@ -13,11 +13,10 @@ from tests.errors import raises_error
 from tests.reports.hostile import HOSTILE, Page, charts
 from tests.reports.synthetic import write_run
 from valence.reports import rundata
-from valence.reports.comparison_markdown import run_markdown
-from valence.reports.curves import POINTS
+from valence.reports.charts import POINTS
 from valence.reports.formatting import flatten
-from valence.reports.html import plotly_js
-from valence.reports.page import HEADLINES, write_page
+from valence.reports.page import HEADLINES, report_markdown, write_page
+from valence.reports.rendering import plotly_js
 from valence.reports.rundata import read_run
 
 
@@ -144,10 +143,10 @@ def test_a_run_without_answers_says_how_to_get_some(tmp_path):
     run = write_run(tmp_path / "run", "thumbs")
     setting = "run.samples.prompts"
     assert setting not in Page(write_page(run)).text.split("Answers")[0]
-    assert setting not in run_markdown(read_run(run))
+    assert setting not in report_markdown(read_run(run))
     (run / "samples.json").unlink()
     assert setting in Page(write_page(run)).text.split("Warnings")[0]
-    assert setting in run_markdown(read_run(run)).splitlines()[2]
+    assert setting in report_markdown(read_run(run)).splitlines()[2]
 
 
 def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):
@@ -252,7 +251,7 @@ def test_without_plotly_the_page_says_how_to_get_the_curves(run_dir, monkeypatch
 def test_a_page_that_cannot_be_made_leaves_the_old_one(run_dir, monkeypatch):
     first = write_page(run_dir).read_text(encoding="utf-8")
     monkeypatch.setattr(
-        "valence.reports.html.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk"))
+        "valence.reports.rendering.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk"))
     )
     with pytest.raises(OSError, match="disk"):
         write_page(run_dir)

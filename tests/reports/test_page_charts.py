@@ -9,11 +9,10 @@ import pytest
 from tests.reports.hostile import Page, charts
 from tests.reports.synthetic import write_run
 from valence.reports import rundata
-from valence.reports.curves import BARS, POINTS, curves
-from valence.reports.figures import by_length, by_source, calibration, spreads
-from valence.reports.page import seconds_of_a_step, write_page
+from valence.reports.charts import BARS, POINTS, by_length, by_source, calibration, curves, spreads
+from valence.reports.diagnostics import diagnose
+from valence.reports.page import seconds_per_step, write_page
 from valence.reports.rundata import read_run
-from valence.reports.signs import signs
 
 
 def test_values_that_are_not_finite_are_gaps_in_the_curve_and_a_warning(tmp_path):
@@ -21,9 +20,9 @@ def test_values_that_are_not_finite_are_gaps_in_the_curve_and_a_warning(tmp_path
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     assert curves(read_run(tmp_path))["Learning"]["Loss"]["data"][0]["y"] == [0.5, None, None, 0.4]
-    [warning] = [sign for sign in signs(read_run(tmp_path)) if sign.name == "not finite"]
-    assert re.findall(r"\d+", warning.said) == ["2", "2"]
-    assert warning.said in Page(write_page(tmp_path)).text
+    [warning] = [sign for sign in diagnose(read_run(tmp_path)) if sign.name == "not finite"]
+    assert re.findall(r"\d+", warning.message) == ["2", "2"]
+    assert warning.message in Page(write_page(tmp_path)).text
 
 
 def test_charts_hold_known_metrics_together_and_any_other_that_varies(run_dir):
@@ -94,8 +93,8 @@ def test_seconds_of_a_record_are_means_over_its_rounds(tmp_path):
         for i in range(1, 4)
     ]
     log.append({"step": 35, "rounds": 30, "seconds": 2.5})
-    assert seconds_of_a_step(log[:3]) == 3.5
-    assert seconds_of_a_step(log) == pytest.approx(72.5 / 25)
+    assert seconds_per_step(log[:3]) == 3.5
+    assert seconds_per_step(log) == pytest.approx(72.5 / 25)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
     traces = curves(read_run(tmp_path))["Machine"]["Time"]["data"]
     assert {t["name"]: t["y"] for t in traces} == {
@@ -110,9 +109,9 @@ def test_the_time_of_a_step_has_every_phase_in_it():
         {"step": 2, "seconds": 3.0},
         {"step": 4, "seconds": 3.0, "seconds/saving": 2.0},
     ]
-    assert seconds_of_a_step(log) == 2.0
-    assert seconds_of_a_step([]) is None
-    assert seconds_of_a_step([{"step": 1, "loss": 1.0}, {"step": 2, "seconds": "nan"}]) is None
+    assert seconds_per_step(log) == 2.0
+    assert seconds_per_step([]) is None
+    assert seconds_per_step([{"step": 1, "loss": 1.0}, {"step": 2, "seconds": "nan"}]) is None
 
 
 def test_a_long_run_is_drawn_as_means_of_neighbouring_steps_between_their_extremes(tmp_path):

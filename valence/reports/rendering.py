@@ -11,7 +11,7 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -58,6 +58,10 @@ def metric_anchor(name: str) -> str:
     return f"metric-{re.sub(r'[^a-zA-Z0-9]+', '-', name)}"
 
 
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def _environment(finalize: Callable[[Any], Any] | None) -> Environment:
     environment = Environment(
         loader=DictLoader(SOURCES),
@@ -74,6 +78,7 @@ def _environment(finalize: Callable[[Any], Any] | None) -> Environment:
         "exact": exact,
         "fenced": fenced,
         "number": number,
+        "percent": percent,
         "repr": repr,
     }
     return environment
@@ -137,7 +142,7 @@ class Charts:
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {}
 
-    def add(self, figures: dict[str, Any]) -> list[dict[str, Any]]:
+    def add(self, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Add figures by title. Return what the template needs of each: id, title, note, height.
 
         ``data`` and ``layout`` of a figure are plotly's, ``note`` is a line below its title, and

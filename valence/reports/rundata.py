@@ -21,6 +21,9 @@ from valence.reports.stats import quantile
 
 T = TypeVar("T")
 
+FILES = {"model": "model", "log": "metrics.jsonl", "report": "report.html"}
+"""What a run writes for its user, by title."""
+
 BETWEEN = 60
 """Most evaluations between the first and the last whose rows are looked at: more bands than a curve
 needs.
@@ -55,11 +58,11 @@ class RunData:
     trained: Json | None
     test: Json | None
     samples: tuple[Json, ...]
-    run: Json
+    facts: Json
     problems: tuple[str, ...]
 
     @property
-    def audited(self) -> list[str]:
+    def audit_warnings(self) -> list[str]:
         """What the audit holds against each list of rows, a line each."""
         return [
             f"{name}: {warning}"
@@ -105,7 +108,7 @@ def read_run(run_dir: Path) -> RunData:
         trained=_read(run_dir / "eval" / "train.json", _evaluation, None, problems),
         test=_read(run_dir / "eval" / "test.json", _evaluation, None, problems),
         samples=_read(run_dir / "samples.json", _json_objects, (), problems),
-        run=_read(run_dir / "run.json", _run_object, {}, problems),
+        facts=_read(run_dir / "run.json", _run_object, {}, problems),
         problems=tuple(dict.fromkeys(problems)),
     )
 
@@ -296,3 +299,18 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[Json, ...]:
             )
             problems.append(f"{path.name}:{place} is not a whole record and was left out{last}")
     return tuple(by_step[step] for step in sorted(by_step))
+
+
+def read_history(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run's log, oldest first, with non-finite numbers as floats; empty without a
+    log.
+    """
+    try:
+        lines = (run_dir / FILES["log"]).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [{name: _as_number(value) for name, value in json.loads(line).items()} for line in lines]
+
+
+def _as_number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from valence.reports.figures import still
+from valence.reports.charts import still
 from valence.reports.formatting import number
 from valence.reports.rows import is_own, is_pair, margin, per_token, value, verdict
-from valence.reports.rundata import RunData
+from valence.reports.rundata import FILES, RunData, read_run
 from valence.reports.stats import (
     Z95,
     auc,
@@ -281,3 +282,14 @@ def _paired(before: Mapping[str, float], after: Mapping[str, float]) -> list[tup
 
 def _signed(change: float) -> str:
     return f"{change:+.3g}"
+
+
+def outputs(run_dir: Path) -> list[str]:
+    """The verdict on a finished run, then one line for each file or folder that it has for its
+    user.
+    """
+    verdict = run_verdict(read_run(run_dir))
+    paths = [f"{title:>7}  {run_dir / n}" for title, n in FILES.items() if (run_dir / n).exists()]
+    if verdict.state == "unmeasured":
+        return paths
+    return [f"{verdict.headline}. {verdict.sentence}", verdict.advice, *paths]
