@@ -13,7 +13,7 @@ from tests.errors import raises_error
 from tests.reports.hostile import HOSTILE, Page, charts
 from tests.reports.synthetic import write_run
 from valence.reports import rundata
-from valence.reports.charts import POINTS
+from valence.reports.charts import MAX_POINTS
 from valence.reports.formatting import flatten
 from valence.reports.page import HEADLINES, report_markdown, write_page
 from valence.reports.rendering import plotly_js
@@ -166,8 +166,8 @@ SLOW = {"steps": 10_000, "rows": 500}
 
 
 @pytest.mark.parametrize(("kind", "size"), [
-    ("thumbs", {"steps": 2 * POINTS + 100, "rows": 40}),
-    ("own", {"steps": 2 * POINTS + 100, "rows": 40}),
+    ("thumbs", {"steps": 2 * MAX_POINTS + 100, "rows": 40}),
+    ("own", {"steps": 2 * MAX_POINTS + 100, "rows": 40}),
     *(pytest.param(kind, SLOW, marks=pytest.mark.slow) for kind in ("thumbs", "pairs", "own")),
 ])  # fmt: skip
 def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once(
@@ -189,7 +189,9 @@ def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once
     # Those between the first and the last are not read again.
     ends = ["step-0.json", f"step-{size['steps']}.json"]
     assert sorted(again) == (ends if kind == "own" else [*ends, "train.json"])
-    assert all(len(t["x"]) <= 2 * POINTS for c in charts(Page(path)).values() for t in c["data"])
+    assert all(
+        len(t["x"]) <= 2 * MAX_POINTS for c in charts(Page(path)).values() for t in c["data"]
+    )
 
 
 def test_evaluations_between_are_left_out_when_they_are_too_much_to_read(tmp_path, monkeypatch):

@@ -9,7 +9,15 @@ import pytest
 from tests.reports.hostile import Page, charts
 from tests.reports.synthetic import write_run
 from valence.reports import rundata
-from valence.reports.charts import BARS, POINTS, by_length, by_source, calibration, curves, spreads
+from valence.reports.charts import (
+    MAX_BARS,
+    MAX_POINTS,
+    by_length,
+    by_source,
+    calibration,
+    curves,
+    reward_histograms,
+)
 from valence.reports.diagnostics import diagnose
 from valence.reports.page import seconds_per_step, write_page
 from valence.reports.rundata import read_run
@@ -81,7 +89,7 @@ def test_the_time_of_each_phase_is_stacked_and_nothing_of_it_lost(tmp_path):
     run = read_run(write_run(tmp_path, "own", steps=130, times=3))
     traces = {t["name"].split(" ")[0]: t for t in curves(run)["Machine"]["Time"]["data"]}
     assert set(traces) == {"training", "rollout", "reward", "measuring", "evaluation"}
-    assert len(traces["training"]["x"]) <= BARS
+    assert len(traces["training"]["x"]) <= MAX_BARS
     assert sum(traces["training"]["y"]) == pytest.approx(260)
     assert sum(traces["evaluation"]["y"]) == pytest.approx(12)
 
@@ -116,13 +124,13 @@ def test_the_time_of_a_step_has_every_phase_in_it():
 
 def test_a_long_run_is_drawn_as_means_of_neighbouring_steps_between_their_extremes(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(f'{{"step": {i}, "loss": {i % 2}}}\n' for i in range(4 * POINTS))
+        "".join(f'{{"step": {i}, "loss": {i % 2}}}\n' for i in range(4 * MAX_POINTS))
     )
     band, line = curves(read_run(tmp_path))["Learning"]["Loss"]["data"]
-    assert len(line["x"]) == POINTS
+    assert len(line["x"]) == MAX_POINTS
     assert set(line["y"]) == {0.5}
     assert line["x"][0] == 2
-    assert band["y"] == [0] * POINTS + [1] * POINTS
+    assert band["y"] == [0] * MAX_POINTS + [1] * MAX_POINTS
 
 
 def test_rewards_are_told_apart_by_length_and_by_source():
@@ -154,7 +162,7 @@ def test_rewards_are_told_apart_by_length_and_by_source():
 
 def test_histograms_count_every_row_once_and_leave_out_a_start_without_rewards(tmp_path):
     run = read_run(write_run(tmp_path, "thumbs"))
-    made = spreads(run.first, run.last)
+    made = reward_histograms(run.first, run.last)
     assert set(made) == {"By class", "By length of the answer", "By source"}
     assert {sum(sum(t["y"]) for t in figure["data"]) for figure in made.values()} == {60}
     own = read_run(write_run(tmp_path / "own", "own"))
@@ -162,7 +170,7 @@ def test_histograms_count_every_row_once_and_leave_out_a_start_without_rewards(t
         "By class",
         "By length of the answer, step 0",
         "By length of the answer, step 60",
-    } <= set(spreads(own.first, own.last))
+    } <= set(reward_histograms(own.first, own.last))
 
 
 def test_calibration_is_the_share_that_came_true_in_bins_of_equally_many_rows():

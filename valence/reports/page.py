@@ -19,11 +19,11 @@ from valence.reports.charts import (
     KTO,
     calibration,
     curves,
-    lengths,
+    equals_reference,
+    length_histograms,
     mean_width,
+    reward_histograms,
     spent,
-    spreads,
-    still,
 )
 from valence.reports.definitions import DEFINITIONS, by_importance
 from valence.reports.diagnostics import diagnose, other_warnings
@@ -271,7 +271,7 @@ def _metrics(run: RunData) -> dict[str, Any] | None:
         ordered = [(name, metrics[name]) for name in by_importance(metrics)]
         header = ("metric", f"step {run.test['step']}")
         tables.append(("Test rows, after training", header, ordered))
-    evaluations = [found for found in (run.first, run.last, run.test) if found is not None]
+    evaluations = [e for e in (run.first, run.last, run.test) if e is not None]
     names = dict.fromkeys(name for evaluation in evaluations for name in evaluation["metrics"])
     defined = [name for name in by_importance(names) if name in DEFINITIONS]
     return {"tiles": _tiles(run), "tables": tables, "defined": defined} if tables else None
@@ -316,27 +316,27 @@ def _rewards(run: RunData, charts: Charts) -> dict[str, Any] | None:
     if run.first is None or run.last is None or not plotly_js():
         return None
     evaluations = [run.first] if run.first is run.last else [run.first, run.last]
-    figures = spreads(run.first, run.last)
+    figures = reward_histograms(run.first, run.last)
     has_completions = any(is_own(row) for row in run.last["rows"])
     if not has_completions and (chart := calibration(run.last["rows"])):
         figures[f"Calibration, step {run.last['step']}"] = chart
-    untrained = [evaluation["step"] for evaluation in evaluations if still(evaluation)]
+    untrained = [evaluation["step"] for evaluation in evaluations if equals_reference(evaluation)]
     places = charts.add(figures)
     return {"untrained_steps": untrained, "charts": places} if untrained or places else None
 
 
 def _data(audit: Json, charts: Charts) -> list[dict[str, Any]]:
     lists: list[dict[str, Any]] = []
-    for name, found in audit.items():
-        distributions = found.get("distributions")
+    for name, findings in audit.items():
+        distributions = findings.get("distributions")
         has_charts = plotly_js() and isinstance(distributions, Mapping)
         lists.append(
             {
                 "name": name,
                 "title": LIST_TITLES.get(name, name),
-                "facts": _data_facts(found),
-                "charts": charts.add(lengths(distributions)) if has_charts else [],
-                "tables": audit_tables(found),
+                "facts": _data_facts(findings),
+                "charts": charts.add(length_histograms(distributions)) if has_charts else [],
+                "tables": audit_tables(findings),
             }
         )
     return lists

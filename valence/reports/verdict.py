@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from valence.reports.charts import still
+from valence.reports.charts import equals_reference
 from valence.reports.formatting import number
 from valence.reports.rows import is_own, is_pair, margin, per_token, value, verdict
 from valence.reports.rundata import FILES, RunData, read_run
@@ -195,7 +195,7 @@ def _before(first: Sequence[Json] | None, last: Sequence[Json], baseline: float)
 
 
 def _equals_reference(rows: Sequence[Json]) -> bool:
-    return still({"rows": rows}) and not _is_of_reward_model(rows)
+    return equals_reference({"rows": rows}) and not _is_of_reward_model(rows)
 
 
 def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
