@@ -17,8 +17,8 @@ from valence.reports.formatting import number
 from valence.reports.rows import (
     Json,
     groups,
-    is_own,
     is_pair,
+    is_rollout,
     per_token,
     rewards_by_class,
     value,
@@ -306,14 +306,14 @@ def diagnose(run: RunData) -> list[Diagnosis]:
         _little_signal,
     )
     collapsed = diagnose_online(run.metrics)
-    included = {INCLUDES[each.name] for each in collapsed if each.name in INCLUDES}
+    included = {INCLUDES[d.name] for d in collapsed if d.name in INCLUDES}
     return [*collapsed, *(d for check in checks for d in check(run) if d.name not in included)]
 
 
 def other_warnings(run: RunData, diagnoses: Sequence[Diagnosis]) -> list[str]:
     """Warnings of the run that repeat none of these diagnoses."""
     warnings = map(str, run.facts.get("warnings", ()))
-    return [line for line in warnings if not any(each.message in line for each in diagnoses)]
+    return [line for line in warnings if not any(d.message in line for d in diagnoses)]
 
 
 # Diagnoses from the log
@@ -412,7 +412,7 @@ def _stuck(run: RunData) -> Iterable[Diagnosis]:
 
 def _cut_off(run: RunData) -> Iterable[Diagnosis]:
     course = _course(run, "rollout/truncated")
-    stops = [row.get("stop") for row in run.last["rows"] if is_own(row)] if run.last else []
+    stops = [row.get("stop") for row in run.last["rows"] if is_rollout(row)] if run.last else []
     shares = [_tenths(course)[2]] if course else []
     shares += [stops.count("length") / len(stops)] if stops else []
     if max(shares, default=0.0) >= CUT_OFF:
@@ -487,7 +487,7 @@ def _first_and_last(run: RunData) -> tuple[list[Json], list[Json]] | None:
 def _completions_follow_length(run: RunData) -> Iterable[Diagnosis]:
     """The reward of the policy's completions follows their length, and they have become longer."""
     rows = _first_and_last(run)
-    if rows and all(any(map(is_own, evaluation)) for evaluation in rows):
+    if rows and all(any(map(is_rollout, evaluation)) for evaluation in rows):
         pairs = [(value(row), row.get("tokens")) for row in rows[1]]
         known = [(r, tokens) for r, tokens in pairs if r is not None and finite(tokens)]
         before, after = (
@@ -520,7 +520,7 @@ def _rewards_follow_length(run: RunData) -> Iterable[Diagnosis]:
     up would gain and long thumbs down lose, and the two would cancel.)
     """
     rows = _first_and_last(run)
-    if not rows or any(map(is_own, rows[1])):
+    if not rows or any(map(is_rollout, rows[1])):
         return
     before = {row.get("id"): row for row in rows[0] if isinstance(row.get("id"), str)}
     correlations: list[float] = []
@@ -583,7 +583,7 @@ def _preferred_become_rarer(run: RunData) -> Iterable[Diagnosis]:
 
 def _one_class(run: RunData) -> Iterable[Diagnosis]:
     rows = _first_and_last(run)
-    if not rows or any(map(is_own, rows[1])) or any(map(is_pair, rows[1])):
+    if not rows or any(map(is_rollout, rows[1])) or any(map(is_pair, rows[1])):
         return
     before, after = (rewards_by_class(evaluation) for evaluation in rows)
     shifts: dict[str, float] = {}
@@ -592,13 +592,13 @@ def _one_class(run: RunData) -> Iterable[Diagnosis]:
             shifts[name] = now - (mean(before.get(name, ())) or 0.0)
     if len(shifts) != 2:
         return
-    (still, least), (moves, most) = sorted(shifts.items(), key=lambda shift: abs(shift[1]))
-    if abs(most) >= MOVED and abs(least) < LEFT_BEHIND * abs(most):
+    (still, small), (moves, large) = sorted(shifts.items(), key=lambda shift: abs(shift[1]))
+    if abs(large) >= MOVED and abs(small) < LEFT_BEHIND * abs(large):
         weight = "desirable_weight" if still == "thumbs up" else "undesirable_weight"
         yield Diagnosis(
             "one class",
-            f"The mean reward of {moves} moved by {number(most)}, that of {still} by "
-            f"{number(least)}: the model learns only one class.",
+            f"The mean reward of {moves} moved by {number(large)}, that of {still} by "
+            f"{number(small)}: the model learns only one class.",
             f"Raise loss.{weight} (the audit states its range), or check whether those labels are "
             f"reliable.",
         )

@@ -38,7 +38,16 @@ from valence.reports.formatting import (
     visible,
 )
 from valence.reports.rendering import Charts, plotly_js, render, render_page, write_atomically
-from valence.reports.rows import SIDES, Json, is_own, is_pair, listed, moved, per_token, value
+from valence.reports.rows import (
+    SIDES,
+    Json,
+    is_pair,
+    is_rollout,
+    moved,
+    per_token,
+    row_lists,
+    value,
+)
 from valence.reports.rows import verdict as label_of
 from valence.reports.rundata import RunData, read_run
 from valence.reports.stats import finite
@@ -317,7 +326,7 @@ def _rewards(run: RunData, charts: Charts) -> dict[str, Any] | None:
         return None
     evaluations = [run.first] if run.first is run.last else [run.first, run.last]
     figures = reward_histograms(run.first, run.last)
-    has_completions = any(is_own(row) for row in run.last["rows"])
+    has_completions = any(is_rollout(row) for row in run.last["rows"])
     if not has_completions and (chart := calibration(run.last["rows"])):
         figures[f"Calibration, step {run.last['step']}"] = chart
     untrained = [evaluation["step"] for evaluation in evaluations if equals_reference(evaluation)]
@@ -451,7 +460,7 @@ def _answers(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
     """
     first, last = run.first, run.last
     has_two = first is not None and last is not None and first is not last
-    if first and last and has_two and any(map(is_own, last["rows"])):
+    if first and last and has_two and any(map(is_rollout, last["rows"])):
         earlier = {row["id"]: row for row in first["rows"] if isinstance(row.get("id"), str)}
         changed = [row for row, _ in moved(last["rows"], first["rows"])[:ROWS_PER_LIST]]
         note = "To held-out prompts; those whose reward changed most come first."
@@ -528,7 +537,7 @@ def _row_lists(
                 for row, score in group.rows
             ],
         }
-        for group in listed(evaluation["rows"], earlier_rows, ROWS_PER_LIST)
+        for group in row_lists(evaluation["rows"], earlier_rows, ROWS_PER_LIST)
     ]
 
 
@@ -592,7 +601,7 @@ def _row_facts(row: Json, before: Json | None) -> list[str]:
     if is_pair(row):
         rewards = ((name, value(row, f"_{name}")) for name in SIDES)
         facts = [f"{name} {_three_digits(r)}" for name, r in rewards if r is not None]
-    elif before is not None and not is_own(row) and (earlier := value(before)) is not None:
+    elif before is not None and not is_rollout(row) and (earlier := value(before)) is not None:
         facts.insert(1, f"was {_three_digits(earlier)}")
     if "target" in row:
         targets = row["target"] if isinstance(row["target"], list) else [row["target"]]

@@ -14,7 +14,7 @@ Z95 = 1.959964
 
 
 def finite(value: object) -> TypeGuard[float]:
-    """Whether a value is a number that can be drawn: no bool, nan or infinity, and not too large."""
+    """Whether a value is a number that can be drawn: no bool, nan, infinity or huge number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
