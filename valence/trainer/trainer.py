@@ -17,9 +17,8 @@ from valence.models import speed
 from valence.models.build import DTYPES
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference, SyncedReference
-from valence.reports.console import Progress
+from valence.reports.console import Dashboard, Progress
 from valence.reports.formatting import number
-from valence.reports.live import Dashboard
 from valence.reports.rundata import FILES, read_history
 from valence.reports.sinks import SAMPLES, FanOut, JsonlSink
 from valence.rollouts import Sampling
