@@ -20,8 +20,7 @@ from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence.cli.common import NOTHING_BEGUN
 from valence.planning import plan
-from valence.reports.results import outputs
-from valence.reports.verdict import held_out_verdict
+from valence.reports.verdict import held_out_verdict, outputs
 from valence.trainer.methods import METHODS, ONLINE
 from valence.types import plural
 

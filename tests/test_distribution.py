@@ -58,3 +58,19 @@ def test_extras_that_are_named_exist() -> None:
 
 def test_a_plain_installation_draws_charts() -> None:
     assert any(each.startswith("plotly") for each in PROJECT["dependencies"])
+
+
+def test_the_wheel_contains_the_templates_of_the_reports() -> None:
+    from valence.reports.rendering import SOURCES
+
+    used = re.compile(r"[\"'](\w+(?:\.\w+)?\.(?:j2|css|js|txt))[\"']")
+    names = {
+        name
+        for path in (ROOT / "valence/reports").rglob("*")
+        if path.suffix in (".py", ".j2")
+        for name in used.findall(path.read_text(encoding="utf-8"))
+    }
+    assert names
+    assert names <= SOURCES.keys()
+    target = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    assert target["build"]["targets"]["wheel"] == {"packages": ["valence"]}  # all of its files

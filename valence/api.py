@@ -27,8 +27,8 @@ from valence.lifecycle.start import build_run, terminal_of
 from valence.models.build import load_tokenizer, stops_of
 from valence.models.check import check_layout
 from valence.models.policy_model import PolicyModel
-from valence.reports.results import outputs
 from valence.reports.sinks import Sink
+from valence.reports.verdict import outputs
 from valence.rollouts.hf import evaluating
 from valence.runs.signals import Stop
 from valence.terminal import print_message

@@ -113,11 +113,12 @@ HEAVY = (
 )
 COME_WITH = {
     "pydantic_core": "pydantic",
-    "jinja2": "torch",
+    "markupsafe": "jinja2",
     "pyarrow": "datasets",
     "numpy": "transformers",
     "triton": "torch",
     "huggingface_hub": "transformers",
+    "yaml": "transformers",
     "regex": "transformers",
     "h11": "uvicorn",
     "starlette": "fastapi",

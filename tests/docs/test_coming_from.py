@@ -22,7 +22,7 @@ from valence.config.describe import settings_table
 from valence.config.schema import Recipe, SourceSettings
 from valence.data.formats import FORMATS
 from valence.data.load import load
-from valence.reports import online_signs, signs
+from valence.reports import diagnostics
 from valence.trainer.methods import METHODS, ONLINE
 
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
@@ -157,12 +157,12 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
 
 
 def test_the_page_of_curves_tells_of_every_sign_that_the_report_looks_for() -> None:
-    calls = (node for m in (signs, online_signs) for node in ast.walk(tree(Path(m.__file__))))
+    calls = (node for node in ast.walk(tree(Path(diagnostics.__file__))))
     looked_for = {"failed", "tied"} | {
         node.args[0].value
         for node in calls
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "Sign"
+        and ast.unparse(node.func) == "Diagnosis"
         and isinstance(node.args[0], ast.Constant)
     }
     assert len(looked_for) > 8

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from valence.reports.compared import Compared, find_runs, read_compared
+from valence.reports.compared import ComparedRun, find_runs, read_runs
 
 
 def config(
@@ -118,5 +118,5 @@ def a_run(
     return folder
 
 
-def read(*places: Path) -> list[Compared]:
-    return read_compared(find_runs(places))
+def read(*places: Path) -> list[ComparedRun]:
+    return read_runs(find_runs(places))

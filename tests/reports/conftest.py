@@ -8,7 +8,7 @@ import pytest
 
 from tests.reports.comparing import a_run, config, read, thumbs
 from tests.reports.hostile import hostile_run
-from valence.reports.compared import Compared
+from valence.reports.compared import ComparedRun
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> list[Compared]:
+def two(tmp_path: Path) -> list[ComparedRun]:
     """Two runs that differ in their seed alone; the second is better."""
     first = a_run(tmp_path / "first", thumbs(0), thumbs(20))
     other = thumbs(

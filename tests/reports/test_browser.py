@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.reports.synthetic import write_run
-from valence.reports.html import document
 from valence.reports.page import write_page
 
 pytest.importorskip("playwright", reason="playwright is not installed")
@@ -180,11 +179,12 @@ def test_hostile_text_neither_runs_nor_fails_nor_widens_the_page_on_a_telephone(
 
 
 def test_a_script_that_got_past_the_escaping_would_not_run(
-    browser: Browser, tmp_path: Path
+    browser: Browser, tmp_path: Path, pages: dict[str, Path]
 ) -> None:
     leaky = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
     path = tmp_path / "leaky.html"
-    path.write_text(document("A page", "", [("Leaky", leaky)], {}), encoding="utf-8")
+    page_source = pages["pairs"].read_text(encoding="utf-8")
+    path.write_text(page_source.replace("</main>", f"{leaky}</main>"), encoding="utf-8")
     context = browser.new_context()
     page = context.new_page()
     page.goto(path.as_uri())

@@ -10,15 +10,8 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers.utils import hub
 
-from valence.reports.card import (
-    CardFacts,
-    fenced,
-    last_record,
-    license_of,
-    markdown,
-    model_card,
-    table,
-)
+from valence.reports.card import CardFacts, last_record, license_of, model_card
+from valence.reports.rendering import fenced, markdown, markdown_table
 
 HOSTILE = (
     "a | b\n# head\n<script>alert(1)</script> [x](javascript:1) ![i](u) **b** _e_ `c` ``` "
@@ -303,5 +296,5 @@ def test_a_fence_is_longer_than_any_in_the_code():
 
 
 def test_a_table_without_rows_is_nothing():
-    assert table(("a",), []) == ""
+    assert markdown_table(("a",), []) == ""
     assert markdown(None) == "\N{EN DASH}"

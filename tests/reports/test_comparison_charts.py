@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.reports.comparing import a_run, config, own, read, thumbs
-from valence.reports.compared import Compared, trained_seconds
+from valence.reports.compared import ComparedRun, trained_seconds
 from valence.reports.comparison import comparison_page
-from valence.reports.comparison_charts import COLOURS, curves, frontier, look, over_time
+from valence.reports.comparison_charts import (
+    COLOURS,
+    curves,
+    curves_over_time,
+    frontiers,
+    line_style,
+)
 
 
 def test_curves_are_those_that_two_runs_share_and_that_vary(
-    two: list[Compared], tmp_path: Path
+    two: list[ComparedRun], tmp_path: Path
 ) -> None:
     third = a_run(tmp_path / "third", own(0, 1.0, 0.0), own(20, 2.0, 1.0))
     runs = [*two, *read(third)]
@@ -57,8 +63,8 @@ def test_a_run_looks_the_same_in_every_chart_and_no_two_are_alike(tmp_path: Path
         for trace in figure["data"]
     }
     assert len(looks) == 12
-    assert len({look(i) for i in range(5 * len(COLOURS))}) == 5 * len(COLOURS)
-    assert ("run02", *look(2)) in looks
+    assert len({line_style(i) for i in range(5 * len(COLOURS))}) == 5 * len(COLOURS)
+    assert ("run02", *line_style(2)) in looks
 
 
 def test_time_is_drawn_where_runs_take_different_times(tmp_path: Path) -> None:
@@ -66,13 +72,13 @@ def test_time_is_drawn_where_runs_take_different_times(tmp_path: Path) -> None:
     same = read(
         a_run(tmp_path / "a", *evaluations), a_run(tmp_path / "b", *evaluations, seconds=2.1)
     )
-    assert over_time(same) == {}
+    assert curves_over_time(same) == {}
     slower = read(tmp_path / "a", a_run(tmp_path / "c", *evaluations, seconds=30.0))
-    assert [trace["x"] for trace in over_time(slower)["loss"]["data"]] == [
+    assert [trace["x"] for trace in curves_over_time(slower)["loss"]["data"]] == [
         [pytest.approx(2 / 60, 1e-5), pytest.approx(4 / 60, 1e-5)],
         [0.5, 1.0],
     ]
-    assert over_time(slower)["eval/loss"]["data"][1]["x"] == [0.0, 1.0]
+    assert curves_over_time(slower)["eval/loss"]["data"][1]["x"] == [0.0, 1.0]
 
 
 def test_seconds_of_rounds_are_part_of_training() -> None:
@@ -90,7 +96,7 @@ def test_the_frontier_joins_evaluations_of_own_answers(tmp_path: Path) -> None:
         a_run(tmp_path / "x", own(0, 0.1, 0.0), own(10, 0.5, 2.0), own(20, 0.4, 1.0)),
         a_run(tmp_path / "y", thumbs(0), thumbs(20)),
     )
-    made = frontier(runs)
+    made = frontiers(runs)
     _, figure = made["Reward against divergence"]
     [trace] = figure["data"]
     assert (trace["name"], trace["x"], trace["y"]) == ("x", [0, 2, 1], [0.1, 0.5, 0.4])
@@ -98,4 +104,4 @@ def test_the_frontier_joins_evaluations_of_own_answers(tmp_path: Path) -> None:
     _, figure = made["Margin against drift"]
     [trace] = figure["data"]
     assert (trace["name"], trace["x"], trace["y"]) == ("y", [0, 1], [0, 3])
-    assert trace["line"]["color"] == look(1)[0]
+    assert trace["line"]["color"] == line_style(1)[0]

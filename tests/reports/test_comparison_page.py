@@ -18,10 +18,9 @@ from markdown_it import MarkdownIt
 from tests.errors import raises_error
 from tests.reports.comparing import a_run, own, read, thumbs
 from valence.reports import comparison
-from valence.reports.compared import Compared
-from valence.reports.comparison import comparison_page, write_out
-from valence.reports.comparison_markdown import comparison_markdown, run_markdown
-from valence.reports.comparison_tables import BEST, tables
+from valence.reports.compared import ComparedRun
+from valence.reports.comparison import BEST, comparison_markdown, comparison_page, tables, write_out
+from valence.reports.page import report_markdown
 from valence.reports.rundata import read_run
 
 HOSTILE = (
@@ -54,7 +53,7 @@ class Page(HTMLParser):
 # The page and the Markdown
 
 
-def poisoned(folder: Path) -> list[Compared]:
+def poisoned(folder: Path) -> list[ComparedRun]:
     for name in ("x", "y"):
         found = thumbs(20, {"a": 1.0 if name == "x" else 0.0, "b": 0.5}, **{HOSTILE: 1.0})
         for row in found["rows"]:
@@ -90,7 +89,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 
 def test_the_page_asks_nothing_of_the_network_and_has_tables_charts_and_rows(
-    two: list[Compared],
+    two: list[ComparedRun],
 ) -> None:
     source = comparison_page(two)
     page = Page(source)
@@ -104,7 +103,7 @@ def test_the_page_asks_nothing_of_the_network_and_has_tables_charts_and_rows(
 
 
 def test_without_plotly_the_page_says_how_to_get_the_curves(
-    two: list[Compared], monkeypatch: pytest.MonkeyPatch
+    two: list[ComparedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparison, "plotly_js", lambda: "")
     source = comparison_page(two)
@@ -114,7 +113,7 @@ def test_without_plotly_the_page_says_how_to_get_the_curves(
     assert "train.seed01" in page.text
 
 
-def test_the_markdown_has_the_same_tables(two: list[Compared]) -> None:
+def test_the_markdown_has_the_same_tables(two: list[ComparedRun]) -> None:
     out = comparison_markdown(two)
     for line in (
         "| train.seed | 0 | 1 |",
@@ -132,7 +131,7 @@ def test_a_run_in_markdown_for_a_pull_request(tmp_path: Path) -> None:
         command="valence train x.yaml",
         warnings=["loss <jumped>"],
     )
-    out = run_markdown(read_run(run))
+    out = report_markdown(read_run(run))
     [sentence] = [line for line in out.splitlines() if line.startswith("**kto**")]
     assert all(fact in sentence for fact in ("16", "org/tiny-chat", "rows.jsonl", "20", "1m05s"))
     [header] = [line for line in out.splitlines() if line.count("|") == 5 and "step" in line]
@@ -146,11 +145,11 @@ def test_a_run_in_markdown_for_a_pull_request(tmp_path: Path) -> None:
 
 def test_an_audit_of_another_program_in_markdown(tmp_path: Path) -> None:
     run = a_run(tmp_path / "one")
-    before = run_markdown(read_run(run)).splitlines()
+    before = report_markdown(read_run(run)).splitlines()
     (run / "audit.json").write_text('{"train": {"findings": ["none"]}}')
     [told] = [
         line
-        for line in run_markdown(read_run(run)).splitlines()
+        for line in report_markdown(read_run(run)).splitlines()
         if line.startswith("- ") and line not in before
     ]
     assert "train" in told
@@ -159,14 +158,16 @@ def test_an_audit_of_another_program_in_markdown(tmp_path: Path) -> None:
 
 def test_a_run_of_which_little_is_there_in_markdown(tmp_path: Path) -> None:
     run = a_run(tmp_path / "first", status="interrupted")
-    out = run_markdown(read_run(run))
+    out = report_markdown(read_run(run))
     assert "interrupted" in out
     assert "held-out rows |" not in out
     (tmp_path / "empty").mkdir()
-    assert "config.yaml" in run_markdown(read_run(tmp_path / "empty"))
+    assert "config.yaml" in report_markdown(read_run(tmp_path / "empty"))
 
 
-def test_only_what_the_command_wrote_is_written_over(tmp_path: Path, two: list[Compared]) -> None:
+def test_only_what_the_command_wrote_is_written_over(
+    tmp_path: Path, two: list[ComparedRun]
+) -> None:
     page = tmp_path / "comparison.html"
     write_out(page, comparison_page(two))
     write_out(page, comparison_markdown(two))

@@ -15,16 +15,16 @@ import pytest
 
 from tests.errors import raises_error
 from tests.reports.comparing import a_run, config, own, read, thumbs
-from valence.reports.compared import Compared, find_runs, shortest_labels
-from valence.reports.comparison import comparison_page
-from valence.reports.comparison_tables import (
+from valence.reports.compared import ComparedRun, find_runs, shortest_labels
+from valence.reports.comparison import (
     BEST,
-    LONGEST,
-    MOST_ROWS,
+    MAX_DISAGREEMENTS,
+    MAX_TEXT,
+    comparison_page,
     direction,
     disagreements,
     gaps,
-    numbers,
+    results,
     settings,
     summary,
 )
@@ -59,7 +59,7 @@ def test_labels_are_the_shortest_that_tell_runs_apart() -> None:
 # Tables
 
 
-def test_the_summary_marks_the_best_of_each_column_by_its_direction(two: list[Compared]) -> None:
+def test_the_summary_marks_the_best_of_each_column_by_its_direction(two: list[ComparedRun]) -> None:
     part = summary(two)
     cells = [dict(zip(part.header, row, strict=True)) for row in part.rows]
     assert [row["run"] for row in cells] == ["first", "second"]
@@ -70,8 +70,8 @@ def test_the_summary_marks_the_best_of_each_column_by_its_direction(two: list[Co
     assert [row["eval/rewards/margins"] for row in cells] == [f"{BEST} 1", "0.4"]
 
 
-def test_a_number_whose_direction_is_not_known_is_not_marked(two: list[Compared]) -> None:
-    [part] = numbers(two)
+def test_a_number_whose_direction_is_not_known_is_not_marked(two: list[ComparedRun]) -> None:
+    [part] = results(two)
     lines = {row[0]: row[1:] for row in part.rows}
     assert lines["grad"] == ["1", "2"]
     assert lines["rewards/auc"] == ["0.7", f"{BEST} 0.8"]
@@ -136,7 +136,7 @@ def test_with_different_held_out_rows_their_numbers_are_given_and_nothing_is_mar
     assert all(fact in gaps(runs)[0] for fact in ("one 3", "two 2", "1 of them"))
     assert not any(
         BEST in cell
-        for part in (summary(runs), *numbers(runs))
+        for part in (summary(runs), *results(runs))
         for row in part.rows
         for cell in row
     )
@@ -151,7 +151,7 @@ def test_the_best_on_test_rows_is_marked_where_they_are_the_same(
         (run / "eval" / "test.json").write_text(
             json.dumps(thumbs(20, None, **{"rewards/auc": auc}))
         )
-    part = numbers(read(tmp_path / "one", tmp_path / "two"))[-1]
+    part = results(read(tmp_path / "one", tmp_path / "two"))[-1]
     assert next(row for row in part.rows if row[0] == "rewards/auc")[2] == (
         f"{BEST} 0.7" if best else "0.7"
     )
@@ -235,7 +235,7 @@ def test_what_a_run_lacks_is_named_and_the_rest_compared(tmp_path: Path) -> None
 # Rows
 
 
-def test_rows_that_runs_place_differently_come_first(two: list[Compared]) -> None:
+def test_rows_that_runs_place_differently_come_first(two: list[ComparedRun]) -> None:
     found = disagreements(two)
     assert [each.origin for each in found] == [
         "held_out.jsonl:1",
@@ -266,12 +266,12 @@ def test_places_are_among_a_runs_own_rows_whatever_the_scale_and_the_same_count_
 def test_own_answers_are_shown_of_each_run_and_cut(tmp_path: Path) -> None:
     runs = read(
         a_run(tmp_path / "x", own(20, 1.0, 0.0, "Short.")),
-        a_run(tmp_path / "y", own(20, 0.0, 0.0, "w" * (LONGEST + 7))),
+        a_run(tmp_path / "y", own(20, 0.0, 0.0, "w" * (MAX_TEXT + 7))),
     )
     first = disagreements(runs)[0]
     assert first.answers == {
         "x": "Short.",
-        "y": f"{'w' * LONGEST}\N{HORIZONTAL ELLIPSIS} (7 more characters)",
+        "y": f"{'w' * MAX_TEXT}\N{HORIZONTAL ELLIPSIS} (7 more characters)",
     }
     assert first.texts == {"prompt": "Ask"}
 
@@ -318,4 +318,4 @@ def test_no_more_rows_than_can_be_read(tmp_path: Path) -> None:
         a_run(tmp_path / "x", thumbs(20, several)),
         a_run(tmp_path / "y", thumbs(20, {id: -reward for id, reward in several.items()})),
     )
-    assert len(disagreements(runs)) == MOST_ROWS
+    assert len(disagreements(runs)) == MAX_DISAGREEMENTS

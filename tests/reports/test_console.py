@@ -7,16 +7,8 @@ import re
 import pytest
 from rich.console import Console
 
-from valence.reports.console import (
-    Progress,
-    as_tables,
-    compare,
-    duration,
-    number,
-    rate,
-    text,
-    visible,
-)
+from valence.reports.console import Progress
+from valence.reports.formatting import as_tables, compare, duration, number, rate, text, visible
 
 
 class Clock:

@@ -13,9 +13,15 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from valence.reports import live
-from valence.reports.console import BOARDS, Progress
-from valence.reports.live import ODD, POINTS, Dashboard, sparkline
+from valence.reports import console as console_module
+from valence.reports.console import (
+    DASHBOARDS,
+    MAX_POINTS,
+    NOT_FINITE,
+    Dashboard,
+    Progress,
+    sparkline,
+)
 
 RECORD = {
     "step": 3,
@@ -75,8 +81,8 @@ def drawn(width: int = 100, height: int = 30, **record: object) -> list[str]:
 
 @pytest.mark.parametrize(("values", "shown"), [
     ((), ""), ((1.0,), "▅"), ((2.0, 2.0), "▅▅"), ((0.0, 1.0), "▁█"), (tuple(range(8)), "▁▂▃▄▅▆▇█"),
-    ((0.0, float("nan"), 1.0), f"▁{ODD}█"), ((float("inf"),), ODD), ((-1e308, 1e308), "▅▅"),
-    ((0.0, 5e-324), "▅▅"),
+    ((0.0, float("nan"), 1.0), f"▁{NOT_FINITE}█"), ((float("inf"),), NOT_FINITE),
+    ((-1e308, 1e308), "▅▅"), ((0.0, 5e-324), "▅▅"),
 ])  # fmt: skip
 def test_curves_reach_from_the_lowest_to_the_highest(values: tuple[float, ...], shown: str) -> None:
     assert sparkline(values) == shown
@@ -101,16 +107,20 @@ def test_a_curve_goes_back_a_fixed_number_of_records_and_keeps_the_last_held_out
     board = board_of(terminal())
     with board:
         board.record(RECORD | HELD_OUT)
-        for n in range(3 * POINTS):
+        for n in range(3 * MAX_POINTS):
             board.record({"loss": float(n)})
         loss, held_out = screen(board)[3:5]
-    assert loss.split()[2] == sparkline([float(n) for n in range(2 * POINTS, 3 * POINTS)])
+    assert loss.split()[2] == sparkline([float(n) for n in range(2 * MAX_POINTS, 3 * MAX_POINTS)])
     assert held_out.split() == ["held-out", "loss", "0.75", "▅"]
 
 
 def test_a_run_that_is_taken_up_goes_on_with_its_curves(tmp_path: Path) -> None:
     log = tmp_path / "metrics.jsonl"
-    lines = [{"eval/loss": 0.5}, *({"loss": float(n)} for n in range(2 * POINTS)), {"loss": "nan"}]
+    lines = [
+        {"eval/loss": 0.5},
+        *({"loss": float(n)} for n in range(2 * MAX_POINTS)),
+        {"loss": "nan"},
+    ]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     board = board_of(terminal())
     board.recall(log)
@@ -119,7 +129,7 @@ def test_a_run_that_is_taken_up_goes_on_with_its_curves(tmp_path: Path) -> None:
         loss, held_out = screen(board)[3:5]
     assert loss.split()[1:] == [
         "1,000",
-        sparkline([*map(float, range(POINTS + 1, 2 * POINTS)), 1000.0]),
+        sparkline([*map(float, range(MAX_POINTS + 1, 2 * MAX_POINTS)), 1000.0]),
     ]
     assert held_out.split()[2:] == ["0.5", "▅"]
     for damaged in ("{", "[1]\n7\nnull\n"):
@@ -221,7 +231,7 @@ def test_the_end_leaves_the_last_state_and_lines_of_others_above_it() -> None:
     assert "250 tok/s  4.0s" in last
     assert "left" not in last
     assert re.search(r"loss +0\.5 +▁█", last)
-    assert console not in BOARDS
+    assert console not in DASHBOARDS
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
@@ -239,7 +249,7 @@ def test_it_is_cleaned_up_when_something_stops_it(error: type[BaseException]) ->
         == console.file.getvalue().count("\x1b[?25h")
         == 1
     )  # type: ignore[attr-defined]
-    assert console not in BOARDS
+    assert console not in DASHBOARDS
     assert "0.25" in written(console)
     with Progress(console, "testing", 2) as after:  # a bar of its own again
         after.update(2)
@@ -281,7 +291,9 @@ def test_quiet_says_nothing() -> None:
 
 
 def test_nothing_is_drawn_again_when_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "SHARE", float("inf"))  # it does not rest after a drawing
+    monkeypatch.setattr(
+        console_module, "MAX_TIME_SHARE", float("inf")
+    )  # it does not rest after a drawing
     console = terminal()
     with board_of(console) as board:
         board.record(RECORD)
@@ -290,7 +302,7 @@ def test_nothing_is_drawn_again_when_nothing_has_changed(monkeypatch: pytest.Mon
         size = len(written(console))
         board.live.refresh()
         assert len(written(console)) == size
-        board.changed()
+        board.mark_changed()
         board.live.refresh()
         assert len(written(console)) > size
 
@@ -304,7 +316,7 @@ def test_a_narrower_terminal_is_drawn_over_although_it_has_wrapped_the_lines() -
         assert isinstance(console.file, io.StringIO)
         board.record(RECORD)
         console.print("first")
-        lines = list(board.widths)
+        lines = list(board.line_widths)
         console.width = 60
         start = len(console.file.getvalue())
         console.print("second")

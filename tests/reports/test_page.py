@@ -13,10 +13,10 @@ from tests.errors import raises_error
 from tests.reports.hostile import HOSTILE, Page, charts
 from tests.reports.synthetic import write_run
 from valence.reports import rundata
-from valence.reports.comparison_markdown import run_markdown
-from valence.reports.curves import POINTS
-from valence.reports.html import flatten, plotly_js
-from valence.reports.page import HEADLINES, write_page
+from valence.reports.charts import MAX_POINTS
+from valence.reports.formatting import flatten
+from valence.reports.page import HEADLINES, report_markdown, write_page
+from valence.reports.rendering import plotly_js
 from valence.reports.rundata import read_run
 
 
@@ -143,10 +143,10 @@ def test_a_run_without_answers_says_how_to_get_some(tmp_path):
     run = write_run(tmp_path / "run", "thumbs")
     setting = "run.samples.prompts"
     assert setting not in Page(write_page(run)).text.split("Answers")[0]
-    assert setting not in run_markdown(read_run(run))
+    assert setting not in report_markdown(read_run(run))
     (run / "samples.json").unlink()
     assert setting in Page(write_page(run)).text.split("Warnings")[0]
-    assert setting in run_markdown(read_run(run)).splitlines()[2]
+    assert setting in report_markdown(read_run(run)).splitlines()[2]
 
 
 def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):
@@ -166,8 +166,8 @@ SLOW = {"steps": 10_000, "rows": 500}
 
 
 @pytest.mark.parametrize(("kind", "size"), [
-    ("thumbs", {"steps": 2 * POINTS + 100, "rows": 40}),
-    ("own", {"steps": 2 * POINTS + 100, "rows": 40}),
+    ("thumbs", {"steps": 2 * MAX_POINTS + 100, "rows": 40}),
+    ("own", {"steps": 2 * MAX_POINTS + 100, "rows": 40}),
     *(pytest.param(kind, SLOW, marks=pytest.mark.slow) for kind in ("thumbs", "pairs", "own")),
 ])  # fmt: skip
 def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once(
@@ -189,7 +189,9 @@ def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once
     # Those between the first and the last are not read again.
     ends = ["step-0.json", f"step-{size['steps']}.json"]
     assert sorted(again) == (ends if kind == "own" else [*ends, "train.json"])
-    assert all(len(t["x"]) <= 2 * POINTS for c in charts(Page(path)).values() for t in c["data"])
+    assert all(
+        len(t["x"]) <= 2 * MAX_POINTS for c in charts(Page(path)).values() for t in c["data"]
+    )
 
 
 def test_evaluations_between_are_left_out_when_they_are_too_much_to_read(tmp_path, monkeypatch):
@@ -251,7 +253,7 @@ def test_without_plotly_the_page_says_how_to_get_the_curves(run_dir, monkeypatch
 def test_a_page_that_cannot_be_made_leaves_the_old_one(run_dir, monkeypatch):
     first = write_page(run_dir).read_text(encoding="utf-8")
     monkeypatch.setattr(
-        "valence.reports.html.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk"))
+        "valence.reports.rendering.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk"))
     )
     with pytest.raises(OSError, match="disk"):
         write_page(run_dir)

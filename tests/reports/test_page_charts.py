@@ -9,11 +9,18 @@ import pytest
 from tests.reports.hostile import Page, charts
 from tests.reports.synthetic import write_run
 from valence.reports import rundata
-from valence.reports.curves import BARS, POINTS, curves
-from valence.reports.figures import by_length, by_source, calibration, spreads
-from valence.reports.page import seconds_of_a_step, write_page
+from valence.reports.charts import (
+    MAX_BARS,
+    MAX_POINTS,
+    by_length,
+    by_source,
+    calibration,
+    curves,
+    reward_histograms,
+)
+from valence.reports.diagnostics import diagnose
+from valence.reports.page import seconds_per_step, write_page
 from valence.reports.rundata import read_run
-from valence.reports.signs import signs
 
 
 def test_values_that_are_not_finite_are_gaps_in_the_curve_and_a_warning(tmp_path):
@@ -21,9 +28,9 @@ def test_values_that_are_not_finite_are_gaps_in_the_curve_and_a_warning(tmp_path
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     assert curves(read_run(tmp_path))["Learning"]["Loss"]["data"][0]["y"] == [0.5, None, None, 0.4]
-    [warning] = [sign for sign in signs(read_run(tmp_path)) if sign.name == "not finite"]
-    assert re.findall(r"\d+", warning.said) == ["2", "2"]
-    assert warning.said in Page(write_page(tmp_path)).text
+    [warning] = [sign for sign in diagnose(read_run(tmp_path)) if sign.name == "not finite"]
+    assert re.findall(r"\d+", warning.message) == ["2", "2"]
+    assert warning.message in Page(write_page(tmp_path)).text
 
 
 def test_charts_hold_known_metrics_together_and_any_other_that_varies(run_dir):
@@ -82,7 +89,7 @@ def test_the_time_of_each_phase_is_stacked_and_nothing_of_it_lost(tmp_path):
     run = read_run(write_run(tmp_path, "own", steps=130, times=3))
     traces = {t["name"].split(" ")[0]: t for t in curves(run)["Machine"]["Time"]["data"]}
     assert set(traces) == {"training", "rollout", "reward", "measuring", "evaluation"}
-    assert len(traces["training"]["x"]) <= BARS
+    assert len(traces["training"]["x"]) <= MAX_BARS
     assert sum(traces["training"]["y"]) == pytest.approx(260)
     assert sum(traces["evaluation"]["y"]) == pytest.approx(12)
 
@@ -94,8 +101,8 @@ def test_seconds_of_a_record_are_means_over_its_rounds(tmp_path):
         for i in range(1, 4)
     ]
     log.append({"step": 35, "rounds": 30, "seconds": 2.5})
-    assert seconds_of_a_step(log[:3]) == 3.5
-    assert seconds_of_a_step(log) == pytest.approx(72.5 / 25)
+    assert seconds_per_step(log[:3]) == 3.5
+    assert seconds_per_step(log) == pytest.approx(72.5 / 25)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
     traces = curves(read_run(tmp_path))["Machine"]["Time"]["data"]
     assert {t["name"]: t["y"] for t in traces} == {
@@ -110,20 +117,20 @@ def test_the_time_of_a_step_has_every_phase_in_it():
         {"step": 2, "seconds": 3.0},
         {"step": 4, "seconds": 3.0, "seconds/saving": 2.0},
     ]
-    assert seconds_of_a_step(log) == 2.0
-    assert seconds_of_a_step([]) is None
-    assert seconds_of_a_step([{"step": 1, "loss": 1.0}, {"step": 2, "seconds": "nan"}]) is None
+    assert seconds_per_step(log) == 2.0
+    assert seconds_per_step([]) is None
+    assert seconds_per_step([{"step": 1, "loss": 1.0}, {"step": 2, "seconds": "nan"}]) is None
 
 
 def test_a_long_run_is_drawn_as_means_of_neighbouring_steps_between_their_extremes(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(f'{{"step": {i}, "loss": {i % 2}}}\n' for i in range(4 * POINTS))
+        "".join(f'{{"step": {i}, "loss": {i % 2}}}\n' for i in range(4 * MAX_POINTS))
     )
     band, line = curves(read_run(tmp_path))["Learning"]["Loss"]["data"]
-    assert len(line["x"]) == POINTS
+    assert len(line["x"]) == MAX_POINTS
     assert set(line["y"]) == {0.5}
     assert line["x"][0] == 2
-    assert band["y"] == [0] * POINTS + [1] * POINTS
+    assert band["y"] == [0] * MAX_POINTS + [1] * MAX_POINTS
 
 
 def test_rewards_are_told_apart_by_length_and_by_source():
@@ -155,7 +162,7 @@ def test_rewards_are_told_apart_by_length_and_by_source():
 
 def test_histograms_count_every_row_once_and_leave_out_a_start_without_rewards(tmp_path):
     run = read_run(write_run(tmp_path, "thumbs"))
-    made = spreads(run.first, run.last)
+    made = reward_histograms(run.first, run.last)
     assert set(made) == {"By class", "By length of the answer", "By source"}
     assert {sum(sum(t["y"]) for t in figure["data"]) for figure in made.values()} == {60}
     own = read_run(write_run(tmp_path / "own", "own"))
@@ -163,7 +170,7 @@ def test_histograms_count_every_row_once_and_leave_out_a_start_without_rewards(t
         "By class",
         "By length of the answer, step 0",
         "By length of the answer, step 60",
-    } <= set(spreads(own.first, own.last))
+    } <= set(reward_histograms(own.first, own.last))
 
 
 def test_calibration_is_the_share_that_came_true_in_bins_of_equally_many_rows():

@@ -12,11 +12,11 @@ from tests.reports.synthetic import own_rows, pair_rows, thumbs_rows
 from valence.reports.rows import (
     NONE,
     groups,
-    listed,
     margin,
     moved,
     per_token,
     rewards_by_class,
+    row_lists,
     source,
     surprise,
     value,
@@ -123,7 +123,7 @@ def test_own_answers_and_rows_without_numbers_surprise_nobody() -> None:
         {"reward": 1.0, "target": math.nan},
     ]
     assert surprise(bare) == []
-    assert listed([*bare, {"reward_0": 1.0}], bare, 5)[0].title == "Best"
+    assert row_lists([*bare, {"reward_0": 1.0}], bare, 5)[0].title == "Best"
 
 
 def test_rows_move_by_the_change_of_what_they_are_worth() -> None:
@@ -151,13 +151,13 @@ def test_rows_move_by_the_change_of_what_they_are_worth() -> None:
 
 def test_lists_of_each_kind() -> None:
     def titles(after: list[Json], before: list[Json] | None = None) -> list[str]:
-        return [each.title for each in listed(after, before, 20)]
+        return [each.title for each in row_lists(after, before, 20)]
 
     thumbs = thumbs_rows(1.0, 60, 0, {3, 8})
     named = ["Most surprising", "Most moved", "Largest reward", "Smallest reward"]
     assert titles(thumbs, thumbs_rows(0.0, 60)) == named
     agreed = [{"label": up, "reward": 2.0 * up - 1, "id": str(up)} for up in (True, False)]
-    first = listed(agreed, agreed, 20)[0]
+    first = row_lists(agreed, agreed, 20)[0]
     assert (first.title, first.rows, first.note) == ("Most surprising", [], NONE)
     assert titles(pair_rows(1.0, 60), pair_rows(0.0, 60)) == [
         "Most surprising",
@@ -170,11 +170,11 @@ def test_lists_of_each_kind() -> None:
         "Best",
     ]
     assert titles([]) == []
-    best = next(each for each in listed(thumbs, None, 5) if each.title == "Largest reward")
+    best = next(each for each in row_lists(thumbs, None, 5) if each.title == "Largest reward")
     assert [found for _, found in best.rows] == sorted(
         (row["reward"] for row in thumbs), reverse=True
     )[:5]
-    surprising = listed(thumbs, None, 60)[0].rows
+    surprising = row_lists(thumbs, None, 60)[0].rows
     assert 2 <= len(surprising) < 30  # what the model agrees with is left out
     assert min(found for _, found in surprising) > 0
 

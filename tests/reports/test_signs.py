@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from tests.reports.synthetic import AUDIT, own_log, own_rows, pair_rows, thumbs_rows, write_run
-from valence.reports.comparison_markdown import run_markdown
-from valence.reports.page import write_page
+from valence.reports.diagnostics import Diagnosis, diagnose
+from valence.reports.page import report_markdown, write_page
 from valence.reports.rundata import RunData, read_run
-from valence.reports.signs import Sign, signs
 
 Json = dict[str, Any]
 Change = Callable[[Json, float], Json]
@@ -49,10 +48,10 @@ def ended(run: RunData, change: Callable[[Json], Json]) -> RunData:
     )
 
 
-def only(run: RunData) -> Sign:
-    found = signs(run)
+def only(run: RunData) -> Diagnosis:
+    found = diagnose(run)
     assert len(found) == 1, found
-    assert found[0].do
+    assert found[0].advice
     return found[0]
 
 
@@ -62,7 +61,7 @@ def numbers(text: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_run_shows_no_sign(kind: str, healthy: dict[str, RunData]) -> None:
-    assert signs(healthy[kind]) == []
+    assert diagnose(healthy[kind]) == []
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
@@ -76,11 +75,11 @@ def test_healthy_runs_of_other_random_numbers_show_none_either(
         run = replace(healthy[kind], first=first, last=last)
         if kind == "own":
             run = replace(run, metrics=tuple(own_log(100, [], seed)))
-        assert signs(run) == []
+        assert diagnose(run) == []
 
 
 def test_an_empty_folder_shows_none(tmp_path: Path) -> None:
-    assert signs(read_run(tmp_path)) == []
+    assert diagnose(read_run(tmp_path)) == []
 
 
 def test_numbers_that_are_not_finite(healthy: dict[str, RunData]) -> None:
@@ -89,15 +88,15 @@ def test_numbers_that_are_not_finite(healthy: dict[str, RunData]) -> None:
 
     sign = only(logged(healthy["thumbs"], spoilt))
     assert sign.name == "not finite"
-    assert numbers(sign.said) == [5, 31, 5, 31]
-    assert sign.said.index("loss") < sign.said.index("grad_norm")
+    assert numbers(sign.message) == [5, 31, 5, 31]
+    assert sign.message.index("loss") < sign.message.index("grad_norm")
     skipped = only(
         logged(
             healthy["thumbs"],
             lambda record, at: {"skipped": 1.0} if record["step"] in (7, 9) else {},
         )
     )
-    assert (skipped.name, numbers(skipped.said)) == ("skipped", [2, 7])
+    assert (skipped.name, numbers(skipped.message)) == ("skipped", [2, 7])
 
 
 def test_own_answers_that_are_paid_for_length(healthy: dict[str, RunData]) -> None:
@@ -108,21 +107,21 @@ def test_own_answers_that_are_paid_for_length(healthy: dict[str, RunData]) -> No
     )
     sign = only(longer)
     assert sign.name == "length"
-    correlation, before, after = numbers(sign.said)
+    correlation, before, after = numbers(sign.message)
     assert correlation > 0.9
     assert after == pytest.approx(2 * before, rel=0.2)
     # Longer for another reason, or paid for length without becoming longer.
-    assert signs(ended(healthy["own"], lambda row: {"tokens": 2 * row["tokens"]})) == []
-    assert signs(ended(healthy["own"], lambda row: {"reward": row["tokens"] / 30})) == []
+    assert diagnose(ended(healthy["own"], lambda row: {"tokens": 2 * row["tokens"]})) == []
+    assert diagnose(ended(healthy["own"], lambda row: {"reward": row["tokens"] / 30})) == []
 
 
 def test_rounds_that_are_paid_for_length_where_nothing_was_held_out(
     healthy: dict[str, RunData],
 ) -> None:
     alone = replace(healthy["own"], first=None, last=None)
-    assert signs(alone) == []
+    assert diagnose(alone) == []
     sign = only(logged(alone, lambda _, at: {"rollout/length": 30 * (1 + at)}))
-    correlation, before, after = numbers(sign.said)
+    correlation, before, after = numbers(sign.message)
     assert sign.name == "length"
     assert correlation > 0.45
     assert 30 <= before < 40 < 55 < after <= 60
@@ -142,7 +141,7 @@ def test_stored_answers_whose_reward_follows_length(healthy: dict[str, RunData])
     run = ended(healthy["thumbs"], by_length)
     sign = only(run)
     assert sign.name == "length"
-    preferred, others, *correlations = numbers(sign.said)
+    preferred, others, *correlations = numbers(sign.message)
     assert preferred > 1.2 * others
     assert min(correlations) > 0.45
     pairs = ended(
@@ -178,7 +177,7 @@ def test_short_answers_gain_where_all_become_rare_and_that_is_one_sign(
 
     sign = only(ended(healthy["thumbs"], lambda row: shorter(row, 0.0)))
     assert sign.name == "length"
-    preferred, others, *correlations = numbers(sign.said)
+    preferred, others, *correlations = numbers(sign.message)
     assert others > 1.2 * preferred
     assert max(correlations) < -0.45
     assert only(ended(healthy["thumbs"], lambda row: shorter(row, 0.3))).name == "rarer"
@@ -200,7 +199,7 @@ def test_verdicts_that_go_with_length_are_no_sign_by_themselves(
             "logp": -1.6 * tokens,
         }
 
-    assert signs(ended(healthy["thumbs"], by_verdict)) == []
+    assert diagnose(ended(healthy["thumbs"], by_verdict)) == []
 
 
 def test_preferred_answers_that_become_rare(healthy: dict[str, RunData]) -> None:
@@ -211,9 +210,9 @@ def test_preferred_answers_that_become_rare(healthy: dict[str, RunData]) -> None
         )
     )
     assert sign.name == "rarer"
-    assert numbers(sign.said)[:2] == [-1.4, -1.7]
+    assert numbers(sign.message)[:2] == [-1.4, -1.7]
     assert (
-        signs(
+        diagnose(
             ended(
                 healthy["pairs"],
                 lambda row: {"logp_rejected": row["ref_rejected"] - 1.0 * row["tokens_rejected"]},
@@ -228,15 +227,15 @@ def test_preferred_answers_that_become_rare(healthy: dict[str, RunData]) -> None
 def test_a_divergence_that_has_not_settled(healthy: dict[str, RunData]) -> None:
     assert only(logged(healthy["own"], lambda _, at: {"kl": 25 * at * at})).name == "divergence"
     # far, and held there
-    assert signs(logged(healthy["own"], lambda _, at: {"kl": min(15.0, 60 * at)})) == []
+    assert diagnose(logged(healthy["own"], lambda _, at: {"kl": min(15.0, 60 * at)})) == []
 
 
 def test_a_policy_that_moves_as_a_whole(healthy: dict[str, RunData]) -> None:
     assert only(logged(healthy["thumbs"], lambda _, at: {"kl/raw": 20 * at})).name == "drift"
     # kl is 0 then, and the loss as usual
-    assert signs(logged(healthy["thumbs"], lambda _, at: {"kl/raw": -20 * at})) == []
+    assert diagnose(logged(healthy["thumbs"], lambda _, at: {"kl/raw": -20 * at})) == []
     gentle = replace(healthy["thumbs"], config={**healthy["thumbs"].config, "loss": {"beta": 0.01}})
-    assert signs(logged(gentle, lambda _, at: {"kl/raw": 20 * at})) == []
+    assert diagnose(logged(gentle, lambda _, at: {"kl/raw": 20 * at})) == []
 
 
 @pytest.mark.parametrize(
@@ -250,9 +249,9 @@ def test_a_class_that_is_left_behind(still: bool, weight: str, healthy: dict[str
         )
     )
     assert sign.name == "one class"
-    assert f"loss.{weight}" in sign.do
+    assert f"loss.{weight}" in sign.advice
     # neither has moved yet
-    assert signs(ended(healthy["thumbs"], lambda row: {"reward": 0.02 * row["reward"]})) == []
+    assert diagnose(ended(healthy["thumbs"], lambda row: {"reward": 0.02 * row["reward"]})) == []
 
 
 def test_pairs_that_are_all_right_and_only_grow_apart(healthy: dict[str, RunData]) -> None:
@@ -264,15 +263,15 @@ def test_pairs_that_are_all_right_and_only_grow_apart(healthy: dict[str, RunData
     settled = logged(
         healthy["pairs"], lambda _, at: {"rewards/accuracies": 1.0, "rewards/margins": 2.0}
     )
-    assert signs(settled) == []
+    assert diagnose(settled) == []
 
 
 def test_answers_that_are_cut_off(healthy: dict[str, RunData]) -> None:
     sign = only(
         ended(healthy["own"], lambda row: {"stop": "length" if int(row["id"], 16) % 3 else "end"})
     )
-    assert (sign.name, numbers(sign.said)) == ("cut off", [67, 64])
-    assert "rollout.max_new_tokens" in sign.do
+    assert (sign.name, numbers(sign.message)) == ("cut off", [67, 64])
+    assert "rollout.max_new_tokens" in sign.advice
     assert (
         only(logged(healthy["own"], lambda _, at: {"rollout/truncated": 0.4 * at})).name
         == "cut off"
@@ -288,13 +287,13 @@ def test_rows_that_are_too_long(healthy: dict[str, RunData]) -> None:
         },
     }
     sign = only(replace(healthy["thumbs"], audit=cut))
-    assert (sign.name, numbers(sign.said)[:2], numbers(sign.said)[-1]) == (
+    assert (sign.name, numbers(sign.message)[:2], numbers(sign.message)[-1]) == (
         "too long",
         [9, 100],
         512,
     )
-    assert "data.max_length" in sign.do
-    assert 700 in numbers(sign.do)
+    assert "data.max_length" in sign.advice
+    assert 700 in numbers(sign.advice)
 
 
 def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, RunData]) -> None:
@@ -304,9 +303,9 @@ def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, Run
         )
 
     sign = only(logged(healthy["thumbs"], course))
-    assert (sign.name, numbers(sign.said)[0]) == ("overfits", 20)
+    assert (sign.name, numbers(sign.message)[0]) == ("overfits", 20)
     assert (
-        signs(
+        diagnose(
             logged(
                 healthy["thumbs"],
                 lambda _, at: {"loss": 0.5 - 0.4 * at, "eval/loss": 0.5 - 0.1 * at},
@@ -327,7 +326,7 @@ def test_a_held_out_loss_that_went_to_nothing_and_stays_there_has_not_turned(
             {"eval/loss": max(0.5 - 2 * at, least * (1 + at))} if "eval/loss" in record else {}
         )
 
-    assert signs(logged(healthy["pairs"], course)) == []
+    assert diagnose(logged(healthy["pairs"], course)) == []
 
 
 @pytest.mark.parametrize(("name", "value"), [("failed", 0.2), ("tied", 0.7)])
@@ -341,15 +340,17 @@ def test_warnings_follow_the_answers(tmp_path: Path) -> None:
     audit["train"]["truncation"] |= {"too_long": 100, "max_length": "<script>"}
     (folder / "audit.json").write_text(json.dumps(audit))
     page = write_page(folder).read_text(encoding="utf-8")
-    [sign] = signs(read_run(folder))
+    [sign] = diagnose(read_run(folder))
     sections = re.split(r'<section id="s\d+">', page.split("<main>")[1])[1:]
     assert [each.split("</h2>")[0] for each in sections[:3]] == [
         "<h2>Answers",
         "<h2>Warnings",
         "<h2>Metrics",
     ]
-    assert sections[1].startswith('<h2>Warnings</h2><div class="sign"><p>' + html.escape(sign.said))
-    assert html.escape(sign.do) in sections[1]
+    assert sections[1].startswith(
+        '<h2>Warnings</h2><div class="sign"><p>' + html.escape(sign.message)
+    )
+    assert html.escape(sign.advice) in sections[1]
     assert page.index('id="verdict"') < page.index("<main>")
 
 
@@ -373,15 +374,15 @@ def test_markdown_has_the_warnings_of_the_page(run_dir: Path) -> None:
     facts["warnings"] = ["step 12: the loss jumped"]
     (run_dir / "run.json").write_text(json.dumps(facts), encoding="utf-8")
     run = read_run(run_dir)
-    assert signs(run)
-    assert run.audited
+    assert diagnose(run)
+    assert run.audit_warnings
     page = letters_and_digits(write_page(run_dir).read_text(encoding="utf-8"))
-    document = run_markdown(run)
-    wanted = [each for sign in signs(run) for each in (sign.said, sign.do)]
-    for text in (*wanted, *run.audited, *run.problems, *facts["warnings"]):
+    document = report_markdown(run)
+    wanted = [each for sign in diagnose(run) for each in (sign.message, sign.advice)]
+    for text in (*wanted, *run.audit_warnings, *run.problems, *facts["warnings"]):
         assert letters_and_digits(text) in page
         assert letters_and_digits(text) in letters_and_digits(document)
-    first = document.index(signs(run)[0].said.split("(")[0][:20].replace("_", "\\_"))
+    first = document.index(diagnose(run)[0].message.split("(")[0][:20].replace("_", "\\_"))
     assert first < document.index("**kto**")  # above everything else
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.reports.tracked import CONFIG, Killed, home, record
-from valence.reports import backends
 from valence.reports import sinks as sinks_module
 from valence.reports import trackers as trackers_module
 from valence.reports.trackers import Tracker
@@ -24,10 +23,10 @@ class Fake:
     def __init__(self, at: str = "", does: Callable[[], None] = lambda: None) -> None:
         self.at, self.does, self.got = at, does, list[Any]()
 
-    def __call__(self, opening: Any) -> Fake:
+    def __call__(self, run: Any) -> Fake:
         self._do("open", None)
-        opening.state["id"] = 1
-        opening.keep()
+        run.state["id"] = 1
+        run.save_state()
         return self
 
     def _do(self, what: str, value: Any) -> None:
@@ -58,7 +57,7 @@ def test_a_library_that_fails_is_reported_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake(at, fails))
+    monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", Fake(at, fails))
     run = Killed(tmp_path)
     run.go(0, 5)
     (said,) = run.said
@@ -72,8 +71,10 @@ def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(
 ) -> None:
     never = threading.Event()
     monkeypatch.setattr(sinks_module, "CLOSING", 0.3)
-    monkeypatch.setattr(trackers_module, "BEHIND", 50)
-    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: never.wait() and None))
+    monkeypatch.setattr(trackers_module, "MAX_WAITING", 50)
+    monkeypatch.setitem(
+        trackers_module.BACKENDS, "tensorboard", Fake("log", lambda: never.wait() and None)
+    )
     run = Killed(tmp_path)
     run.go(0, 5)
     (unclosed,) = run.said
@@ -89,10 +90,10 @@ def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(
 def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("open", fails))
+    monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", Fake("open", fails))
     run = Killed(tmp_path)
     run.go(0, 4)
-    monkeypatch.setitem(backends.OPEN, "tensorboard", fake := Fake())
+    monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", fake := Fake())
     run.go(4, 6, keep=4)
     assert [step for what, step in fake.got if what == "log"] == [0, 1, 2, 3, 4, 5, 6]
     assert [step for what, step in fake.got if what == "table"] == [0, 3, 6]
@@ -104,7 +105,7 @@ def test_a_step_hands_its_record_over_at_once(
 ) -> None:
     go_on = threading.Event()
     monkeypatch.setitem(
-        backends.OPEN, "tensorboard", fake := Fake("log", lambda: go_on.wait() and None)
+        trackers_module.BACKENDS, "tensorboard", fake := Fake("log", lambda: go_on.wait() and None)
     )
     tracker = Tracker({"kind": "tensorboard"}, print)
     tracker.start(CONFIG, tmp_path, False)

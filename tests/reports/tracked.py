@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # set here so that it is taken back
-    for name, value in trackers_module.PRIVATE.items():
+    for name, value in trackers_module.PRIVACY.items():
         monkeypatch.setenv(name, value)
 
 
@@ -129,3 +131,24 @@ def killed_twice(run: Killed) -> None:
     run.go(8, 8, keep=8, test=True, closes=False)
     run.go(9, 8, keep=9, test=True)
     assert run.said == []
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """The complete records of a file of wandb, for which it has no public reader: LevelDB's log
+    format behind a header, blocks of 32 KiB with pieces of a checksum, a length and a kind (1
+    whole, 2 first, 3 middle, 4 last).
+    """
+    at, parts = 7, b""
+    while at + 7 <= len(content):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        if not kind or at + 7 + length > len(content):
+            return
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""

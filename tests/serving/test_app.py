@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from valence.distributed.process_group import SingleProcess
 
 from tests.serving.kit import (
     HELLO,
@@ -26,6 +25,7 @@ from tests.serving.kit import (
     trainer,
 )
 from tests.tiny import BOS
+from valence.distributed.process_group import SingleProcess
 from valence.lifecycle.restore import open_run
 from valence.rollouts import Sampling
 from valence.serving import app as app_module

@@ -19,7 +19,7 @@ from valence.errors import UserError
 from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.reports import page
-from valence.reports.html import write_aside
+from valence.reports.rendering import write_atomically
 from valence.trainer import pages
 
 
@@ -64,7 +64,7 @@ def test_a_short_run_writes_none_on_the_way(written: tuple[Clock, list[str]]) ->
 def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(OSError, match=r"report\.html"):
-        write_aside(tmp_path / "report.html", "page")
+        write_atomically(tmp_path / "report.html", "page")
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
 
 

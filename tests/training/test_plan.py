@@ -27,7 +27,7 @@ from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.planning import plan
 from valence.planning.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
-from valence.reports.console import duration
+from valence.reports.formatting import duration
 from valence.runs import store
 from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare

@@ -37,9 +37,14 @@ def report(
     differ, curves, rows on which they disagree. Runs that are not finished are told of with what
     they have.
     """
-    from valence.reports.compared import find_runs, read_compared
-    from valence.reports.comparison import comparison_page, refuse_others, write_out
-    from valence.reports.comparison_markdown import comparison_markdown, run_markdown
+    from valence.reports.compared import find_runs, read_runs
+    from valence.reports.comparison import (
+        comparison_markdown,
+        comparison_page,
+        refuse_others,
+        write_out,
+    )
+    from valence.reports.page import report_markdown
     from valence.reports.rundata import read_run
 
     found = find_runs(runs)
@@ -49,13 +54,13 @@ def report(
         refuse_others(target)
     if md:
         content = (
-            comparison_markdown(read_compared(found))
+            comparison_markdown(read_runs(found))
             if several
-            else run_markdown(read_run(found[0].path))
+            else report_markdown(read_run(found[0].path))
         )
     else:
         content = (
-            comparison_page(read_compared(found))
+            comparison_page(read_runs(found))
             if several
             else _page_of(found[0].path, copied=bool(target))
         )
@@ -69,8 +74,7 @@ def _page_of(run_dir: Path, *, copied: bool) -> str:
 
     Returns where it is, or what it holds if that is to be copied.
     """
-    from valence.reports.comparison_tables import MARK
-    from valence.reports.page import write_page
+    from valence.reports.page import MARK, write_page
 
     try:
         page = write_page(run_dir)

@@ -93,7 +93,7 @@ def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
 def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
     with stoppable(NOTHING_BEGUN):
         from valence.lifecycle.start import train_in_folder
-        from valence.reports.results import outputs
+        from valence.reports.verdict import outputs
 
     with streaming(as_json, how["group"].rank) as stream:
         sinks = [stream] if stream else []
@@ -234,7 +234,7 @@ def _show_settings(source: LoadedRecipe, every: bool) -> None:
     is from.
     """
     from valence.config.describe import shorten_value
-    from valence.reports.console import exact
+    from valence.reports.formatting import exact
 
     table = table_of_settings("value", "from")
     shown = {

@@ -33,7 +33,8 @@ from valence.lifecycle.restore import open_run
 from valence.lifecycle.saved_models import At
 from valence.models.build import check_positions
 from valence.models.digest import model_digest
-from valence.reports.console import Progress, number
+from valence.reports.console import Progress
+from valence.reports.formatting import number
 from valence.rollouts.protocol import Sampling
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message

@@ -18,7 +18,7 @@ from valence.online.collector import Collector
 from valence.online.engines import make_engine, make_policy_engine
 from valence.online.rounds import Rounds
 from valence.reports.sinks import FanOut, JsonlSink, Sink
-from valence.reports.trackers import trackers
+from valence.reports.trackers import make_trackers
 from valence.rewards.build import reward_of
 from valence.rewards.combine import Combined
 from valence.runs.folder import RunFolder
@@ -122,7 +122,7 @@ def _log(
 ) -> FanOut:
     """The log file, the sinks given and those of the recipe."""
     of_recipe = (
-        trackers([sink.model_dump() for sink in prepared.recipe.run.sinks], messages.note_once)
+        make_trackers([sink.model_dump() for sink in prepared.recipe.run.sinks], messages.note_once)
         if has_folder
         else []
     )

@@ -30,7 +30,7 @@ from valence.lifecycle.changes import (
     settings_of,
 )
 from valence.planning.plan import planned_tokens
-from valence.reports.console import visible
+from valence.reports.formatting import visible
 from valence.runs import store
 from valence.runs.folder import RunFolder, now, versions
 from valence.runs.keeper import Checkpoints, Saved

@@ -36,7 +36,7 @@ from valence.planning.memory import (
     min_free_memory,
     sampled_in,
 )
-from valence.reports.console import duration
+from valence.reports.formatting import duration
 from valence.trainer.methods import Method, read_of_tokens
 from valence.trainer.prepare import Prepared
 from valence.types import TokenizedExample, plural

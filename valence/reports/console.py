@@ -1,148 +1,53 @@
-"""What a run says on the terminal: progress of long phases, tables, and how numbers are written for
-people.
-"""
+"""Progress on the terminal: bars or plain lines for a phase, and a live dashboard for training."""
 
 from __future__ import annotations
 
-import html
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
-from rich.table import Column
+from rich.progress import Progress as RichProgress
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
 
+from valence.reports.formatting import duration, number, rate, visible
 from valence.terminal import print_message
 
-SHOWN = {"loss": "loss", "reward/mean": "reward", "rewards/margins": "margin", "kl": "kl"}
-"""Metrics that stand beside the bar, with the words for them."""
+STATUS_METRICS = {"loss": "loss", "reward/mean": "reward", "rewards/margins": "margin", "kl": "kl"}
+"""Metrics shown next to a bar, with their titles."""
 
 WINDOW = 50
 """Updates over which rate and time left are measured."""
 
-
-class Board(Protocol):
-    """Something drawn on a console for longer, inside which the phases that run meanwhile have
-    their bars.
-    """
-
-    def enter(self, phase: Progress) -> None: ...
-
-    def leave(self, phase: Progress) -> None: ...
-
-    def changed(self) -> None: ...
+DASHBOARDS: WeakKeyDictionary[Console, Dashboard] = WeakKeyDictionary()
+"""The dashboards that are on screen."""
 
 
-STEERING = (range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
-"""Codes of controls, of embeddings, overrides and isolates of the direction, which would go on
-behind a text, of surrogates.
-"""
-PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-PICTURES |= {code: 0xFFFD for codes in STEERING for code in codes}
-"""What stands for characters that steer a terminal or are no text."""
-
-BOARDS: WeakKeyDictionary[Console, Board] = WeakKeyDictionary()
-"""Those that are drawn now."""
-
-
-def draws(console: Console) -> bool:
-    """Whether bars are drawn there, not plain lines printed."""
-    return (
-        console.is_terminal
-        and not console.is_dumb_terminal
-        and not getattr(console, "plain", False)
-    )
-
-
-def visible(text: str) -> str:
-    """The text with control characters (except newline and tab) as their pictures, and lone
-    surrogates and what turns the direction of the text behind it replaced, so that data can neither
-    steer a terminal nor make a file that is not UTF-8.
-    """
-    return text.translate(PICTURES)
-
-
-def esc(value: object) -> str:
-    """Any value as HTML text."""
-    return html.escape(text(value))
-
-
-def number(value: float | int) -> str:
-    """A number at about four digits: ``1,234``, ``0.6931``, ``1.23e-05``."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    size = abs(value)
-    if not math.isfinite(value) or size == 0:
-        return f"{value:g}"
-    if size < 1e-3 or size >= 1e7:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
-
-
-def text(value: object) -> str:
-    """Any value for people: numbers as ``number`` does, a dash for what is absent or empty, a list
-    or mapping with commas, deeper ones as JSON.
-    """
-    if value is None or value in ({}, [], ()):
-        return "\N{EN DASH}"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (int, float)):
-        return number(value)
-    if isinstance(value, (list, tuple)) and not any(map(_is_container, value)):
-        return ", ".join(text(item) for item in value)
-    if isinstance(value, Mapping) and not any(map(_is_container, value.values())):
-        return ", ".join(f"{text(key)} {text(item)}" for key, item in value.items())
-    return visible(exact(value))
-
-
-def _is_container(value: object) -> bool:
-    return isinstance(value, (Mapping, list, tuple))
-
-
-def exact(value: object) -> str:
-    """A value as it would stand in a recipe, not rounded: 5 for 5.0."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        value = int(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as ``0.4s``, ``12s``, ``3m12s``, ``2h03m`` or ``1d02h``."""
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    for size, unit, smaller, small_unit in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "m"),
-        (60, "m", 1, "s"),
-    ):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // smaller:02d}{small_unit}"
-    return f"{whole}s"
-
-
-def rate(per_second: float, unit: str = "tok") -> str:
-    """A rate as ``1,234 tok/s``."""
-    return f"{per_second:,.0f} {unit}/s" if per_second >= 100 else f"{per_second:.3g} {unit}/s"
+def can_draw(console: Console) -> bool:
+    """Whether bars are drawn on the console, instead of printing plain lines."""
+    is_plain = console.is_dumb_terminal or getattr(console, "plain", False)
+    return console.is_terminal and not is_plain
 
 
 class Progress:
-    """Progress of one phase, as a context manager: a bar on a terminal, inside the board that is
-    drawn there if there is one; elsewhere plain lines, at most one every ``every`` seconds and
-    always the first and the last; nothing when ``quiet``.
+    """Progress of one phase, as a context manager.
 
-    ``start``: how much was done before (a resumed run). ``brief``: no line of a phase that is over
-    within ``every`` seconds. Rate and time left are measured over the latest updates, leaving out
-    what passed before the first one, which pays for warming up.
+    On a terminal it is a bar, inside the dashboard if there is one. Elsewhere it prints plain
+    lines: the first, the last, and at most one every ``every`` seconds. Nothing with ``quiet``.
+
+    start: the amount done before, by a resumed run. brief: no line for a phase that ends within
+    ``every`` seconds. Rate and time left are measured over the latest updates without the time
+    before the first one, which is warm-up.
     """
 
     def __init__(
@@ -157,32 +62,32 @@ class Progress:
         brief: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self._phase, self._total, self._quiet = console, visible(phase), total, quiet
+        self._console, self.name, self._total, self._quiet = console, visible(phase), total, quiet
         self._every, self._clock = every, clock
         self._silent_until = clock() + every if brief else 0.0
-        self._away = 0.0
+        self._paused = 0.0
         self._done = start
         self._metrics: Mapping[str, object] = {}
         self._points: deque[tuple[float, int, int | None]] = deque(maxlen=WINDOW)
         self._printed_at: float | None = None
         self._printed_done: int | None = None
-        self._bar: Bar | None = None
-        self._board: Board | None = None
+        self._bar: RichProgress | None = None
+        self._dashboard: Dashboard | None = None
 
     def __enter__(self) -> Self:
         self._first = (self._now(), self._done, 0)
-        if not self._quiet and draws(self._console):
+        if not self._quiet and can_draw(self._console):
             self._draw()
         return self
 
     def _draw(self) -> None:
-        self._board = BOARDS.get(self._console)
-        if self._board:
-            self._board.enter(self)
+        self._dashboard = DASHBOARDS.get(self._console)
+        if self._dashboard:
+            self._dashboard.enter(self)
             return
-        self._bar = _bar(self._console)
+        self._bar = _make_bar(self._console)
         self._task = self._bar.add_task(
-            self._phase, total=self._total, completed=self._done, status=""
+            self.name, total=self._total, completed=self._done, status=""
         )
         self._bar.start()
 
@@ -192,8 +97,8 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._board:
-            self._board.leave(self)
+        if self._dashboard:
+            self._dashboard.leave(self)
         elif self._bar:
             self._bar.update(self._task, status=self._status(ended=True))
             self._bar.stop()
@@ -201,15 +106,13 @@ class Progress:
             self._print(ended=True)
 
     def update(self, done: int, *, tokens: int | None = None) -> None:
-        """``done``: of the total so far; ``tokens``: run through in this phase so far."""
+        """done: of the total so far. tokens: processed in this phase so far."""
         self._done = done
-        point = (self._now(), done, tokens)
         if self._points and self._points[-1][1] == done:
-            self._points[-1] = point  # the same amount said again, with more to say about it
-        else:
-            self._points.append(point)
-        if self._board:
-            self._board.changed()
+            self._points.pop()  # the same amount again, with more information
+        self._points.append((self._now(), done, tokens))
+        if self._dashboard:
+            self._dashboard.mark_changed()
         elif self._bar:
             self._bar.update(self._task, completed=done, status=self._status())
         elif not self._quiet and (
@@ -218,58 +121,48 @@ class Progress:
             self._print()
 
     def record(self, metrics: Mapping[str, object]) -> None:
-        """Takes in a record of the log: its main numbers stand beside the bar from the next update
-        on.
-        """
+        """Show the main metrics of a record of the log from the next update on."""
         self._metrics = metrics
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Take a bar away while another phase runs inside this one; its time does not count for the
-        rate.
-        """
-        began = self._clock()
+        """Hide the bar while another phase runs; its time does not count for the rate."""
+        start = self._clock()
         if self._bar:
             self._bar.stop()
         try:
             yield
         finally:
-            self._away += self._clock() - began
+            self._paused += self._clock() - start
             if self._bar:
                 self._bar.start()
 
     @property
-    def name(self) -> str:
-        return self._phase
-
-    @property
     def amount(self) -> tuple[int, int]:
-        """How much is done, of how much."""
+        """The amount done, and the total."""
         return self._done, self._total
 
     def _now(self) -> float:
-        return self._clock() - self._away
+        return self._clock() - self._paused
 
     def _print(self, ended: bool = False) -> None:
-        status = self._status(ended)
-        if (
-            ended and self._printed_done == self._done == self._total
-        ) or self._clock() < self._silent_until:
+        is_repeated = ended and self._printed_done == self._done == self._total
+        if is_repeated or self._clock() < self._silent_until:
             return
+        status = self._status(ended)
         self._printed_at, self._printed_done = self._now(), self._done
-        line = f"{self._phase} {self._done}/{self._total}  {status}".rstrip()
-        print_message(self._console, line)
+        print_message(self._console, f"{self.name} {self._done}/{self._total}  {status}".rstrip())
 
     def _status(self, ended: bool = False) -> str:
         parts = [self.speed(ended)]
-        for name, word in SHOWN.items():
+        for name, title in STATUS_METRICS.items():
             value = self._metrics.get(name)
             if isinstance(value, (int, float)):
-                parts.append(f"{word} {number(value)}")
-        return "  ".join(part for part in parts if part)
+                parts.append(f"{title} {number(value)}")
+        return "  ".join(filter(None, parts))
 
     def speed(self, ended: bool = False) -> str:
-        """Tokens per second (or items, when no tokens are known) and the time left; at the end the
+        """Tokens (or items, if tokens are unknown) per second and the time left; at the end the
         time taken.
         """
         if not self._points:
@@ -288,113 +181,292 @@ class Progress:
         return f"{speed}  {duration((self._total - last[1]) * seconds / done)} left"
 
 
-def _bar(console: Console) -> Bar:
-    status = TextColumn(
-        "{task.fields[status]}",
-        markup=False,
-        table_column=Column(no_wrap=True, overflow="ellipsis"),
-    )
-    phase = TextColumn("{task.description}", markup=False)
-    # Twice a second is enough for people, and leaves the processor to the training.
-    return Bar(
-        phase,
+def _make_bar(console: Console) -> RichProgress:
+    one_line = Column(no_wrap=True, overflow="ellipsis")
+    return RichProgress(
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=16),
         MofNCompleteColumn(),
-        status,
+        TextColumn("{task.fields[status]}", markup=False, table_column=one_line),
         console=console,
-        refresh_per_second=2,
+        refresh_per_second=REFRESHES_PER_SECOND,
     )
 
 
-def compare(
-    before: Mapping[str, object], after: Mapping[str, object]
-) -> list[tuple[str, str, str, str]]:
-    """Rows (metric, before, after, change) for a table of two evaluations; a dash where one lacks
-    the metric.
-    """
-    rows: list[tuple[str, str, str, str]] = []
-    for name in dict.fromkeys((*before, *after)):
-        old, new = before.get(name), after.get(name)
-        change = ""
-        if isinstance(old, (int, float)) and isinstance(new, (int, float)):
-            change = f"{'+' if new > old else ''}{number(new - old)}"
-        rows.append((visible(name), text(old), text(new), change))
-    return rows
+# The dashboard
+
+METRICS = {
+    "loss": "loss",
+    "eval/loss": "held-out loss",
+    "reward/mean": "reward",
+    "eval/reward/mean": "held-out reward",
+    "rewards/margins": "margin",
+    "eval/rewards/margins": "held-out margin",
+    "kl": "kl",
+    "rewards/accuracies": "accuracy",
+    "eval/rewards/accuracies": "held-out acc.",
+    "rewards/auc": "auc",
+    "eval/rewards/auc": "held-out auc",
+    "eval/rewards/spearman": "held-out rank",
+    "rollout/length": "answer tokens",
+    "rollout/truncated": "cut off",
+    "grad_norm": "grad norm",
+    "lr": "lr",
+    "tokens/s": "tokens/s",
+    "memory": "memory GB",
+}
+"""The metrics that are shown if they exist, in this order, with their titles."""
+WITH_CURVE, MAX_CURVES = tuple(METRICS)[:7], 4
+"""The metrics that may have a curve, and the number of curves."""
+MAX_POINTS, RECALLED_RECORDS = 40, 1000
+"""Points of a curve. Records read from the log of a resumed run, as not all have every metric."""
+
+MAX_WIDTH = 100
+TITLE_WIDTH, VALUE_WIDTH = 16, 10
+CELL_WIDTH = TITLE_WIDTH + VALUE_WIDTH + 2
+ANSWER_LINES, MAX_WARNINGS = 2, 3
+REFRESHES_PER_SECOND, MAX_TIME_SHARE = 2, 0.005
+"""Twice a second is enough for people. Drawing takes at most this share of the time, so that a slow
+processor is left to the training.
+"""
+
+LEVELS, ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+NOT_FINITE = "\N{MULTIPLICATION SIGN}"
 
 
-def as_tables(
-    value: Mapping[str, Any], title: str = ""
-) -> list[tuple[str, Sequence[str], list[list[Any]]]]:
-    """A mapping of any shape as tables (title, header, rows): its plain values together, then each
-    inner mapping or list of mappings by itself.
+def sparkline(values: Sequence[float], ascii_only: bool = False) -> str:
+    """A character per value, between the lowest and the highest; the middle if all are equal."""
+    levels = ASCII_LEVELS if ascii_only else LEVELS
+    finite = [value for value in values if abs(value) < float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(levels) - 1) / (high - low) if 0 < high - low < float("inf") else 0.0
+    scale = scale if scale < float("inf") else 0.0  # the difference is subnormal
+
+    def level(value: float) -> str:
+        if not abs(value) < float("inf"):
+            return "x" if ascii_only else NOT_FINITE
+        return levels[round((value - low) * scale) if scale else len(levels) // 2]
+
+    return "".join(map(level, values))
+
+
+class Dashboard(Progress):
+    """Progress of training, which on a terminal also shows metrics, curves, a completion and
+    warnings.
+
+    Phases that run during training have their bars inside it, and printed lines appear above it.
+    Training and drawing run in different threads: what is drawn is replaced, never changed.
+
+    warnings: returns those so far.
     """
-    plain = [[key.replace("_", " "), item] for key, item in value.items() if not _has_rows(item)]
-    tables: list[tuple[str, Sequence[str], list[list[Any]]]] = (
-        [(title, ("", ""), plain)] if plain else []
-    )
-    for key, item in value.items():
-        words = key.replace("_", " ")
-        name = f"{title}: {words}" if title else words
-        if not _has_rows(item):
-            continue
-        if isinstance(item, Mapping) and not all(_is_row(inner) for inner in item.values()):
-            tables += as_tables(item, name)
-            continue
-        records = (
-            [{"": k, **inner} for k, inner in item.items()] if isinstance(item, Mapping) else item
+
+    def __init__(
+        self,
+        console: Console,
+        phase: str,
+        total: int,
+        *,
+        start: int = 0,
+        quiet: bool = False,
+        warnings: Callable[[], Sequence[str]] = tuple,
+        every: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(console, phase, total, start=start, quiet=quiet, every=every, clock=clock)
+        self._warnings = warnings
+        self._history: dict[str, tuple[float, ...]] = {}
+        self._phases: tuple[Progress, ...] = ()
+        self._activity = ""
+        self._completion: tuple[str, str, str] | None = None
+        self.live: Live | None = None
+        """Draws the dashboard while it is on screen."""
+        self._height = 0, 0
+        """The width of the terminal, and the largest number of lines that were drawn in it."""
+        self._ended = False
+        self.num_changes = 0
+        self.line_widths: list[int] = []
+        """Columns of the lines that were drawn last."""
+
+    def record(self, metrics: Mapping[str, object]) -> None:
+        super().record(metrics)
+        for name in METRICS:
+            value = metrics.get(name)
+            if isinstance(value, (int, float)):
+                points = self._history.get(name, ())[1 - MAX_POINTS :]
+                self._history[name] = (*points, float(value))
+        self.mark_changed()
+
+    def recall(self, log: Path) -> None:
+        """Read the last records of the log of a resumed run."""
+        try:
+            with log.open(encoding="utf-8") as lines:
+                for line in deque(lines, RECALLED_RECORDS):
+                    record = json.loads(line)
+                    self.record(record if isinstance(record, dict) else {})
+        except (OSError, ValueError):  # only curves are lost; other readers report the damage
+            return
+
+    def answer(self, prompt: str, completion: str, reward: float | None) -> None:
+        """Show the latest completion of the policy. reward: None without a score."""
+        score = "no score" if reward is None else f"reward {number(reward)}"
+        self._completion = prompt, completion, score
+        self.mark_changed()
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Show an activity that has no progress of its own."""
+        self._activity = activity
+        self.mark_changed()
+        try:
+            yield
+        finally:
+            self._activity = ""
+            self.mark_changed()
+
+    def _draw(self) -> None:
+        if self._console in DASHBOARDS:  # a run inside a run
+            super()._draw()
+            return
+        self._dashboard = DASHBOARDS[self._console] = self
+        self.live = _DashboardLive(self, self._console)
+        self.live.start(refresh=True)
+
+    def enter(self, phase: Progress) -> None:
+        """Show the bar of a phase."""
+        self._phases = (*self._phases, phase)
+        self.mark_changed()
+
+    def leave(self, phase: Progress) -> None:
+        """Remove the bar of a phase; the dashboard ends with its own phase."""
+        self._phases = tuple(shown for shown in self._phases if shown is not phase)
+        self.mark_changed()
+        if phase is self and self.live:
+            del DASHBOARDS[self._console]
+            self._ended = True
+            self.live.stop()
+
+    def mark_changed(self) -> None:
+        self.num_changes += 1
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, room = min(options.max_width, MAX_WIDTH), options.size.height - 1
+        parts = [part for part in self._parts(console, width, options.ascii_only) if part]
+        num_bars = 1 if self._ended else 2
+        while len(parts) > 1 and num_bars + sum(map(len, parts)) > room:
+            parts.pop()
+        is_spaced = num_bars + sum(map(len, parts)) + len(parts) <= room
+        lines = [line for part in parts for line in ((Text(""), *part) if is_spaced else part)]
+        del lines[max(0, room - num_bars) :]
+        if not self._ended:  # a part that shrinks or disappears moves nothing
+            before = self._height[1] if self._height[0] == width else 0
+            self._height = width, min(room, max(before, num_bars + len(lines)))
+            lines += [Text("")] * (self._height[1] - num_bars - len(lines))
+        self.line_widths = [width] * num_bars + [min(width, line.cell_len) for line in lines]
+        yield self._bars(width)
+        for line in lines:
+            line.truncate(width)
+            yield line
+
+    def _parts(self, console: Console, width: int, ascii_only: bool) -> Iterator[list[Text]]:
+        """The lines of each part, most important first. A low terminal shows the first ones."""
+        known = [name for name in METRICS if name in self._history]
+        curved = [name for name in known if name in WITH_CURVE][:MAX_CURVES]
+        yield [self._curve(name, width, ascii_only) for name in curved]
+        cells = [self._cell(name) for name in known if name not in curved]
+        per_line = max(1, (width + 2) // (CELL_WIDTH + 2))
+        yield [Text("   ").join(cells[i : i + per_line]) for i in range(0, len(cells), per_line)]
+        yield self._warning_lines(width)
+        yield self._completion_lines(console, width)
+
+    def _bars(self, width: int) -> Table:
+        """Fixed columns, so that nothing moves when another phase starts."""
+        table = Table.grid(padding=(0, 2, 0, 0), expand=False)
+        name, amount, speed = (22, 13, 28) if width >= 80 else (12, 11, 25)
+        bar = max(4, width - name - amount - speed - 6)
+        table.add_column(width=name, no_wrap=True, overflow="ellipsis")
+        table.add_column(width=bar)
+        table.add_column(width=amount, no_wrap=True, overflow="ellipsis", justify="right")
+        table.add_column(width=speed, no_wrap=True, overflow="ellipsis")
+        phases: list[Progress] = [self] if self._ended else [self, *self._phases[-1:]]
+        for phase in phases:
+            done, total = phase.amount
+            table.add_row(
+                Text(phase.name, style="" if phase is self else "dim"),
+                ProgressBar(total=max(1, total), completed=done, width=bar),
+                Text(f"{done:,}/{total:,}"),
+                Text(phase.speed(self._ended)),
+            )
+        if len(phases) == 1 and not self._ended:
+            table.add_row(Text(self._activity, style="dim"), "", "", "")
+        return table
+
+    def _cell(self, name: str) -> Text:
+        value = f"{number(self._history[name][-1]):>{VALUE_WIDTH}}"
+        return Text.assemble((f"{METRICS[name]:<{TITLE_WIDTH}}", "dim"), value)
+
+    def _curve(self, name: str, width: int, ascii_only: bool) -> Text:
+        values = self._history[name][-max(4, min(MAX_POINTS, width - CELL_WIDTH)) :]
+        return Text.assemble(self._cell(name), "  ", (sparkline(values, ascii_only), "cyan"))
+
+    def _warning_lines(self, width: int) -> list[Text]:
+        warnings = list(self._warnings())
+        lines = [_one_line(warning, width) for warning in warnings[-MAX_WARNINGS:]]
+        return _labelled(("warnings", f"{len(warnings):,} so far", ""), lines, "yellow")
+
+    def _completion_lines(self, console: Console, width: int) -> list[Text]:
+        if self._completion is None:
+            return []
+        prompt, completion, score = self._completion
+        flat = Text(" ".join(visible(completion).split()) or "(nothing)")
+        wrapped = list(flat.wrap(console, width - TITLE_WIDTH))
+        lines = wrapped[:ANSWER_LINES]
+        if len(wrapped) > len(lines):
+            lines[-1] = _one_line(f"{lines[-1].plain} {wrapped[len(lines)].plain}", width)
+        lines += [Text("")] * (ANSWER_LINES - len(lines))
+        return _labelled(("last answer", score, ""), [_one_line(f"> {prompt}", width), *lines])
+
+
+def _one_line(text: str, width: int) -> Text:
+    """A text next to a label, cut to one line of the terminal."""
+    line = Text(" ".join(visible(text).split()), no_wrap=True)
+    line.truncate(max(4, width - TITLE_WIDTH), overflow="ellipsis")
+    return line
+
+
+def _labelled(labels: Sequence[str], lines: Sequence[Text], style: str = "") -> list[Text]:
+    """Lines next to a column of labels."""
+    cells = (f"{label:<{TITLE_WIDTH}}"[:TITLE_WIDTH] for label in labels)
+    pairs = zip(cells, lines, strict=False)
+    return [Text.assemble((label, "dim"), (line.plain, style)) for label, line in pairs]
+
+
+class _DashboardLive(Live):
+    """Draws only when something has changed, and the latest state at the end."""
+
+    def __init__(self, dashboard: Dashboard, console: Console) -> None:
+        super().__init__(
+            dashboard,
+            console=console,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            vertical_overflow="crop",
         )
-        header = list(dict.fromkeys(column for record in records for column in record))
-        tables.append(
-            (name, header, [[record.get(column, "") for column in header] for record in records])
-        )
-    return tables
+        self._of, self._drawn, self._rests_until = dashboard, (-1, console.size), 0.0
+        self._width = console.width
 
+    def refresh(self) -> None:
+        state: Any = (self._of.num_changes, self.console.size)
+        if self.is_started and (state == self._drawn or time.monotonic() < self._rests_until):
+            return
+        start = time.thread_time()
+        self._drawn = state
+        super().refresh()
+        self._rests_until = time.monotonic() + (time.thread_time() - start) / MAX_TIME_SHARE
 
-def audit_in_words(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the audit of one list of rows says, its findings as sentences, without what charts
-    show.
-    """
-    said = found.get("said", {})
-    kept = {key: value for key, value in found.items() if key not in ("distributions", "said")}
-    if findings := kept.get("findings"):
-        kept["findings"] = {
-            said.get(name, name.replace("_", " ")): each for name, each in findings.items()
-        }
-    return kept
-
-
-def audit_warnings(found: Mapping[str, Any]) -> list[str]:
-    """What the audit of one list of rows holds against it: rows that were not used, and its
-    findings, a line each.
-    """
-    said = found.get("said", {})
-    unused = [(_unused(u), u["rows"]) for u in found.get("unused", ())]
-    findings = [
-        (said[name], ())
-        if name in said
-        else (name.replace("_", " ") + (f" ({number(f['count'])})" if f["rows"] else ""), f["rows"])
-        for name, f in found.get("findings", {}).items()
-    ]
-    return [
-        f"{what}; such as {', '.join(rows)}" if rows else what
-        for what, rows in (*unused, *findings)
-    ]
-
-
-def _unused(found: Mapping[str, Any]) -> str:
-    """The kind of reason, if it says anything, and what was said of the first of the rows."""
-    kind = "" if found["kind"] == "bad" else str(found["kind"]).replace("_", " ") + "; "
-    if found["count"] == 1:
-        return f"1 row was not used ({kind}{found['reason']})"
-    return f"{number(found['count'])} rows were not used ({kind}the first: {found['reason']})"
-
-
-def _has_rows(value: object) -> bool:
-    is_records = isinstance(value, (list, tuple)) and all(
-        isinstance(item, Mapping) for item in value
-    )
-    return bool(value) and (isinstance(value, Mapping) or is_records)
-
-
-def _is_row(value: object) -> bool:
-    return isinstance(value, Mapping) and not any(_has_rows(item) for item in value.values())
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Count the lines on screen again: a terminal that became narrower has wrapped them."""
+        width = self.console.width
+        if width < self._width and self._of.line_widths:
+            num_lines = sum(max(1, -(-columns // width)) for columns in self._of.line_widths)
+            self._live_render._shape = (width, num_lines)
+        self._width = width
+        return super().process_renderables(renderables)

@@ -18,13 +18,13 @@ from valence.types import Mean, Ranked, sent
 class Meter:
     """Collects metrics on their devices and reduces them once, at the end of a window.
 
-    What each process measured may be nothing, or something else. A mean over nothing is left out,
-    so that an absent class is never shown as 0.
+    Processes may have different metrics, or none. A mean over nothing is left out, so that an
+    absent class is never shown as 0.
     """
 
     def __init__(self) -> None:
         self.means: dict[str, Mean] = {}
-        self.ranked: dict[str, list[Ranked]] = {}  # of each name one statistic
+        self.ranked: dict[str, list[Ranked]] = {}  # one statistic per name
 
     def add(self, metrics: Mapping[str, Mean | Ranked]) -> None:
         for name, metric in metrics.items():
@@ -39,7 +39,7 @@ class Meter:
                 )
 
     def pool(self, parts: Mapping[str, Sequence[Mean | Ranked]]) -> None:
-        """Adds what several micro-batches measured."""
+        """Add the metrics of several micro-batches."""
         for name, metrics in parts.items():
             for metric in metrics:
                 self.add({name: metric})
@@ -61,48 +61,46 @@ class Meter:
         }
 
     def reduce(self, group: Group) -> dict[str, float]:
-        """Name -> number, over everything added on all processes.
-
-        It all travels in one message, and to the host in one piece.
-        """
+        """Name -> number over all processes, with one collective and one copy to the host."""
         sums: dict[str, Tensor] = {}
         ranked: dict[str, list[Tensor]] = {}
         statistics: dict[str, str] = {}
-        for head, numbers in _messages(group.gather(self._packed()).cpu()):
+        for head, content in _messages(group.gather(self._packed()).cpu()):
             means, columns = head["means"], head["ranked"]
-            totals, *parts = numbers.split([2 * len(means), *(2 * size for _, _, size in columns)])
-            for name, own in zip(means, totals.view(2, -1).T, strict=True):
-                sums[name] = sums[name] + own if name in sums else own
+            totals, *parts = content.split([2 * len(means), *(2 * size for _, _, size in columns)])
+            for name, part in zip(means, totals.view(2, -1).T, strict=True):
+                sums[name] = sums[name] + part if name in sums else part
             for (name, statistic, _), part in zip(columns, parts, strict=True):
                 ranked.setdefault(name, []).append(part.view(2, -1))
                 statistics[name] = statistic
-        found = {
+        numbers = {
             name: total / count
             for name, (total, count) in ((n, s.tolist()) for n, s in sums.items())
             if count
         }
         for name, parts in ranked.items():
             values, others = torch.cat(parts, 1)
-            kept = ~others.isnan()
-            number = STATISTICS[statistics[name]](values[kept], others[kept])
+            is_known = ~others.isnan()
+            number = STATISTICS[statistics[name]](values[is_known], others[is_known])
             if number is not None:
-                found[name] = number
-        if "rewards/chosen" in found and "rewards/rejected" in found:
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return dict(sorted(found.items()))
+                numbers[name] = number
+        if "rewards/chosen" in numbers and "rewards/rejected" in numbers:
+            numbers["rewards/margins"] = numbers["rewards/chosen"] - numbers["rewards/rejected"]
+        return dict(sorted(numbers.items()))
 
     def _packed(self) -> Tensor:
-        """This process's message: how long its head and its numbers are; the head, which names
-        them, as JSON; totals, counts, and the values and others of each ranked column.
+        """This process's message: the lengths of its head and of its numbers; the head with their
+        names as JSON; totals, counts, and the values and others of each ranked column.
         """
         parts = [part for columns in self.ranked.values() for part in columns]
-        given = [m.total for m in self.means.values()] + [part.values for part in parts]
+        tensors = [m.total for m in self.means.values()] + [part.values for part in parts]
         device = next(
-            (tensor.device for tensor in given if tensor.device.type != "cpu"), torch.device("cpu")
+            (tensor.device for tensor in tensors if tensor.device.type != "cpu"),
+            torch.device("cpu"),
         )
         wide = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
 
-        def laid(values: Sequence[Tensor]) -> Tensor:
+        def concatenate(values: Sequence[Tensor]) -> Tensor:
             flat = [sent(value, device).to(wide).flatten() for value in values]
             return torch.cat(flat) if flat else torch.zeros(0, device=device, dtype=wide)
 
@@ -112,18 +110,18 @@ class Meter:
         ]
         head = json.dumps({"means": list(self.means), "ranked": ranked}).encode()
         columns = [
-            laid([getattr(p, side) for p in c])
+            concatenate([getattr(p, side) for p in c])
             for c in self.ranked.values()
             for side in ("values", "others")
         ]
-        numbers = laid(
+        numbers = concatenate(
             [
                 *(m.total for m in self.means.values()),
                 *(m.count for m in self.means.values()),
                 *columns,
             ]
         )
-        return laid(
+        return concatenate(
             [
                 torch.tensor([len(head), len(numbers)]),
                 torch.frombuffer(bytearray(head), dtype=torch.uint8),
@@ -132,12 +130,13 @@ class Meter:
         )
 
 
-def _messages(told: Tensor) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """The heads and numbers of the processes' messages, which lie end to end."""
-    while len(told):
-        head, numbers = (int(size) for size in told[:2])
-        _, text, found, told = told.split([2, head, numbers, len(told) - 2 - head - numbers])
-        yield json.loads(bytes(text.to(torch.uint8).tolist())), found
+def _messages(gathered: Tensor) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """The heads and numbers of the concatenated messages of all processes."""
+    while len(gathered):
+        head, numbers = (int(size) for size in gathered[:2])
+        rest = len(gathered) - 2 - head - numbers
+        _, text, content, gathered = gathered.split([2, head, numbers, rest])
+        yield json.loads(bytes(text.to(torch.uint8).tolist())), content
 
 
 def auc(values: Tensor, positive: Tensor) -> float | None:
@@ -153,13 +152,13 @@ def auc(values: Tensor, positive: Tensor) -> float | None:
 
 def calibration_error(probability: Tensor, positive: Tensor, bins: int = 10) -> float | None:
     """Expected calibration error: |share of positives - mean probability| in bins of equal width,
-    weighted by how many each holds. probability[N] in 0..1. None of nothing.
+    weighted by the size of each bin. probability[N] in 0..1. None without values.
     """
     if not len(probability):
         return None
-    which = (probability * bins).long().clamp(0, bins - 1)
+    bin_indices = (probability * bins).long().clamp(0, bins - 1)
     gaps = torch.zeros(bins, dtype=torch.float64).index_add(
-        0, which, (positive.double() - probability.double())
+        0, bin_indices, (positive.double() - probability.double())
     )
     return (gaps.abs().sum() / len(probability)).item()
 

@@ -1,53 +1,72 @@
-"""The run page: one self-contained ``report.html`` built from what lies in a run's folder, finished
-or not.
+"""The report of one run: a self-contained ``report.html``, or Markdown, from what the run's folder
+contains, finished or not.
 
-Everything that comes from data goes through ``esc``; figures are plain dictionaries that plotly.js
-draws.
+This module collects what the templates ``report.html.j2`` and ``report.md.j2`` show.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from valence.reports.console import as_tables, audit_in_words, compare, duration, esc, exact, number
-from valence.reports.curves import KTO, curves, mean_width, spent
-from valence.reports.definitions import DEFINITIONS, by_importance
-from valence.reports.figures import calibration, lengths, spreads, still
-from valence.reports.html import (
-    chart_grid,
-    document,
-    flatten,
-    folded,
-    metric_anchor,
-    metric_table,
-    plotly_js,
-    table,
-    tiles,
-    write_aside,
+from markupsafe import Markup, escape
+
+from valence.reports.charts import (
+    KTO,
+    calibration,
+    curves,
+    equals_reference,
+    length_histograms,
+    mean_width,
+    reward_histograms,
+    spent,
 )
-from valence.reports.online_signs import Sign
-from valence.reports.rowlist import Room, own_samples, row_lists, samples
-from valence.reports.rows import is_own, verdict
-from valence.reports.rundata import Json, RunData, read_run
-from valence.reports.signs import other_warnings, signs
+from valence.reports.definitions import DEFINITIONS, by_importance
+from valence.reports.diagnostics import diagnose, other_warnings
+from valence.reports.formatting import (
+    audit_tables,
+    compare,
+    duration,
+    exact,
+    flatten,
+    number,
+    text,
+    visible,
+)
+from valence.reports.rendering import Charts, plotly_js, render, render_page, write_atomically
+from valence.reports.rows import (
+    SIDES,
+    Json,
+    is_pair,
+    is_rollout,
+    moved,
+    per_token,
+    row_lists,
+    value,
+)
+from valence.reports.rows import verdict as label_of
+from valence.reports.rundata import RunData, read_run
 from valence.reports.stats import finite
 from valence.reports.verdict import run_verdict
 from valence.types import plural
 
-ROWS = 50
-"""Most rows of one table of the audit."""
+MARK = "<!-- written by valence report -->"
+"""In every file that `valence report` writes outside a run's folder: such files may be replaced."""
 
-LINES = 12
-"""Warnings that are shown at once; the others open on a click."""
+MAX_ROWS = 50
+"""Rows shown of one table of the audit."""
+
+MAX_LINES = 12
+"""Warnings shown at once; the others open on a click."""
 
 RELOAD = 30
-"""Seconds after which the page of a run that goes on is loaded anew."""
+"""Seconds after which the page of a running run is reloaded."""
 
-RATED = 50
+TIMED_RECORDS = 50
 """Records over which the time of a step is measured."""
 
 HEADLINES = {
@@ -61,457 +80,540 @@ HEADLINES = {
     "rollout/length": "tokens per answer",
     "kl": "KL divergence",
 }
-"""Numbers of held-out rows that are seen first, with the words for them."""
+"""Metrics of held-out rows that are shown as tiles, most important first, with their titles."""
 
-TILES = 5
+MAX_TILES = 5
 
-LISTS = {"train": "Training rows", "eval": "Held-out rows", "test": "Test rows"}
+LIST_TITLES = {"train": "Training rows", "eval": "Held-out rows", "test": "Test rows"}
+
+ROWS_PER_LIST = 20
+ROWS_AT_ONCE = 6
+"""Rows shown at once when a list is open; the others open on a click."""
+
+MAX_ANSWER, MAX_QUESTION, MAX_PROMPT = 240, 150, 400
+"""Characters shown of an answer and of a prompt in a closed row, and of a prompt above answers."""
+
+MAX_TEXT = 8_000
+"""Characters shown of one text."""
+
+MAX_BYTES = 1_200_000
+"""Bytes of all texts on one page, so that a phone can load it."""
 
 
 def write_page(run_dir: Path, status: str | None = None) -> Path:
-    """Write ``report.html`` into the run's folder; return its path. status: of the run, when its
-    run.json does not say so yet.
+    """Write ``report.html`` into the run's folder and return its path.
 
-    Raises UserError when there is no such folder, and OSError when the page cannot be written.
+    status: of the run, if its run.json is not up to date. Raises UserError if there is no such
+    folder, and OSError if the page cannot be written.
     """
-    found = read_run(run_dir)
-    page = render(found if status is None else replace(found, run={**found.run, "status": status}))
+    run = read_run(run_dir)
+    if status is not None:
+        run = replace(run, facts={**run.facts, "status": status})
     path = run_dir / "report.html"
-    write_aside(path, page)
+    write_atomically(path, render_report(run))
     return path
 
 
-def render(run: RunData) -> str:
-    """The whole page as HTML."""
-    plotly = bool(plotly_js())
-    charts: dict[str, Json] = {}
-    room = Room()
-    own = run.first is not None and run.last is not None and any(map(is_own, run.last["rows"]))
-    sections = (
-        ("Answers", _answers(run, own, room)),
-        ("Warnings", _warnings(run)),
-        ("Metrics", _headlines(run) + _results(run)),
-        ("Curves", _curve_section(run, charts, plotly)),
-        ("Rewards", _reward_section(run, charts, plotly)),
-        ("Held-out rows", _rows(run, room)),
-        ("Training rows", _trained(run, room)),
-        ("Data", _audit(run.audit, charts, plotly)),
-        ("Settings", _facts(run) + _settings(run)),
-        ("Reproduce", _reproduce(run)),
-    )
-    method, model = _what(run)
-    urgent = _cards(sign for sign in signs(run) if sign.is_urgent)
-    intro = f"{_verdict(run)}{urgent}<p>{_sentence(run)}</p>{_progress(run)}"
-    title = f"{method} on {Path(model).name or model}"
-    return document(title, intro, sections, charts, status=_status(run), live=_is_running(run))
-
-
-# What, and how far
-
-
-def _verdict(run: RunData) -> str:
-    """Whether the model is better on held-out data, before everything else."""
-    found = run_verdict(run)
-    far = f"So far (step {_step(run)}): " if _is_running(run) else ""
-    headline = f"{far}{found.headline}"
-    return (
-        f'<div class="verdict {found.state}" id="verdict" '
-        f'data-state="{found.state}"><p><b>{esc(headline)}.</b> '
-        f'{esc(found.sentence)}</p><p class="dim">{esc(found.advice)}</p></div>'
+def render_report(run: RunData) -> str:
+    """The report as HTML."""
+    charts, budget, summary = Charts(), TextBudget(), _summary(run)
+    sections = {
+        "Answers": _answers(run, budget),
+        "Warnings": _warnings(run),
+        "Metrics": _metrics(run),
+        "Curves": _curves(run, charts),
+        "Rewards": _rewards(run, charts),
+        "Held-out rows": _held_out_rows(run, budget),
+        "Training rows": _training_rows(run, budget),
+        "Data": _data(run.audit, charts),
+        "Settings": _settings(run, summary),
+        "Reproduce": _reproduction(run),
+    }
+    return render_page(
+        "report.html.j2",
+        title=f"{summary['method']} on {Path(summary['model']).name or summary['model']}",
+        status=str(run.facts.get("status", "unfinished")),
+        verdict=run_verdict(run),
+        urgent=[diagnosis for diagnosis in diagnose(run) if diagnosis.is_urgent],
+        summary=summary,
+        progress=_progress(run, summary["steps"]) if _is_running(run) else None,
+        sections={title: content for title, content in sections.items() if content},
+        charts=charts,
+        has_plotly=bool(plotly_js()),
+        definitions=DEFINITIONS,
+        at_once=ROWS_AT_ONCE,
+        max_rows=MAX_ROWS,
+        max_lines=MAX_LINES,
     )
 
 
-def _what(run: RunData) -> tuple[str, str]:
-    model = run.config.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else model
-    return str(run.config.get("method", "A run")), str(name or "an unknown model")
+def report_markdown(run: RunData) -> str:
+    """The report as Markdown for a pull request or a log book."""
+    diagnoses = diagnose(run)
+    return render(
+        "report.md.j2",
+        mark=Markup(MARK),
+        verdict=run_verdict(run),
+        diagnoses=[f"{diagnosis.message} {diagnosis.advice}" for diagnosis in diagnoses],
+        summary=_summary(run),
+        status=run.facts.get("status"),
+        held_out=_results_markdown(run),
+        test=_measured("test rows", run.test) if run.test else None,
+        warnings=[
+            *run.problems,
+            *run.audit_warnings,
+            *other_warnings(run, diagnoses),
+            *map(str, run.facts.get("notes", ())),
+        ],
+        command=str(run.facts.get("command") or ""),
+        versions=run.facts.get("versions", {}),
+    )
 
 
-def _sentence(run: RunData) -> str:
-    if not run.config:
-        return "The folder holds no recipe (config.yaml)."
-    method, model = _what(run)
+def _results_markdown(run: RunData) -> dict[str, Any] | None:
+    if run.first is None or run.last is None:
+        return None
+    if run.first is run.last:
+        return _measured("held-out rows", run.last)
+    steps = f"before (step {run.first['step']})", f"after (step {run.last['step']})"
+    rows = compare(run.first["metrics"], run.last["metrics"])
+    return {"header": ("held-out rows", *steps, "change"), "rows": rows}
+
+
+def _measured(title: str, evaluation: Json) -> dict[str, Any]:
+    """One evaluation as a table."""
+    metrics = evaluation["metrics"]
+    return {"header": (title, f"step {evaluation['step']}"), "rows": list(metrics.items())}
+
+
+# The head of the page
+
+
+def _summary(run: RunData) -> dict[str, Any]:
+    """What was trained on what, and for how long."""
     settings = flatten(run.config)
-    rank = settings.get("model.lora.rank")
-    how = "an adapter" if settings.get("model.adapter") else "all weights"
-    how = f"a LoRA adapter of rank {esc(rank)}" if rank else how
-    files = ", ".join(map(_short_name, _paths(settings.get("data.train"))))
-    seconds = run.run.get("seconds")
-    training = math.fsum(
-        record["seconds"] for record in run.metrics if finite(record.get("seconds"))
-    )
-    took = f" in {duration(seconds)}" if finite(seconds) else ""
-    took += f" ({duration(training)} of it training)" if took and training else ""
-    on = f" with the rows of <b>{esc(files)}</b>" if files else ""
-    judged = (
-        f", judged by {esc(settings['reward'])}" if isinstance(settings.get("reward"), str) else ""
-    )
-    ended = f" It ended early: {esc(run.run['ended_early'])}." if run.run.get("ended_early") else ""
-    return (
-        f"<b>{esc(method)}</b> {'trains' if _is_running(run) else 'trained'} {how} of "
-        f"<b>{esc(_short_name(model))}</b>{on}{judged}: "
-        f"{esc(_step(run))} optimizer steps{took}.{ended}"
-    )
+    model = settings.get("model.name", settings.get("model"))
+    model = str(model if isinstance(model, str) and model else "an unknown model")
+    rank, has_adapter = settings.get("model.lora.rank"), settings.get("model.adapter")
+    weights = "an adapter" if has_adapter else "all weights"
+    files = _paths(settings.get("data.train"))
+    reward, seconds = settings.get("reward"), run.facts.get("seconds")
+    return {
+        "is_known": bool(run.config),
+        "method": str(run.config.get("method", "A run")),
+        "model": model,
+        "short_model": _short_path(model),
+        "weights": f"a LoRA adapter of rank {text(rank)}" if rank else weights,
+        "files": files,
+        "short_files": [_short_path(path) for path in files],
+        "reward": reward if isinstance(reward, str) else "",
+        "steps": run.metrics[-1]["step"] if run.metrics else 0,
+        "seconds": seconds if finite(seconds) else None,
+        "training_seconds": math.fsum(
+            record["seconds"] for record in run.metrics if finite(record.get("seconds"))
+        ),
+        "ended_early": run.facts.get("ended_early"),
+    }
 
 
 def _paths(sources: object) -> list[str]:
     records = sources if isinstance(sources, list) else []
-    return [str(s.get("path")) for s in records if isinstance(s, Mapping)]
+    return [str(source.get("path")) for source in records if isinstance(source, Mapping)]
 
 
-def _short_name(path: str) -> str:
-    """The last part of a local path; a hub id as it is."""
+def _short_path(path: str) -> str:
+    """The last part of an absolute path; a hub id unchanged."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
-def _status(run: RunData) -> str:
-    status = str(run.run.get("status", "unfinished"))
-    return (
-        f'<span class="status '
-        f'{"good" if status in ("done", "running", "scored") else "bad"}">{esc(status)}</span>'
-    )
-
-
 def _is_running(run: RunData) -> bool:
-    return run.run.get("status") == "running"
+    return run.facts.get("status") == "running"
 
 
-def _step(run: RunData) -> int:
-    return run.metrics[-1]["step"] if run.metrics else 0
+def _progress(run: RunData, step: int) -> dict[str, Any]:
+    """Steps done, speed, and time left of a running run."""
+    total, seconds = run.facts.get("total_steps"), seconds_per_step(run.metrics)
+    total = total if finite(total) and total > 0 else None
+    facts = [f"step {number(step)} of {number(total)}" if total else f"step {number(step)}"]
+    if seconds is not None:
+        facts.append(f"{duration(seconds)} per step")
+        if total:
+            facts.append(f"{duration(max(0.0, total - step) * seconds)} left")
+    facts.append(f"written at {datetime.now(UTC):%H:%M:%S} UTC")
+    return {"total": total, "facts": facts, "reload": RELOAD}
 
 
-def _progress(run: RunData) -> str:
-    """How far a run that goes on is, how fast, and when the page is written again."""
-    if not _is_running(run):
-        return ""
-    step, total, each = _step(run), run.run.get("total_steps"), seconds_of_a_step(run.metrics)
-    said = [f"step {number(step)}"]
-    bar = ""
-    if finite(total) and total > 0:
-        said = [f"step {number(step)} of {number(total)}"]
-        bar = f'<progress max="{total:g}" value="{step}" aria-label="steps"></progress>'
-    if each is not None:
-        said.append(f"{duration(each)} a step")
-        if finite(total) and bar:
-            said.append(f"{duration(max(0.0, total - step) * each)} left")
-    said.append(f"written at {datetime.now(UTC):%H:%M:%S} UTC")
-    again = (
-        f'<label><input type="checkbox" id="reload" data-seconds="{RELOAD}" checked> load anew '
-        f"every {RELOAD} s</label>"
-        " <small>The file is rewritten as the run goes.</small>"
-    )
-    return f"{bar}<p>{' · '.join(map(esc, said))}</p><p>{again}</p>"
-
-
-def seconds_of_a_step(metrics: Sequence[Json]) -> float | None:
-    """With all phases (evaluations, saves, rounds), over the latest records; None where they do not
-    say.
+def seconds_per_step(metrics: Sequence[Json]) -> float | None:
+    """Seconds per step over the latest records, with all phases (evaluations, saves, rounds); None
+    if the records do not tell.
     """
-    latest = metrics[-RATED - 1 :]
-    seconds = math.fsum(each for record in spent(latest)[1:] for each in record.values())
+    latest = metrics[-TIMED_RECORDS - 1 :]
+    seconds = math.fsum(phase for record in spent(latest)[1:] for phase in record.values())
     steps = latest[-1]["step"] - latest[0]["step"] if latest else 0
     return seconds / steps if seconds > 0 and steps > 0 else None
 
 
-def _facts(run: RunData) -> str:
-    settings = flatten(run.config)
-    facts: list[tuple[str, object]] = [
-        ("model", _what(run)[1]),
-        ("training rows", ", ".join(_paths(settings.get("data.train")))),
-        ("held-out rows", ", ".join(_paths(settings.get("data.eval")))),
-        ("reference", settings.get("reference.model")),
-        ("examples per step", settings.get("train.batch_size")),
-        (
-            "learning rate",
-            exact(rate) if finite(rate := settings.get("train.learning_rate")) else None,
-        ),
-        ("tokens", run.metrics[-1].get("tokens_seen") if run.metrics else None),
-        ("started", _moment(run.run.get("started"))),
-        ("finished", _moment(run.run.get("finished"))),
-        ("folder", run.path.resolve().name),
-    ]
-    cells = (
-        f"<div><dt>{esc(name)}</dt><dd>{esc(value)}</dd></div>"
-        for name, value in facts
-        if value not in (None, "")
-    )
-    return f'<dl class="facts">{"".join(cells)}</dl>'
+# Sections. Each is what the template shows, or empty if there is nothing to show.
 
 
-def _moment(iso: object) -> str:
-    """A time as the run's facts have it, in words."""
-    return str(iso or "").replace("T", " ").replace("+00:00", " UTC")
+def _warnings(run: RunData) -> dict[str, Any] | None:
+    diagnoses = diagnose(run)
+    cards = [diagnosis for diagnosis in diagnoses if not diagnosis.is_urgent]
+    lines = [*run.problems, *other_warnings(run, diagnoses), *run.audit_warnings]
+    return {"cards": cards, "lines": lines} if cards or lines else None
 
 
-def _headlines(run: RunData) -> str:
-    """The main numbers of held-out rows, with what they were at first."""
+def _metrics(run: RunData) -> dict[str, Any] | None:
+    tables: list[tuple[str, Sequence[str], Sequence[Any]]] = []
+    if run.first is not None and run.last is not None:
+        if run.first["step"] == run.last["step"]:
+            header, rows = (f"step {run.last['step']}",), dict(run.last["metrics"])
+            ordered: list[Any] = [(name, rows[name]) for name in by_importance(rows)]
+        else:
+            header = (f"step {run.first['step']}", f"step {run.last['step']}", "change")
+            changes = {row[0]: row for row in compare(run.first["metrics"], run.last["metrics"])}
+            ordered = [changes[name] for name in by_importance(changes)]
+        title = f"Held-out rows ({number(len(run.last['rows']))})"
+        tables.append((title, ("metric", *header), ordered))
+    if run.test:
+        metrics = run.test["metrics"]
+        ordered = [(name, metrics[name]) for name in by_importance(metrics)]
+        header = ("metric", f"step {run.test['step']}")
+        tables.append(("Test rows, after training", header, ordered))
+    evaluations = [e for e in (run.first, run.last, run.test) if e is not None]
+    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation["metrics"])
+    defined = [name for name in by_importance(names) if name in DEFINITIONS]
+    return {"tiles": _tiles(run), "tables": tables, "defined": defined} if tables else None
+
+
+def _tiles(run: RunData) -> list[tuple[str, str, str]]:
+    """The main metrics of held-out rows, with their first values."""
     if run.last is None or run.first is None:
-        return ""
+        return []
     first, last = run.first["metrics"], run.last["metrics"]
-    cells: list[tuple[str, str, str]] = []
-    for name, words in HEADLINES.items():
+    tiles: list[tuple[str, str, str]] = []
+    for name, title in HEADLINES.items():
         if not finite(now := last.get(name)) or (name == "kl" and KTO in last):
             continue
-        then = first.get(name)
-        since = (
-            f"step {run.first['step']}: {number(float(then) + 0.0)}"
-            if finite(then) and run.first is not run.last
-            else ""
-        )
-        below = since or f"step {run.last['step']}"
-        if name == "rewards/auc" and (counts := _counts(run.last["rows"])):
+        before = first.get(name)
+        below = f"step {run.last['step']}"
+        if finite(before) and run.first is not run.last:
+            below = f"step {run.first['step']}: {number(float(before) + 0.0)}"
+        if name == "rewards/auc" and (counts := _label_counts(run.last["rows"])):
             below = f"{counts}; {below}"
-        cells.append((f"{words}, held out", number(float(now) + 0.0), below))
-    return tiles(cells[:TILES])
+        tiles.append((f"{title}, held out", number(float(now) + 0.0), below))
+    return tiles[:MAX_TILES]
 
 
-def _counts(rows: Sequence[Json]) -> str:
-    """Of how many thumbs an AUC is."""
-    thumbs = [label for row in rows if (label := verdict(row)) is not None]
-    return f"{sum(thumbs):,} up, {len(thumbs) - sum(thumbs):,} down" if thumbs else ""
+def _label_counts(rows: Sequence[Json]) -> str:
+    """The numbers of thumbs that an AUC is computed from."""
+    labels = [label for row in rows if (label := label_of(row)) is not None]
+    return f"{sum(labels):,} up, {len(labels) - sum(labels):,} down" if labels else ""
 
 
-# Sections
+def _curves(run: RunData, charts: Charts) -> dict[str, Any]:
+    groups = curves(run) if run.metrics and plotly_js() else {}
+    return {
+        "has_metrics": bool(run.metrics),
+        "mean_width": mean_width(len(run.metrics)),
+        **{name.lower(): charts.add(figures) for name, figures in groups.items()},
+    }
 
 
-def _warnings(run: RunData) -> str:
-    found = signs(run)
-    return _cards(sign for sign in found if not sign.is_urgent) + _lines(
-        [*run.problems, *other_warnings(run, found), *run.audited]
-    )
+def _rewards(run: RunData, charts: Charts) -> dict[str, Any] | None:
+    """Distributions of the rewards, and their calibration."""
+    if run.first is None or run.last is None or not plotly_js():
+        return None
+    evaluations = [run.first] if run.first is run.last else [run.first, run.last]
+    figures = reward_histograms(run.first, run.last)
+    has_completions = any(is_rollout(row) for row in run.last["rows"])
+    if not has_completions and (chart := calibration(run.last["rows"])):
+        figures[f"Calibration, step {run.last['step']}"] = chart
+    untrained = [evaluation["step"] for evaluation in evaluations if equals_reference(evaluation)]
+    places = charts.add(figures)
+    return {"untrained_steps": untrained, "charts": places} if untrained or places else None
 
 
-def _cards(found: Iterable[Sign]) -> str:
-    return "".join(
-        f'<div class="sign"><p>{esc(sign.said)}</p><p><b>What to do:</b> {esc(sign.do)}</p></div>'
-        for sign in found
-    )
-
-
-def _lines(said: Sequence[object]) -> str:
-    def items(lines: Iterable[object]) -> str:
-        return f'<ul class="notes">{"".join(f"<li>{esc(line)}</li>" for line in lines)}</ul>'
-
-    shown = items(said[:LINES]) if said else ""
-    more = said[LINES : LINES + 200]
-    return shown + (
-        folded(f"{number(len(said) - LINES)} more", items(more), key="warnings") if more else ""
-    )
-
-
-def _results(run: RunData) -> str:
-    made = ""
-    if run.first is not None and run.last is not None:
-        header = [
-            "metric",
-            *dict.fromkeys(f"step {e['step']}" for e in (run.first, run.last)),
-            "change",
-        ]
-        changes = {row[0]: row for row in compare(run.first["metrics"], run.last["metrics"])}
-        rows = [changes[name] for name in by_importance(changes)]
-        made = metric_table(header, rows) if len(header) > 3 else _measured(run.last)
-        made = f"<h3>Held-out rows ({number(len(run.last['rows']))})</h3>{made}"
-    tested = f"<h3>Test rows, after training</h3>{_measured(run.test)}" if run.test else ""
-    parts = "".join(f"<div>{part}</div>" for part in (made, tested) if part)
-    evaluations = [each for each in (run.first, run.last, run.test) if each is not None]
-    names = by_importance(dict.fromkeys(name for each in evaluations for name in each["metrics"]))
-    return f'<div class="flow">{parts}</div>{_definitions(names)}' if parts else ""
-
-
-def _definitions(names: Sequence[str]) -> str:
-    """What each metric means, where the names in the tables lead to."""
-    known = [name for name in names if name in DEFINITIONS]
-    lines = (
-        f'<div id="{metric_anchor(name)}"><dt><code>{esc(name)}</code></dt>'
-        f"<dd>{esc(DEFINITIONS[name])}</dd></div>"
-        for name in known
-    )
-    return f'<h3>Definitions</h3><dl class="definitions">{"".join(lines)}</dl>' if known else ""
-
-
-def _measured(evaluation: Json) -> str:
-    metrics = evaluation["metrics"]
-    return metric_table(
-        ("metric", f"step {evaluation['step']}"),
-        [(name, metrics[name]) for name in by_importance(metrics)],
-    )
-
-
-def _curve_section(run: RunData, charts: dict[str, Json], plotly: bool) -> str:
-    if not run.metrics:
-        return "<p>No metrics were logged.</p>"
-    if not plotly:
-        return (
-            "<p>Curves need plotly: <code>pip install plotly</code>, then write the report "
-            "again.</p>"
+def _data(audit: Json, charts: Charts) -> list[dict[str, Any]]:
+    lists: list[dict[str, Any]] = []
+    for name, findings in audit.items():
+        distributions = findings.get("distributions")
+        has_charts = plotly_js() and isinstance(distributions, Mapping)
+        lists.append(
+            {
+                "name": name,
+                "title": LIST_TITLES.get(name, name),
+                "facts": _data_facts(findings),
+                "charts": charts.add(length_histograms(distributions)) if has_charts else [],
+                "tables": audit_tables(findings),
+            }
         )
-    width = mean_width(len(run.metrics))
-    mean = (
-        f" A point of a line is the mean of up to {width} logged steps, a light band their "
-        f"smallest and largest."
-        if width > 1
-        else ""
-    )
-    found = curves(run)
-    more = found["More"]
-    return (
-        f'<p class="dim">Against optimizer steps. Lines: training. Dots: held-out rows.{mean}</p>'
-        f"{chart_grid(found['Learning'], charts)}"
-        + (
-            f"<h3>The machine</h3>{chart_grid(found['Machine'], charts)}"
-            if found["Machine"]
-            else ""
-        )
-        + (
-            folded(
-                f"{len(more)} more number{'s' * (len(more) > 1)}",
-                chart_grid(more, charts),
-                key="more numbers",
-            )
-            if more
-            else ""
-        )
-    )
+    return lists
 
 
-def _reward_section(run: RunData, charts: dict[str, Json], plotly: bool) -> str:
-    if run.first is None or run.last is None or not plotly:
-        return ""
-    first, last = run.first, run.last
-    note = "".join(
-        f"<p>At step {each['step']} the reward of every row is 0: policy and reference are the "
-        f"same.</p>"
-        for each in (first, *([last] if last is not first else []))
-        if still(each)
-    )
-    made = spreads(first, last)
-    if not any(is_own(row) for row in last["rows"]) and (calibrated := calibration(last["rows"])):
-        made[f"Calibration, step {last['step']}"] = calibrated
-    return note + chart_grid(made, charts)
-
-
-def _rows(run: RunData, room: Room) -> str:
-    if run.last is None:
-        return ""
-    step = run.last["step"]
-    made = row_lists(
-        run.last,
-        run.first if run.first is not run.last else None,
-        room,
-        f"eval/step-{step}.json",
-        "held out",
-    )
-    return (
-        f'<p class="dim">At step {step}. A click on a row shows all of it.</p>{made}'
-        if made
-        else ""
-    )
-
-
-def _trained(run: RunData, room: Room) -> str:
-    if run.trained is None:
-        return ""
-    made = row_lists(run.trained, None, room, "eval/train.json", "trained")
-    count = number(len(run.trained["rows"]))
-    return (
-        f'<p class="dim">{count} of the training rows, measured after training.</p>{made}'
-        if made
-        else ""
-    )
-
-
-def _answers(run: RunData, own: bool, room: Room) -> str:
-    if own and run.first is not None and run.last is not None and run.first is not run.last:
-        made = own_samples(run.first, run.last, room)
-        return (
-            f'<p class="dim">To held-out prompts; those whose reward changed most come '
-            f"first.</p>{made}"
-            if made
-            else ""
-        )
-    made = samples(run.samples, room)
-    how = flatten(run.config)
-    drawn, most = (how.get(f"run.samples.{name}") for name in ("temperature", "max_new_tokens"))
-    return (
-        f'<p class="dim">At temperature {esc(drawn)}, at most {esc(most)} tokens.</p>{made}'
-        if made and most
-        else made
-    )
-
-
-# Data, settings
-
-
-def _audit(audit: Json, charts: dict[str, Json], plotly: bool) -> str:
-    parts: list[str] = []
-    for name, found in audit.items():
-        spread = found.get("distributions")
-        drawn = (
-            chart_grid(lengths(spread), charts) if plotly and isinstance(spread, Mapping) else ""
-        )
-        whole = f'<div class="flow">{_tables(audit_in_words(found))}</div>'
-        title = "All that the audit found"
-        parts.append(
-            f"<h3>{esc(LISTS.get(name, name))}</h3><p>{_summary(found)}</p>"
-            f"{drawn}{folded(title, whole, key=f'audit {name}')}"
-        )
-    return "".join(parts)
-
-
-def _summary(found: Json) -> str:
-    """How many units of what, and how long."""
-    said = (
-        [f"{esc(found['units'])} {esc(plural(str(found.get('kind') or 'row')))}"]
-        if "units" in found
-        else []
-    )
-    classes = found.get("classes")
+def _data_facts(audit: Json) -> list[str]:
+    """The number of units of a list of rows, their classes and their lengths."""
+    facts: list[str] = []
+    if "units" in audit:
+        facts.append(f"{text(audit['units'])} {plural(str(audit.get('kind') or 'row'))}")
+    classes = audit.get("classes")
     if isinstance(classes, Mapping) and len(classes) > 1:
-        said.append(esc(classes))
-    cut, spans = found.get("truncation"), list[str]()
+        facts.append(text(classes))
+    spans: list[str] = []
     for name in ("prompt", "answer"):
-        spread = found.get(f"{name}_length")
+        spread = audit.get(f"{name}_length")
         if isinstance(spread, Mapping) and all(
             finite(spread.get(key)) for key in ("min", "median", "max")
         ):
-            spans.append(
-                f"{name}s of {number(spread['min'])} to {number(spread['max'])} tokens (median "
-                f"{number(spread['median'])})"
+            low, middle, high = (number(spread[key]) for key in ("min", "median", "max"))
+            spans.append(f"{name}s of {low} to {high} tokens (median {middle})")
+    truncation = audit.get("truncation")
+    if spans and isinstance(truncation, Mapping) and truncation.get("too_long"):
+        spans[0] = f"of all {number(truncation['rows'])} rows: {spans[0]}"
+    return [*facts, *spans]
+
+
+def _settings(run: RunData, summary: Mapping[str, Any]) -> dict[str, Any]:
+    settings = flatten(run.config)
+    rate = settings.get("train.learning_rate")
+    facts = {
+        "model": summary["model"],
+        "training rows": ", ".join(summary["files"]),
+        "held-out rows": ", ".join(_paths(settings.get("data.eval"))),
+        "reference": settings.get("reference.model"),
+        "examples per step": settings.get("train.batch_size"),
+        "learning rate": exact(rate) if finite(rate) else None,
+        "tokens": run.metrics[-1].get("tokens_seen") if run.metrics else None,
+        "started": _time(run.facts.get("started")),
+        "finished": _time(run.facts.get("finished")),
+        "folder": run.path.resolve().name,
+    }
+    changed = [c for c in run.facts.get("changed", ()) if isinstance(c, Mapping)]
+    return {
+        "facts": [(name, fact) for name, fact in facts.items() if fact not in (None, "")],
+        "changed": [(c.get("setting"), exact(c.get("value")), c.get("origin")) for c in changed],
+        "recipe": run.config_text,
+    }
+
+
+def _time(iso: object) -> str:
+    return str(iso or "").replace("T", " ").replace("+00:00", " UTC")
+
+
+def _reproduction(run: RunData) -> dict[str, Any] | None:
+    content = {name: run.facts.get(name) or None for name in ("command", "versions", "notes")}
+    return content if any(content.values()) else None
+
+
+# Texts
+
+
+@dataclass(frozen=True)
+class TextBox:
+    """The beginning of a text, the number of characters that are left out, and their file."""
+
+    shown: str
+    num_hidden: int
+    file: str
+
+
+@dataclass
+class TextBudget:
+    """The bytes of texts that the page may still take."""
+
+    left: int = MAX_BYTES
+
+    def take(self, text: str, file: str) -> TextBox:
+        """As much of a text as the page has space for."""
+        limit = min(MAX_TEXT, max(0, self.left))
+        shown = text[:limit]
+        self.left -= len(escape(visible(shown)).encode("utf-8"))
+        return TextBox(shown, max(0, len(text) - limit), file)
+
+
+def _start_of(text: str, limit: int) -> str:
+    """The beginning of a text on one line, up to the end of a word."""
+    line = " ".join(visible(text).split())
+    return line if len(line) <= limit else f"{line[:limit].rpartition(' ')[0] or line[:limit]} …"
+
+
+def _ends_of(text: str, limit: int) -> str:
+    """The beginning and the end of a prompt on one line: the question is often at its end."""
+    line = " ".join(visible(text).split())
+    if len(line) <= limit:
+        return line
+    start, end = line[: limit // 3], line[-limit * 2 // 3 :]
+    return f"{start.rpartition(' ')[0] or start} … {end.partition(' ')[2]}"
+
+
+def _text(row: Json, part: str) -> str:
+    content = row.get(part)
+    return content if isinstance(content, str) else "" if content is None else str(content)
+
+
+# Completions before and after training
+
+
+def _answers(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
+    """Completions to the same prompts: those of an online run to held-out prompts, the largest
+    change of the reward first; or the samples of an offline run.
+    """
+    first, last = run.first, run.last
+    has_two = first is not None and last is not None and first is not last
+    if first and last and has_two and any(map(is_rollout, last["rows"])):
+        earlier = {row["id"]: row for row in first["rows"] if isinstance(row.get("id"), str)}
+        changed = [row for row, _ in moved(last["rows"], first["rows"])[:ROWS_PER_LIST]]
+        note = "To held-out prompts; those whose reward changed most come first."
+        examples = [
+            _example(
+                _text(row, "prompt"),
+                [
+                    (" · ".join([f"step {step}", *_row_numbers(at)]), _text(at, "completion"))
+                    for step, at in ((first["step"], earlier[row["id"]]), (last["step"], row))
+                ],
+                budget,
             )
-    if spans and isinstance(cut, Mapping) and cut.get("too_long"):
-        spans[0] = f"of all {number(cut['rows'])} rows: {spans[0]}"
-    return "; ".join((*said, *spans))
-
-
-def _tables(found: Json) -> str:
-    parts: list[str] = []
-    for title, header, rows in as_tables(found):
-        head = f"<h4>{esc(title)}</h4>" if title else ""
-        more = f"<p>and {len(rows) - ROWS} more in audit.json</p>" if len(rows) > ROWS else ""
-        parts.append(f"<div>{head}{table(header, rows[:ROWS])}{more}</div>")
-    return "".join(parts)
-
-
-def _settings(run: RunData) -> str:
-    if not run.config_text:
-        return ""
-    whole = folded("The whole recipe, resolved", f"<pre>{esc(run.config_text)}</pre>", key="recipe")
-    changed = [c for c in run.run.get("changed", ()) if isinstance(c, Mapping)]
-    rows = [(c.get("setting"), exact(c.get("value")), c.get("origin")) for c in changed]
-    said = (
-        f"<p>Set otherwise than the default:</p>{table(('setting', 'value', 'where'), rows)}"
-        if rows
-        else ""
+            for row in changed
+        ]
+        return {"note": note, "examples": examples} if examples else None
+    examples = [
+        _example(
+            _text(sample, "prompt"),
+            [(name, _text(sample, name)) for name in ("before", "after") if name in sample],
+            budget,
+        )
+        for sample in run.samples
+    ]
+    settings = flatten(run.config)
+    temperature, limit = (
+        settings.get(f"run.samples.{name}") for name in ("temperature", "max_new_tokens")
     )
-    return said + whole
+    notes = [f"At temperature {text(temperature)}, at most {text(limit)} tokens."] if limit else []
+    if not any("after" in sample for sample in run.samples):
+        notes.append("The completions after training will appear next to these.")
+    return {"note": " ".join(notes), "examples": examples} if examples else None
 
 
-def _reproduce(run: RunData) -> str:
-    command = f"<pre>{esc(run.run['command'])}</pre>" if run.run.get("command") else ""
-    versions = list(run.run.get("versions", {}).items())
-    said = _lines(list(run.run.get("notes", ())))
-    return (
-        command
-        + (table(("package", "version"), versions) if versions else "")
-        + (f"<h3>Notes</h3>{said}" if said else "")
-    )
+def _example(prompt: str, answers: Iterable[tuple[str, str]], budget: TextBudget) -> dict[str, Any]:
+    file = "the run folder"
+    boxes = [(title, budget.take(answer, file)) for title, answer in answers]
+    return {
+        "prompt": _ends_of(prompt, MAX_PROMPT),
+        "answers": boxes,
+        "full_prompt": budget.take(prompt, file) if len(prompt) > MAX_PROMPT else None,
+    }
+
+
+# Rows of an evaluation
+
+
+def _held_out_rows(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
+    if run.last is None:
+        return None
+    step, before = run.last["step"], run.first if run.first is not run.last else None
+    lists = _row_lists(run.last, before, budget, f"eval/step-{step}.json")
+    return {"step": step, "lists": lists} if lists else None
+
+
+def _training_rows(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
+    if run.trained is None:
+        return None
+    lists = _row_lists(run.trained, None, budget, "eval/train.json")
+    return {"count": len(run.trained["rows"]), "lists": lists} if lists else None
+
+
+def _row_lists(
+    evaluation: Json, before: Json | None, budget: TextBudget, file: str
+) -> list[dict[str, Any]]:
+    """The lists of an evaluation. before: the first evaluation, if it is another one."""
+    earlier_rows = before["rows"] if before else None
+    earlier = {row["id"]: row for row in earlier_rows or () if isinstance(row.get("id"), str)}
+    return [
+        {
+            "title": group.title,
+            "note": group.note,
+            "rows": [
+                _row(row, score, earlier.get(str(row.get("id"))), group.title, budget, file)
+                for row, score in group.rows
+            ],
+        }
+        for group in row_lists(evaluation["rows"], earlier_rows, ROWS_PER_LIST)
+    ]
+
+
+def _row(
+    row: Json, score: float, before: Json | None, title: str, budget: TextBudget, file: str
+) -> dict[str, Any]:
+    """One row: closed its main numbers and the beginnings of its texts, open its texts."""
+    answers = _answer_parts(row)
+    parts = [part for part in ("prompt", *(part for part, _, _ in answers)) if part in row]
+    label, origin = label_of(row), str(row.get("origin") or "")
+    return {
+        "value": ("+" if title == "Most moved" and score > 0 else "") + _three_digits(score),
+        "label": None if label is None else "up" if label else "down",
+        "facts": _row_facts(row, before),
+        "origin": origin,
+        "file_and_line": origin.replace("\\", "/").rpartition("/")[2] or origin,
+        "prompt": _ends_of(_text(row, "prompt"), MAX_QUESTION) if "prompt" in row else None,
+        "answers": [
+            (tag, name, _start_of(_text(row, part), MAX_ANSWER)) for part, tag, name in answers
+        ],
+        "texts": [
+            (
+                part.replace("_", " "),
+                _part_numbers(row, part),
+                budget.take(_text(row, part), file),
+            )
+            for part in parts
+        ],
+    }
+
+
+def _answer_parts(row: Json) -> list[tuple[str, str, str]]:
+    """The keys of the row's answers, each with the class and the text of its tag."""
+    if is_pair(row):
+        return [("chosen", "up", "chosen"), ("rejected", "down", "rejected")]
+    if "completion" in row:
+        return [("completion", "", "")]
+    names = [name for name in row if name.startswith("completion_") and name[11:].isdecimal()]
+    return [(name, "none", name[11:]) for name in names]
+
+
+def _part_numbers(row: Json, part: str) -> list[str]:
+    """The numbers of one of several answers."""
+    side = f"_{part}" if part in SIDES else part.removeprefix("completion")
+    return _row_numbers(row, side) if part not in ("prompt", "completion") and side else []
+
+
+def _row_numbers(row: Json, side: str = "") -> list[str]:
+    numbers: list[str] = []
+    if (reward := value(row, side)) is not None:
+        numbers.append(f"reward {_three_digits(reward)}")
+    if finite(tokens := row.get(f"tokens{side}")):
+        numbers.append(f"{number(tokens)} tokens")
+    if (logp := per_token(row, side)) is not None:
+        numbers.append(f"{_three_digits(logp)} nats per token")
+    return numbers
+
+
+def _row_facts(row: Json, before: Json | None) -> list[str]:
+    facts = _row_numbers(row)
+    if is_pair(row):
+        rewards = ((name, value(row, f"_{name}")) for name in SIDES)
+        facts = [f"{name} {_three_digits(r)}" for name, r in rewards if r is not None]
+    elif before is not None and not is_rollout(row) and (earlier := value(before)) is not None:
+        facts.insert(1, f"was {_three_digits(earlier)}")
+    if "target" in row:
+        targets = row["target"] if isinstance(row["target"], list) else [row["target"]]
+        facts.append("target " + ", ".join("none" if t is None else str(t) for t in targets))
+    if row.get("stop") == "length":
+        facts.append("cut off")
+    if row.get("error"):
+        facts.append(f"no score: {_start_of(str(row['error']), 120)}")
+    if isinstance(parts := row.get("parts"), Mapping) and len(parts) > 1:
+        facts += [f"{n} {_three_digits(p) if finite(p) else p}" for n, p in parts.items()]
+    return facts
+
+
+def _three_digits(value: float) -> str:
+    return number(value) if abs(value) >= 1000 else f"{value + 0.0:.3g}"

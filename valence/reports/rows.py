@@ -1,4 +1,4 @@
-"""Rows of an evaluation: what each is worth, which contradict their verdict, and which are worth
+"""Rows of an evaluation: their rewards, those that contradict their labels, and those worth
 reading.
 """
 
@@ -13,14 +13,17 @@ from typing import Any
 from valence.reports.stats import finite, mean, ranks
 
 Json = Mapping[str, Any]
+Scored = tuple[Json, float]
+"""A row with the number that it is sorted by."""
 
 CLASSES = {True: "thumbs up", False: "thumbs down", None: "answers"}
 SIDES = ("chosen", "rejected")
 
 
 def value(row: Json, side: str = "") -> float | None:
-    """The reward of an answer, or the (mean) score that a reward model gave it. side: ``_chosen``,
-    ``_rejected``, ``_0``, ...
+    """The reward of an answer, or the (mean) score of a reward model.
+
+    side: ``_chosen``, ``_rejected``, ``_0``, ...
     """
     if finite(reward := row.get(f"reward{side}")):
         return reward
@@ -35,7 +38,7 @@ def per_token(row: Json, side: str = "") -> float | None:
 
 
 def margin(row: Json) -> float | None:
-    """By how much the chosen answer of a pair is ahead."""
+    """The reward of the chosen answer of a pair minus that of the rejected one."""
     chosen, rejected = value(row, "_chosen"), value(row, "_rejected")
     return None if chosen is None or rejected is None else chosen - rejected
 
@@ -50,196 +53,185 @@ def is_pair(row: Json) -> bool:
     return "tokens_chosen" in row or "chosen" in row or "reward_chosen" in row
 
 
-def is_own(row: Json) -> bool:
-    """An answer of the policy itself, which a reward has judged."""
+def is_rollout(row: Json) -> bool:
+    """Whether the row has a completion that the policy sampled and a reward scored."""
     return "stop" in row
 
 
 def several(row: Json) -> list[float]:
-    """The rewards of a row with several answers; nothing where one is lacking."""
+    """The rewards of a row with several answers; empty if one is missing."""
     sides = takewhile(
         lambda side: f"tokens{side}" in row or f"reward{side}" in row, (f"_{n}" for n in count())
     )
-    found = [value(row, side) for side in sides]
-    return [each for each in found if each is not None] if None not in found else []
+    rewards = [value(row, side) for side in sides]
+    return [r for r in rewards if r is not None] if None not in rewards else []
 
 
 def worth(row: Json) -> float | None:
-    """One number by which rows are sorted from worst to best: the margin of a pair, the reward of
-    an answer, and of a demonstration its log-probability per token. A row with several answers has
-    none.
+    """The number that orders rows from worst to best: the margin of a pair, the reward of an
+    answer, the log-probability per token of a demonstration. None for a row with several answers.
     """
     if is_pair(row):
         return margin(row)
-    found = value(row)
-    return found if found is not None or verdict(row) is not None or is_own(row) else per_token(row)
+    reward = value(row)
+    is_scored = reward is not None or verdict(row) is not None or is_rollout(row)
+    return reward if is_scored else per_token(row)
 
 
 def groups(rows: Iterable[Json]) -> dict[str, list[tuple[Json, str]]]:
-    """Answers by class: each as its row and its side.
+    """Answers by class, each as its row and its side.
 
-    Classes are the two of thumbs, the two sides of pairs, else ``answers``.
+    Classes are the two of thumbs, the two sides of pairs, or ``answers``.
     """
-    found: dict[str, list[tuple[Json, str]]] = {}
+    answers: dict[str, list[tuple[Json, str]]] = {}
     for row in rows:
-        if is_pair(row):
-            sides = {name: f"_{name}" for name in SIDES}
-        else:
-            sides = {CLASSES[verdict(row)]: ""}
+        sides = (
+            {name: f"_{name}" for name in SIDES} if is_pair(row) else {CLASSES[verdict(row)]: ""}
+        )
         for name, side in sides.items():
-            found.setdefault(name, []).append((row, side))
-    return dict(sorted(found.items(), key=lambda kv: kv[0] in ("thumbs down", "rejected")))
+            answers.setdefault(name, []).append((row, side))
+    return dict(sorted(answers.items(), key=lambda item: item[0] in ("thumbs down", "rejected")))
 
 
 def rewards_by_class(rows: Iterable[Json]) -> dict[str, list[float]]:
-    """Rewards of the rows' answers by class; classes without any are left out."""
-    found = {name: [value(row, side) for row, side in each] for name, each in groups(rows).items()}
-    held = {name: [v for v in values if v is not None] for name, values in found.items()}
-    return {name: values for name, values in held.items() if values}
+    """Rewards of the rows' answers by class, without empty classes."""
+    rewards = {
+        name: [reward for row, side in answers if (reward := value(row, side)) is not None]
+        for name, answers in groups(rows).items()
+    }
+    return {name: values for name, values in rewards.items() if values}
 
 
 def source(row: Json) -> str:
-    """The file that the row is from, or what the data calls it."""
+    """The file of the row, or its name in the data."""
     return str(row.get("source") or str(row.get("origin", "")).rpartition(":")[0] or "unknown")
 
 
 # Surprise
 
 
-def surprise(rows: Sequence[Json]) -> list[tuple[Json, float]]:
-    """The rows with how much the model contradicts their verdict, the most surprising first; those
-    that say nothing are left out.
+def surprise(rows: Sequence[Json]) -> list[Scored]:
+    """The rows with how much the model contradicts their labels, the most surprising first; rows
+    without information are left out.
 
     Thumbs: how far the reward lies on the wrong side of the midpoint between the classes' mean
     rewards (below 0: on the right side). Pairs: by how much the rejected answer is ahead. Rows with
-    a ``target``, the score that the data gives: by how much of the ranking the reward's rank is
-    away from the target's; with several answers, by how much the reward of one with a lower target
-    is ahead of one with a higher. Demonstrations: nats per token. The policy's own answers have no
-    verdict to contradict.
+    a ``target``, the score of the data: the distance between the ranks of reward and target, as a
+    share of all ranks; with several answers, by how much an answer with a lower target is ahead of
+    one with a higher target. Demonstrations: nats per token. Completions of the policy have no
+    label to contradict.
     """
     thumbs = [row for row in rows if verdict(row) is not None]
-    scored = [
+    targets = [
         row
         for row in rows
         if finite(row.get("target")) and verdict(row) is None and value(row) is not None
     ]
-    held = _of_thumbs(thumbs) + _of_scores(scored)
+    scored = _surprise_of_thumbs(thumbs) + _surprise_of_targets(targets)
     for row in rows:
-        if verdict(row) is not None or finite(row.get("target")) or is_own(row):
+        if verdict(row) is not None or finite(row.get("target")) or is_rollout(row):
             continue
         ahead = margin(row) if is_pair(row) else None
         if ahead is not None:
-            found: float | None = -ahead
+            score: float | None = -ahead
         elif isinstance(row.get("target"), list):
-            found = _worst_inversion(several(row), row["target"])
+            score = _worst_inversion(several(row), row["target"])
         else:
-            likelihood = per_token(row) if value(row) is None else None
-            found = None if likelihood is None else -likelihood
-        if found is not None:
-            held.append((row, found))
-    return sorted(held, key=lambda each: -each[1])
+            logp = per_token(row) if value(row) is None else None
+            score = None if logp is None else -logp
+        if score is not None:
+            scored.append((row, score))
+    return _largest_first(scored)
 
 
-def _of_thumbs(rows: Sequence[Json]) -> list[tuple[Json, float]]:
-    means = [
-        found for values in rewards_by_class(rows).values() if (found := mean(values)) is not None
-    ]
+def _largest_first(rows: Iterable[Scored]) -> list[Scored]:
+    return sorted(rows, key=lambda scored: -scored[1])
+
+
+def _surprise_of_thumbs(rows: Sequence[Json]) -> list[Scored]:
+    means = [math.fsum(values) / len(values) for values in rewards_by_class(rows).values()]
     middle = math.fsum(means) / len(means) if means else 0.0
-    signed = [
-        (row, reward, 1 if verdict(row) else -1)
+    return [
+        (row, (middle - reward) * (1 if verdict(row) else -1))
         for row in rows
         if (reward := value(row)) is not None
     ]
-    return [(row, sign * (middle - reward)) for row, reward, sign in signed]
 
 
-def _of_scores(rows: Sequence[Json]) -> list[tuple[Json, float]]:
-    said, given = ranks([value(row) or 0.0 for row in rows]), ranks([row["target"] for row in rows])
+def _surprise_of_targets(rows: Sequence[Json]) -> list[Scored]:
+    rewards = ranks([value(row) or 0.0 for row in rows])
+    targets = ranks([row["target"] for row in rows])
     return [
         (row, abs(a - b) / max(1, len(rows) - 1))
-        for row, a, b in zip(rows, said, given, strict=True)
+        for row, a, b in zip(rows, rewards, targets, strict=True)
     ]
 
 
 def _worst_inversion(rewards: Sequence[float], targets: Sequence[object]) -> float | None:
     if len(rewards) != len(targets) or not all(map(finite, targets)):
         return None
-    both: list[tuple[float, Any]] = list(zip(rewards, targets, strict=True))
+    pairs: list[tuple[float, Any]] = list(zip(rewards, targets, strict=True))
     return max(
-        (low[0] - high[0] for high in both for low in both if high[1] > low[1]), default=None
+        (low[0] - high[0] for high in pairs for low in pairs if high[1] > low[1]), default=None
     )
 
 
-# Which to read
+# Rows worth reading
 
 
 @dataclass(frozen=True)
-class Listed:
-    """Some rows under a heading. rows: each with the number that it is listed for. note: what that
-    number is.
-    """
+class RowList:
+    """Some rows with the number that each is listed for, which ``note`` explains."""
 
     title: str
     note: str
-    rows: list[tuple[Json, float]]
+    rows: list[Scored]
 
 
 NOTES = {
-    "thumbs": "Thumbs whose reward lies on the other side of the midpoint between the classes' "
-    "mean rewards; the number says how "
-    "far. Wrong verdicts gather here.",
-    "pairs": "Pairs whose rejected answer has the larger reward; the number says by how much. "
-    "Pairs that are the wrong way "
-    "round gather here.",
-    "targets": "Rows whose reward ranks elsewhere than the score that the data gives; the number "
-    "says how far.",
+    "thumbs": "Thumbs whose reward lies on the wrong side of the midpoint between the classes' "
+    "mean rewards; the number is the distance. Wrong labels gather here.",
+    "pairs": "Pairs whose rejected answer has the larger reward; the number is the difference. "
+    "Swapped pairs gather here.",
+    "targets": "Rows whose reward ranks differently from the score of the data; the number is the "
+    "distance.",
     "demonstrations": "Demonstrations that the model finds least likely (nats per token).",
 }
+NONE = "None: the model agrees with all labels."
 
 
-NONE = "None: the model agrees with the verdict of every row."
+def row_lists(after: Sequence[Json], before: Sequence[Json] | None, limit: int) -> list[RowList]:
+    """The rows of an evaluation that are worth reading, at most ``limit`` of each list.
 
-
-def listed(after: Sequence[Json], before: Sequence[Json] | None, most: int) -> list[Listed]:
-    """What is worth reading of an evaluation, at most so many rows of each kind. before: the same
-    rows earlier.
+    before: the rows of an earlier evaluation.
     """
-    surprising = surprise(after)
-    kind = _kind(after)
-    if kind in ("thumbs", "pairs"):  # what the model agrees with is no surprise
-        surprising = [each for each in surprising if each[1] > 0]
-    agreed = kind in ("thumbs", "pairs") and bool(surprise(after)) and not surprising
-    lists = [Listed("Most surprising", NONE if agreed else NOTES.get(kind, ""), surprising[:most])]
-    if before is not None and kind != "own answers":  # which are shown beside the earlier ones
-        note = (
-            "Rows whose number has changed most since the first evaluation; the number says "
-            "by how much."
-        )
-        lists.append(Listed("Most moved", note, moved(after, before)[:most]))
-    known = sorted(
-        ((row, found) for row in after if (found := worth(row)) is not None),
-        key=lambda each: -each[1],
-    )
-    what = {"pairs": "margin", "demonstrations": "log-probability per token (nats)"}.get(
+    kind, surprising = _kind(after), surprise(after)
+    has_labels = kind in ("thumbs", "pairs")
+    contradicting = [s for s in surprising if s[1] > 0] if has_labels else surprising
+    agrees = has_labels and bool(surprising) and not contradicting
+    note = NONE if agrees else NOTES.get(kind, "")
+    lists = [RowList("Most surprising", note, contradicting[:limit])]
+    if before is not None and kind != "rollouts":  # which are shown next to the earlier ones
+        note = "Rows whose number has changed most since the first evaluation, with the change."
+        lists.append(RowList("Most moved", note, moved(after, before)[:limit]))
+    known = _largest_first((row, w) for row in after if (w := worth(row)) is not None)
+    number = {"pairs": "margin", "demonstrations": "log-probability per token (nats)"}.get(
         kind, "reward"
     )
-    # The largest reward of a thumb down is none to be glad of.
+    # the largest reward of a thumb down is not its best
     best, worst = ("Largest reward", "Smallest reward") if kind == "thumbs" else ("Best", "Worst")
-    lists.append(Listed(best, f"The largest {what}.", known[:most]))
+    lists.append(RowList(best, f"The largest {number}.", known[:limit]))
     if kind not in ("pairs", "demonstrations"):  # whose worst rows are the most surprising ones
-        lists.append(Listed(worst, f"The smallest {what}.", known[::-1][:most]))
-    if kind == "own answers":
-        tokens = sorted(
-            ((row, row["tokens"]) for row in after if finite(row.get("tokens"))),
-            key=lambda each: -each[1],
-        )
-        lists.append(Listed("Longest", "The most tokens.", tokens[:most]))
-    return [each for each in lists if each.rows or each.note == NONE]
+        lists.append(RowList(worst, f"The smallest {number}.", known[::-1][:limit]))
+    if kind == "rollouts":
+        longest = _largest_first((r, r["tokens"]) for r in after if finite(r.get("tokens")))
+        lists.append(RowList("Longest", "The most tokens.", longest[:limit]))
+    return [group for group in lists if group.rows or group.note == NONE]
 
 
 def _kind(rows: Sequence[Json]) -> str:
     tests: dict[str, Callable[[Json], bool]] = {
-        "own answers": is_own,
+        "rollouts": is_rollout,
         "pairs": is_pair,
         "thumbs": lambda row: verdict(row) is not None,
         "targets": lambda row: row.get("target") is not None,
@@ -248,18 +240,19 @@ def _kind(rows: Sequence[Json]) -> str:
     return next((name for name, test in tests.items() if any(map(test, rows))), "")
 
 
-def moved(after: Sequence[Json], before: Sequence[Json]) -> list[tuple[Json, float]]:
-    """The rows that both have with the change of what they are worth, the largest first, whichever
-    way. A row with several answers moves as far as the one of them that moves most.
+def moved(after: Sequence[Json], before: Sequence[Json]) -> list[Scored]:
+    """The rows of both evaluations with the change of their worth, the largest change in either
+    direction first. A row with several answers moves as far as its answer that moves most.
     """
     earlier = {row["id"]: row for row in before if isinstance(row.get("id"), str)}
-    found: list[tuple[Json, float]] = []
+    changes: list[Scored] = []
     for row in after:
         if not isinstance(row.get("id"), str) or (old := earlier.get(row["id"])) is None:
             continue
         now, then = worth(row), worth(old)
         if now is not None and then is not None:
-            found.append((row, now - then))
-        elif len(ours := several(row)) == len(theirs := several(old)) > 0:
-            found.append((row, max((a - b for a, b in zip(ours, theirs, strict=True)), key=abs)))
-    return sorted(found, key=lambda each: -abs(each[1]))
+            changes.append((row, now - then))
+        elif len(new_rewards := several(row)) == len(old_rewards := several(old)) > 0:
+            pairs = zip(new_rewards, old_rewards, strict=True)
+            changes.append((row, max((a - b for a, b in pairs), key=abs)))
+    return sorted(changes, key=lambda scored: -abs(scored[1]))

@@ -1,7 +1,4 @@
-"""What lies in a run's folder, read back for the page.
-
-Whatever is missing or torn is named and left out.
-"""
+"""Read the folder of a run for its report. Missing and damaged files are named and left out."""
 
 from __future__ import annotations
 
@@ -15,32 +12,33 @@ from typing import Any, TypeVar
 
 from valence.checksums import KEY, ChecksumError, verify, verify_text
 from valence.errors import UserError
-from valence.reports.console import audit_warnings
+from valence.reports.formatting import audit_warnings
 from valence.reports.rows import Json, margin, rewards_by_class
 from valence.reports.stats import quantile
 
 T = TypeVar("T")
 
+FILES = {"model": "model", "log": "metrics.jsonl", "report": "report.html"}
+"""What a run writes for its user, by title."""
+
 BETWEEN = 60
-"""Most evaluations between the first and the last whose rows are looked at: more bands than a curve
-needs.
-"""
+"""Evaluations between the first and the last whose rows are read: more bands than a curve needs."""
 
 BETWEEN_BYTES = 2**26
-"""Most bytes that these may have together, which take about a second."""
+"""Bytes of these evaluations, which take about a second to read."""
 
 OUTER = (0.1, 0.9)
-"""A band goes from one of these quantiles of an evaluation's rows to the other."""
+"""The quantiles of an evaluation's rows between which a band is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What was found in a run's folder; empty where there was nothing.
+    """The content of a run's folder; empty where a file is missing.
 
-    ``problems``: what could not be read.
+    ``problems``: what could not be read. ``facts``: run.json.
 
     ``first``, ``last``: the evaluations of held-out rows, the same one when there is only one.
-    ``bands``: of evaluations, by step, the outer quantiles of their rows' rewards: ``{"chosen":
+    ``bands``: by step the outer quantiles of an evaluation's rewards: ``{"chosen":
     (low, high), "margins": ..., ...}``. ``trained``: training rows, measured after training.
     """
 
@@ -55,27 +53,27 @@ class RunData:
     trained: Json | None
     test: Json | None
     samples: tuple[Json, ...]
-    run: Json
+    facts: Json
     problems: tuple[str, ...]
 
     @property
-    def audited(self) -> list[str]:
-        """What the audit holds against each list of rows, a line each."""
+    def audit_warnings(self) -> list[str]:
+        """The warnings of the audit, one line each."""
         return [
             f"{name}: {warning}"
-            for name, found in self.audit.items()
-            for warning in _audited(found)
+            for name, audit in self.audit.items()
+            for warning in _warnings_of(audit)
         ]
 
 
-def _audited(found: Json) -> list[str]:
+def _warnings_of(audit: Json) -> list[str]:
     try:
-        return audit_warnings(found)
+        return audit_warnings(audit)
     except (
         KeyError,
         TypeError,
         AttributeError,
-    ) as error:  # audit.json is whole, but another program's
+    ) as error:  # audit.json is valid, but from another program
         return [f"its findings in audit.json could not be read ({type(error).__name__}: {error})"]
 
 
@@ -89,7 +87,7 @@ def read_run(run_dir: Path) -> RunData:
             "there is no such run folder",
             code="run-not-found",
             where=str(run_dir),
-            fix="name the folder that run.dir named",
+            fix="name the run.dir of a run",
         )
     problems: list[str] = []
     first, last, bands = _evaluations(run_dir / "eval", problems)
@@ -105,15 +103,15 @@ def read_run(run_dir: Path) -> RunData:
         trained=_read(run_dir / "eval" / "train.json", _evaluation, None, problems),
         test=_read(run_dir / "eval" / "test.json", _evaluation, None, problems),
         samples=_read(run_dir / "samples.json", _json_objects, (), problems),
-        run=_read(run_dir / "run.json", _run_object, {}, problems),
+        facts=_read(run_dir / "run.json", _run_object, {}, problems),
         problems=tuple(dict.fromkeys(problems)),
     )
 
 
 def _read(path: Path, parse: Callable[[str], T], missing: T, problems: list[str]) -> T:
-    """The parsed file, or ``missing`` when it is absent or (which is noted) damaged.
+    """The parsed file, or ``missing`` if it is absent or damaged. Damage is added to ``problems``.
 
-    Where a checksum alone is wrong, what the file holds is shown all the same.
+    A file that is only wrong in its checksum is still used.
     """
     try:
         text = path.read_bytes().decode("utf-8")
@@ -133,11 +131,11 @@ def _read(path: Path, parse: Callable[[str], T], missing: T, problems: list[str]
 def _evaluations(
     folder: Path, problems: list[str]
 ) -> tuple[Json | None, Json | None, dict[int, dict[str, tuple[float, float]]]]:
-    """The first and the last that can be read, and the bands of these and of some between."""
+    """The first and the last readable evaluation, and the bands of these and of some between."""
     steps = {
-        path: int(found[1])
+        path: int(match[1])
         for path in folder.glob("step-*.json")
-        if (found := re.fullmatch(r"step-(\d{1,18})", path.stem))
+        if (match := re.fullmatch(r"step-(\d{1,18})", path.stem))
     }
     paths = sorted(steps, key=lambda path: steps[path])
     first = last = None
@@ -146,64 +144,63 @@ def _evaluations(
     while paths and last is None:
         last = _read(paths.pop(), _evaluation, None, problems)
     last = last or first
-    bands = {each["step"]: bands_of(each["rows"]) for each in (first, last) if each}
+    bands = {e["step"]: bands_of(e["rows"]) for e in (first, last) if e}
     for path in _some(paths):
         try:
             stat = path.stat()
-            step, found = _bands(path, stat.st_mtime_ns, stat.st_size)
-            bands[step] = found
+            step, band = _bands(path, stat.st_mtime_ns, stat.st_size)
+            bands[step] = band
         except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{path.name} could not be read: {error}")
     return first, last, dict(sorted(bands.items()))
 
 
 def _some(paths: Sequence[Path]) -> Sequence[Path]:
-    """As many as are looked at, evenly spread."""
+    """Evenly spread evaluations within the limits."""
     if not paths:
         return ()
     total = sum(map(_size, paths))
-    most = min(BETWEEN, len(paths) * BETWEEN_BYTES // max(total, 1))
-    every = -(-len(paths) // max(1, most))
-    return paths[::every] if most else ()
+    limit = min(BETWEEN, len(paths) * BETWEEN_BYTES // max(total, 1))
+    return paths[:: -(-len(paths) // limit)] if limit else ()
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # gone meanwhile
+    except OSError:  # removed meanwhile
         return 0
 
 
 @lru_cache(maxsize=4 * BETWEEN)
 def _bands(path: Path, _changed: int, _size: int) -> tuple[int, dict[str, tuple[float, float]]]:
-    """Kept, since the page of a run that goes on is written again and again.
+    """Cached, because the page of a running run is written repeatedly.
 
     Raises OSError and ValueError.
     """
     text = path.read_bytes().decode("utf-8")
     if has_changed(text):
         raise ValueError("its checksum is wrong")
-    found = _evaluation(text)
-    return found["step"], bands_of(found["rows"])
+    evaluation = _evaluation(text)
+    return evaluation["step"], bands_of(evaluation["rows"])
 
 
 def bands_of(rows: Sequence[Json]) -> dict[str, tuple[float, float]]:
     """The outer quantiles of the rows' rewards, by the metric's word for their class."""
     words = {"thumbs up": "chosen", "thumbs down": "rejected"}
-    held = {words.get(name, name): values for name, values in rewards_by_class(rows).items()}
-    held["margins"] = [found for row in rows if (found := margin(row)) is not None]
+    rewards = {words.get(name, name): values for name, values in rewards_by_class(rows).items()}
+    rewards["margins"] = [m for row in rows if (m := margin(row)) is not None]
     return {
         name: (quantile(values, OUTER[0]), quantile(values, OUTER[1]))
-        for name, values in held.items()
+        for name, values in rewards.items()
         if values
     }
 
 
-# Parsing. Each raises ValueError for what is not what it should be.
+# Parsing. All functions raise ValueError for unexpected content.
 
 
 def has_changed(text: str) -> bool:
-    """Whether a file has a checksum, of all of it or of one of its rows, that is wrong.
+    """Whether the checksum of a file, or of one of its rows, is wrong.
 
     Raises ValueError for broken JSON.
     """
@@ -212,9 +209,9 @@ def has_changed(text: str) -> bool:
             verify_text(text)
             return False
         value = json.loads(text)
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, dict):
-                verify(each)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                verify(item)
     except ChecksumError:
         return True
     return False
@@ -224,7 +221,7 @@ def _json_object(text: str) -> Json:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
-    return {name: each for name, each in value.items() if name != KEY}
+    return {name: item for name, item in value.items() if name != KEY}
 
 
 def _json_objects(text: str) -> tuple[Json, ...]:
@@ -236,7 +233,7 @@ def _json_objects(text: str) -> tuple[Json, ...]:
 
 def _audit_object(text: str) -> Json:
     value = _json_object(text)
-    if not all(isinstance(found, dict) for found in value.values()):
+    if not all(isinstance(audit, dict) for audit in value.values()):
         raise ValueError("not an audit with an object for each list of rows")
     return value
 
@@ -272,9 +269,7 @@ def _yaml_object(text: str) -> Json:
 
 
 def _read_metrics(path: Path, problems: list[str]) -> tuple[Json, ...]:
-    """Records by ascending step; what a later line says of the same step (evaluation, a resumed
-    run) is merged in.
-    """
+    """Records by ascending step. Several lines of one step (evaluation, resumed run) are merged."""
     by_step: dict[int, dict[str, Any]] = {}
     try:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -296,3 +291,18 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[Json, ...]:
             )
             problems.append(f"{path.name}:{place} is not a whole record and was left out{last}")
     return tuple(by_step[step] for step in sorted(by_step))
+
+
+def read_history(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run's log, oldest first, with non-finite numbers as floats; empty without a
+    log.
+    """
+    try:
+        lines = (run_dir / FILES["log"]).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [{name: _as_number(value) for name, value in json.loads(line).items()} for line in lines]
+
+
+def _as_number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -1,6 +1,6 @@
-"""The runs below a folder: where each stands, for `valence runs`; what says how one was started.
+"""List the runs in a folder with their state, for `valence runs`, and find how a run was started.
 
-Nothing here loads torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rich.text import Text
 
 from valence.checksums import ChecksumError, verify, verify_text
 from valence.errors import UserError
-from valence.reports.console import duration, number, visible
+from valence.reports.formatting import duration, number, visible
 from valence.runs.lock import holder
 
 DEPTH = 4
-"""How many folders down runs are looked for."""
+"""Levels of folders in which runs are searched."""
 
 TAIL = 2**16
-"""Bytes at the end of a log that are read."""
+"""Bytes read at the end of a log."""
 
 STATES = {"interrupted": "stopped", "failed": "failed", "done": "done", "scored": "scored"}
 STYLES = {
@@ -52,17 +52,17 @@ SHOWN = (
         "rewards/margins",
     ),
 )
-"""Of each group the first number that the log has is shown."""
+"""The first metric of each group that the log has is shown."""
 
 
 @dataclass(frozen=True)
 class RunLine:
-    """Where a run stands.
+    """The state of a run.
 
-    state: running, stopped (interrupted), killed (it says running, but no process holds it),
-    failed, done, scored, or unreadable, with the ``problem``. step: the last one logged; total: of
-    the whole run. left: seconds that the steps to come take, without evaluations and saves; of a
-    running run only. checkpoint: the newest one's step. changed: seconds since 1970.
+    state: running, stopped (interrupted), killed (marked as running, but no process has its lock),
+    failed, done, scored, or unreadable, with the ``problem``. step: the last one logged. total:
+    steps of the run. left: seconds for the remaining steps of a running run, without evaluations
+    and saves. checkpoint: the step of the newest one. changed: seconds since 1970.
     """
 
     path: Path
@@ -78,30 +78,30 @@ class RunLine:
 
 
 def list_runs(folder: Path) -> list[RunLine]:
-    """The runs in a folder, or the one that it is: those that changed last come first.
+    """The runs in a folder, or the run that it is, the last changed one first.
 
-    Looks ``DEPTH`` folders down, but not into runs, hidden folders and links. Raises UserError when
-    there is no such folder.
+    Searches ``DEPTH`` levels, but not in runs, hidden folders and links. Raises UserError if there
+    is no such folder.
     """
     if not folder.is_dir():
         raise UserError(
             "there is no such folder",
             code="run-not-found",
             where=str(folder),
-            fix="name a folder that holds runs, or is one",
+            fix="name a run's folder, or a folder that contains runs",
         )
     return sorted(_lines(folder, DEPTH), key=lambda line: (-line.changed, line.path))
 
 
 def table(lines: Sequence[RunLine]) -> Table:
-    """For the terminal."""
-    made = Table(box=None, pad_edge=False)
-    made.add_column("run", overflow="fold")
+    """The runs as a table for the terminal."""
+    result = Table(box=None, pad_edge=False)
+    result.add_column("run", overflow="fold")
     for name in ("method", "state", "step", "left", "saved", "changed"):
-        made.add_column(
+        result.add_column(
             name, no_wrap=True, justify="right" if name in ("step", "left", "saved") else "left"
         )
-    made.add_column("last numbers", overflow="fold")
+    result.add_column("last numbers", overflow="fold")
     now = time.time()
     for line in lines:
         step = f"{line.step}/{line.total}" if line.total else str(line.step or "")
@@ -124,12 +124,12 @@ def table(lines: Sequence[RunLine]) -> Table:
         )
         texts = [Text(visible(cell)) for cell in cells]
         texts[2].stylize(STYLES.get(line.state, ""))
-        made.add_row(*texts)
-    return made
+        result.add_row(*texts)
+    return result
 
 
 def as_json(lines: Sequence[RunLine]) -> list[dict[str, Any]]:
-    """The same as plain values: ``changed`` as ISO time, numbers that are not finite as text."""
+    """The runs as plain values: ``changed`` as ISO time, non-finite metrics as text."""
     return [
         {
             "path": str(line.path),
@@ -187,21 +187,21 @@ def _line(run: Path) -> RunLine:
             run,
             "unreadable",
             changed=changed,
-            problem="run.json is damaged: it does not say how the run stands",
+            problem="run.json is damaged: the state of the run is unknown",
         )
     records, from_start = _last_records(run / "metrics.jsonl")
     if status in ("running", "interrupted", "failed"):
-        held = holder(run)
-        if held is not None and held.alive:
+        process = holder(run)
+        if process is not None and process.alive:
             state = "running"
         elif status == "running":
             state = "killed"
     logged = records[-1]["step"] if records else 0
-    said, total = (
+    steps, total = (
         value if isinstance(value := facts.get(name), int) else None
         for name in ("steps", "total_steps")
     )
-    step = logged if said is None or status == "running" else said
+    step = logged if steps is None or status == "running" else steps
     return RunLine(
         path=run,
         state=state,
@@ -225,10 +225,7 @@ def _changed(path: Path) -> float:
 
 
 def _last_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The whole records at the end of a log, and whether they are all that it has.
-
-    What is not whole is left out: it is cut here, or somebody is writing it.
-    """
+    """The complete records at the end of a log, and whether the log has no others."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -248,13 +245,13 @@ def _last_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _left(records: Sequence[Mapping[str, Any]], from_start: bool, steps: int) -> float | None:
-    """Seconds for so many steps at the speed of the records; None if they do not tell it."""
+    """Seconds for the steps at the speed of the records; None if it is unknown."""
     timed = [
         (r["step"], r["seconds"]) for r in records if isinstance(r.get("seconds"), float | int)
     ]
     if not timed:
         return None
-    # The seconds of a record are those since the one before it.
+    # The seconds of a record are those since the record before it.
     first, *rest = [(0, 0.0), *timed] if from_start else timed
     done = timed[-1][0] - first[0]
     return max(0, steps) * sum(seconds for _, seconds in rest) / done if done > 0 else None
@@ -276,17 +273,14 @@ def _metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float | str]:
 
 
 def _method(config: Path) -> str:
-    """Of a config.yaml as runs write it, where each section begins its line.
-
-    For a run.json that does not say.
-    """
+    """The method in a config.yaml as runs write it, for a run.json without it."""
     try:
-        found = re.search(
+        match = re.search(
             r"^method: *(\S+)", config.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
         )
     except OSError:
         return ""
-    return found[1] if found else ""
+    return match[1] if match else ""
 
 
 def _newest_checkpoint(folder: Path) -> int | None:
@@ -300,14 +294,14 @@ def _newest_checkpoint(folder: Path) -> int | None:
 
 
 def config_of(run_dir: Path) -> Path:
-    """The recipe that a run keeps.
+    """The recipe in a run's folder.
 
-    Raises UserError when the folder holds no run, or the recipe has changed.
+    Raises UserError if the folder is no run, or the recipe has changed.
     """
     config = run_dir / "config.yaml"
     if not config.is_file():
         raise UserError(
-            "this folder holds no run (no config.yaml)",
+            "this folder is no run (it has no config.yaml)",
             code="run-not-found",
             where=str(run_dir),
             fix="name a run's folder",
@@ -323,7 +317,7 @@ def config_of(run_dir: Path) -> Path:
             fix=fix,
         ) from error
     except ChecksumError as error:
-        fix = "put the file back; if you changed it on purpose, remove its last line"
+        fix = "restore the file; if you changed it on purpose, remove its last line"
         raise UserError(
             f"the recipe is damaged: {error}", code="recipe-damaged", where=str(config), fix=fix
         ) from error
@@ -331,20 +325,20 @@ def config_of(run_dir: Path) -> Path:
 
 
 def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
-    """The recipe of a run, and the folder that it was started from, against which its paths are
-    meant. Raises UserError when the folder holds no run.
+    """The recipe of a run, and the folder that it was started in, to which its paths are relative.
+
+    Raises UserError if the folder is no run.
     """
     if not run_dir.is_dir():
-        what = "this is a file" if run_dir.exists() else "there is no such folder"
         raise UserError(
-            what,
+            "this is a file" if run_dir.exists() else "there is no such folder",
             code="run-not-found",
             where=str(run_dir),
-            fix="name a run's folder; a recipe is trained by `valence train`",
+            fix="name a run's folder; use `valence train` for a recipe",
         )
     recipe = config_of(run_dir)
     try:
         place = verify(json.loads((run_dir / "run.json").read_text(encoding="utf-8")))["cwd"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return recipe, None  # damaged: what a checkpoint says of the run is used
+        return recipe, None  # damaged: the facts in a checkpoint are used
     return recipe, Path(place) if isinstance(place, str) else None

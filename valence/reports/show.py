@@ -1,7 +1,4 @@
-"""One row as a person can read it: as it stands in the file, as an example, as tokens.
-
-Returns what rich prints.
-"""
+"""Show one row as it is in its file, as an example, and as tokens, for rich to print."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ _BLANKS = str.maketrans({" ": "·", "\t": "→", "\n": "⏎\n"})
 
 
 def show_row(row: Mapping[str, Any], origin: Origin | None = None) -> RenderableType:
-    """Stage "row": every column as it was read, with its type."""
+    """Stage "row": every column as read, with its type."""
     table = _table("column", "type", "value")
     for name, value in row.items():
         text = (
@@ -49,7 +46,7 @@ def show_row(row: Mapping[str, Any], origin: Origin | None = None) -> Renderable
 
 
 def show_example(example: Example) -> RenderableType:
-    """Stage "example": what the row was understood as, a line for each turn of each part."""
+    """Stage "example": the parsed row, with a line for each turn of each part."""
     table = _table("part", "role", "content")
     facts: dict[str, object] = {}
     for name in type(example).__dataclass_fields__:
@@ -96,9 +93,9 @@ def _plain(text: object) -> Text:
 def pieces(
     answer: TokenizedCompletion, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[slice, str]]:
-    """The tokens with the text that each adds.
+    """The tokens with the text that each one adds.
 
-    Tokens that hold a part of one character come together, unless only some of them are trained.
+    Tokens with parts of one character are grouped, unless only some of them are trained.
     """
     ids, mask = answer.ids, answer.mask
     before, start = 0, 0
@@ -158,13 +155,13 @@ def _add_content(table: Table, part: str, content: Content) -> None:
         table.add_row(part, "ids", Text(" ".join(map(str, content.ids))))
     else:
         for message in content.messages:
-            table.add_row(part, _plain(message.get("role")), _plain(_said(message)))
+            table.add_row(part, _plain(message.get("role")), _plain(_content(message)))
         for tool in content.tools:
             table.add_row(part, "tool", _plain(json.dumps(tool, ensure_ascii=False, default=str)))
 
 
-def _said(message: Mapping[str, Any]) -> str:
-    """The content of a turn, then whatever else it holds as JSON."""
+def _content(message: Mapping[str, Any]) -> str:
+    """The content of a turn, followed by its other fields as JSON."""
     rest = {name: value for name, value in message.items() if name not in ("role", "content")}
     content = message.get("content")
     text = (
@@ -184,8 +181,8 @@ def _facts(facts: Mapping[str, object]) -> Text:
     return _plain("  ".join(f"{name}={value}" for name, value in known.items()))
 
 
-def _heading(what: str, origin: Origin | None) -> Rule:
-    return Rule(_plain(f"{what}  {origin}" if origin else what), align="left", characters="=")
+def _heading(title: str, origin: Origin | None) -> Rule:
+    return Rule(_plain(f"{title}  {origin}" if origin else title), align="left", characters="=")
 
 
 def _table(*columns: str) -> Table:

@@ -1,6 +1,4 @@
-"""Where the metrics of a run go: one small protocol, the log file that every run has, and a way to
-serve several.
-"""
+"""Sinks receive the metrics of a run: the protocol, the log file of every run, and a fan-out."""
 
 from __future__ import annotations
 
@@ -21,14 +19,11 @@ from valence.files import open_file
 Record = Mapping[str, float | int | str]
 """The numbers of one logged step, by metric name; ``step`` is among them."""
 
-
 CLOSING = 10.0
-"""Seconds that the sinks of a run may take to close in which none of them gets anywhere; six times
-as many in all.
-"""
-SHOWN_ROWS = 20
-"""Most rows of one table of samples."""
-LONGEST_CELL = 4000
+"""Seconds without progress after which closing sinks are abandoned; six times as many in all."""
+MAX_SAMPLES = 20
+"""Rows of one table of samples."""
+MAX_CELL = 4000
 """Characters of a text in such a table."""
 SAMPLES = "eval/samples"
 """Name of the table of samples of an evaluation."""
@@ -44,59 +39,55 @@ COLUMNS = (
     "stop",
     "error",
 )
-"""Columns of an evaluation's rows that such a table has, with those that begin like them and
-``_``.
-"""
+"""Columns of such a table: those of an evaluation's rows whose names start with one of these."""
 
 
 class Sink(Protocol):
-    """Something that keeps the records of a run.
+    """Something that stores the records of a run.
 
-    Two methods are enough; these are called where a sink has them:
+    Two methods are enough. These are called if a sink has them:
 
-    ``start(config, folder, taken_up)`` once, before the first record: every setting by its dotted
-    name, the run's folder (None without one), and whether the run was in it before; its records so
-    far are then in the folder's metrics.jsonl. ``table(name, step, rows)`` with each evaluation,
-    before its record: at most 20 rows, as mappings with the same keys. ``end(status)`` before
-    ``close``: done, interrupted or failed.
+    ``start(config, folder, resumed)`` once, before the first record: every setting by its dotted
+    name, the run's folder (None without one), and whether the run is resumed; the records so far
+    are then in the folder's metrics.jsonl. ``table(name, step, rows)`` with each evaluation, before
+    its record: at most 20 rows, as mappings with the same keys. ``end(status)`` before ``close``:
+    done, interrupted or failed.
     """
 
     def log(self, record: Record) -> None:
-        """Take one record.
+        """Receive one record, on the training thread.
 
-        The sink neither keeps nor changes the mapping. Called on the thread that trains.
+        The sink must neither store nor change the mapping itself.
         """
         ...
 
     def close(self) -> None:
-        """Write out what is left.
+        """Write what is left. Nothing is logged afterwards.
 
-        Nothing is logged afterwards. Called on a thread of its own, which is left alone when it
-        takes longer than ``CLOSING`` seconds; once more on the thread that trains when that raised
-        an error. A number ``waiting`` of records that are still to be handed over gives it longer,
-        while it falls.
+        Called on a separate thread, which is abandoned after ``CLOSING`` seconds; called once more
+        on the training thread if it raised an error. A sink with a number ``waiting`` of
+        records that it still has to pass on has more time while the number falls.
         """
         ...
 
 
 class JsonlSink:
-    """One JSON object per line, written at once.
+    """One JSON object per line, written at once and appended to an existing file.
 
-    The file is strict JSON, which has no word for numbers that are not finite: they are written as
-    the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which Python's ``float`` reads back. Records
-    are added to a file that exists.
+    The file is strict JSON, so non-finite numbers are written as the strings ``"nan"``, ``"inf"``
+    and ``"-inf"``, which Python's ``float`` reads.
 
-    What cannot be written is kept in memory and tried again with the next record; ``warn`` is told
-    once. Its state is the file's length and a checksum of its content: loading it cuts off what was
-    written since, so that a run that is resumed leaves no gap and no repeat, and warns when a line
-    before that has changed.
+    Lines that cannot be written stay in memory and are tried again with the next record; ``warn``
+    is called once. The state is the file's length and a checksum of its content. Loading it cuts
+    off later lines, so that the log of a resumed run has no gap and no repetition, and warns if
+    an earlier line has changed.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None] = warnings.warn) -> None:
         """Raises UserError when the file cannot be opened for writing."""
         self.path, self._warn = path, warn
-        self._unwritten, self._told = b"", False
-        # a checkpoint is written by a thread of its own, after the log
+        self._unwritten, self._has_warned = b"", False
+        # checkpoints are written on another thread
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,23 +112,23 @@ class JsonlSink:
         try:
             self._write()
         except OSError as error:
-            if not self._told:
+            if not self._has_warned:
                 self._warn(
-                    f"{self.path}: cannot be written ({error.strerror}); its lines are kept in "
-                    f"memory and tried again"
+                    f"{self.path}: cannot be written ({error.strerror}); its lines stay in memory "
+                    f"and are tried again"
                 )
-            self._told = True
+            self._has_warned = True
 
     def _write(self) -> None:
         with self._lock:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-            self._told = False
+            self._has_warned = False
 
     def sync(self) -> None:
-        """Returns when all lines so far are on the disk.
+        """Block until all lines are on the disk.
 
-        Raises OSError when they cannot be, or the file is no longer there.
+        Raises OSError if they cannot be written or the file has been removed.
         """
         self._write()
         os.fsync(self._file.fileno())
@@ -152,14 +143,13 @@ class JsonlSink:
         before = content[: state["bytes"]]
         if len(content) < state["bytes"]:
             self._warn(
-                f"{self.path}: {state['bytes'] - len(content)} bytes of the log are gone; it "
-                f"goes on with a gap"
+                f"{self.path}: {state['bytes'] - len(content)} bytes of the log are missing; "
+                f"it continues with a gap"
             )
         elif state.get("crc", crc32(before)) != crc32(before):
             where = _first_bad_line(before)
             self._warn(
-                f"{self.path}{where}: the log has changed since it was written; it goes on, the "
-                f"change stays"
+                f"{self.path}{where}: the log has changed since it was written; the change stays"
             )
         os.truncate(self.path, min(len(content), state["bytes"]))
         content = _cut_torn_line(self.path)
@@ -193,20 +183,20 @@ def _first_bad_line(content: bytes) -> str:
 
 
 def _cut_torn_line(path: Path) -> bytes:
-    """Cut what follows the last newline of a file. Returns what is left."""
+    """Cut off an incomplete last line. Returns the content that is left."""
     content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)
         warnings.warn(
-            f"{path}: cut off an unfinished last line of {len(content) - whole} bytes", stacklevel=3
+            f"{path}: cut off an unfinished last line of {len(content) - end} bytes", stacklevel=3
         )
-    return content[:whole]
+    return content[:end]
 
 
 class FanOut:
-    """Hand each record to several sinks: an error of a required sink is raised; an optional one
-    that fails is reported once by ``warn`` and left alone for the rest of the run.
+    """Pass each record to several sinks. An error of a required sink is raised. An optional sink
+    that fails is reported once by ``warn`` and dropped.
     """
 
     def __init__(
@@ -218,61 +208,59 @@ class FanOut:
         self._required, self._optional, self._warn = tuple(required), list(optional), warn
         self._started = False
 
-    def start(self, config: Mapping[str, Any], folder: Path | None, taken_up: bool) -> None:
-        """Tells the optional sinks what run it is; once, however often it is called."""
+    def start(self, config: Mapping[str, Any], folder: Path | None, resumed: bool) -> None:
+        """Tell the optional sinks which run this is. Later calls do nothing."""
         if not self._started:
-            self._try_each(lambda sink: _call(sink, "start", config, folder, taken_up))
+            self._for_each(lambda sink: _call(sink, "start", config, folder, resumed))
         self._started = True
 
     def log(self, record: Record) -> None:
         for sink in self._required:
             sink.log(record)
-        self._try_each(lambda sink: sink.log(record))
+        self._for_each(lambda sink: sink.log(record))
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Hands the first rows of an evaluation to the optional sinks that take tables."""
+        """Pass the first rows of an evaluation to the optional sinks that take tables."""
         if self._optional:
             shown = samples(rows)
-            self._try_each(lambda sink: _call(sink, "table", name, step, shown))
+            self._for_each(lambda sink: _call(sink, "table", name, step, shown))
 
     @property
     def waiting(self) -> int:
-        """Records that the optional sinks still have to hand over."""
+        """Records that the optional sinks still have to pass on."""
         return sum(int(getattr(sink, "waiting", 0)) for sink in self._optional)
 
     def close(self, status: str = "done") -> None:
-        """Closes all of them; the optional ones together, and for them it does not wait for
-        ever.
-        """
-        self._try_each(lambda sink: _call(sink, "end", status))
-        closing = [_Closing(sink) for sink in self._optional]
-        _wait(closing)
-        for each in closing:
-            sink = each.sink
-            if each.is_alive():
+        """Close all sinks, the optional ones at the same time and with a time limit."""
+        self._for_each(lambda sink: _call(sink, "end", status))
+        threads = [_ClosingThread(sink) for sink in self._optional]
+        _join(threads)
+        for thread in threads:
+            sink = thread.sink
+            if thread.is_alive():
                 self._warn(
-                    f"{_name(sink)} has not closed within {CLOSING:g} seconds and is left; it "
+                    f"{_name(sink)} has not closed within {CLOSING:g} seconds and is abandoned; it "
                     f"may lack the last metrics"
                 )
-            elif each.error is not None:
-                # What belongs to the thread that made it, as a connection of sqlite3 does, can only
-                # be closed there.
-                self._try_each(lambda sink: sink.close(), [sink])
+            elif thread.error is not None:
+                # An object that belongs to the thread that made it, such as a connection of
+                # sqlite3, can only be closed there.
+                self._for_each(lambda sink: sink.close(), [sink])
         for sink in self._required:
             sink.close()
 
-    def _try_each(
+    def _for_each(
         self, action: Callable[[Sink], None], sinks: Sequence[Sink] | None = None
     ) -> None:
         for sink in tuple(self._optional) if sinks is None else sinks:
-            error = attempt(lambda sink=sink: action(sink))
+            error = capture_error(lambda sink=sink: action(sink))
             if error is not None:
                 self._optional.remove(sink)
                 self._warn(f"{_name(sink)} failed and gets no more metrics in this run: {error!r}")
 
 
-class _Closing(threading.Thread):
-    """Closes a sink. ``error``: what that raised."""
+class _ClosingThread(threading.Thread):
+    """Closes a sink. ``error``: the error that this raised."""
 
     def __init__(self, sink: Sink) -> None:
         super().__init__(name=f"valence closes {_name(sink)}", daemon=True)
@@ -280,42 +268,39 @@ class _Closing(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        self.error = attempt(self.sink.close)
+        self.error = capture_error(self.sink.close)
 
 
-def _wait(closing: Sequence[_Closing]) -> None:
-    """Until all have closed, or nothing has moved for too long."""
-    began = moved = time.monotonic()
-    before = -1
+def _join(threads: Sequence[_ClosingThread]) -> None:
+    """Wait until all threads have ended, or none has made progress for too long."""
+    started = last_progress = time.monotonic()
+    previous = -1
     while (
-        alive := [each for each in closing if each.is_alive()]
-    ) and time.monotonic() - began < 6 * CLOSING:
+        alive := [thread for thread in threads if thread.is_alive()]
+    ) and time.monotonic() - started < 6 * CLOSING:
         alive[0].join(0.05)
-        left = sum(int(getattr(each.sink, "waiting", 0)) + 1 for each in alive)
-        if left != before:
-            before, moved = left, time.monotonic()
-        elif time.monotonic() - moved >= CLOSING:
+        left = sum(int(getattr(thread.sink, "waiting", 0)) + 1 for thread in alive)
+        if left != previous:
+            previous, last_progress = left, time.monotonic()
+        elif time.monotonic() - last_progress >= CLOSING:
             return
 
 
-def attempt(action: Callable[[], None]) -> Exception | None:
-    """What the action raised, if it did."""
+def capture_error(action: Callable[[], None]) -> Exception | None:
+    """Run the action and return the error that it raises."""
     try:
         action()
-    except Exception as error:  # other people's code: whatever it raises must not end the training
+    except Exception as error:  # code of others, whose errors must not end the training
         return error
     return None
 
 
 def samples(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The first rows of an evaluation with what a reader looks at: texts, rewards, labels.
-
-    A long text ends with how much of it is missing.
-    """
-    first = rows[:SHOWN_ROWS]
-    named = dict.fromkeys(name for row in first for name in row if name.startswith(COLUMNS))
+    """The texts, rewards and labels of the first rows of an evaluation. Long texts are cut."""
+    first = rows[:MAX_SAMPLES]
+    names = dict.fromkeys(name for row in first for name in row if name.startswith(COLUMNS))
     columns = sorted(
-        named, key=lambda name: next(i for i, begin in enumerate(COLUMNS) if name.startswith(begin))
+        names, key=lambda name: next(i for i, start in enumerate(COLUMNS) if name.startswith(start))
     )
     return [{name: _cell(row.get(name)) for name in columns} for row in first]
 
@@ -324,19 +309,17 @@ def _cell(value: Any) -> float | int | str | None:
     if value is None or isinstance(value, float | int):
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return (
-        text
-        if len(text) <= LONGEST_CELL
-        else f"{text[:LONGEST_CELL]} ... ({len(text) - LONGEST_CELL} more characters)"
-    )
+    if len(text) <= MAX_CELL:
+        return text
+    return f"{text[:MAX_CELL]} ... ({len(text) - MAX_CELL} more characters)"
 
 
 def _name(sink: Sink) -> str:
     return str(getattr(sink, "name", type(sink).__name__))
 
 
-def _call(sink: Sink, method: str, *arguments: Any) -> None:
-    """Calls a method that a sink may have."""
-    found = getattr(sink, method, None)
-    if found is not None:
-        found(*arguments)
+def _call(sink: Sink, name: str, *arguments: Any) -> None:
+    """Call an optional method."""
+    method = getattr(sink, name, None)
+    if method is not None:
+        method(*arguments)

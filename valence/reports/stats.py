@@ -1,4 +1,4 @@
-"""Small statistics of lists of numbers, in plain Python: the pages need no array library."""
+"""Statistics of lists of numbers in plain Python, without an array library."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 LARGEST = 1e100
-"""Nothing that was measured is larger, and sums, squares and axes of larger numbers are not
-finite.
-"""
+"""Larger numbers are no measurements, and their sums and squares may overflow."""
 
 Z95 = 1.959964
-"""Standard errors to either side that hold 95 % of a normal distribution."""
+"""Standard errors on either side that contain 95 % of a normal distribution."""
 
 
 def finite(value: object) -> TypeGuard[float]:
-    """Whether it is a number that can be drawn: not a bool, nan, infinite or too large."""
+    """Whether a value is a number that can be drawn: no bool, nan, infinity or huge number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def mean(values: Iterable[float]) -> float | None:
     """None without values."""
-    held = list(values)
-    return math.fsum(held) / len(held) if held else None
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -38,24 +36,24 @@ def quantile(values: Sequence[float], share: float) -> float:
 def ranks(values: Sequence[float]) -> list[float]:
     """The rank of each value, 0 for the smallest; equal values have the mean of their ranks."""
     order = sorted(range(len(values)), key=lambda i: values[i])
-    found = [0.0] * len(values)
+    positions = [0.0] * len(values)
     first = 0
     while first < len(order):
         last = first
         while last + 1 < len(order) and values[order[last + 1]] == values[order[first]]:
             last += 1
         for i in order[first : last + 1]:
-            found[i] = (first + last) / 2
+            positions[i] = (first + last) / 2
         first = last + 1
-    return found
+    return positions
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Rank correlation; None where one of the two does not vary."""
+    """Rank correlation; None if one of the two is constant."""
     a, b = ranks(one), ranks(other)
     middle = (len(a) - 1) / 2
     products = math.fsum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    norms = [math.sqrt(math.fsum((x - middle) ** 2 for x in each)) for each in (a, b)]
+    norms = [math.sqrt(math.fsum((x - middle) ** 2 for x in column)) for column in (a, b)]
     return products / (norms[0] * norms[1]) if all(norms) else None
 
 
@@ -73,7 +71,7 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % interval of a mean, from the standard error of two or more independent values."""
     middle = math.fsum(values) / len(values)
-    variance = math.fsum((each - middle) ** 2 for each in values) / (len(values) - 1)
+    variance = math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1)
     half = Z95 * math.sqrt(variance / len(values))
     return middle - half, middle + half
 

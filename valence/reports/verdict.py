@@ -1,5 +1,5 @@
-"""The first sentence of a report: did held-out behaviour improve, by how much, and how sure is
-that?
+"""The first sentence of a report: whether held-out behaviour improved, by how much, and with what
+confidence.
 """
 
 from __future__ import annotations
@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from valence.reports.console import number
-from valence.reports.figures import still
-from valence.reports.rows import is_own, is_pair, margin, per_token, value, verdict
-from valence.reports.rundata import RunData
+from valence.reports.charts import equals_reference
+from valence.reports.formatting import number
+from valence.reports.rows import is_pair, is_rollout, margin, per_token, value, verdict
+from valence.reports.rundata import FILES, RunData, read_run
 from valence.reports.stats import (
     Z95,
     auc,
@@ -27,19 +28,19 @@ from valence.reports.stats import (
 Json = Mapping[str, Any]
 State = Literal["improved", "worse", "unclear", "unmeasured"]
 
-FEWEST = 2
-"""Rows of a kind below which there is no interval."""
+MIN_ROWS = 2
+"""Rows of a kind that an interval needs."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What held-out rows say about a run.
+    """The result of a run on held-out rows.
 
     state: improved or worse if the 95 % interval excludes no change; unclear if it includes it;
     unmeasured without rows.
     value, low, high: the measured number and its 95 % interval. baseline: the value of no change.
     count: held-out rows.
-    sentence: all of this in words. advice: what to do or to keep in mind.
+    sentence: all of this in words. advice: what to do or to consider.
     """
 
     state: State
@@ -73,8 +74,8 @@ def held_out_verdict(
     """Compare a run's last evaluation with its first one, or with chance where the run started
     there.
 
-    Evaluations have ``rows``. first is last if there was only one; both are None if there was none.
-    has_answers: the run has answers to held-out prompts, which the advice can point to.
+    first is last if there was only one evaluation; both are None if there was none.
+    has_answers: the run has answers to held-out prompts, which the advice can mention.
     """
     if last is None:
         return Verdict(
@@ -97,7 +98,7 @@ def held_out_verdict(
 
 
 def _next_step(rows: Sequence[Json], has_answers: bool) -> str:
-    """What to read besides the number."""
+    """What to read in addition to the number."""
     if _is_of_reward_model(rows):
         return "Read the rows of the report that the model ranks most differently."
     if has_answers:
@@ -125,10 +126,10 @@ RANKING = "Ranking held-out rows well is not the same as answering well."
 
 def _of_completions(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
     """The reward of the policy's own completions, before and after, paired by prompt."""
-    if first is None or not any(map(is_own, last)):
+    if first is None or not any(map(is_rollout, last)):
         return None
     pairs = _paired({**_by_id(first, value)}, {**_by_id(last, value)})
-    if len(pairs) < FEWEST:
+    if len(pairs) < MIN_ROWS:
         return None
     changes = [after - before for before, after in pairs]
     low, high = mean_interval(changes)
@@ -172,7 +173,7 @@ def _thumbs(rows: Sequence[Json]) -> tuple[list[float], list[float]] | None:
     ]
     ups = [reward for label, reward in rated if label]
     downs = [reward for label, reward in rated if not label]
-    return (ups, downs) if min(len(ups), len(downs)) >= FEWEST else None
+    return (ups, downs) if min(len(ups), len(downs)) >= MIN_ROWS else None
 
 
 def _percent(share: float) -> str:
@@ -180,7 +181,7 @@ def _percent(share: float) -> str:
 
 
 def _before(first: Sequence[Json] | None, last: Sequence[Json], baseline: float) -> str:
-    """A sentence about the value before training; empty where the run has not measured it."""
+    """A sentence about the value before training; empty if it was not measured."""
     if first is None:
         if _equals_reference(last):
             return " Every reward is 0: the model equals its reference."
@@ -194,13 +195,13 @@ def _before(first: Sequence[Json] | None, last: Sequence[Json], baseline: float)
 
 
 def _equals_reference(rows: Sequence[Json]) -> bool:
-    return still({"rows": rows}) and not _is_of_reward_model(rows)
+    return equals_reference({"rows": rows}) and not _is_of_reward_model(rows)
 
 
 def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
-    """How many pairs the reward has the right way round."""
+    """How many pairs the reward ranks correctly."""
     hits, count = _ordered(last)
-    if count < FEWEST:
+    if count < MIN_ROWS:
         return None
     low, high = wilson(hits, count)
     earlier = _ordered(first) if first is not None else (0, 0)
@@ -217,41 +218,41 @@ def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | N
 
 
 def _ordered(rows: Sequence[Json]) -> tuple[int, int]:
-    margins = [found for row in rows if is_pair(row) and (found := margin(row)) is not None]
-    return sum(each > 0 for each in margins), len(margins)
+    margins = [m for row in rows if is_pair(row) and (m := margin(row)) is not None]
+    return sum(m > 0 for m in margins), len(margins)
 
 
 def _of_scores(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
     """How well the reward ranks rows as their scores do."""
-    found = [
+    pairs = [
         (reward, row["target"])
         for row in last
         if finite(row.get("target")) and (reward := value(row)) is not None
     ]
-    if len(found) < 4 or (rank := spearman([a for a, _ in found], [b for _, b in found])) is None:
+    if len(pairs) < 4 or (rank := spearman([a for a, _ in pairs], [b for _, b in pairs])) is None:
         return None
     # Fisher's transformation of a correlation, with the variance of a rank correlation (Fieller et
     # al. 1957).
     centre, half = (
         math.atanh(max(-0.999999, min(0.999999, rank))),
-        Z95 * math.sqrt(1.06 / (len(found) - 3)),
+        Z95 * math.sqrt(1.06 / (len(pairs) - 3)),
     )
     low, high = math.tanh(centre - half), math.tanh(centre + half)
     return Verdict(
         _state(low, high, 0.0),
-        f"On {number(len(found))} held-out rows the model's reward and the scores of the data "
+        f"On {number(len(pairs))} held-out rows the model's reward and the scores of the data "
         f"have a rank correlation of "
         f"{rank:.2f} ({_interval(low, high)}). 0 is chance.",
-        RANKING, rank, low, high, 0.0, len(found),
+        RANKING, rank, low, high, 0.0, len(pairs),
     )  # fmt: skip
 
 
 def _of_demonstrations(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
-    """By how much held-out answers have become likelier, paired by row."""
+    """The change of the log-probability of held-out answers, paired by row."""
     if first is None or any(is_pair(row) or verdict(row) is not None for row in last):
         return None
     pairs = _paired(_by_id(first, per_token), _by_id(last, per_token))
-    if len(pairs) < FEWEST:
+    if len(pairs) < MIN_ROWS:
         return None
     low, high = mean_interval([after - before for before, after in pairs])
     change = mean(after - before for before, after in pairs)
@@ -270,9 +271,9 @@ def _by_id(rows: Sequence[Json], measure: Any) -> dict[str, float]:
     """The mean of a measure over the rows of each id."""
     values: dict[str, list[float]] = {}
     for row in rows:
-        if isinstance(row.get("id"), str) and (found := measure(row)) is not None:
-            values.setdefault(row["id"], []).append(found)
-    return {key: math.fsum(each) / len(each) for key, each in values.items()}
+        if isinstance(row.get("id"), str) and (number := measure(row)) is not None:
+            values.setdefault(row["id"], []).append(number)
+    return {key: math.fsum(group) / len(group) for key, group in values.items()}
 
 
 def _paired(before: Mapping[str, float], after: Mapping[str, float]) -> list[tuple[float, float]]:
@@ -281,3 +282,14 @@ def _paired(before: Mapping[str, float], after: Mapping[str, float]) -> list[tup
 
 def _signed(change: float) -> str:
     return f"{change:+.3g}"
+
+
+def outputs(run_dir: Path) -> list[str]:
+    """The verdict on a finished run, then one line for each file or folder that it has for its
+    user.
+    """
+    verdict = run_verdict(read_run(run_dir))
+    paths = [f"{title:>7}  {run_dir / n}" for title, n in FILES.items() if (run_dir / n).exists()]
+    if verdict.state == "unmeasured":
+        return paths
+    return [f"{verdict.headline}. {verdict.sentence}", verdict.advice, *paths]

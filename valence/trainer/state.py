@@ -13,8 +13,8 @@ from valence.errors import UserError
 from valence.losses.stats import RewardShift
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import AdapterDisabledReference, Reference, SyncedReference
+from valence.reports.diagnostics import CollapseDetector
 from valence.reports.metrics import Meter
-from valence.reports.online_signs import OnlineWatch
 from valence.reports.sinks import JsonlSink
 from valence.runs import store
 from valence.runs.state import RandomState, Registry, State, Stateful, StateFunctions
@@ -79,7 +79,7 @@ class TrainState:
         self.optimizer = make_optimizer(recipe, policy, optimizer)
         self.scheduler = make_scheduler(recipe, self.optimizer, self.total_steps, scheduler)
         self.window = MetricsWindow()
-        self.anomalies, self.online_anomalies = AnomalyDetector(), OnlineWatch()
+        self.anomalies, self.online_anomalies = AnomalyDetector(), CollapseDetector()
         self.best = BestMetricTracker(recipe.run.keep_best)
         self.early_stop = BestMetricTracker(recipe.run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}

@@ -19,9 +19,9 @@ from valence.models import speed
 from valence.models.build import DTYPES
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference, SyncedReference
-from valence.reports.console import Progress, number
-from valence.reports.live import Dashboard
-from valence.reports.results import FILES, read_history
+from valence.reports.console import Dashboard, Progress
+from valence.reports.formatting import number
+from valence.reports.rundata import FILES, read_history
 from valence.reports.sinks import SAMPLES, FanOut, JsonlSink
 from valence.rollouts import Sampling
 from valence.runs.folder import RunFolder
@@ -534,8 +534,8 @@ class Trainer:
         for message in self.state.anomalies.update(record):
             self.messages.warn(f"step {self.step}: {message}")
         if record and self.prepared.method.online:
-            for sign in self.state.online_anomalies.see(record):
-                self.messages.warn(f"step {self.step}: {sign.said} {sign.do}")
+            for diagnosis in self.state.online_anomalies.observe(record):
+                self.messages.warn(f"step {self.step}: {diagnosis.message} {diagnosis.advice}")
 
     def _record(self) -> dict[str, float]:
         """The record of the steps since the last one."""

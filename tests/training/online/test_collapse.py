@@ -18,11 +18,9 @@ from tests.errors import raises_error
 from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
 from valence.online.collector import distinct_4grams, duplicates
-from valence.reports.comparison_markdown import run_markdown
-from valence.reports.online_signs import OnlineWatch
-from valence.reports.page import render
+from valence.reports.diagnostics import CollapseDetector, diagnose
+from valence.reports.page import render_report, report_markdown
 from valence.reports.rundata import read_run
-from valence.reports.signs import signs
 from valence.rollouts import HFGenerator
 from valence.types import Completion
 
@@ -38,7 +36,7 @@ def place(tmp_path: Path) -> Path:
 
 def warned_at(place: Path, name: str) -> list[int]:
     """The steps with a warning that begins as the text of this sign does."""
-    (said,) = [sign.said for sign in signs(read_run(place / "run")) if sign.name == name]
+    (said,) = [sign.message for sign in diagnose(read_run(place / "run")) if sign.name == name]
     warnings = facts(place / "run")["warnings"]
     words = re.compile(r"step (\d+): " + re.escape(said[:12]))
     return [int(found[1]) for found in map(words.match, warnings) if found]
@@ -61,11 +59,11 @@ def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> Non
     assert run.saver is not None
     assert run.saver.checkpoints.steps()[-1] == 7
     data = read_run(place / "run")
-    shown = [sign for sign in signs(data) if sign.name in ("saturated reward", "no gradient")]
+    shown = [sign for sign in diagnose(data) if sign.name in ("saturated reward", "no gradient")]
     assert (
         [
             sign.name
-            for sign in signs(
+            for sign in diagnose(
                 data,
             )
         ][:2]
@@ -73,7 +71,7 @@ def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> Non
         == ["saturated reward", "no gradient"]
     )
     # At the top of both reports, once.
-    warning, page, text = shown[1].said, render(data), run_markdown(data)
+    warning, page, text = shown[1].message, render_report(data), report_markdown(data)
     assert page.count(warning) == text.count(warning) == 1
     assert page.index(warning) < page.index("<dl")
     assert text.index(warning) < text.index("\n|")
@@ -202,8 +200,8 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
 
 def shown(records: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
     """Which signs are shown at which step."""
-    watch = OnlineWatch()
-    return [(row["step"], sign.name) for row in records for sign in watch.see(row)]
+    watch = CollapseDetector()
+    return [(row["step"], sign.name) for row in records for sign in watch.observe(row)]
 
 
 SIGNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
