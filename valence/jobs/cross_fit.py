@@ -63,8 +63,8 @@ def fit_logistic(x: Tensor, y: Tensor, included: Tensor, c: float) -> tuple[Tens
 
     with torch.enable_grad():
         optimizer.step(closure)
-    found = parameters.detach()
-    return found[:-1], found[-1]
+    fitted = parameters.detach()
+    return fitted[:-1], fitted[-1]
 
 
 def _folds(labels: Sequence[bool], groups: Sequence[str], seed: int) -> Tensor:
