@@ -22,6 +22,31 @@ from valence.cli.common import (
 from valence.errors import UserError, install_command
 from valence.terminal import escape_control, print_message, write_line
 
+# Options of commands that serve a page.
+Rater = Annotated[
+    list[str] | None,
+    typer.Option("--rater", help="Print a link for this rater; may be given several times."),
+]
+Host = Annotated[
+    str, typer.Option(help="Address to listen at; 0.0.0.0: other machines can connect too.")
+]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")
+]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Another host name that browsers use for this machine; may be given several times.",
+    ),
+]
+NoToken = Annotated[
+    bool,
+    typer.Option(
+        "--no-token", help="Let everybody on this machine open the page, without a secret link."
+    ),
+]
+
 
 @app.command()
 def collect(
@@ -48,34 +73,11 @@ def collect(
             help="A file of prompts that raters work through; may be given several times.",
         ),
     ] = None,
-    rater: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rater",
-            help="Print a link for this rater; may be given several times. Names are hashed in "
-            "the files.",
-        ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0: other machines can connect too.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")
-    ] = 8765,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Another host name that browsers use for this machine; may be given several "
-            "times.",
-        ),
-    ] = None,
-    no_token: Annotated[
-        bool,
-        typer.Option(
-            "--no-token", help="Let everybody on this machine open the page, without a secret link."
-        ),
-    ] = False,
+    rater: Rater = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8765,
+    allowed_host: AllowedHost = None,
+    no_token: NoToken = False,
     temperature: Annotated[
         float,
         typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: always the likeliest token."),
@@ -98,14 +100,7 @@ def collect(
     You can train on the files as they are. Your own app can use the same address with
     POST /v1/chat/completions and POST /feedback.
     """
-    for library in ("fastapi", "uvicorn"):
-        if find_spec(library) is None:
-            raise UserError(
-                f"{library} is not installed",
-                code="library-missing",
-                where="collect",
-                fix=install_command("serve"),
-            )
+    require_web_libraries("collect")
     from valence.distributed.single import Single
     from valence.lifecycle.restore import open_run
     from valence.rollouts import Sampling
@@ -115,9 +110,8 @@ def collect(
     from valence.serving.prompts import PromptQueue
     from valence.serving.run import open_socket, serve
 
-    raters = _check_raters(rater or [], no_token=no_token)
+    tokens = make_tokens(rater or [], no_token=no_token)
     sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
-    tokens = {} if no_token else {secrets.token_urlsafe(16): name for name in raters}
     allowed = allow_remote_code(trust_remote_code, overrides)
     queue = PromptQueue(prompts or [])
     # all that may be wrong is looked at before the model is loaded, which takes long
@@ -137,8 +131,20 @@ def collect(
         )
 
 
-def _check_raters(names: list[str], *, no_token: bool) -> list[str]:
-    """The raters; one without a name where none is given. Raises UserError."""
+def require_web_libraries(command: str) -> None:
+    """Raises UserError when a library that serves pages is missing."""
+    for library in ("fastapi", "uvicorn"):
+        if find_spec(library) is None:
+            raise UserError(
+                f"{library} is not installed",
+                code="library-missing",
+                where=command,
+                fix=install_command("serve"),
+            )
+
+
+def make_tokens(names: list[str], *, no_token: bool) -> dict[str, str]:
+    """Raters by their secret tokens; one without a name where none is given. Raises UserError."""
     if no_token and names:
         raise UserError(
             "without tokens, raters cannot be told apart",
@@ -161,4 +167,4 @@ def _check_raters(names: list[str], *, no_token: bool) -> list[str]:
                 where="--rater",
                 fix="use letters, digits and spaces",
             )
-    return names or [""]
+    return {} if no_token else {secrets.token_urlsafe(16): name for name in names or [""]}
