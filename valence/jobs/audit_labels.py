@@ -219,6 +219,14 @@ class RatedRow:
         sides = sorted((content_id(example.chosen), content_id(example.rejected)))
         return content_id(example.prompt, *sides)
 
+    @property
+    def direction(self) -> bool:
+        """Differs for two rows of a group exactly when they contradict each other."""
+        example = self.example
+        if isinstance(example, Judgement):
+            return self.label
+        return (content_id(example.chosen) < content_id(example.rejected)) is self.label
+
     def label_name(self, label: bool) -> bool | str:
         """A label as it is written: of thumbs itself, otherwise the name of the class."""
         return label if self.kind == "thumbs" else SIDES[self.kind][0 if label else 1]
