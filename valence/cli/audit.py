@@ -1,4 +1,4 @@
-"""The command that looks for wrong labels in rated rows."""
+"""The commands that look for wrong labels in rated rows, and for prompts to label next."""
 
 from __future__ import annotations
 
@@ -182,3 +182,63 @@ def _review(
                 allowed_hosts=allowed_hosts,
                 tell=lambda line: write_line(escape_control(line)),
             )
+
+
+@app.command()
+def select(
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="Files of prompts, or of answers without a label."),
+    ],
+    rated: Annotated[
+        list[str],
+        typer.Option("--rated", help="A file of rated rows; may be given several times."),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="MODEL|RUN",
+            help="The model whose hidden states are compared: a folder, a hub id, a run, or a "
+            "recipe.",
+            autocompletion=complete.run_folders,
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", help="Write the prompts to this .jsonl, in their order.")
+    ],
+    num: Annotated[int, typer.Option("--num", min=1, help="Prompts to select.")] = 100,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the result as a JSON object; all else goes to stderr."),
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Select the prompts to label next, for `valence collect --prompts`.
+
+    With unlabelled answers, prompts come first whose answers a classifier is least sure of; with
+    prompts alone, those that are least like the labelled ones.
+    """
+    terminal = Terminal(stderr=True) if as_json else console
+    try:
+        with stoppable("stopped; nothing was written"):
+            from valence.jobs.audit_summary import print_selection
+            from valence.jobs.select_prompts import select_prompts
+
+            result = select_prompts(
+                files,
+                rated,
+                model,
+                out,
+                num=num,
+                overrides=allow_remote_code(trust_remote_code, None),
+                console=terminal,
+            )
+    except UserError as error:
+        if as_json:
+            write_line(json_line({"status": "failed", "code": error.code, "error": str(error)}))
+        raise
+    if as_json:
+        write_line(json_line({"status": "done", **result.to_dict()}))
+    else:
+        print_selection(result, terminal)

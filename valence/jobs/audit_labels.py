@@ -334,7 +334,7 @@ def audit_rows(
     """
     console = console or Terminal()
     if out is not None:
-        _check_rows_path(out)
+        check_rows_path(out)
     source = with_files(model or NO_MODEL, files, overrides, format=format)
     sources = source.recipe.data.eval
     for number, each in enumerate(sources):
@@ -351,7 +351,7 @@ def audit_rows(
             raise UserError(
                 "this exists already", code="path-exists", where=str(out), fix="name a new file"
             )
-    rows = _read(sources)
+    rows = read_rated(sources)
     rated = rows.all_rated
     if not rated:
         raise _nothing_rated(files, rows)
@@ -395,7 +395,7 @@ def audit_rows(
 # Reading
 
 
-def _check_rows_path(out: Path) -> None:
+def check_rows_path(out: Path) -> None:
     """Raises UserError for a path that no file of rows can have."""
     check_path(out)
     if out.suffix not in (".jsonl", ".ndjson"):
@@ -427,7 +427,8 @@ def _check_writable(out: Path, rows: AuditRows) -> None:
         check_line(row.value, row.origin)
 
 
-def _read(sources: Sequence[SourceSettings]) -> AuditRows:
+def read_rated(sources: Sequence[SourceSettings]) -> AuditRows:
+    """All rows of some files, with those that have a label, a score or a preference by kind."""
     rows = AuditRows()
     scored: list[tuple[int, Judgement, Mapping[str, str]]] = []
     for group in read_together(sources):
@@ -559,7 +560,8 @@ def _oriented(
     return torch.stack(features), labels
 
 
-def _is_enough(labels: Sequence[bool]) -> bool:
+def is_enough(labels: Sequence[bool]) -> bool:
+    """Whether each class has rows for each fold."""
     return min(sum(labels), len(labels) - sum(labels)) >= FEWEST
 
 
@@ -571,10 +573,10 @@ def _audit_form(kind: RatedKind, items: Sequence[RatedRow]) -> FormAudit | None:
         for item, each in zip(items, forms, strict=True)
     }
     features, labels = _oriented(items, lambda item: vectors[id(item)])
-    if not _is_enough(labels):
+    if not is_enough(labels):
         return None
     probabilities = cross_fit(features, labels, [item.group for item in items], C_FORM).tolist()
-    value, interval = _auc(probabilities, labels)
+    value, interval = audit_auc(probabilities, labels)
     form_features: list[FormFeature] = []
     for name in names:
         if kind != "pairs":
@@ -594,9 +596,10 @@ def _audit_form(kind: RatedKind, items: Sequence[RatedRow]) -> FormAudit | None:
     return FormAudit(value, interval, tuple(form_features))
 
 
-def _auc(
+def audit_auc(
     probabilities: Sequence[float], labels: Sequence[bool]
 ) -> tuple[float, tuple[float, float]]:
+    """The AUC of probabilities against labels, and its 95 % interval."""
     ups = [p for p, label in zip(probabilities, labels, strict=True) if label]
     downs = [p for p, label in zip(probabilities, labels, strict=True) if not label]
     value = auc(ups, downs)
@@ -704,10 +707,10 @@ def _cross_fit(
     if not usable:
         return _States(None, 0.5, (0.0, 1.0), unusable)
     features, labels = _oriented(usable, lambda item: by_item[id(item)])
-    if not _is_enough(labels):
+    if not is_enough(labels):
         return _States(None, 0.5, (0.0, 1.0), unusable)
     predicted = cross_fit(features, labels, [item.group for item in usable], C_STATES).tolist()
-    value, interval = _auc(predicted, labels)
+    value, interval = audit_auc(predicted, labels)
     given = [p if label else 1 - p for p, label in zip(predicted, labels, strict=True)]
     return _States(dict(zip(states, given, strict=True)), value, interval, unusable)
 

@@ -1,4 +1,4 @@
-"""Prints the audit of labels on the terminal."""
+"""Prints the results of `valence audit` and `valence select` on the terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.table import Table
 from valence.data.label_audit import RaterAgreement
 from valence.jobs.audit_labels import SIDES, FormAudit, HiddenStateAudit, KindAudit, LabelAudit
 from valence.jobs.cross_fit import FEWEST
+from valence.jobs.select_prompts import Selection
 from valence.terminal import print_message
 
 SHOWN = 5
@@ -137,8 +138,12 @@ def _print_form(audit: KindAudit, console: Console) -> None:
 
 
 def _auc_text(audit: FormAudit | HiddenStateAudit) -> str:
-    low, high = audit.interval
-    return f"{audit.auc:.2f} (95 % interval {low:.2f} to {high:.2f}; 0.5 is chance)"
+    return _with_interval(audit.auc, audit.interval)
+
+
+def _with_interval(auc: float, interval: tuple[float, float]) -> str:
+    low, high = interval
+    return f"{auc:.2f} (95 % interval {low:.2f} to {high:.2f}; 0.5 is chance)"
 
 
 def _too_few(audit: KindAudit) -> str:
@@ -186,3 +191,24 @@ def _print_states(audit: KindAudit, console: Console) -> None:
         )
         table.add_row(each.origin, f"{each.score:.2f}", given, predicted, text)
     console.print(table)
+
+
+def print_selection(selection: Selection, console: Console) -> None:
+    for reason, count in selection.left_out.items():
+        verb = "is" if count == 1 else "are"
+        print_message(console, f"{counted(count, 'row')} {verb} left out: {reason}", "yellow")
+    if selection.auc is not None and selection.interval is not None:
+        quality = _with_interval(selection.auc, selection.interval)
+        line = f"The model predicts labels of held-out rows with an AUC of {quality}"
+        if selection.order == "diversity":
+            line += ": it cannot tell the labels apart, so its doubts mean nothing"
+        print_message(console, f"{line}.")
+    order = {
+        "margin": "those come first whose answers the model is least sure of",
+        "diversity": "those come first that are least like the rated ones and each other",
+    }[selection.order]
+    print_message(
+        console,
+        f"{selection.selected:,} of {counted(selection.prompts, 'prompt')} are in {selection.out}; "
+        f"{order}.",
+    )
