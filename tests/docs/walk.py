@@ -304,6 +304,8 @@ class Walk:
         words = [*shlex.split(self._local(shlex.join(line.words))), *added]
         if line.words[:1] == ["serve-reward"]:
             self._serve(words)
+        elif "--review" in line.words:
+            self._review(words)
         elif line.words:
             for word in words[1:]:
                 if word[:1].isupper() and HUB.fullmatch(word):
@@ -332,6 +334,15 @@ class Walk:
         self.servers[shown] = server = Program(*words, "--port", self._port(shown), said=said)
         server.wait_until(lambda: said.exists() and said.read_text())
         assert said.read_text().startswith("serving"), words
+
+    def _review(self, words: list[str]) -> None:
+        """Starts a review and stops it as the reader does in the end, unless it has no rows."""
+        said = Path("said by the review")
+        said.unlink(missing_ok=True)
+        review = Program(*words, "--port", "0", said=said)
+        review.wait_until(lambda: said.exists() and "stop with Ctrl-C" in said.read_text())
+        review.send_signal(signal.SIGINT)
+        assert review.wait(20) in (0, 130), said.read_text()
 
     def _stop(self, port: str) -> None:
         if server := self.servers.pop(port, None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -203,13 +204,15 @@ def test_form_counts_what_it_says() -> None:
     assert form_of(text) == {
         "words": 13, "list items": 2, "code blocks": 1, "question marks": 2, "refusals": 2,
     }  # fmt: skip
-    assert form_of("He cannot. A well-known I.") | {"words": 0} == dict.fromkeys(form_of(""), 0)
+    plain = form_of("He cannot. A well-known I.")
+    assert {**plain, "words": 0} == dict.fromkeys(form_of(""), 0)
 
 
 def test_labels_that_follow_from_length_are_predicted_and_others_are_not(place: Path) -> None:
-    rows = [row | {"label": len(row["completion"]) % 2 == 0} for row in thumbs()]
+    rows = thumbs()
     for row in rows:
-        row["completion"] = row["completion"] + " more words" * (3 if row["label"] else 0)
+        row["label"] = len(row["completion"]) % 2 == 0
+        row["completion"] += " more words" * (3 if row["label"] else 0)
     (found,) = audit_labels([write("long.jsonl", rows)], quiet=True).kinds
     assert found.form is not None
     assert found.form.is_predictive
@@ -292,6 +295,26 @@ def test_planted_flips_are_found(place: Path) -> None:
     assert all(each.given is not each.predicted for each in states.suspects)
 
 
+def test_scores_count_as_high_or_low_and_planted_mistakes_are_found(place: Path) -> None:
+    rows = thumbs()
+    for row in rows:
+        row["score"] = 5 if row.pop("label") else 1
+    rows += [{**rows[0], "score": 1}, {**rows[1], "score": 5}]
+    middle = {"prompt": "q", "completion": "sun", "score": 3}
+    file = write("scores.jsonl", [*rows, middle])
+    found = audit_labels([file], model="model", top=6, out=Path("sorted.jsonl"), quiet=True)
+    (scores,) = found.kinds
+    assert (scores.kind, scores.rows, scores.up, found.unrated) == ("scores", 62, 31, 1)
+    assert found.contradictions == ((f"{file}:61", f"{file}:1"), (f"{file}:62", f"{file}:2"))
+    assert found.agreement is None
+    assert scores.states is not None
+    lines = [int(each.origin.rpartition(":")[2]) - 1 for each in scores.states.suspects]
+    assert len(set(lines) & {*FLIPPED, 0, 1, 60, 61}) >= 4
+    assert {each.given for each in scores.states.suspects} <= {"high", "low"}
+    written = [json.loads(line) for line in Path("sorted.jsonl").read_text().splitlines()]
+    assert Counter(row["score"] for row in written) == {1: 31, 3: 1, 5: 31}
+
+
 def test_planted_flips_of_pairs_are_found(place: Path) -> None:
     generator = random.Random(0)
     rows: list[dict[str, Any]] = []
@@ -333,8 +356,7 @@ def test_rows_are_written_again_and_train(place: Path) -> None:
     assert len(lines) == NUM_ROWS
     audits = [line["info"]["audit"] for line in lines if "audit" in line.get("info", {})]
     assert len(audits) == NUM_ROWS - 1
-    assert found.kinds[0].states is not None
-    assert sum(found.kinds[0].states.unusable.values()) == 1
+    assert sum(found.kinds[0].unusable.values()) == 1
     scores = [each["score"] for each in audits]
     assert scores == sorted(scores, reverse=True)
     assert all((each["score"] > 0.5) is (each["given"] is not each["predicted"]) for each in audits)
@@ -398,3 +420,16 @@ def test_the_command_prints_what_was_found(place: Path, capsys: pytest.CaptureFi
     assert (found["status"], found["kinds"][0]["rows"]) == ("done", NUM_ROWS)
     assert command("audit", "absent.jsonl", "--json") == 2
     assert json.loads(capsys.readouterr().out)["code"] == "file-not-found"
+
+
+def test_rows_that_are_left_out_are_counted(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = thumbs()[:20]
+    rows[7]["completion"] = "sun " * 3000
+    Path("few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    assert command("audit", "few.jsonl", "--model", "model") == 0
+    shown = capsys.readouterr().out
+    assert "1 row that cannot be read:" in shown
+    assert "1 row is left out for the model" in shown
+    assert "19 of 20 are left" in shown

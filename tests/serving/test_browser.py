@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import shutil
-import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,29 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.serving.browsing import Browser, Page, Site, browser, opened, until, wait_for_status
 from tests.serving.kit import Served, rows, trainer
 from valence.serving.chat import Answer, ChatModel
-from valence.serving.run import open_socket
 
-pytest.importorskip("playwright", reason="playwright is not installed")
-from playwright.sync_api import Browser, Page, sync_playwright
-
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("chromium is not installed", allow_module_level=True)
+__all__ = ["browser"]
 
 pytestmark = pytest.mark.slow
 
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
-PATIENCE = 60.0
-"""Seconds that a busy machine may take."""
 HOSTILE = "<img src=x onerror='window.ran = 1'><script>window.ran = 1</script>\u202e & \x00"
 WIDE = "W" * 60
 
@@ -51,106 +32,25 @@ class HostileModel(ChatModel):
                 yield replace(part, completion=replace(part.completion, text=HOSTILE + WIDE))
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
-
-
-@dataclass
-class Site:
-    """A service at an address, which can be stopped and started again."""
-
+@dataclass(kw_only=True)
+class FeedbackSite(Site):
     served: Served
-    port: int = 0
-
-    def start(self) -> None:
-        import uvicorn
-
-        place = open_socket("127.0.0.1", self.port, has_tokens=True)
-        self.port = place.getsockname()[1]
-        config = uvicorn.Config(self.served.app, log_config=None, timeout_graceful_shutdown=1)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(
-            target=lambda: asyncio.run(self.server.serve(sockets=[place]))
-        )
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-        self.thread.join()
-
-    def link(self, token: str = "token-of-anna") -> str:
-        return f"http://127.0.0.1:{self.port}/#token={token}"
 
 
 @contextmanager
-def site_in(folder: Path, **options: Any) -> Iterator[Site]:
-    site = Site(Served(folder, **options))
+def site_in(folder: Path, **options: Any) -> Iterator[FeedbackSite]:
+    served = Served(folder, **options)
+    site = FeedbackSite(served.app, served=served)
     site.start()
     try:
         yield site
     finally:
         site.stop()
-        site.served.close()
-
-
-@contextmanager
-def opened(
-    browser: Browser,
-    site: Site,
-    *,
-    width: int = 1280,
-    failing: bool = False,
-    token: str = "token-of-anna",
-    **options: Any,
-) -> Iterator[Page]:
-    """The page, opened with its link; what fails meanwhile fails the test, unless ``failing``."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, **options)
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE * 1000)
-    failed: list[str] = []
-    if not failing:
-        page.on("console", lambda message: failed.append(message.text))
-        page.on(
-            "requestfailed",
-            lambda request: (
-                # a stream that was read to its end counts as aborted half of the time
-                failed.append(request.url) if not request.url.endswith("/api/answer") else None
-            ),
-        )
-    page.on("pageerror", lambda error: failed.append(str(error)))
-    own = (f"http://127.0.0.1:{site.port}/", "data:")
-    page.on(
-        "request",
-        lambda request: (
-            failed.append(request.url)
-            if not request.url.startswith(own) or "token-of" in request.url
-            else None
-        ),
-    )
-    page.goto(site.link(token))
-    yield page
-    context.close()
-    assert failed == []
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait until the condition holds. (The page's policy forbids the browser to evaluate it.)"""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+        served.close()
 
 
 def wait_for_answer(page: Page, number: int = 1) -> None:
     until(lambda: page.locator(".answer .actions, .pair > .actions").count() >= number)
-
-
-def wait_for_status(page: Page, text: str) -> None:
-    until(lambda: text in (page.text_content("#status") or ""))
 
 
 def test_rate_correct_and_comment_by_keyboard(browser: Browser, tmp_path: Path) -> None:
@@ -187,7 +87,7 @@ def test_rate_correct_and_comment_by_keyboard(browser: Browser, tmp_path: Path) 
         assert [turn["role"] for turn in last_prompt(site)] == ["user", "assistant", "user"]
 
 
-def last_prompt(site: Site) -> list[dict[str, Any]]:
+def last_prompt(site: FeedbackSite) -> list[dict[str, Any]]:
     """The conversation before the last answer."""
     return rows(site.served.out.with_suffix(".answers.jsonl"))[-1]["prompt"]
 

@@ -25,6 +25,18 @@ from valence.cli.common import (
 from valence.errors import UserError
 from valence.terminal import escape_control, print_message, write_line
 
+# Options of commands that serve a page.
+Rater = Annotated[
+    list[str] | None,
+    typer.Option("--rater", help="Print a link for this rater; may be given several times."),
+]
+NoToken = Annotated[
+    bool,
+    typer.Option(
+        "--no-token", help="Let everybody on this machine open the page, without a secret link."
+    ),
+]
+
 
 @app.command()
 def collect(
@@ -59,23 +71,11 @@ def collect(
             help="A file of prompts that raters work through; may be given several times.",
         ),
     ] = None,
-    rater: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rater",
-            help="Print a link for this rater; may be given several times. Names are hashed in "
-            "the files.",
-        ),
-    ] = None,
+    rater: Rater = None,
     host: Host = "127.0.0.1",
     port: Port = 8765,
     allowed_host: AllowedHost = None,
-    no_token: Annotated[
-        bool,
-        typer.Option(
-            "--no-token", help="Let everybody on this machine open the page, without a secret link."
-        ),
-    ] = False,
+    no_token: NoToken = False,
     temperature: Annotated[
         float,
         typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: always the likeliest token."),
@@ -112,11 +112,8 @@ def collect(
     if rival is not None and "=" in rival and not Path(rival).exists():
         rival, overrides = None, [rival, *(overrides or [])]
     names = model_names(target, rival, step)
-    raters = _check_raters(rater or [], no_token=no_token)
-    if rival is not None and raters != [""]:
-        raters.append("")  # the owner, who may see the results
+    tokens = make_tokens(rater or [], no_token=no_token, with_owner=rival is not None)
     sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
-    tokens = {} if no_token else {secrets.token_urlsafe(16): name for name in raters}
     allowed = allow_remote_code(trust_remote_code, overrides)
     queue = PromptQueue(prompts or [])
     # all that may be wrong is looked at before the model is loaded, which takes long
@@ -169,8 +166,11 @@ def model_names(target: str, rival: str | None, step: str | None) -> list[str]:
     return names
 
 
-def _check_raters(names: list[str], *, no_token: bool) -> list[str]:
-    """The raters; one without a name where none is given. Raises UserError."""
+def make_tokens(names: list[str], *, no_token: bool, with_owner: bool = False) -> dict[str, str]:
+    """Raters by their secret tokens; one without a name if there are no others. Raises UserError.
+
+    with_owner: add the owner of the service, who has no name and may see results.
+    """
     if no_token and names:
         raise UserError(
             "without tokens, raters cannot be told apart",
@@ -193,4 +193,9 @@ def _check_raters(names: list[str], *, no_token: bool) -> list[str]:
                 where="--rater",
                 fix="use letters, digits and spaces",
             )
-    return names or [""]
+    if no_token:
+        return {}
+    raters = names or [""]
+    if with_owner and raters != [""]:
+        raters = [*raters, ""]
+    return {secrets.token_urlsafe(16): name for name in raters}

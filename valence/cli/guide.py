@@ -36,6 +36,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": (JUDGE, "valence import open-webui export.json --out feedback.jsonl"),
     "collect": (JUDGE, "valence collect runs/first --out feedback.jsonl"),
     "audit": (JUDGE, "valence audit feedback.jsonl --model runs/first --out review.jsonl"),
+    "select": (
+        JUDGE,
+        "valence select prompts.jsonl --rated feedback.jsonl --model runs/first --out next.jsonl",
+    ),
     "score": (JUDGE, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
     "rewards": (JUDGE, "valence rewards exact_match"),
     "serve-reward": (JUDGE, "valence serve-reward exact_match --port 5000"),

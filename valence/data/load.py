@@ -13,7 +13,7 @@ from valence.data import values
 from valence.data.detect import COLUMNS, detect, did_you_mean, is_another_format, listed, nearest
 from valence.data.formats import FORMATS, columns_read, lookup, read_example
 from valence.data.importers.records import SKIP_REASONS, ReadOptions
-from valence.data.importers.rows import ROW_KINDS, ImportedRows, import_votes
+from valence.data.importers.rows import KIND_OF, ROW_KINDS, ImportedRows, import_votes
 from valence.data.importers.sources import (
     PARTS,
     SOURCES,
@@ -270,6 +270,18 @@ def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Exam
             yield row, row
     if absent and source.limit is None:
         raise _no_such_columns(source.path, sorted(absent), seen)
+
+
+def columns_of(source: Source) -> dict[str, str]:
+    """The column of a file that holds each part of its rows.
+
+    Raises UserError where the file as a whole is at fault.
+    """
+    if is_source(source.format):
+        return {part: part for kind in KIND_OF.values() for part in columns_read(kind, {})}
+    head, _ = _head(_rows(source, source.limit), "skip")
+    layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
+    return columns_read(layout.format, layout.keys) if layout.format in FORMATS else {}
 
 
 def fitting_mapping(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,13 +21,13 @@ from valence.config.schema import SourceSettings
 from valence.data import values
 from valence.data.audit import contradictions
 from valence.data.encode import Encoder
+from valence.data.formats import lookup
 from valence.data.importers.records import ReadOptions, Vote
 from valence.data.importers.rows import ROW_KINDS, latest_votes
 from valence.data.importers.sources import is_source, read_votes
 from valence.data.label_audit import (
     OppositeLabels,
     RaterAgreement,
-    RaterVerdict,
     content_text,
     form_of,
     near_duplicates,
@@ -35,7 +35,7 @@ from valence.data.label_audit import (
     ratings_of_rows,
     ratings_of_votes,
 )
-from valence.data.load import read_together, stream
+from valence.data.load import columns_of, read_together, stream
 from valence.data.sources import BadRow, Row
 from valence.errors import UserError
 from valence.files import check_path
@@ -50,7 +50,7 @@ from valence.reports.stats import auc, auc_interval, mean
 from valence.terminal import Terminal, print_message
 from valence.trainer.prepare import prepare
 from valence.trainer.targets import is_run, with_files
-from valence.types import Example, Judgement, Preference, TokenizedExample, content_id
+from valence.types import Judgement, Preference, TokenizedExample, content_id
 
 TOP = 20
 """Rows that are listed, unless something else is asked for."""
@@ -63,11 +63,13 @@ TOKENS = 8192
 NO_MODEL: dict[str, Any] = {"method": "kto", "model": {"name": "none", "dtype": "float32"}}
 """The recipe with which rows are read where no model is named."""
 
-RatedKind = Literal["thumbs", "pairs"]
+RatedKind = Literal["thumbs", "scores", "pairs"]
 SIDES: dict[RatedKind, tuple[str, str]] = {
     "thumbs": ("up", "down"),
+    "scores": ("high", "low"),
     "pairs": ("chosen", "rejected"),
 }
+"""The two classes of each kind. A score is high above the mean of all scores, and low below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,8 @@ class FormAudit:
 class SuspectRow:
     """A row whose label the model contradicts.
 
-    score: 1 minus the cross-fitted probability of the given label. given, predicted: of thumbs the
-    label, of pairs the better side.
+    score: 1 minus the cross-fitted probability of the given label. given, predicted: for thumbs the
+    label, otherwise the name of the class.
     """
 
     origin: str
@@ -112,32 +114,32 @@ class SuspectRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStateAudit:
-    """What a classifier on the model's hidden states says of the labels.
+    """Labels that a classifier on the model's hidden states contradicts.
 
-    auc: of cross-fitted probabilities against the given labels. rows: that have states; unusable:
-    the others, by reason. num_suspects: rows whose label is contradicted; suspects: the first of
-    them, most suspicious first. Both are empty unless ``can_tell``.
+    auc: of cross-fitted probabilities against the given labels. rows: number of rows with hidden
+    states. num_suspects: rows whose label is contradicted; suspects: the first of them, most
+    suspicious first. Both are empty unless ``can_tell``.
     """
 
     auc: float
     interval: tuple[float, float]
     rows: int
-    unusable: Mapping[str, int]
     num_suspects: int
     suspects: tuple[SuspectRow, ...]
 
     @property
     def can_tell(self) -> bool:
-        """Whether the model tells the labels apart."""
+        """Whether the classifier is better than chance."""
         return self.interval[0] > 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindAudit:
-    """The audit of thumbs, or of pairs.
+    """The audit of the rows of one kind.
 
-    up, down: rows of each class; of pairs, rows that prefer ``chosen`` and ``rejected``. form,
-    states: None where there are too few rows of a class; states also without a model.
+    up, down: rows of each class; for pairs, rows that prefer ``chosen`` and ``rejected``. form,
+    states: None where a class has too few rows; states also without a model. unusable: rows that
+    the model cannot read, by reason.
     """
 
     kind: RatedKind
@@ -146,14 +148,17 @@ class KindAudit:
     down: int
     form: FormAudit | None
     states: HiddenStateAudit | None
+    unusable: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelAudit:
-    """contradictions: origins of rows that say the opposite of an earlier one, and of that one.
-    near_duplicates: origins of a row rated up and one rated down, and their similarity. unrated:
-    rows without a label or preference. bad: rows that cannot be read, with the first reasons. out:
-    the file that was written.
+    """The audit of all rows.
+
+    contradictions: origins of rows with the opposite label of an earlier row with the same content,
+    and of that row. near_duplicates: origins of a row rated up and one rated down, and their
+    similarity. unrated: rows of no class. num_bad: rows that cannot be read; bad: the first of
+    them, with reasons. out: the file that was written.
     """
 
     kinds: tuple[KindAudit, ...]
@@ -172,11 +177,18 @@ class LabelAudit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
-    """A rated row."""
+class RatedRow:
+    """A row with a label or a preference.
 
+    index: its place among all rows. example: of a score, with the label that the score stands for.
+    columns: the file's column of each part of the row.
+    """
+
+    kind: RatedKind
+    index: int
     row: Row
     example: Judgement | Preference
+    columns: Mapping[str, str]
 
     @property
     def label(self) -> bool:
@@ -187,7 +199,7 @@ class _Item:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Of its completion, or of both sides."""
+        """The text of its completion, or of both sides."""
         if isinstance(self.example, Judgement):
             contents = {"completion": self.example.completion}
         else:
@@ -200,25 +212,64 @@ class _Item:
 
     @property
     def group(self) -> str:
-        """The same for rows with the same content, whatever their label."""
+        """Equal for rows with the same content, whatever their labels."""
         example = self.example
         if isinstance(example, Judgement):
             return content_id(example.prompt, example.completion)
         sides = sorted((content_id(example.chosen), content_id(example.rejected)))
         return content_id(example.prompt, *sides)
 
-    def named(self, label: bool) -> bool | str:
-        """The label as it is written: of a pair, the better side."""
-        if isinstance(self.example, Judgement):
-            return label
-        return SIDES["pairs"][0 if label else 1]
+    @property
+    def direction(self) -> bool:
+        """Differs for two rows of a group exactly when they contradict each other."""
+        example = self.example
+        if isinstance(example, Judgement):
+            return self.label
+        return (content_id(example.chosen) < content_id(example.rejected)) is self.label
+
+    def label_name(self, label: bool) -> bool | str:
+        """A label as it is written: of thumbs itself, otherwise the name of the class."""
+        return label if self.kind == "thumbs" else SIDES[self.kind][0 if label else 1]
 
 
 @dataclass
-class _Rows:
-    items: dict[RatedKind, list[_Item]]
-    unrated: list[Row]
-    bad: list[BadRow]
+class AuditRows:
+    """All rows of some files, in their order.
+
+    rows: those that are JSON objects or table records. rated: those with a label or preference, by
+    kind. num_unrated: the others that can be read. bad: those that cannot. unusable: indices of the
+    rows among ``bad`` that are in ``rows``.
+    """
+
+    rows: list[Row] = field(default_factory=list[Row])
+    rated: dict[RatedKind, list[RatedRow]] = field(
+        default_factory=lambda: {kind: list[RatedRow]() for kind in SIDES}
+    )
+    bad: list[BadRow] = field(default_factory=list[BadRow])
+    unusable: set[int] = field(default_factory=set[int])
+
+    @property
+    def all_rated(self) -> list[RatedRow]:
+        return [row for group in self.rated.values() for row in group]
+
+    @property
+    def num_unrated(self) -> int:
+        return len(self.rows) - len(self.unusable) - len(self.all_rated)
+
+
+@dataclass(frozen=True)
+class RowAudit:
+    """The audit of all rows, and what it says about each of them.
+
+    probabilities: of the given label, by the row's index; empty for a kind where the model cannot
+    tell the labels apart. votes: of the raters of these rows, if they are known.
+    """
+
+    audit: LabelAudit
+    rows: AuditRows
+    probabilities: Mapping[int, float]
+    near_duplicates: Sequence[OppositeLabels]
+    votes: Sequence[Vote]
 
 
 def audit_labels(
@@ -241,7 +292,49 @@ def audit_labels(
 
     Raises UserError for a mistake in the request, and when no row has a label or preference.
     """
+    if out is not None and model is None:
+        raise UserError(
+            "rows are sorted by a model's predictions of their labels",
+            code="out-needs-model",
+            where="--out",
+            fix="name a model or a run with --model, or decide on the rows with --review",
+        )
+    result = audit_rows(
+        files,
+        model=model,
+        out=out,
+        top=top,
+        format=format,
+        overrides=overrides,
+        console=console,
+        quiet=quiet,
+    )
+    if out is None or not result.probabilities:
+        return result.audit
+    _write(out, result)
+    return replace(result.audit, out=str(out))
+
+
+def audit_rows(
+    files: Sequence[str],
+    *,
+    model: str | None = None,
+    out: Path | None = None,
+    may_exist: bool = False,
+    top: int = TOP,
+    format: str | None = None,
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+    quiet: bool = False,
+) -> RowAudit:
+    """Audit the labels of the rated rows in these files, as ``audit_labels`` does.
+
+    out: the file that these rows will be written to, which is only checked here; may_exist: also
+    when it exists.
+    """
     console = console or Terminal()
+    if out is not None:
+        check_rows_path(out)
     source = with_files(model or NO_MODEL, files, overrides, format=format)
     sources = source.recipe.data.eval
     for number, each in enumerate(sources):
@@ -253,62 +346,58 @@ def audit_labels(
                 fix="list it once",
             )
     if out is not None:
-        _check_out(out, sources, model)
-    rows = _read(sources)
-    items = [item for group in rows.items.values() for item in group]
-    if not items:
+        refuse_inputs(out, sources)
+        if out.exists() and not may_exist:
+            raise UserError(
+                "this exists already", code="path-exists", where=str(out), fix="name a new file"
+            )
+    rows = read_rated(sources)
+    rated = rows.all_rated
+    if not rated:
         raise _nothing_rated(files, rows)
     if out is not None:
-        if all(rows.items.values()):
-            raise UserError(
-                "thumbs and pairs cannot be sorted into one file",
-                code="rows-of-two-kinds",
-                where=str(out),
-                fix="audit the files of thumbs and of pairs one after the other",
-            )
-        for item in items:
-            check_line(item.row.value, item.row.origin)
-    examples = [item.example for item in items]
-    judged = [
-        (item.example, item.texts[0]) for item in items if isinstance(item.example, Judgement)
-    ]
-    ratings = _ratings(sources, examples)
+        _check_writable(out, rows)
+    votes = _votes(sources)
+    thumbs_and_pairs = [row.example for row in rated if row.kind != "scores"]
+    ratings = ratings_of_votes(latest_votes(votes)) if votes else ratings_of_rows(thumbs_and_pairs)
+    duplicates = near_duplicates(
+        (row.example, row.texts[0]) for row in rated if isinstance(row.example, Judgement)
+    )
     states: dict[RatedKind, _States] = {}
     if model is not None:
-        states = _all_states(model, source, rows.items, overrides, console, quiet)
-    found = LabelAudit(
-        kinds=tuple(
-            _audit_kind(kind, group, states.get(kind), top)
-            for kind, group in rows.items.items()
-            if group
-        ),
-        unrated=len(rows.unrated),
+        states = _all_states(model, source, rows.rated, overrides, console, quiet)
+    kinds = [
+        _audit_kind(kind, group, states.get(kind), top)
+        for kind, group in rows.rated.items()
+        if group
+    ]
+    audit = LabelAudit(
+        kinds=tuple(kinds),
+        unrated=rows.num_unrated,
         num_bad=len(rows.bad),
         bad=tuple(f"{row.origin}: {row.reason}" for row in rows.bad[:SHOWN]),
-        contradictions=tuple((str(a.origin), str(b.origin)) for a, b in contradictions(examples)),
-        near_duplicates=tuple(map(_located, near_duplicates(judged))),
+        contradictions=tuple(
+            (str(a.origin), str(b.origin)) for a, b in contradictions(row.example for row in rated)
+        ),
+        near_duplicates=tuple(map(_located, duplicates)),
         agreement=rater_agreement(ratings),
         model=model,
     )
-    if out is None or not any(each.states and each.states.can_tell for each in found.kinds):
-        return found
-    kind = found.kinds[0].kind
-    _write(out, rows, rows.items[kind], states[kind].probabilities)
-    return replace(found, out=str(out))
+    probabilities = {
+        rows.rated[each.kind][place].index: probability
+        for each in kinds
+        if each.states is not None and each.states.can_tell
+        for place, probability in (states[each.kind].probabilities or {}).items()
+    }
+    return RowAudit(audit, rows, probabilities, duplicates, votes)
 
 
 # Reading
 
 
-def _check_out(out: Path, sources: Sequence[SourceSettings], model: str | None) -> None:
+def check_rows_path(out: Path) -> None:
+    """Raises UserError for a path that no file of rows can have."""
     check_path(out)
-    if model is None:
-        raise UserError(
-            "rows are sorted by what a model says of their labels",
-            code="out-needs-model",
-            where="--out",
-            fix="name a model or a run with --model",
-        )
     if out.suffix not in (".jsonl", ".ndjson"):
         raise UserError(
             "rows are written as JSON Lines",
@@ -316,55 +405,75 @@ def _check_out(out: Path, sources: Sequence[SourceSettings], model: str | None) 
             where=str(out),
             fix="name a file that ends in .jsonl",
         )
-    refuse_inputs(out, sources)
-    if out.exists() or not out.parent.is_dir():
-        is_there = out.exists()
+    if not out.parent.is_dir():
         raise UserError(
-            "this exists already" if is_there else f"there is no folder {out.parent}",
-            code="path-exists" if is_there else "path-invalid-output",
+            f"there is no folder {out.parent}",
+            code="path-invalid-output",
             where=str(out),
             fix="name a new file in a folder that exists",
         )
 
 
-def _read(sources: Sequence[SourceSettings]) -> _Rows:
-    rows = _Rows({"thumbs": [], "pairs": []}, [], [])
+def _check_writable(out: Path, rows: AuditRows) -> None:
+    """Raises UserError for rows that cannot be written to one file."""
+    if sum(bool(group) for group in rows.rated.values()) > 1:
+        raise UserError(
+            "rows of several kinds cannot be written to one file",
+            code="rows-of-two-kinds",
+            where=str(out),
+            fix="audit the files of thumbs, of scores and of pairs one after the other",
+        )
+    for row in rows.rows:
+        check_line(row.value, row.origin)
+
+
+def read_rated(sources: Sequence[SourceSettings]) -> AuditRows:
+    """All rows of some files, with those that have a label, a score or a preference by kind."""
+    rows = AuditRows()
+    scored: list[tuple[int, Judgement, Mapping[str, str]]] = []
     for group in read_together(sources):
+        columns = columns_of(group[0])
         for row, example in stream(*group):
+            if isinstance(row, BadRow):
+                rows.bad.append(row)
+                continue
+            index = len(rows.rows)
+            rows.rows.append(row)
             if isinstance(example, BadRow):
                 rows.bad.append(example)
-            elif isinstance(row, BadRow):
-                rows.bad.append(row)
+                rows.unusable.add(index)
             elif isinstance(example, Judgement) and example.label is not None:
-                rows.items["thumbs"].append(_Item(row, example))
+                rows.rated["thumbs"].append(RatedRow("thumbs", index, row, example, columns))
+            elif isinstance(example, Judgement) and example.score is not None:
+                scored.append((index, example, columns))
             elif (
                 isinstance(example, Preference)
                 and example.soft != 0.5
                 and example.chosen != example.rejected
             ):
-                rows.items["pairs"].append(_Item(row, example))
-            else:
-                rows.unrated.append(row)
+                rows.rated["pairs"].append(RatedRow("pairs", index, row, example, columns))
+    middle = mean(example.score or 0.0 for _, example, _ in scored)
+    for index, example, columns in scored:
+        if example.score != middle:
+            labelled = replace(example, label=(example.score or 0.0) > (middle or 0.0))
+            row = RatedRow("scores", index, rows.rows[index], labelled, columns)
+            rows.rated["scores"].append(row)
     return rows
 
 
-def _nothing_rated(files: Sequence[str], rows: _Rows) -> UserError:
+def _nothing_rated(files: Sequence[str], rows: AuditRows) -> UserError:
     first = rows.bad[0] if rows.bad else None
     return UserError(
-        f"of {len(rows.unrated) + len(rows.bad):,} rows none is rated up or down or prefers a "
-        f"completion" + (f" (first: {first.reason})" if first else ""),
+        f"none of the {rows.num_unrated + len(rows.bad):,} rows has a label, a score that differs "
+        f"from the others, or a preference" + (f" (first: {first.reason})" if first else ""),
         code="no-rated-rows",
         where=str(first.origin) if first else ", ".join(files),
-        fix="name files of thumbs or pairs"
-        if first is None
-        else first.fix or "name files of thumbs or pairs",
+        fix=(first.fix if first else "") or "name files of thumbs, scores or pairs",
     )
 
 
-def _ratings(sources: Sequence[SourceSettings], examples: Sequence[Example]) -> list[RaterVerdict]:
-    """The ratings of all votes in exports and in files of votes beside the rows; without votes,
-    those of rows that name their rater.
-    """
+def _votes(sources: Sequence[SourceSettings]) -> list[Vote]:
+    """The votes in exports, and in files of votes that an import wrote next to the rows."""
     votes: list[Vote] = []
     for group in read_together([each for each in sources if is_source(each.format)]):
         options = ReadOptions(paths=dict(group[0].keys))
@@ -373,11 +482,11 @@ def _ratings(sources: Sequence[SourceSettings], examples: Sequence[Example]) -> 
     for path in dict.fromkeys(_votes_path(Path(each.path)) for each in sources):
         if path is not None:
             votes += _stored_votes(path)
-    return ratings_of_votes(latest_votes(votes)) if votes else ratings_of_rows(examples)
+    return votes
 
 
 def _votes_path(rows: Path) -> Path | None:
-    """The file of votes that an import wrote beside a file of rows."""
+    """The file of votes that an import wrote next to a file of rows."""
     name, _, kind = rows.stem.rpartition(".")
     stems = [rows.stem, *([name] if kind in ROW_KINDS else [])]
     paths = [rows.with_name(f"{stem}.votes{rows.suffix}") for stem in stems]
@@ -417,7 +526,7 @@ class _States:
 
 
 def _audit_kind(
-    kind: RatedKind, items: Sequence[_Item], states: _States | None, top: int
+    kind: RatedKind, items: Sequence[RatedRow], states: _States | None, top: int
 ) -> KindAudit:
     num_up = sum(item.label for item in items)
     return KindAudit(
@@ -427,11 +536,12 @@ def _audit_kind(
         down=len(items) - num_up,
         form=_audit_form(kind, items),
         states=None if states is None else _suspects(items, states, top),
+        unusable={} if states is None else states.unusable,
     )
 
 
 def _oriented(
-    items: Sequence[_Item], completions: Callable[[_Item], Sequence[Tensor]]
+    items: Sequence[RatedRow], completions: Callable[[RatedRow], Sequence[Tensor]]
 ) -> tuple[Tensor, list[bool]]:
     """Features [n, d] and labels with two classes.
 
@@ -450,11 +560,12 @@ def _oriented(
     return torch.stack(features), labels
 
 
-def _is_enough(labels: Sequence[bool]) -> bool:
+def is_enough(labels: Sequence[bool]) -> bool:
+    """Whether each class has rows for each fold."""
     return min(sum(labels), len(labels) - sum(labels)) >= FEWEST
 
 
-def _audit_form(kind: RatedKind, items: Sequence[_Item]) -> FormAudit | None:
+def _audit_form(kind: RatedKind, items: Sequence[RatedRow]) -> FormAudit | None:
     forms = [[form_of(text) for text in item.texts] for item in items]
     names = list(forms[0][0])
     vectors = {
@@ -462,32 +573,33 @@ def _audit_form(kind: RatedKind, items: Sequence[_Item]) -> FormAudit | None:
         for item, each in zip(items, forms, strict=True)
     }
     features, labels = _oriented(items, lambda item: vectors[id(item)])
-    if not _is_enough(labels):
+    if not is_enough(labels):
         return None
     probabilities = cross_fit(features, labels, [item.group for item in items], C_FORM).tolist()
-    value, interval = _auc(probabilities, labels)
-    found: list[FormFeature] = []
+    value, interval = audit_auc(probabilities, labels)
+    form_features: list[FormFeature] = []
     for name in names:
-        if kind == "thumbs":
+        if kind != "pairs":
             ups, downs = (
                 [form[0][name] for item, form in zip(items, forms, strict=True) if item.label is up]
                 for up in (True, False)
             )
-            own = auc(ups, downs)
+            alone = auc(ups, downs)
         else:
             better = [
                 [form[0 if item.label is up else 1][name] for up in (True, False)]
                 for item, form in zip(items, forms, strict=True)
             ]
             ups, downs = [b for b, _ in better], [w for _, w in better]
-            own = mean((b > w) + (b == w) / 2 for b, w in better) or 0.0
-        found.append(FormFeature(name, mean(ups) or 0.0, mean(downs) or 0.0, own))
-    return FormAudit(value, interval, tuple(found))
+            alone = mean((b > w) + (b == w) / 2 for b, w in better) or 0.0
+        form_features.append(FormFeature(name, mean(ups) or 0.0, mean(downs) or 0.0, alone))
+    return FormAudit(value, interval, tuple(form_features))
 
 
-def _auc(
+def audit_auc(
     probabilities: Sequence[float], labels: Sequence[bool]
 ) -> tuple[float, tuple[float, float]]:
+    """The AUC of probabilities against labels, and its 95 % interval."""
     ups = [p for p, label in zip(probabilities, labels, strict=True) if label]
     downs = [p for p, label in zip(probabilities, labels, strict=True) if not label]
     value = auc(ups, downs)
@@ -500,7 +612,7 @@ def _auc(
 def _all_states(
     target: str,
     source: LoadedRecipe,
-    items: Mapping[RatedKind, Sequence[_Item]],
+    items: Mapping[RatedKind, Sequence[RatedRow]],
     overrides: Sequence[str],
     console: Console,
     quiet: bool,
@@ -511,15 +623,15 @@ def _all_states(
     policy, encoder = load_policy(target, source, overrides)
     asked = source.recipe.train.micro_batch_tokens
     tokens = asked if isinstance(asked, int) else TOKENS
-    found: dict[RatedKind, _States] = {}
+    all_states: dict[RatedKind, _States] = {}
     for kind, group in items.items():
         if group:
             units, unusable = _encode(group, encoder)
             states = hidden_states(policy, list(units.values()), tokens, console, quiet)
-            found[kind] = _cross_fit(
+            all_states[kind] = _cross_fit(
                 {i: list(each) for i, each in zip(units, states, strict=True)}, group, unusable
             )
-    return found
+    return all_states
 
 
 def load_policy(
@@ -539,7 +651,7 @@ def load_policy(
 
 
 def _encode(
-    items: Sequence[_Item], encoder: Encoder
+    items: Sequence[RatedRow], encoder: Encoder
 ) -> tuple[dict[int, TokenizedExample], dict[str, int]]:
     """The tokens of each row by its place, and how many have none, by reason."""
     units: dict[int, TokenizedExample] = {}
@@ -565,7 +677,7 @@ def hidden_states(
     if not units:
         return []
     packer = StepPacker(units, device=policy.device)
-    found: dict[int, Tensor] = {}
+    by_unit: dict[int, Tensor] = {}
     with Progress(console or Terminal(), "states", len(units), quiet=quiet) as bar:
         for indices in packer.pack(packer.example_indices, tokens):
             batch = packer.micro_batch(indices)
@@ -582,28 +694,28 @@ def hidden_states(
                 ) from error
             for i in indices:
                 rows = [row for row, (unit, _) in enumerate(places) if unit == i]
-                found[i] = states[rows]
-            bar.update(len(found))
-    return [found[i] for i in range(len(units))]
+                by_unit[i] = states[rows]
+            bar.update(len(by_unit))
+    return [by_unit[i] for i in range(len(units))]
 
 
 def _cross_fit(
-    states: Mapping[int, Sequence[Tensor]], items: Sequence[_Item], unusable: Mapping[str, int]
+    states: Mapping[int, Sequence[Tensor]], items: Sequence[RatedRow], unusable: Mapping[str, int]
 ) -> _States:
     usable = [items[i] for i in states]
     by_item = {id(items[i]): each for i, each in states.items()}
     if not usable:
         return _States(None, 0.5, (0.0, 1.0), unusable)
     features, labels = _oriented(usable, lambda item: by_item[id(item)])
-    if not _is_enough(labels):
+    if not is_enough(labels):
         return _States(None, 0.5, (0.0, 1.0), unusable)
     predicted = cross_fit(features, labels, [item.group for item in usable], C_STATES).tolist()
-    value, interval = _auc(predicted, labels)
+    value, interval = audit_auc(predicted, labels)
     given = [p if label else 1 - p for p, label in zip(predicted, labels, strict=True)]
     return _States(dict(zip(states, given, strict=True)), value, interval, unusable)
 
 
-def _suspects(items: Sequence[_Item], states: _States, top: int) -> HiddenStateAudit | None:
+def _suspects(items: Sequence[RatedRow], states: _States, top: int) -> HiddenStateAudit | None:
     if states.probabilities is None:
         return None
     order = sorted(states.probabilities.items(), key=lambda each: (each[1], each[0]))
@@ -621,35 +733,54 @@ def _suspects(items: Sequence[_Item], states: _States, top: int) -> HiddenStateA
         auc=states.auc,
         interval=states.interval,
         rows=len(order),
-        unusable=states.unusable,
         num_suspects=len(suspects) if can_tell else 0,
         suspects=tuple(suspects[:top]) if can_tell else (),
     )
 
 
-def _verdict(item: _Item, probability: float) -> dict[str, Any]:
-    """What is said of a row whose given label has this probability."""
+def _verdict(item: RatedRow, probability: float) -> dict[str, Any]:
+    """The entries of a report on a row whose given label has this probability."""
     predicted = item.label if probability >= 0.5 else not item.label
     return {
         "score": round(1 - probability, 4),
-        "given": item.named(item.label),
-        "predicted": item.named(predicted),
+        "given": item.label_name(item.label),
+        "predicted": item.label_name(predicted),
     }
 
 
-def _write(
-    out: Path, rows: _Rows, items: Sequence[_Item], probabilities: Mapping[int, float] | None
-) -> None:
-    """Writes all rows that could be read: first those with a score, most suspicious first."""
-    assert probabilities is not None
-    order = sorted(range(len(items)), key=lambda i: (probabilities.get(i, 2.0), i))
+def _write(out: Path, result: RowAudit) -> None:
+    """Write all rows that can be read: first those with a score, most suspicious first."""
+    rated = {row.index: row for row in result.rows.all_rated}
+    indices = [i for i in range(len(result.rows.rows)) if i not in result.rows.unusable]
+    # a probability is below 2
+    order = sorted(indices, key=lambda i: (result.probabilities.get(i, 2 + (i not in rated)), i))
     with out.open("x", encoding="utf-8", errors="backslashreplace") as file:
         for i in order:
-            value = items[i].row.value
-            if i in probabilities:
-                info = {**values.info(value.get("info") or {}, "info")}
-                info["audit"] = _verdict(items[i], probabilities[i])
-                value = {**value, "info": info}
+            value = result.rows.rows[i].value
+            if i in result.probabilities:
+                verdict = _verdict(rated[i], result.probabilities[i])
+                value = with_info(value, rated[i].columns, "audit", verdict)
             file.write(as_line(value) + "\n")
-        for row in rows.unrated:
-            file.write(as_line(row.value) + "\n")
+
+
+def with_info(
+    value: Mapping[str, Any], columns: Mapping[str, str], name: str, entry: Any
+) -> dict[str, Any]:
+    """A row with an entry added to its info. columns: the file's column of each part."""
+    column = columns["info"]
+    info = {**values.info(lookup(value, column) or {}, column), name: entry}
+    return with_column(value, column, info)
+
+
+def with_column(value: Mapping[str, Any], path: str, content: Any) -> dict[str, Any]:
+    """A row with another value of a column, or of a dotted path into one (see ``lookup``)."""
+    if path in value or "." not in path:
+        return {**value, path: content}
+    first, _, rest = path.partition(".")
+    part = value.get(first)
+    if isinstance(part, list):
+        items = list(part)
+        place, _, rest = rest.partition(".")
+        items[int(place)] = with_column(items[int(place)], rest, content) if rest else content
+        return {**value, first: items}
+    return {**value, first: with_column(part if isinstance(part, dict) else {}, rest, content)}

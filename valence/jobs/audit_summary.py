@@ -1,4 +1,4 @@
-"""What an audit of labels found, on the terminal."""
+"""Prints the results of `valence audit` and `valence select` on the terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.table import Table
 from valence.data.label_audit import RaterAgreement
 from valence.jobs.audit_labels import SIDES, FormAudit, HiddenStateAudit, KindAudit, LabelAudit
 from valence.jobs.cross_fit import FEWEST
+from valence.jobs.select_prompts import Selection
 from valence.terminal import print_message
 
 SHOWN = 5
@@ -18,18 +19,25 @@ RELIABLE, TENTATIVE = 0.8, 0.667
 """Krippendorff's limits for alpha: reliable data, and data for tentative conclusions."""
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 row", "2 rows"."""
+    return f"{number:,} {noun if number == 1 else f'{noun}s'}"
+
+
 def print_audit(audit: LabelAudit, console: Console) -> None:
     for each in audit.kinds:
         up, down = SIDES[each.kind]
-        classes = f"{each.up:,} {up}, {each.down:,} {down}"
-        print_message(
-            console,
-            f"{each.rows:,} thumbs: {classes}" if each.kind == "thumbs" else f"{each.rows:,} pairs",
-        )
+        line = counted(each.rows, each.kind.removesuffix("s"))
+        if each.kind != "pairs":
+            line += f": {each.up:,} {up}, {each.down:,} {down}"
+        if each.kind == "scores":
+            line += " (above and below their mean)"
+        print_message(console, line)
     if audit.unrated:
-        print_message(console, f"{audit.unrated:,} rows without a label or preference")
+        print_message(console, f"{counted(audit.unrated, 'row')} without a label or preference")
     if audit.num_bad:
-        print_message(console, f"{audit.num_bad:,} rows that cannot be read, such as:", "yellow")
+        line = f"{counted(audit.num_bad, 'row')} that cannot be read"
+        print_message(console, line + (":" if audit.num_bad == 1 else ", such as:"), "yellow")
         for bad in audit.bad:
             print_message(console, f"  {bad}", "yellow")
     _print_contradictions(audit, console)
@@ -54,17 +62,20 @@ def _print_title(title: str, console: Console) -> None:
 def _print_contradictions(audit: LabelAudit, console: Console) -> None:
     _print_title("Opposite labels", console)
     count, near = len(audit.contradictions), len(audit.near_duplicates)
+    verb = "contradicts" if count == 1 else "contradict"
     print_message(
         console,
-        f"{count:,} rows contradict an earlier row with the same content" + (":" if count else "."),
+        f"{counted(count, 'row')} {verb} an earlier row with the same content"
+        + (":" if count else "."),
     )
     for row, other in audit.contradictions[:SHOWN]:
         print_message(console, f"  {row} against {other}")
-    if any(each.kind == "thumbs" for each in audit.kinds):
+    if any(each.kind != "pairs" for each in audit.kinds):
+        verb = "has" if near == 1 else "have"
         print_message(
             console,
-            f"{near:,} pairs of near-duplicate completions of one prompt have opposite labels"
-            + (":" if near else "."),
+            f"{counted(near, 'pair')} of near-duplicate completions of one prompt {verb} opposite "
+            "labels" + (":" if near else "."),
         )
     for up, down, similarity in audit.near_duplicates[:SHOWN]:
         print_message(console, f"  up {up}, down {down} (similarity {similarity:.2f})")
@@ -91,7 +102,8 @@ def _print_agreement(agreement: RaterAgreement | None, console: Console) -> None
     print_message(
         console,
         f"Krippendorff's alpha is {meaning} (1: perfect, 0: chance; {RELIABLE:g} or more is "
-        f"reliable). {agreement.targets:,} completions have several raters, who disagree in "
+        f"reliable). {counted(agreement.targets, 'completion')} "
+        f"{'has' if agreement.targets == 1 else 'have'} several raters, who disagree in "
         f"{agreement.disagreement:.0%} of the pairs of votes.",
     )
     table = Table("rater", "votes", "pairs", "disagree", box=None, pad_edge=False)
@@ -108,17 +120,17 @@ def _print_form(audit: KindAudit, console: Console) -> None:
         print_message(console, _too_few(audit))
         return
     form = audit.form
-    told = f"A classifier that sees only this table's columns has an AUC of {_auc_text(form)}"
+    summary = f"A classifier that sees only this table's columns has an AUC of {_auc_text(form)}"
     if form.is_predictive:
-        told += (
+        summary += (
             f". Of a completion of each class ({up}, {down}), it ranks the "
             f"right one first in {form.auc:.0%} of cases without reading what they say. A model "
             "can learn the form instead of the content; if your raters did not mean it, balance "
             "the rows."
         )
     else:
-        told += ": the form does not reliably give the label away."
-    print_message(console, told)
+        summary += ": the form does not reliably give the label away."
+    print_message(console, summary)
     table = Table("per completion", up, down, "AUC alone", box=None, pad_edge=False)
     for each in form.features:
         table.add_row(each.name, f"{each.up:.2f}", f"{each.down:.2f}", f"{each.auc:.2f}")
@@ -126,23 +138,32 @@ def _print_form(audit: KindAudit, console: Console) -> None:
 
 
 def _auc_text(audit: FormAudit | HiddenStateAudit) -> str:
-    low, high = audit.interval
-    return f"{audit.auc:.2f} (95 % interval {low:.2f} to {high:.2f}; 0.5 is chance)"
+    return _with_interval(audit.auc, audit.interval)
+
+
+def _with_interval(auc: float, interval: tuple[float, float]) -> str:
+    low, high = interval
+    return f"{auc:.2f} (95 % interval {low:.2f} to {high:.2f}; 0.5 is chance)"
 
 
 def _too_few(audit: KindAudit) -> str:
-    what = f"rows of each of {' and '.join(SIDES['thumbs'])}" if audit.kind == "thumbs" else "pairs"
-    return f"Too few rows: at least {FEWEST} {what} are needed."
+    classes = " and ".join(SIDES[audit.kind])
+    needed = "pairs" if audit.kind == "pairs" else f"rows of each of {classes}"
+    return f"Too few rows: at least {FEWEST} {needed} are needed."
 
 
 def _print_states(audit: KindAudit, console: Console) -> None:
     _print_title(f"Likely wrong labels: {audit.kind}", console)
     states = audit.states
+    for reason, count in audit.unusable.items():
+        verb = "is" if count == 1 else "are"
+        line = f"{counted(count, 'row')} {verb} left out for the model: {reason}"
+        print_message(console, line, "yellow")
     if states is None:
-        print_message(console, _too_few(audit))
+        num_left = audit.rows - sum(audit.unusable.values())
+        left = f" {num_left:,} of {audit.rows:,} are left." if audit.unusable else ""
+        print_message(console, f"{_too_few(audit)}{left}")
         return
-    for reason, count in states.unusable.items():
-        print_message(console, f"{count:,} rows are left out: {reason}", "yellow")
     quality = f"The model predicts labels of held-out rows with an AUC of {_auc_text(states)}"
     if not states.can_tell:
         print_message(console, f"{quality}: it cannot tell the labels apart, so no row is listed.")
@@ -150,7 +171,7 @@ def _print_states(audit: KindAudit, console: Console) -> None:
     print_message(
         console,
         f"{quality}. It contradicts {states.num_suspects:,} of {states.rows:,} labels. Read these "
-        "rows first; many of their labels may still be right.",
+        "rows first, for example with --review; many of their labels may still be right.",
     )
     if audit.form is not None and audit.form.auc > states.interval[0]:
         print_message(
@@ -170,3 +191,24 @@ def _print_states(audit: KindAudit, console: Console) -> None:
         )
         table.add_row(each.origin, f"{each.score:.2f}", given, predicted, text)
     console.print(table)
+
+
+def print_selection(selection: Selection, console: Console) -> None:
+    for reason, count in selection.left_out.items():
+        verb = "is" if count == 1 else "are"
+        print_message(console, f"{counted(count, 'row')} {verb} left out: {reason}", "yellow")
+    if selection.auc is not None and selection.interval is not None:
+        quality = _with_interval(selection.auc, selection.interval)
+        line = f"The model predicts labels of held-out rows with an AUC of {quality}"
+        if selection.order == "diversity":
+            line += ": it cannot tell the labels apart, so its doubts mean nothing"
+        print_message(console, f"{line}.")
+    order = {
+        "margin": "those come first whose answers the model is least sure of",
+        "diversity": "those come first that are least like the rated ones and each other",
+    }[selection.order]
+    print_message(
+        console,
+        f"{selection.selected:,} of {counted(selection.prompts, 'prompt')} are in {selection.out}; "
+        f"{order}.",
+    )

@@ -24,8 +24,7 @@ def cross_fit(features: Tensor, labels: Sequence[bool], groups: Sequence[str], c
     the same fold. c: inverse strength of the L2 penalty, as in scikit-learn. The mean of REPEATS
     cross-fits with different folds.
     """
-    x = features.double()
-    x = (x - x.mean(0)) / (x.std(0) + 1e-6) / x.shape[1] ** 0.5
+    x = standardize(features)
     y = torch.tensor(labels, dtype=torch.float64, device=x.device)
     folds = [_folds(labels, groups, seed) for seed in range(REPEATS)]
     held_out = torch.stack([of == k for of in folds for k in range(FOLDS)], 1).to(
@@ -34,6 +33,12 @@ def cross_fit(features: Tensor, labels: Sequence[bool], groups: Sequence[str], c
     weights, biases = fit_logistic(x, y, (~held_out).double(), c)
     probabilities = torch.sigmoid(x @ weights + biases)
     return (probabilities * held_out).sum(1).cpu() / REPEATS
+
+
+def standardize(features: Tensor) -> Tensor:
+    """Features [n, d] in float64 with mean 0 and deviation ``1 / sqrt(d)``."""
+    x = features.double()
+    return (x - x.mean(0)) / (x.std(0) + 1e-6) / x.shape[1] ** 0.5
 
 
 def fit_logistic(x: Tensor, y: Tensor, included: Tensor, c: float) -> tuple[Tensor, Tensor]:
@@ -63,8 +68,8 @@ def fit_logistic(x: Tensor, y: Tensor, included: Tensor, c: float) -> tuple[Tens
 
     with torch.enable_grad():
         optimizer.step(closure)
-    found = parameters.detach()
-    return found[:-1], found[-1]
+    fitted = parameters.detach()
+    return fitted[:-1], fitted[-1]
 
 
 def _folds(labels: Sequence[bool], groups: Sequence[str], seed: int) -> Tensor:

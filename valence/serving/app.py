@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Mutabl
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -46,7 +46,13 @@ HEADERS = {
     "cache-control": "no-store",
 }
 
-PAGE_FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+PAGE_FILES = {
+    "common.js": "text/javascript",
+    "page.js": "text/javascript",
+    "page.css": "text/css",
+    "review.js": "text/javascript",
+    "review.css": "text/css",
+}
 
 
 class Body(BaseModel):
@@ -160,24 +166,19 @@ def log_error(error: BaseException) -> None:
     print_traceback(type(error), error, error.__traceback__)
 
 
-@dataclass
-class FeedbackService:
-    """What the application serves.
+class WebService:
+    """A service whose raters open secret links.
 
-    rival: a second model, whose answers are compared with those of the first one; the page then
-    shows neither name before a vote. tokens: rater by secret token; a request without one of them
-    is refused. Empty: anybody is the rater "", who owns the service and may see results. sampling:
-    how answers are drawn, where a request does not say it. log: called with errors that the client
-    is not to blame for.
+    tokens: rater by secret token; a request without one of them is refused. Empty: anybody is the
+    rater "". log: called with errors that the client is not to blame for. command: prints the
+    links. destination, recovery: messages about where data are written, and about how to write them
+    when that failed at the end.
     """
 
-    model: ChatModel
-    store: FeedbackStore
-    sampling: Sampling
-    queue: PromptQueue
-    rival: ChatModel | None = None
-    tokens: Mapping[str, str] = field(default_factory=dict[str, str])
-    log: Callable[[BaseException], None] = log_error
+    tokens: Mapping[str, str]
+    log: Callable[[BaseException], None]
+    command: ClassVar[str]
+    recovery: ClassVar[str]
 
     def rater(self, authorization: str) -> str | None:
         """The rater with the bearer token of a request; None for an unknown one."""
@@ -193,6 +194,47 @@ class FeedbackService:
         return result
 
     @property
+    def destination(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def summary(self) -> str:
+        """A message about what was collected."""
+        raise NotImplementedError
+
+    def application(self, lifespan: "Lifespan | None" = None) -> "FastAPI":
+        """The web application."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Write all data, and release the files. Raises UserError."""
+        raise NotImplementedError
+
+
+Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
+
+
+@dataclass
+class FeedbackService(WebService):
+    """The service of `valence collect`.
+
+    rival: a second model, whose answers are compared with those of the first one; the page then
+    shows neither name before a vote. tokens: rater by secret token; without tokens, anybody is the
+    rater "", who owns the service and may see results. sampling: the default of requests.
+    """
+
+    command = "valence collect"
+    recovery = "every vote is on the disk; run the command again to write the rows"
+
+    model: ChatModel
+    store: FeedbackStore
+    sampling: Sampling
+    queue: PromptQueue
+    rival: ChatModel | None = None
+    tokens: Mapping[str, str] = field(default_factory=dict[str, str])
+    log: Callable[[BaseException], None] = log_error
+
+    @property
     def models(self) -> tuple[ChatModel, ...]:
         return (self.model,) if self.rival is None else (self.model, self.rival)
 
@@ -206,6 +248,18 @@ class FeedbackService:
         if self.rival is None:
             return None
         return self.store.results((self.model.name, self.rival.name))
+
+    @property
+    def destination(self) -> str:
+        return f"votes are written to {self.store.out}"
+
+    @property
+    def summary(self) -> str:
+        lines = [f"{self.store.num_votes} votes in {self.store.out}"]
+        return "\n".join([*lines, *([] if self.results is None else [str(self.results)])])
+
+    def application(self, lifespan: Lifespan | None = None) -> "FastAPI":
+        return application(self, lifespan=lifespan)
 
     def request_sampling(self, **changes: Any) -> Sampling:
         """The sampling of one request, with a seed of its own."""
@@ -326,7 +380,7 @@ class Gate:
     A web page cannot send JSON to another site without asking it first, which is refused.
     """
 
-    def __init__(self, app: Application, service: FeedbackService) -> None:
+    def __init__(self, app: Application, service: WebService) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -351,7 +405,7 @@ class Gate:
             response = error_response(
                 401,
                 "the token is missing or not valid any more; open the link that "
-                "`valence collect` printed when it was started last",
+                f"`{self.service.command}` printed when it was started last",
             )
         elif "transfer-encoding" in names or not length.isdecimal() or int(length) > MAX_BODY:
             response = error_response(413, f"the request has more than {MAX_BODY} bytes")
@@ -395,12 +449,23 @@ LOGGED = (500, 507)
 DEFECT = "the server failed; its terminal shows why"
 
 
-def application(
-    service: FeedbackService,
-    *,
-    lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
+def application(service: FeedbackService, *, lifespan: Lifespan | None = None) -> "FastAPI":
+    """The web application of `valence collect`."""
+    app = base_application(
+        service, "page.html", " and ".join(model.name for model in service.models), lifespan
+    )
+    _add_page_requests(app, service)
+    _add_openai_interface(app, service)
+    return app
+
+
+def base_application(
+    service: WebService, page: str, name: str, lifespan: Lifespan | None = None
 ) -> "FastAPI":
-    """The web application of a service."""
+    """A web application with a page, which needs no token, and no other requests yet.
+
+    page: the page's file. name: of what the service is about.
+    """
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
@@ -439,17 +504,14 @@ def application(
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        names = " and ".join(model.name for model in service.models)
-        return {"status": "alive", "model": names, "version": __version__}
+        return {"status": "alive", "model": name, "version": __version__}
 
-    _add_page(app)
-    _add_page_requests(app, service)
-    _add_openai_interface(app, service)
+    _add_page(app, page)
     return app
 
 
-def _rater() -> Any:
-    """What a route takes as its rater."""
+def known_rater_parameter() -> Any:
+    """The default of a route's parameter that gets the rater of the request."""
     from fastapi import Depends, Request
 
     def rater_of(request: Request) -> str:
@@ -468,7 +530,7 @@ def _answer(service: FeedbackService, id: str) -> Answer:
         raise HTTPException(404, "there is no such answer") from None
 
 
-def _add_page(app: "FastAPI") -> None:
+def _add_page(app: "FastAPI", name: str) -> None:
     from fastapi import HTTPException
     from fastapi.responses import Response
 
@@ -476,7 +538,7 @@ def _add_page(app: "FastAPI") -> None:
 
     @app.get("/")
     async def page() -> Response:
-        content = folder.joinpath("page.html").read_bytes()
+        content = folder.joinpath(name).read_bytes()
         return Response(content, media_type="text/html; charset=utf-8")
 
     @app.get("/page/{name}")
@@ -492,7 +554,7 @@ def _add_page_requests(app: "FastAPI", service: FeedbackService) -> None:
     from fastapi import HTTPException
     from fastapi.responses import StreamingResponse
 
-    known_rater = _rater()
+    known_rater = known_rater_parameter()
 
     @app.get("/api/session")
     async def session(rater: str = known_rater) -> dict[str, Any]:
@@ -553,7 +615,7 @@ def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
     from fastapi import Request
     from fastapi.responses import StreamingResponse
 
-    known_rater = _rater()
+    known_rater = known_rater_parameter()
 
     @app.get("/v1/models")
     async def models(_: str = known_rater) -> dict[str, Any]:

@@ -20,25 +20,31 @@ from valence.rewards.http_limits import (
     raise_connection_limit,
 )
 from valence.rewards.server import listening
-from valence.serving.app import FeedbackService, application
+from valence.serving.app import WebService
 
 SHUTDOWN_SECONDS = 5
 
 
-def open_socket(host: str, port: int, *, has_tokens: bool) -> socket.socket:
+def open_socket(
+    host: str,
+    port: int,
+    *,
+    has_tokens: bool,
+    danger: str = "other machines could chat with the model, and vote",
+) -> socket.socket:
     """A socket that takes connections. Raises UserError when the port cannot be used, or when other
-    machines could reach the service without a token.
+    machines could reach the service without a token. danger: what these could do then.
     """
     return listening(
         host,
         port,
         guarded=has_tokens,
-        danger="other machines could chat with the model, and vote",
+        danger=danger,
         fix="leave out --no-token or --host",
     )
 
 
-def links_of(service: FeedbackService, host: str, port: int) -> list[tuple[str, str]]:
+def links_of(service: WebService, host: str, port: int) -> list[tuple[str, str]]:
     """The raters, and the link that each of them opens.
 
     host: the address that the service listens at. One that stands for all addresses of this machine
@@ -52,14 +58,14 @@ def links_of(service: FeedbackService, host: str, port: int) -> list[tuple[str, 
 
 
 def serve(
-    service: FeedbackService,
+    service: WebService,
     place: socket.socket,
     *,
     host: str,
     allowed_hosts: Sequence[str] = (),
     print_line: Callable[[str], None] = print,
 ) -> None:
-    """Serve at a socket until a signal comes, then write the rows.
+    """Serve at a socket until a signal comes, then close the service.
 
     host: the name that the socket was asked for.
     """
@@ -73,10 +79,8 @@ def serve(
             await asyncio.to_thread(service.close)
         except UserError as error:
             print_line(str(error))
-            print_line("every vote is on the disk; run the command again to write the rows")
-        print_line(f"{service.store.num_votes} votes in {service.store.out}")
-        if (results := service.results) is not None:
-            print_line(str(results))
+            print_line(service.recovery)
+        print_line(service.summary)
 
     address, port, *_ = place.getsockname()
     links = links_of(service, address.partition("%")[0], port)
@@ -85,8 +89,8 @@ def serve(
             print_line(f"{rater}: {link}" if rater else link)
         else:
             print_line(f"results, for you alone: {link}")
-    print_line(f"votes are written to {service.store.out}; stop with Ctrl-C")
-    app = application(service, lifespan=lifespan)
+    print_line(f"{service.destination}; stop with Ctrl-C")
+    app = service.application(lifespan)
     logging.getLogger("uvicorn.error").addFilter(_is_not_logged)
     config = uvicorn.Config(
         RequestGuard(app, host_names(host, allowed_hosts)),

@@ -1,0 +1,1 @@
+"""Labels that a good order of labelling saves."""

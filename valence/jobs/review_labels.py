@@ -1,0 +1,739 @@
+"""Review of suspicious rows: which rows a person decides on, the decisions, and the reviewed file.
+
+Decisions go to ``NAME.decisions.jsonl``, an append-only log. A decision is on the disk when the
+method that records it returns. The reviewed file is written from the rows and this log, and can be
+written again at any time. A line of the log is a decision, an undo, or the checksum of a reviewed
+file that is about to be written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from valence.checksums import add_checksum, verify
+from valence.data.formats import lookup
+from valence.data.label_audit import content_text
+from valence.data.values import thumb
+from valence.errors import UserError
+from valence.files import open_file, refuse_links, write_all
+from valence.jobs.audit_labels import RatedRow, RowAudit, with_column, with_info
+from valence.jobs.lines import as_line
+from valence.types import Chat, Content, Judgement, content_id
+
+Choice = Literal["keep", "flip", "drop", "score"]
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+
+CASE_ROWS = 6
+"""Rows that are shown together."""
+
+IDLE_RATIO = 20
+"""How many times longer than a write of the reviewed file the pause after it is at least."""
+
+ELSEWHERE = "name another file with --out"
+
+
+# The rows to review
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Why a row is suspicious.
+
+    others: indices of rows that it contradicts or nearly repeats; of several with the same content,
+    the first.
+    """
+
+    reason: Literal["contradiction", "near_duplicate", "model", "raters"]
+    text: str
+    others: tuple[int, ...] = ()
+
+
+Case = tuple[int, ...]
+"""Indices of rows that are shown together."""
+
+
+def find_suspicions(result: RowAudit) -> dict[int, list[Suspicion]]:
+    """The suspicious rows of an audit by their index, each with all reasons.
+
+    Rows with the opposite label of a row with the same content, or with nearly the same completion;
+    rows whose label the model contradicts; rows whose raters disagree.
+    """
+    suspicions: dict[int, list[Suspicion]] = defaultdict(list)
+    groups: dict[str, list[RatedRow]] = defaultdict(list)
+    for row in result.rows.all_rated:
+        groups[row.group].append(row)
+    for group in groups.values():
+        sides = [[row for row in group if row.direction is side] for side in (True, False)]
+        if all(sides):
+            for rows, others in (sides, sides[::-1]):
+                places = _places(others)
+                text = (
+                    f"The same pair is preferred the other way round in {places}."
+                    if group[0].kind == "pairs"
+                    else f"The same completion has the opposite label in {places}."
+                )
+                reason = Suspicion("contradiction", text, (others[0].index,))
+                for row in rows:
+                    suspicions[row.index].append(reason)
+    by_example = {id(row.example): row for row in result.rows.all_rated}
+    similar: dict[int, list[tuple[RatedRow, float]]] = defaultdict(list)
+    for pair in result.near_duplicates:
+        up, down = by_example[id(pair.up)], by_example[id(pair.down)]
+        similar[up.index].append((down, pair.similarity))
+        similar[down.index].append((up, pair.similarity))
+    for index, others in similar.items():
+        text = (
+            f"A nearly identical completion has the opposite label in "
+            f"{_places([other for other, _ in others])} (similarity "
+            f"{max(similarity for _, similarity in others):.2f})."
+        )
+        reason = Suspicion("near_duplicate", text, tuple(other.index for other, _ in others))
+        suspicions[index].append(reason)
+    for row in result.rows.all_rated:
+        probability = result.probabilities.get(row.index, 1.0)
+        if probability < 0.5:
+            other = _label_text(row.label_name(not row.label))
+            text = f"The model expects {other}, with probability {1 - probability:.2f}."
+            suspicions[row.index].append(Suspicion("model", text))
+    verdicts = {(vote.source, vote.id): vote for vote in result.votes}
+    for row in result.rows.all_rated:
+        counts = Counter(_verdict_text(verdicts, row).values())
+        if len(counts) > 1:
+            votes = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+            suspicions[row.index].append(Suspicion("raters", f"Its raters disagree: {votes}."))
+    return dict(suspicions)
+
+
+def _places(rows: Sequence[RatedRow]) -> str:
+    places = [str(row.row.origin) for row in rows]
+    more = f" and {len(places) - 3:,} more rows" if len(places) > 3 else ""
+    return ", ".join(places[:3]) + more
+
+
+def _label_text(label: bool | str) -> str:
+    return ("up" if label else "down") if isinstance(label, bool) else label
+
+
+def _verdict_text(votes: Mapping[tuple[str, str], Any], row: RatedRow) -> dict[str, str]:
+    """The verdict of each rater of a row, as far as the votes are known."""
+    info = row.example.info
+    listed = info.get("votes")
+    verdicts: dict[str, str] = {}
+    for id in listed if isinstance(listed, list) else ():
+        vote = votes.get((str(info.get("source")), str(id)))
+        if vote is None:
+            continue
+        rater = vote.rater_hash or str(id)
+        if row.kind == "thumbs" and vote.label is not None:
+            verdicts[rater] = _label_text(vote.label)
+        elif row.kind == "pairs" and vote.winner in ("this", "other"):
+            winner = vote.completion if vote.winner == "this" else vote.other
+            is_chosen = str((winner or {}).get("content") or "") == row.texts[0]
+            verdicts[rater] = "chosen" if is_chosen else "rejected"
+        elif row.kind == "pairs" and vote.winner is not None:
+            verdicts[rater] = str(vote.winner).replace("_", " ")
+    return verdicts
+
+
+def make_cases(result: RowAudit, suspicions: Mapping[int, Sequence[Suspicion]]) -> list[Case]:
+    """The suspicious rows in the order of the review.
+
+    Rows that contradict or nearly repeat each other are in one case, at most CASE_ROWS of them.
+    Contradictions come first, then near-duplicates, rows that the model contradicts and rows whose
+    raters disagree; among equals, the most suspicious first.
+    """
+    root = {index: index for index in suspicions}
+
+    def find(index: int) -> int:
+        while root[index] != index:
+            root[index] = root[root[index]]
+            index = root[index]
+        return index
+
+    for index, reasons in suspicions.items():
+        for reason in reasons:
+            for other in reason.others:
+                root[find(other)] = find(index)
+    components: dict[int, list[int]] = defaultdict(list)
+    for index in sorted(suspicions):
+        components[find(index)].append(index)
+
+    ranks = {"contradiction": 0, "near_duplicate": 1, "model": 2, "raters": 3}
+
+    def urgency(index: int) -> tuple[int, float, int]:
+        rank = min(ranks[reason.reason] for reason in suspicions[index])
+        return rank, result.probabilities.get(index, 1.0), index
+
+    cases: list[tuple[tuple[int, float, int], Case]] = []
+    sides = {row.index: row.direction for row in result.rows.all_rated}
+    for component in components.values():
+        for rows in _chunks(sorted(component, key=urgency), sides):
+            cases.append((min(map(urgency, rows)), tuple(rows)))
+    return [case for _, case in sorted(cases, key=lambda each: each[0])]
+
+
+def _chunks(rows: Sequence[int], sides: Mapping[int, bool]) -> Iterator[list[int]]:
+    """Parts of a large group, which all have rows of both sides as long as there are some."""
+    num_chunks = -(-len(rows) // CASE_ROWS)
+    by_side = sorted(rows, key=lambda index: sides[index])  # stable
+    chunks = [by_side[start::num_chunks] for start in range(num_chunks)]
+    order = {index: place for place, index in enumerate(rows)}
+    yield from (sorted(chunk, key=lambda index: order[index]) for chunk in chunks)
+
+
+# Decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """number: of its line in the log. score: the new one, of the choice "score"."""
+
+    number: int
+    choice: Choice
+    rater: str
+    time: str
+    score: float | None = None
+
+
+@dataclass
+class RowState:
+    """decisions: those on a row that are not undone. version: how often it has changed."""
+
+    decisions: list[Decision] = field(default_factory=list[Decision])
+    version: int = 0
+
+    @property
+    def current(self) -> Decision | None:
+        return self.decisions[-1] if self.decisions else None
+
+
+class StaleVersionError(Exception):
+    """Somebody else has decided on the row since it was shown."""
+
+
+class DecisionLog:
+    """An append-only file of JSON lines with checksums, which only one process writes.
+
+    lines: those that are in it. Raises UserError for a file that something else has written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        refuse_links(path, path.parent)
+        self.lines: list[dict[str, Any]] = []
+        try:
+            self._file = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise self._not_writable(error) from error
+        with ExitStack() as failing:
+            failing.callback(self._file.close)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    "another review is writing this file",
+                    code="output-locked",
+                    where=str(path),
+                    fix=f"open the link of that review, or {ELSEWHERE}",
+                ) from None
+            self._read()
+            failing.pop_all()
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        self._size = content.rfind(b"\n") + 1
+        if self._size < len(content):  # a crash has cut off a line that was not confirmed
+            self._file.truncate(self._size)
+        for number, line in enumerate(content[: self._size].splitlines(), 1):
+            try:
+                self.lines.append(_check_log_line(verify(json.loads(line), required=True)))
+            except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+                raise UserError(
+                    f"this line is not a decision of a review ({error})",
+                    code="output-line-damaged",
+                    where=f"{self.path}:{number}",
+                    fix=f"remove this line, or {ELSEWHERE}",
+                ) from error
+
+    def append(self, line: Mapping[str, Any]) -> int:
+        """Add a line and return its number. It is on the disk when this returns.
+
+        Raises UserError when it cannot be written; the file is then as it was.
+        """
+        data = f"{as_line(add_checksum(line))}\n".encode()
+        try:
+            write_all(self._file, data)
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._file.truncate(self._size)
+            raise self._not_writable(error) from error
+        self._size += len(data)
+        self.lines.append(dict(line))
+        return len(self.lines)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _not_writable(self, error: OSError) -> UserError:
+        return UserError(
+            f"the file cannot be written ({error.strerror})",
+            code="file-not-writable",
+            where=str(self.path),
+            fix=f"free some space, then decide again; or {ELSEWHERE}",
+        )
+
+
+def _check_log_line(line: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for a line that no review has written."""
+    if "choice" in line:
+        is_valid = line["choice"] in CHOICES and all(
+            isinstance(line.get(name), str) for name in ("row", "rater", "time")
+        )
+    else:
+        is_valid = isinstance(line.get("undo"), int) or isinstance(line.get("wrote"), str)
+    if not is_valid:
+        raise ValueError("it has other entries")
+    return line
+
+
+def check_review_path(out: Path) -> Path:
+    """The log of the decisions of a reviewed file.
+
+    Raises UserError when something else has written the file.
+    """
+    log = out.with_name(f"{out.stem}.decisions.jsonl")
+    if out.exists() and not log.exists():
+        raise UserError(
+            "this exists already, and no review wrote it",
+            code="path-exists",
+            where=str(out),
+            fix="name a new file",
+        )
+    return log
+
+
+class LabelReview:
+    """The decisions on the suspicious rows of an audit, and the file with the reviewed rows.
+
+    Methods may be called from several threads. cases: in the order of the review. num_lost: earlier
+    decisions on rows that are not in the files any more; they have no effect.
+
+    Raises UserError when ``out`` is not a file that this review can write, or its rows have
+    different columns.
+    """
+
+    def __init__(
+        self,
+        result: RowAudit,
+        out: Path,
+        *,
+        on_error: Callable[[UserError], None] = lambda _: None,
+    ) -> None:
+        """on_error: called when the reviewed file cannot be written after a decision."""
+        self.out, self._on_error = out, on_error
+        self.suspicions = find_suspicions(result)
+        self.cases = make_cases(result, self.suspicions)
+        self._rows = [row.value for row in result.rows.rows]
+        self._rated = {row.index: row for row in result.rows.all_rated}
+        self._votes = {(vote.source, vote.id): vote for vote in result.votes}
+        self._case_of = {index: n for n, case in enumerate(self.cases) for index in case}
+        self._check_columns()
+        self._opposite = _opposite_labels(self._rated.values())
+        self._lock, self._is_closed = threading.Lock(), False
+        self._states: dict[int, RowState] = defaultdict(RowState)
+        self._by_number: dict[int, tuple[int, Decision]] = {}
+        self._histories: dict[str, list[int]] = defaultdict(list)
+        keys = _row_keys(self._rows)
+        self._keys, index_of = keys, {key: index for index, key in enumerate(keys)}
+        self._log = DecisionLog(check_review_path(out))
+        with ExitStack() as failing:
+            failing.callback(self._log.close)
+            self._check_unedited()
+            self.num_lost = 0
+            for number, line in enumerate(self._log.lines, 1):
+                if "undo" in line:
+                    self._apply_undo(line["undo"])
+                elif "choice" in line and line["row"] in index_of:
+                    decision = Decision(
+                        number, line["choice"], line["rater"], line["time"], line.get("score")
+                    )
+                    self._apply(index_of[line["row"]], decision)
+                elif "choice" in line:
+                    self.num_lost += 1
+            self._lines = [self._line(index) for index in range(len(self._rows))]
+            self._last_write = (0.0, 0.0)
+            self.flush()
+            failing.pop_all()
+
+    def _check_columns(self) -> None:
+        columns = {tuple(sorted(row.columns.items())): row for row in self._rated.values()}
+        if len(columns) > 1:
+            first, second, *_ = columns.values()
+            raise UserError(
+                f"its rows have other columns than those of {first.row.origin.path}",
+                code="rows-of-two-formats",
+                where=second.row.origin.path,
+                fix="review the files one after the other",
+            )
+
+    def _check_unedited(self) -> None:
+        """Raises UserError when somebody has edited the reviewed file."""
+        if not self.out.exists():
+            return
+        refuse_links(self.out, self.out.parent)
+        written = {line["wrote"] for line in self._log.lines if "wrote" in line}
+        if hashlib.sha256(self.out.read_bytes()).hexdigest() not in written:
+            raise UserError(
+                "the file was changed since the review wrote it",
+                code="output-edited",
+                where=str(self.out),
+                fix=f"move it elsewhere, and it is written again; or {ELSEWHERE}",
+            )
+
+    # Rows
+
+    def _apply(self, index: int, decision: Decision) -> None:
+        state = self._states[index]
+        state.decisions.append(decision)
+        state.version += 1
+        self._by_number[decision.number] = index, decision
+        self._histories[decision.rater].append(decision.number)
+
+    def _apply_undo(self, number: int) -> int | None:
+        """Undo a decision. Returns the row's index, None for a row that is not there any more."""
+        if number not in self._by_number:
+            return None
+        index, decision = self._by_number[number]
+        state = self._states[index]
+        state.decisions.remove(decision)
+        state.version += 1
+        self._histories[decision.rater].remove(number)
+        return index
+
+    def decide(
+        self,
+        index: int,
+        choice: Choice,
+        rater: str,
+        *,
+        version: int,
+        score: float | None = None,
+    ) -> None:
+        """Record a decision on a row. version: of the row, as it was shown.
+
+        Raises KeyError for a row that is not reviewed, StaleVersionError when somebody else has
+        decided since, and UserError for a choice that the row does not allow, or when the decision
+        cannot be written.
+        """
+        if index not in self._case_of:
+            raise KeyError(index)
+        is_scored = self._rated[index].kind == "scores"
+        if choice == ("flip" if is_scored else "score") or (choice == "score") is (score is None):
+            raise UserError(
+                f"{choice} is not possible for a row of {self._rated[index].kind}",
+                code="choice-invalid",
+                where="choice",
+                fix="give a new score" if is_scored else "keep, flip or drop the row",
+            )
+        with self._lock:
+            if self._states[index].version != version:
+                raise StaleVersionError
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            line: dict[str, Any] = {
+                "row": self._keys[index],
+                "origin": str(self._rated[index].row.origin),
+                "choice": choice,
+                "rater": rater,
+                "time": now,
+                **({} if score is None else {"score": score}),
+            }
+            number = self._log.append(line)
+            self._apply(index, Decision(number, choice, rater, now, score))
+            self._changed(index)
+
+    def undo(self, rater: str) -> int | None:
+        """Undo the rater's last decision. Returns the row's index, None without a decision."""
+        with self._lock:
+            if not self._histories[rater]:
+                return None
+            number = self._histories[rater][-1]
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            self._log.append({"undo": number, "rater": rater, "time": now})
+            index = self._apply_undo(number)
+            assert index is not None
+            self._changed(index)
+            return index
+
+    def _changed(self, index: int) -> None:
+        self._lines[index] = self._line(index)
+        end, seconds = self._last_write
+        if time.monotonic() - end > IDLE_RATIO * seconds:
+            try:
+                self.flush()
+            except UserError as error:  # the decision is on the disk
+                self._on_error(error)
+
+    # The reviewed file
+
+    def flush(self) -> None:
+        """Write the reviewed file. Raises UserError when it cannot be written."""
+        start = time.monotonic()
+        content = b"".join(line for line in self._lines if line is not None)
+        digest = hashlib.sha256(content).hexdigest()
+        # first, so that a file that was put in place can always be recognized
+        if not any(line.get("wrote") == digest for line in self._log.lines[-2:]):
+            self._log.append({"wrote": digest})
+        part = self.out.with_name(f".{self.out.name}.part")
+        try:
+            with open_file(part, self.out.parent) as file:
+                write_all(file, content)
+                os.fsync(file.fileno())
+            part.replace(self.out)
+            folder = os.open(self.out.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise UserError(
+                f"the file cannot be written ({error.strerror})",
+                code="file-not-writable",
+                where=str(self.out),
+                fix="free some space, and give the same command again: no decision is lost",
+            ) from error
+        end = time.monotonic()
+        self._last_write = end, end - start
+
+    def close(self) -> None:
+        """Write the reviewed file and release the log. Calling it again has no effect."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                try:
+                    self.flush()
+                finally:
+                    self._log.close()
+
+    def _line(self, index: int) -> bytes | None:
+        """A row as it stands in the reviewed file; None for one that is dropped."""
+        value = self._rows[index]
+        state = self._states.get(index)
+        decision = state.current if state else None
+        if decision is not None:
+            if decision.choice == "drop":
+                return None
+            value = self._reviewed(self._rated[index], decision)
+        return f"{as_line(value)}\n".encode("utf-8", "backslashreplace")
+
+    def _reviewed(self, row: RatedRow, decision: Decision) -> dict[str, Any]:
+        value = dict(row.row.value)
+        entry: dict[str, Any] = {
+            "decision": decision.choice,
+            "by": decision.rater,
+            "at": decision.time,
+            "was": _given(row),
+        }
+        if decision.choice == "score":
+            value = with_column(value, row.columns["score"], decision.score)
+        elif decision.choice == "flip" and (row.kind == "thumbs" or "chosen" not in row.columns):
+            label = lookup(value, row.columns["label"])
+            value = with_column(value, row.columns["label"], self._opposite[_typed(label)])
+        elif decision.choice == "flip":
+            value = _swap_sides(value, row.columns)
+            margin = lookup(value, row.columns["margin"]) if "margin" in row.columns else None
+            if margin:  # by how much the other side was better
+                entry["margin"] = margin
+                value = with_column(value, row.columns["margin"], 0)
+        return with_info(value, row.columns, "review", entry)
+
+    # What is shown
+
+    def card(self, index: int) -> dict[str, Any]:
+        """A row as the page shows it."""
+        row, state = self._rated[index], self._states.get(index, RowState())
+        decision, example = state.current, row.example
+        info = example.info
+        verdicts = _verdict_text(self._votes, row)
+        raters = info.get("raters") or info.get("rater") or []
+        names = [str(each) for each in (raters if isinstance(raters, list | tuple) else [raters])]
+        sides = (
+            {"completion": example.completion}
+            if isinstance(example, Judgement)
+            else {"chosen": example.chosen, "rejected": example.rejected}
+        )
+        tags = info.get("tags")
+        return {
+            "row": index,
+            "version": state.version,
+            "kind": row.kind,
+            "origin": str(row.row.origin),
+            "prompt": _messages(example.prompt, row.row.value.get("prompt")),
+            "sides": [
+                {"name": name, "messages": _messages(content, row.row.value.get(name))}
+                for name, content in sides.items()
+            ],
+            "label": _label_text(row.label_name(row.label)),
+            "opposite": _label_text(row.label_name(not row.label)),
+            "score": example.score if isinstance(example, Judgement) else None,
+            "raters": [
+                {"name": name, "verdict": verdicts.get(name, "")}
+                for name in dict.fromkeys([*names, *verdicts])
+            ],
+            "comment": _shown_text(info.get("comment")),
+            "tags": [str(tag) for tag in tags] if isinstance(tags, list | tuple) else [],
+            "reasons": [
+                {"reason": each.reason, "text": each.text} for each in self.suspicions[index]
+            ],
+            "decision": None
+            if decision is None
+            else {
+                "choice": decision.choice,
+                "rater": decision.rater,
+                "time": decision.time,
+                "score": decision.score,
+            },
+        }
+
+    def is_reviewed(self, index: int) -> bool:
+        """Whether a row is in a case."""
+        return index in self._case_of
+
+    def case_of(self, index: int) -> int:
+        """The number of a row's case, from 0."""
+        return self._case_of[index]
+
+    def is_done(self, number: int) -> bool:
+        """Whether all rows of a case are decided."""
+        states = (self._states.get(index) for index in self.cases[number])
+        return all(state is not None and state.current is not None for state in states)
+
+    def next_case(self, after: int = -1) -> int | None:
+        """The next case with a row that is not decided, at last from the beginning on."""
+        count = len(self.cases)
+        numbers = ((after + 1 + step) % count for step in range(count))
+        return next((number for number in numbers if not self.is_done(number)), None)
+
+    def progress(self) -> dict[str, int]:
+        """How many rows are decided in which way, and how many are left."""
+        counts: Counter[str] = Counter()
+        for index in self._case_of:
+            state = self._states.get(index)
+            decision = state.current if state else None
+            counts[decision.choice if decision else "left"] += 1
+        return {"rows": len(self._case_of), **{name: counts[name] for name in (*CHOICES, "left")}}
+
+
+def _given(row: RatedRow) -> Any:
+    """The verdict of a row before the review."""
+    if row.kind == "scores":
+        assert isinstance(row.example, Judgement)
+        return row.example.score
+    return row.label_name(row.label)
+
+
+def _row_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Identifies each row by its content, and equal rows by their order."""
+    counts: Counter[str] = Counter()
+    keys: list[str] = []
+    for row in rows:
+        id = content_id(row)
+        counts[id] += 1
+        keys.append(f"{id}-{counts[id]}")
+    return keys
+
+
+def _typed(label: Any) -> tuple[str, Any]:
+    """A label as a key; True and 1 are different ones."""
+    return type(label).__name__, label
+
+
+def _opposite_labels(rows: Iterable[RatedRow]) -> dict[tuple[str, Any], Any]:
+    """What to write for the opposite of each label of some rows.
+
+    This is the most frequent opposite label of the same type in these rows, such as "bad" for
+    "good"; where there is none, True and False, 1 and 0, or "up" and "down".
+    """
+    counts: dict[bool, Counter[tuple[str, Any]]] = {True: Counter(), False: Counter()}
+    for row in rows:
+        if "label" in row.columns:
+            label = lookup(row.row.value, row.columns["label"])
+            verdict = thumb(label)
+            if verdict is not None:
+                counts[verdict][_typed(label)] += 1
+    opposite: dict[tuple[str, Any], Any] = {}
+    for verdict, labels in counts.items():
+        others = [each for each, _ in counts[not verdict].most_common()]
+        for key in labels:
+            same_type = [label for kind, label in others if kind == key[0]]
+            default: Any = not verdict
+            if key[0] in ("int", "float"):
+                default = int(not verdict)
+            elif key[0] == "str":
+                default = "down" if verdict else "up"
+            opposite[key] = same_type[0] if same_type else default
+    return opposite
+
+
+def _swap_sides(value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """A pair with its sides exchanged, also in further columns such as ``chosen_model``."""
+    pairs = {
+        (columns[first], columns[second])
+        for first, second in (("chosen", "rejected"), ("chosen_text", "rejected_text"))
+        if first in columns and second in columns
+    }
+    pairs |= {
+        (name, other)
+        for name in value
+        if "chosen" in name and (other := name.replace("chosen", "rejected")) in value
+    }
+    swapped = value
+    for first, second in pairs:
+        if lookup(value, first) is not None or lookup(value, second) is not None:
+            swapped = with_column(swapped, first, lookup(value, second))
+            swapped = with_column(swapped, second, lookup(value, first))
+    return swapped
+
+
+SHOWN_CHARACTERS = 50_000
+"""Longest text that the page gets."""
+
+
+def _shown_text(text: object) -> str:
+    shown = str(text or "")
+    if len(shown) <= SHOWN_CHARACTERS:
+        return shown
+    more = len(shown) - SHOWN_CHARACTERS
+    return f"{shown[:SHOWN_CHARACTERS]}\n[{more:,} more characters are not shown]"
+
+
+def _messages(content: Content, text: object) -> list[dict[str, str]]:
+    """The turns of a prompt or completion. text: of one that is known by its tokens."""
+    if isinstance(content, Chat):
+        return [
+            {
+                "role": str(message.get("role", "")),
+                "text": _shown_text(content_text(replace(content, messages=(message,)))),
+            }
+            for message in content.messages
+        ]
+    if isinstance(content, str):
+        return [{"role": "", "text": _shown_text(content)}]
+    turns = text if isinstance(text, list) else [text]
+    return [
+        {"role": str(turn.get("role", "")), "text": _shown_text(turn.get("content"))}
+        if isinstance(turn, dict)
+        else {"role": "", "text": _shown_text(turn)}
+        for turn in turns
+    ]
