@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from valence.config.learning_rates import LearningRates
@@ -82,6 +83,19 @@ SINKS_READ = {
 """Settings that each kind of ``run.sinks`` reads."""
 
 
+SERVED_LORA_DEFAULTS: dict[str, Any] = {
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "modules_to_save": None,
+    "trainable_token_indices": None,
+    "bias": "none",
+    "lora_bias": False,
+}
+"""Settings of ``model.lora`` that vLLM refuses or ignores, with their defaults."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """What a rule looks at.
@@ -127,6 +141,17 @@ class Case:
         return self.recipe.model.quantize is not None
 
     @property
+    def initializes_without_weights(self) -> bool:
+        """Is a new adapter's start independent of the model's weights?"""
+        lora = self.recipe.model.lora
+        return lora is None or lora.init_lora_weights in (True, False, "gaussian", "orthogonal")
+
+    @property
+    def serves_adapter(self) -> bool:
+        """Does a vLLM server load the adapter that is trained?"""
+        return self.recipe.model.lora is not None and self.recipe.rollout.engine == "vllm"
+
+    @property
     def words(self) -> dict[str, str | None]:
         """What a rule's ``why`` may name."""
         return {
@@ -153,6 +178,10 @@ class Rule:
     broken: Callable[[Case], bool]
     why: str
     fix: str
+
+
+def _differs_where_served(case: Case, *, name: str, default: object) -> bool:
+    return case.serves_adapter and getattr(case.recipe.model.lora, name) != default
 
 
 NO_EVAL = "nothing is evaluated during training, as data.eval is empty"
@@ -585,6 +614,21 @@ CONTRADICTIONS = (
         lambda c: c.quantizes and (c.recipe.parallel.tensor > 1 or c.recipe.parallel.offload),
         "weights of 4 bits are split over processes by parallel.shard alone",
         "remove parallel.tensor and parallel.offload, or model.quantize",
+    ),
+    Rule(
+        "model.lora.init_lora_weights",
+        lambda c: c.quantizes and not c.initializes_without_weights,
+        "PEFT computes it from the model's weights, which model.quantize rounds to 4 bits",
+        "set it to true or gaussian, or remove model.quantize",
+    ),
+    *(
+        Rule(
+            f"model.lora.{name}",
+            partial(_differs_where_served, name=name, default=default),
+            "a vLLM server cannot load an adapter with this setting",
+            "remove it, or set rollout.engine: hf",
+        )
+        for name, default in SERVED_LORA_DEFAULTS.items()
     ),
     Rule(
         "train.compile",

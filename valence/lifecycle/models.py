@@ -21,6 +21,7 @@ from valence.distributed.tensor import tensor_parallel
 from valence.distributed.together import same
 from valence.errors import UserError
 from valence.lifecycle.changes import rows_of
+from valence.models.adapters import starts_at_base
 from valence.models.build import (
     DTYPES,
     best_device,
@@ -195,7 +196,7 @@ class _Loads:
             model.to(policy.device)
         built = build_reference(
             policy,
-            fresh_adapter=recipe.model.lora is not None and recipe.model.adapter is None,
+            fresh_adapter=recipe.model.lora is not None and starts_at_base(recipe.model.lora),
             model=model,
             name=name or "the model given",
             follows=recipe.reference.sync_every is not None,

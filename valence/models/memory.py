@@ -103,6 +103,7 @@ def predict(
     *,
     width: int,
     frozen_copy: bool,
+    adapter_copy: bool = False,
     checkpointing: Checkpointing = "off",
     compiled: bool = False,
     optimizer: str = "adamw",
@@ -110,7 +111,7 @@ def predict(
     split: Split = Split(),
 ) -> Memory:
     """Bytes of a run, in each process. width: bytes of one number of the computation; frozen_copy:
-    is the reference a model of its own?
+    is the reference a model of its own? adapter_copy: is it a copy that shares frozen weights?
 
     Weights that train are float32 masters (float64 in float64), with a gradient and two moments
     each, and copies for products in bfloat16. The gradient of a matrix of the vocabulary is there
@@ -127,6 +128,7 @@ def predict(
     else:
         kept = shape.layers * (HIDDEN * shape.hidden * stream + inner * width)
     kept += shape.adapted * masters if width == masters else 0  # an adapter widens its input
+    kept += 2 * shape.scaled * width  # DoRA keeps the layer's and the adapter's output
     held = int((parameters - shape.quantized) * stream + shape.quantized * BYTES)
     unpacked = shape.hidden * max(shape.inner, shape.heads) * width if shape.quantized else 0
     again = RECOMPUTED[checkpointing]
@@ -134,7 +136,7 @@ def predict(
     twice = shape.full and not (device.type == "cpu" and split.single)
     whole = Memory(
         weights=held + parameters * copies + unpacked + (0 if shape.full else trained * masters),
-        reference=held if frozen_copy else 0,
+        reference=held if frozen_copy else trained * masters if adapter_copy else 0,
         gradient=trained * masters
         + (shape.vocabulary * shape.hidden * masters // split.tensor if twice else 0),
         optimizer=int(trained * (MOMENTS[optimizer] if width < 8 else 16)),

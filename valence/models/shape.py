@@ -27,7 +27,8 @@ class Shape:
     ``vocabulary``: numbers that the model's head gives (a reward model's: scores). ``adapted``:
     inputs of all linear layers with an adapter, in numbers per token. ``largest``: weights of the
     largest of the decoder's layers; ``outside``: those of no layer (embedding, head).
-    ``quantized``: weights that are kept in 4 bits.
+    ``quantized``: weights that are kept in 4 bits. ``scaled``: outputs of all layers with DoRA, in
+    numbers per token.
     """
 
     parameters: int
@@ -43,6 +44,7 @@ class Shape:
     outside: int = 0
     quantized: int = 0
     keys: int = 0
+    scaled: int = 0
 
     @property
     def full(self) -> bool:
@@ -93,7 +95,7 @@ def shape_of(
     inner: int = _of(config, "moe_intermediate_size", "intermediate_size") or 4 * config.hidden_size
     head: int = _of(config, "head_dim") or config.hidden_size // config.num_attention_heads
     trained = parameters = sum(p.numel() for p in model.parameters())
-    linear, adapted = _multiplied(model, experts), 0
+    linear, adapted, scaled = _multiplied(model, experts), 0, 0
     layers = decoder_layers(model)
     each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     quantized = countable(layers) if quantize else 0
@@ -102,6 +104,9 @@ def shape_of(
         trained = sum(p.numel() for p in planned.parameters() if p.requires_grad)
         adapted = sum(
             p.shape[1] for name, p in planned.named_parameters() if "lora_A" in name and p.ndim == 2
+        )
+        scaled = sum(
+            p.numel() for name, p in planned.named_parameters() if "lora_magnitude" in name
         )
     return Shape(
         parameters=parameters,
@@ -116,6 +121,7 @@ def shape_of(
         largest=max(each, default=0),
         outside=parameters - sum(each),
         quantized=quantized,
+        scaled=scaled,
         keys=head * (_of(config, "num_key_value_heads") or config.num_attention_heads),
     )
 

@@ -15,6 +15,7 @@ from valence.config.schema import Recipe
 from valence.data.targets import ONE
 from valence.distributed.protocol import Group
 from valence.errors import UserError
+from valence.models.adapters import starts_at_base, unsplittable
 from valence.models.build import DTYPES
 from valence.models.memory import Memory, Split, predict, sampled, with_values
 from valence.models.shape import Shape, skeleton, skeleton_of
@@ -73,6 +74,12 @@ def choose_split(
             "moments of 8 bits cannot be split over processes",
             "train.optimizer",
             "set train.optimizer: adamw",
+        )
+    if recipe.model.lora is not None and (setting := unsplittable(recipe.model.lora)):
+        raise _not_with_split(
+            "an adapter with this setting is not built where weights are split over processes",
+            f"model.lora.{setting}",
+            "remove it",
         )
     if recipe.train.compile == "on":
         raise _not_with_split(
@@ -141,15 +148,17 @@ def memory_of(
 ) -> Memory:
     """What each process of a run will need."""
     recipe = prepared.recipe
-    apart = recipe.model.lora is None or recipe.reference.model is not None
-    # where nothing is split, its copy shares the policy's frozen weights
-    moves = recipe.reference.sync_every is not None
+    lora, is_named = recipe.model.lora, recipe.reference.model is not None
+    # where nothing is split, a copy shares the policy's frozen weights
+    is_copy = recipe.reference.sync_every is not None or lora is None or not starts_at_base(lora)
+    is_apart = is_named or trains_whole(recipe) or (is_copy and not split.single)
     width = DTYPES[recipe.model.dtype].itemsize
     predicted = partial(
         predict,
         shape,
         width=width,
-        frozen_copy=prepared.needs_reference and (apart or (moves and not split.single)),
+        frozen_copy=prepared.needs_reference and is_apart,
+        adapter_copy=prepared.needs_reference and is_copy and not is_apart,
         checkpointing=recipe.train.checkpointing,
         optimizer=recipe.train.optimizer,
         device=device,

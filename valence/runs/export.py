@@ -21,6 +21,11 @@ from valence.runs.store import agreed, apart, is_sharded, place_aside, written_a
 LARGEST = 5 * 10**9
 """Bytes of a file of weights."""
 Merge = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
+SaveAdapter = Callable[[Any, Path, Mapping[str, Tensor] | None], None]
+
+
+def _save_adapter(model: Any, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+    model.save_pretrained(folder, state_dict=weights)
 
 
 def export(
@@ -35,6 +40,7 @@ def export(
     group: Group | None = None,
     largest: int = LARGEST,
     merge: Merge | None = None,
+    save_adapter: SaveAdapter = _save_adapter,
 ) -> Path:
     """Writes weights (safetensors), tokenizer with its chat template, generation settings and card
     (README.md).
@@ -47,8 +53,9 @@ def export(
     one after another, and writes them. It holds ``largest`` bytes (of a file) of them at once; all,
     where transformers saves them in other pieces than it trains. merge: makes the merged model of
     the model and its adapter's weights, where its own weights are too coarse to merge into; rank 0
-    then holds a whole model on the host. Raises UserError in all processes when it cannot be
-    written.
+    then holds a whole model on the host. save_adapter: writes an adapter's files; its last argument
+    are all tensors of the model, where the model itself does not hold them whole. Raises UserError
+    in all processes when it cannot be written.
     """
     leads = group is None or group.rank == 0
     adapter = hasattr(model, "peft_config") and what == "adapter"
@@ -58,9 +65,15 @@ def export(
         if merge is not None and hasattr(model, "peft_config") and not adapter:
             _write_made(model, folder, group, config or {}, merge, largest)
         elif any(is_sharded(p) for p in model.parameters()):
-            _write_gathered(model, folder, group, adapter, config or {}, largest)
+            if adapter:
+                _write_adapter(model, folder, group, save_adapter)
+            else:
+                _write_gathered(model, folder, group, config or {}, largest)
         elif leads:
-            _write_whole(model, folder, adapter, config or {})
+            if adapter:
+                save_adapter(model, folder, None)
+            else:
+                _write_whole(model, folder, config or {})
         with agreed(group):
             if leads:
                 tokenizer.save_pretrained(folder)
@@ -117,10 +130,10 @@ def _stop_at(ends: Collection[int], folder: Path) -> None:
         path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_whole(model: nn.Module, folder: Path, adapter: bool, config: Mapping[str, Any]) -> None:
-    """A model all of whose weights are in this process."""
+def _write_whole(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a model all of whose weights are in this process, with its adapter merged."""
     whole: Any = model
-    if hasattr(model, "peft_config") and not adapter:
+    if hasattr(model, "peft_config"):
         whole = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
     whole.config.update(config)
     whole.save_pretrained(folder)
@@ -131,15 +144,11 @@ def _write_gathered(
     model: Any,
     folder: Path,
     group: Group | None,
-    adapter: bool,
     config: Mapping[str, Any],
     largest: int,
 ) -> None:
-    """A model whose weights are sharded."""
+    """Write a model whose weights are sharded, with its adapter merged."""
     leads = group is None or group.rank == 0
-    if adapter:
-        _write_adapter(model, folder, group)
-        return
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     base.config.update(config)
     pieces, shapes = _pieces(base)
@@ -166,13 +175,15 @@ def _write_gathered(
             base.save_pretrained(folder, state_dict=found, max_shard_size=largest)
 
 
-def _write_adapter(model: Any, folder: Path, group: Group | None) -> None:
-    """The adapter alone."""
+def _write_adapter(
+    model: Any, folder: Path, group: Group | None, save_adapter: SaveAdapter
+) -> None:
+    """Write the adapter of a model whose weights are sharded."""
     leads = group is None or group.rank == 0
     values = _with_whole_adapter(model, leads)
     with agreed(group):
         if leads:
-            model.save_pretrained(folder, state_dict=values)
+            save_adapter(model, folder, values)
 
 
 @torch.no_grad()

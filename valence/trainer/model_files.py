@@ -17,7 +17,7 @@ from valence.data.targets import ONE
 from valence.distributed.protocol import Group
 from valence.distributed.together import gathered
 from valence.errors import UserError
-from valence.models.adapters import merged
+from valence.models.adapters import merge_adapter, save_adapter
 from valence.models.build import DTYPES, load_model
 from valence.models.scores import Scorer, with_padding
 from valence.reports.card import CardFacts, last_record, license_of, model_card
@@ -103,6 +103,7 @@ class ModelWriter:
                 config=config,
                 group=self.world if state.has_split_weights else None,
                 merge=self._merge_quantized if recipe.model.quantize else None,
+                save_adapter=save_adapter,
             )
 
     def _card(self, what: str) -> CardFacts:
@@ -154,7 +155,7 @@ class ModelWriter:
             attributes=attributes,
             trust_remote_code=spec.trust_remote_code,
         )
-        return merged(base, model, weights)
+        return merge_adapter(base, model, weights)
 
     @torch.no_grad()
     def _describe_reward_model(self, policy: Scorer) -> SavedWith:
