@@ -103,7 +103,12 @@ def refuse(
         return
     said = [f"  {changed[name]}" for name in refused[:LISTED]]
     said += [f"  and {len(refused) - LISTED} more"] if len(refused) > LISTED else []
-    named = refused if len(refused) <= 4 else sorted({name.split(".")[0] for name in refused})
+    parents = {name.rpartition(".")[0] or name for name in refused}
+    sections = sorted(p for p in parents if not any(_within(p, q) for q in parents - {p}))
+    named = next(
+        (names for names in (refused, sections) if len(names) <= 4),
+        sorted({name.split(".")[0] for name in refused}),
+    )
     words = " ".join(f"--allow {name}" for name in named)
     raise UserError(
         "\n".join(["the run in this folder was another one:", *said]),
