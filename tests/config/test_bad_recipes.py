@@ -462,6 +462,20 @@ WHOLE: dict[str, tuple[str, str, str, str, str]] = {
         "use_dora",
         "lora_bias",
     ),
+    "an optimizer without its module": (
+        GOOD + "train: {optimizer: SDG}\n",
+        ":7 (train.optimizer)",
+        VALUE,
+        "SDG",
+        "torch.optim.SGD",
+    ),
+    "an optimizer that is no name": (
+        GOOD + "train: {optimizer: 'torch..SGD'}\n",
+        ":7 (train.optimizer)",
+        VALUE,
+        "torch..SGD",
+        "import path",
+    ),
     "nothing to train on": (
         GOOD.replace("train: feedback.jsonl", "train: []"),
         ":5 (data.train)",

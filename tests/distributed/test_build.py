@@ -394,6 +394,7 @@ def test_how_weights_are_split(
     ("asked", "where"),
     [
         ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer"),
+        ({"train": {"optimizer": "torch.optim.Muon"}}, "train.optimizer"),
         ({"train": {"compile": "on"}}, "train.compile"),
         ({"offload": True}, "parallel.offload"),
         ({"train": {"router_aux_loss": 0.01}}, "train.router_aux_loss"),

@@ -75,6 +75,26 @@ def _dtype(value: Any) -> Any:
     }.get(name, name)
 
 
+OPTIMIZERS = ("adamw", "adamw_8bit")
+"""Optimizers with a short name; any other is an import path."""
+_IN_TORCH = {
+    name.lower(): f"torch.optim.{name}"
+    for name in ("Adafactor", "Adam", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
+}
+
+
+def _optimizer_name(value: str) -> str:
+    if value in OPTIMIZERS or re.fullmatch(r"\w+([.:]\w+)+", value):
+        return value
+    near = get_close_matches(value.lower(), [*OPTIMIZERS, *_IN_TORCH], 1)
+    meant = f"did you mean {_IN_TORCH.get(near[0], near[0])}? otherwise " if near else ""
+    raise PydanticCustomError(
+        "unsupported",
+        "is neither adamw nor adamw_8bit nor an import path",
+        {"fix": f"{meant}write the import path of a class, such as torch.optim.SGD"},
+    )
+
+
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float64"], BeforeValidator(_dtype)]
 Text = Annotated[str, Field(min_length=1)]
 RowCount = Annotated[int, Field(gt=0, le=10**9)]
@@ -606,10 +626,13 @@ class Train(Section):
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
     """Stop after so many optimizer steps."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW, or the same with moments of 8 bits: a quarter of their memory, slow on a CPU (needs
-    the extra `eightbit`).
+    optimizer: Annotated[Text, AfterValidator(_optimizer_name)] = "adamw"
+    """adamw; adamw_8bit, which keeps its moments in 8 bits (a quarter of their memory, slow on a
+    CPU, needs the extra `eightbit`); or the import path of an optimizer class, such as
+    `torch.optim.Muon`, `schedulefree.AdamWScheduleFree` or `my_module.MyOptimizer`.
     """
+    optimizer_settings: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Arguments of the optimizer class besides learning_rate, weight_decay and betas."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
     """Peak learning rate. auto: the method's default for all weights or for an adapter (the end of
     docs/settings.md has a table); a resumed run keeps its rate.
@@ -621,9 +644,10 @@ class Train(Section):
     else a number.
     """
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
+    """Weight decay of matrices; biases and norms have none."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
+    """Decay rates of the first and second moment of AdamW, and of any other optimizer with betas.
+    """
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the gradient over all weights; null: no clipping."""
     drop_last: bool = False

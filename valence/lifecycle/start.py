@@ -117,7 +117,11 @@ def build_run(
     with ExitStack() as failing:
         failing.callback(folder.close)
         prepared = prepare(
-            with_dtype(source, world), tokenizer=tokenizer, given=given, policy=model
+            with_dtype(source, world),
+            tokenizer=tokenizer,
+            given=given,
+            policy=model,
+            training=True,
         )
         same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         previous = find_previous_run(folder, prepared, allow) if folder.taken_up else None

@@ -17,7 +17,7 @@ from valence.distributed.protocol import Group
 from valence.errors import UserError
 from valence.models.adapters import starts_at_base, unsplittable
 from valence.models.build import DTYPES
-from valence.models.memory import Memory, Split, predict, sampled, with_values
+from valence.models.memory import MOMENTS, Memory, Split, predict, sampled, with_values
 from valence.models.shape import Shape, skeleton, skeleton_of
 from valence.planning.reward_models import (
     RewardModelSettings,
@@ -26,6 +26,7 @@ from valence.planning.reward_models import (
     placed_at_reward,
 )
 from valence.rewards.build import list_reward_models
+from valence.trainer.optim import optimizer_class
 from valence.trainer.prepare import Prepared
 from valence.trainer.targets import is_run
 
@@ -72,6 +73,13 @@ def choose_split(
     if recipe.train.optimizer == "adamw_8bit":
         raise _not_with_split(
             "moments of 8 bits cannot be split over processes",
+            "train.optimizer",
+            "set train.optimizer: adamw",
+        )
+    if recipe.train.optimizer not in ("adamw", "torch.optim.AdamW"):
+        raise _not_with_split(
+            f"{recipe.train.optimizer} may need whole weights, and each process would have a part "
+            "of them",
             "train.optimizer",
             "set train.optimizer: adamw",
         )
@@ -160,7 +168,7 @@ def memory_of(
         frozen_copy=prepared.needs_reference and is_apart,
         adapter_copy=prepared.needs_reference and is_copy and not is_apart,
         checkpointing=recipe.train.checkpointing,
-        optimizer=recipe.train.optimizer,
+        **_moments(recipe),
         device=device,
         split=split,
     )
@@ -177,6 +185,16 @@ def memory_of(
     if recipe.reward:
         found = replace(found, judges=bytes_of_rewards(recipe))
     return found
+
+
+def _moments(recipe: Recipe) -> dict[str, float]:
+    """Bytes of the optimizer's state per weight, as ``predict`` takes them."""
+    kind = optimizer_class(recipe.train)
+    if kind is None:
+        return {"moments": MOMENTS[recipe.train.optimizer]}
+    if kind.only_matrices:
+        return {"moments": MOMENTS["adamw"], "moments_of_matrices": kind.state_bytes}
+    return {"moments": kind.state_bytes}
 
 
 def fits_whole(prepared: Prepared, shape: Shape, device: torch.device, free: int | None) -> bool:

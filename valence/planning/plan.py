@@ -5,7 +5,7 @@ at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -41,6 +41,7 @@ from valence.planning.memory import (
 )
 from valence.reports.console import duration
 from valence.trainer.methods import Method, read_of_tokens
+from valence.trainer.optim import optimizer_class
 from valence.trainer.prepare import Prepared
 from valence.types import TokenizedExample, plural
 
@@ -381,6 +382,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of "
         f"{plan.micro_batch_tokens:,}" + (" (auto)" if asked == "auto" else ""),
         f"weights: {shape.parameters:,}{trained}{narrow}",
+        *_optimizer(plan),
         *_shared(plan),
         f"memory: about {_gigabytes(total)}{each} "
         f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
@@ -415,6 +417,32 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     if said := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
         lines.append(said)
     return lines
+
+
+def _optimizer(plan: Plan) -> Iterator[str]:
+    """Lines about an optimizer that the recipe names by its import path."""
+    train, shape = plan.prepared.recipe.train, plan.shape
+    kind = optimizer_class(train)
+    if kind is None:
+        return
+    name = kind.path
+    others = shape.trained - shape.matrices
+    if kind.only_matrices:
+        yield (
+            f"optimizer: {name} for {shape.matrices:,} weights in matrices of hidden layers"
+            + (f", AdamW for the other {others:,} (embedding, head, norms, biases)" * bool(others))
+        )
+    else:
+        yield f"optimizer: {name}"
+    yield (
+        f"optimizer memory: {kind.state_bytes:.3g} bytes per weight, measured on one small matrix; "
+        f"temporary memory inside a step of {name} is unknown and not included"
+    )
+    if kind.has_modes and train.schedule != "constant":
+        yield (
+            f"{name} averages weights instead of lowering the learning rate: "
+            "set train.schedule: constant"
+        )
 
 
 def _times(plan: Plan) -> list[str]:

@@ -64,7 +64,8 @@ class ModelWriter:
         """Return what is saved with the weights. All processes call it."""
         policy = self.state.policy
         if isinstance(policy, Scorer):
-            return self._describe_reward_model(policy)
+            with self.state.evaluation_weights():
+                return self._describe_reward_model(policy)
         return self.prepared.encoder.tokenizer, None
 
     def write(
@@ -92,7 +93,7 @@ class ModelWriter:
         tokenizer, config = saved_with or self.saved_with()
         if self.world.rank and not state.has_split_weights:
             return
-        with state.policy.stock():
+        with state.evaluation_weights(), state.policy.stock():
             export(
                 state.policy.model,
                 tokenizer,
