@@ -127,6 +127,7 @@ def test_a_folder_is_no_recipe(folder: Path):
 
 UNKNOWN = "setting-unknown"
 TYPE = "setting-type"
+VALUE = "setting-value"
 SHAPES: dict[str, tuple[str, str, str, str, str]] = {
     "unknown setting": ("train:\n  sed: 1\n", ":8 (train.sed)", UNKNOWN, "", "train.seed?"),
     "unknown section": ("trian: {seed: 1}\n", ":7 (trian)", UNKNOWN, "", "train?"),
@@ -394,9 +395,86 @@ WHOLE: dict[str, tuple[str, str, str, str, str]] = {
     "layers in one word": (
         GOOD.replace("some/model", "m\n  lora: {targets: all-liner}"),
         ":4 (model.lora.targets)",
-        TYPE,
+        VALUE,
         '"all-liner"',
         "all-linear?",
+    ),
+    "one layer without brackets": (
+        GOOD.replace("some/model", "m\n  lora: {targets: q_proj}"),
+        ":4 (model.lora.targets)",
+        VALUE,
+        '"q_proj"',
+        "[q_proj]",
+    ),
+    "a pattern that is none": (
+        GOOD.replace("some/model", "m\n  lora: {exclude_modules: '*.q_proj'}"),
+        ":4 (model.lora.exclude_modules)",
+        VALUE,
+        "*.q_proj",
+        "list the names",
+    ),
+    "a field of PEFT that is refused": (
+        GOOD.replace("some/model", "m\n  lora: {use_qalora: true}"),
+        ":4 (model.lora.use_qalora)",
+        "setting-unsupported",
+        "GPTQ",
+        "nf4",
+    ),
+    "an initialization that needs data": (
+        GOOD.replace("some/model", "m\n  lora: {init_lora_weights: eva}"),
+        ":4 (model.lora.init_lora_weights)",
+        VALUE,
+        "data",
+        "pissa",
+    ),
+    "an initialization that there is not": (
+        GOOD.replace("some/model", "m\n  lora: {init_lora_weights: pisa}"),
+        ":4 (model.lora.init_lora_weights)",
+        TYPE,
+        "pisa",
+        "pissa?",
+    ),
+    "an odd rank of two orthogonal halves": (
+        GOOD.replace("some/model", "m\n  lora: {rank: 3, init_lora_weights: orthogonal}"),
+        ":4 (model.lora.init_lora_weights)",
+        VALUE,
+        "even",
+        "model.lora.rank",
+    ),
+    "a pattern for some layers": (
+        GOOD.replace("some/model", "m\n  lora: {targets: '.*q_proj', layers_to_transform: [0]}"),
+        ":4 (model.lora.layers_to_transform)",
+        VALUE,
+        "regular expression",
+        "model.lora.targets",
+    ),
+    "a list of layers for all layers": (
+        GOOD.replace("some/model", "m\n  lora: {layers_pattern: h}"),
+        ":4 (model.lora.layers_pattern)",
+        VALUE,
+        "layers_to_transform",
+        "layers_to_transform",
+    ),
+    "a bias of a DoRA adapter": (
+        GOOD.replace("some/model", "m\n  lora: {use_dora: true, lora_bias: true}"),
+        ":4 (model.lora.lora_bias)",
+        VALUE,
+        "use_dora",
+        "lora_bias",
+    ),
+    "an optimizer without its module": (
+        GOOD + "train: {optimizer: SDG}\n",
+        ":7 (train.optimizer)",
+        VALUE,
+        "SDG",
+        "torch.optim.SGD",
+    ),
+    "an optimizer that is no name": (
+        GOOD + "train: {optimizer: 'torch..SGD'}\n",
+        ":7 (train.optimizer)",
+        VALUE,
+        "torch..SGD",
+        "import path",
     ),
     "nothing to train on": (
         GOOD.replace("train: feedback.jsonl", "train: []"),

@@ -15,10 +15,14 @@ ROWS = {row.name: row for row in settings_table()}
     ("name", "takes", "default"),
     [
         ("method", "text", "required"),
-        ("model.lora", "a section (rank, alpha, dropout, targets) or null", "null"),
+        (
+            "run.early_stop",
+            "a section (metric, mode, patience, min_delta) or null",
+            "null",
+        ),
         ("model.lora.rank", "a whole number above 0 and of at most 65536", "16"),
         ("model.lora.dropout", "a number of at least 0 and below 1", "0.0"),
-        ("model.lora.targets", 'a list (each text) or "all-linear"', '"all-linear"'),
+        ("model.lora.targets", "a list (each text) or text", '"all-linear"'),
         ("data.train.N.keys", "names with a value each", "{}"),
         (
             "data.eval",

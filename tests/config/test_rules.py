@@ -128,6 +128,12 @@ CONFLICTS: dict[str, tuple[list[str], str, str, str]] = {
         "scores_to_judgements",
         "data.threshold",
     ),
+    "singular vectors of weights in 4 bits": (
+        ["model.quantize=nf4", "model.lora.init_lora_weights=pissa"],
+        "model.lora.init_lora_weights",
+        "model.quantize",
+        "gaussian",
+    ),
     "two adapters": (
         ["model.lora.rank=4", "model.adapter=folder"],
         "model.lora",

@@ -21,6 +21,7 @@ from tests.errors import check_error, raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
+from valence.config.schema import LoraSettings
 from valence.distributed.process_group import Group, SingleProcess
 from valence.distributed.tensor_parallel import local
 from valence.lifecycle import models as building
@@ -338,7 +339,9 @@ def recipe_with(**parallel: Any) -> Any:
     changes = {"optimizer": "adamw", "compile": "auto", "router_aux_loss": 0.0} | parallel.pop(
         "train", {}
     )
-    model = SimpleNamespace(lora=parallel.pop("lora", None), adapter=None)
+    lora = parallel.pop("lora", None)
+    lora = LoraSettings(**lora) if isinstance(lora, dict) else lora
+    model = SimpleNamespace(lora=lora, adapter=None)
     asked = {
         "shard": "auto",
         "tensor": 1,
@@ -390,9 +393,14 @@ def test_how_weights_are_split(
     ("asked", "where"),
     [
         ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer"),
+        ({"train": {"optimizer": "torch.optim.Muon"}}, "train.optimizer"),
         ({"train": {"compile": "on"}}, "train.compile"),
         ({"offload": True}, "parallel.offload"),
         ({"train": {"router_aux_loss": 0.01}}, "train.router_aux_loss"),
+        ({"lora": {"use_dora": True}}, "model.lora.use_dora"),
+        ({"lora": {"init_lora_weights": "pissa"}}, "model.lora.init_lora_weights"),
+        ({"lora": {"bias": "all"}}, "model.lora.bias"),
+        ({"lora": {"modules_to_save": ["lm_head"]}}, "model.lora.modules_to_save"),
     ],
 )
 def test_settings_that_split_weights_do_not_support_are_mistakes(

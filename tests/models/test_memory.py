@@ -11,7 +11,15 @@ import torch
 
 from tests.tiny_models import tiny
 from valence.models import memory
-from valence.models.memory import Memory, Split, free_memory, predict, sampled, with_values
+from valence.models.memory import (
+    MOMENTS,
+    Memory,
+    Split,
+    free_memory,
+    predict,
+    sampled,
+    with_values,
+)
 from valence.models.shape import decoder_layers, shape_of, skeleton_of
 
 SHAPE = shape_of(skeleton_of(tiny()))
@@ -46,9 +54,16 @@ def test_under_an_adapter_only_what_trains_has_a_gradient() -> None:
 
 
 def test_moments_of_8_bits_take_a_quarter() -> None:
-    assert predicted(optimizer="adamw_8bit").optimizer == pytest.approx(
+    assert predicted(moments=MOMENTS["adamw_8bit"]).optimizer == pytest.approx(
         predicted().optimizer / 4, rel=0.05
     )
+
+
+def test_matrices_may_have_an_optimizer_of_their_own() -> None:
+    shape = replace(SHAPE, matrices=SHAPE.trained - 100)
+    found = predicted(shape, moments=8.0, moments_of_matrices=0.0)
+    assert (predicted(shape).optimizer, found.optimizer) == (8 * SHAPE.trained, 800)
+    assert predicted(shape, width=8, moments_of_matrices=4.0).optimizer == 8 * shape.matrices + 1600
 
 
 def test_the_more_is_computed_again_the_less_a_token_takes() -> None:

@@ -15,7 +15,7 @@ from tests.errors import raises_error
 from tests.models.test_oracle import PATTERNS, forest_of, policy
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
-from valence.models.adapters import adapted
+from valence.models.adapters import has_adapter
 from valence.models.build import build_policy, build_reference, load_model
 from valence.models.digest import model_digest
 from valence.models.policy_model import PolicyModel
@@ -259,7 +259,7 @@ def test_what_trains_is_all_that_a_saved_state_needs(
 def test_values_over_bfloat16_are_float32(how: str, packed: bool) -> None:
     lora = LORA if how == "lora" else None
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16, lora=lora)
-    assert adapted(engine.model) is (how == "lora")
+    assert has_adapter(engine.model) is (how == "lora")
     add_values(engine, trunk="separate")
     assert engine.critic is not None
     torch.nn.init.normal_(engine.critic.head.weight, generator=torch.Generator().manual_seed(0))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.errors import raises_error
+from valence.config.schema import Recipe
 from valence.runs import store
 from valence.trainer.optim import adamw, check_optimizer, schedule, warmup_steps
 
@@ -222,10 +223,15 @@ def test_moments_of_8_bits_train_as_those_of_32_do() -> None:
 
 
 def test_moments_of_8_bits_need_their_library_and_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_optimizer("adamw_8bit", torch.bfloat16)
+    def recipe(optimizer: str, dtype: str) -> Recipe:
+        train = {"optimizer": optimizer, "learning_rate": 0.1}
+        model = {"name": "m", "dtype": dtype}
+        return Recipe.model_validate({"method": "sft", "model": model, "train": train})
+
+    check_optimizer(recipe("adamw_8bit", "bfloat16"))
     with raises_error("optimizer-dtype", where="train.optimizer", fix="adamw"):
-        check_optimizer("adamw_8bit", torch.float64)
+        check_optimizer(recipe("adamw_8bit", "float64"))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with raises_error("library-missing", where="train.optimizer", fix="valence-align[eightbit]"):
-        check_optimizer("adamw_8bit", torch.float32)
-    check_optimizer("adamw", torch.float64)
+        check_optimizer(recipe("adamw_8bit", "float32"))
+    check_optimizer(recipe("adamw", "float64"))

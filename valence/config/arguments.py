@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from valence.config.describe import dotted
+from valence.config.describe import at, dotted, schema_of
 from valence.config.parse import put, value_at
+from valence.config.schema import Recipe
 from valence.errors import UserError
 
 
@@ -58,7 +59,9 @@ def _flatten(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, value in settings.items():
         inner = (*path, *str(name).split("."))
-        if isinstance(value, Mapping) and value:
+        # names in a mapping such as model.lora.rank_pattern are the user's, and may have dots
+        is_section = not isinstance(at(schema_of(Recipe), inner).get("additionalProperties"), dict)
+        if isinstance(value, Mapping) and value and is_section:
             yield from _flatten(cast(Mapping[str, Any], value), inner)
         else:
             yield inner, str(value) if isinstance(value, Path) else value

@@ -24,6 +24,7 @@ from valence.config.describe import (
     types_of,
 )
 from valence.config.parse import RawRecipe, value_at
+from valence.config.schema import LORA_FIELDS_REFUSED
 from valence.errors import UserError
 
 
@@ -44,6 +45,12 @@ def of_setting(
     node = at(schema_of(model), path)
     where = raw.where(full)
     if error["type"] == "extra_forbidden":
+        refused = LORA_FIELDS_REFUSED.get(str(path[-1])) if full[:-1] == ("model", "lora") else None
+        if refused is not None:
+            why, fix = refused
+            return UserError(
+                f"is not supported: {why}", code="setting-unsupported", where=where, fix=fix
+            )
         names = names_of(at(schema_of(model), path[:-1]))
         fix = UNNECESSARY.get(str(path[-1])) or _nearest(full, names)
         return UserError("there is no such setting", code="setting-unknown", where=where, fix=fix)

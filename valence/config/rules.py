@@ -78,6 +78,19 @@ class MethodFacts(Protocol):
         ...
 
 
+SERVED_LORA_DEFAULTS: dict[str, Any] = {
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "modules_to_save": None,
+    "trainable_token_indices": None,
+    "bias": "none",
+    "lora_bias": False,
+}
+"""Settings of ``model.lora`` that vLLM refuses or ignores, with their defaults."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A recipe and its context.
@@ -130,6 +143,24 @@ def _model(c: Case) -> Iterator[Issue]:
             "4-bit weights are sharded by parallel.shard alone",
             "remove parallel.tensor and parallel.offload, or model.quantize",
         )
+    lora = model.lora
+    if lora is None:
+        return
+    starts_without_weights = lora.init_lora_weights in (True, False, "gaussian", "orthogonal")
+    if model.quantize and not starts_without_weights:
+        yield conflict(
+            "model.lora.init_lora_weights",
+            "PEFT computes it from the model's weights, which model.quantize rounds to 4 bits",
+            "set it to true or gaussian, or remove model.quantize",
+        )
+    if c.recipe.rollout.engine == "vllm":
+        for name, default in SERVED_LORA_DEFAULTS.items():
+            if getattr(lora, name) != default:
+                yield conflict(
+                    f"model.lora.{name}",
+                    "a vLLM server cannot load an adapter with this setting",
+                    "remove it, or set rollout.engine: hf",
+                )
 
 
 def _reference(c: Case) -> Iterator[Issue]:

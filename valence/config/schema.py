@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -24,6 +25,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -79,6 +82,26 @@ def _dtype(value: Any) -> Any:
     }.get(name, name)
 
 
+OPTIMIZERS = ("adamw", "adamw_8bit")
+"""Optimizers with a short name; any other is an import path."""
+_IN_TORCH = {
+    name.lower(): f"torch.optim.{name}"
+    for name in ("Adafactor", "Adam", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
+}
+
+
+def _optimizer_name(value: str) -> str:
+    if value in OPTIMIZERS or re.fullmatch(r"\w+([.:]\w+)+", value):
+        return value
+    near = get_close_matches(value.lower(), [*OPTIMIZERS, *_IN_TORCH], 1)
+    meant = f"did you mean {_IN_TORCH.get(near[0], near[0])}? otherwise " if near else ""
+    raise PydanticCustomError(
+        "unsupported",
+        "is neither adamw nor adamw_8bit nor an import path",
+        {"fix": f"{meant}write the import path of a class, such as torch.optim.SGD"},
+    )
+
+
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float64"], BeforeValidator(_dtype)]
 Text = Annotated[str, Field(min_length=1)]
 RowCount = Annotated[int, Field(gt=0, le=10**9)]
@@ -126,6 +149,106 @@ class Section(BaseModel):
         yield from ()
 
 
+def _lora_initialization(value: Any) -> Any:
+    """Refuse initializations that need data, or that change the model that training starts from."""
+    if isinstance(value, str) and (reason := LORA_INITIALIZATIONS_REFUSED.get(value.lower())):
+        why, fix = reason
+        raise PydanticCustomError(
+            "unsupported", "is not supported: {why}", {"why": why, "fix": fix}
+        )
+    return value
+
+
+LORA_INITIALIZATIONS_REFUSED = {
+    "eva": ("it needs a pass over the data before training", "use gaussian, or pissa"),
+    "corda": ("it needs a pass over the data before training", "use pissa"),
+    "lora_ga": ("it needs gradients of the data before training", "use pissa"),
+    "loftq": (
+        "it replaces the model's weights by a quantized approximation, so that training would not "
+        "start from the model",
+        "set model.quantize: nf4 instead",
+    ),
+}
+"""Values of ``init_lora_weights`` that PEFT has and a recipe cannot use: why, and what to do."""
+
+_NO_DATA = "it configures an initialization that needs a pass over the data before training"
+_AS_NF4 = "set model.quantize: nf4 for a quantized base model"
+LORA_FIELDS_REFUSED = {
+    "fan_in_fan_out": ("PEFT detects it for each layer", "remove it"),
+    "megatron_config": ("Valence does not load Megatron models", "remove it"),
+    "megatron_core": ("Valence does not load Megatron models", "remove it"),
+    "loftq_config": LORA_INITIALIZATIONS_REFUSED["loftq"],
+    "eva_config": (_NO_DATA, "remove it, and set init_lora_weights: gaussian or pissa"),
+    "corda_config": (_NO_DATA, "remove it, and set init_lora_weights: pissa"),
+    "lora_ga_config": (_NO_DATA, "remove it, and set init_lora_weights: pissa"),
+    "velora_config": (
+        "VeLoRA approximates gradients, and Valence guarantees exact ones",
+        "set train.checkpointing: full to save memory",
+    ),
+    "alora_invocation_tokens": (
+        "an activated LoRA changes only the tokens after its invocation, so it can be neither "
+        "merged nor packed",
+        "remove it",
+    ),
+    "use_qalora": ("QA-LoRA needs a GPTQ model, which Valence does not train", _AS_NF4),
+    "qalora_group_size": ("QA-LoRA needs a GPTQ model, which Valence does not train", _AS_NF4),
+    "monteclora_config": (
+        "it samples weights in every forward pass, so the loss would depend on the micro-batches",
+        "remove it",
+    ),
+    "layer_replication": (
+        "the policy would have other layers than model.name",
+        "build the larger model first, and name its folder in model.name",
+    ),
+    "runtime_config": ("it only moves the initialization of DoRA to another device", "remove it"),
+    "use_bdlora": (
+        "block-diagonal adapters are for inference engines with tensor parallelism",
+        "remove it",
+    ),
+    "arrow_config": (
+        "Arrow routes between finished adapters and trains none",
+        "merge the adapters before training, or continue one of them with model.adapter",
+    ),
+    "kasa_config": (
+        "KaSA deletes singular values of the model's weights, so that training would not start "
+        "from the model",
+        "set init_lora_weights: pissa for an initialization by singular vectors",
+    ),
+}
+"""Fields of PEFT's ``LoraConfig`` that a recipe cannot set: why, and what to do."""
+
+
+def _names_or_pattern(value: Any) -> Any:
+    """Refuse a text that is a single name: as a regular expression it would match no full name."""
+    if not isinstance(value, str) or value == "all-linear":
+        return value
+    if re.fullmatch(r"[\w.-]*", value):
+        is_typo = get_close_matches(value.lower(), ["all-linear"], cutoff=0.8)
+        raise PydanticCustomError(
+            "unsupported",
+            "is neither a list of names nor a regular expression",
+            {"fix": "did you mean all-linear?" if is_typo else f"write [{value}]"},
+        )
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise PydanticCustomError(
+            "unsupported",
+            "is not a regular expression: {why}",
+            {"why": str(error), "fix": "list the names instead"},
+        ) from None
+    return value
+
+
+NamesOrPattern = Annotated[list[Text] | Text, BeforeValidator(_names_or_pattern)]
+LoraInitialization = Annotated[
+    bool
+    | Literal["gaussian", "orthogonal", "pissa", "olora", "mica"]
+    | Annotated[str, Field(pattern="^pissa_niter_[0-9]+$")],
+    BeforeValidator(_lora_initialization),
+]
+
+
 class LoraSettings(Section):
     rank: Annotated[int, Field(gt=0, le=65536)] = 16
     """Rank of the update."""
@@ -136,8 +259,73 @@ class LoraSettings(Section):
 
     Above 0 the result depends on how a step is cut into micro-batches.
     """
-    targets: list[Text] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers that get an adapter."""
+    targets: NamesOrPattern = "all-linear"
+    """Names of the linear layers that get an adapter, or a regular expression that matches full
+    names. all-linear: all linear layers except the head.
+    """
+    exclude_modules: NamesOrPattern | None = None
+    """Names of layers, or a regular expression, that get no adapter although `targets` includes
+    them.
+    """
+    use_rslora: bool = False
+    """Multiply the update by alpha/sqrt(rank) instead of alpha/rank (rsLoRA, arXiv 2312.03732)."""
+    use_dora: bool = False
+    """Also train the norm of each output of a layer (DoRA, arXiv 2402.09353). Slower than LoRA."""
+    init_lora_weights: LoraInitialization = True
+    """Initial values of the adapter. true: the update starts at zero, as with gaussian, orthogonal
+    and mica (arXiv 2604.01694, trains only A). pissa (arXiv 2404.02948), pissa_niter_N (the same by
+    a faster approximation) and olora (arXiv 2406.01775) move a part of the model's weights into the
+    adapter; the policy still starts from the model. false: random.
+    """
+    rank_pattern: dict[Text, PositiveInt] = Field(default_factory=dict[str, int])
+    """Ranks of single layers, as {name or regular expression: rank}."""
+    alpha_pattern: dict[Text, PositiveFloat] = Field(default_factory=dict[str, float])
+    """alpha of single layers, as {name or regular expression: alpha}."""
+    layers_to_transform: list[NonNegativeInt] | NonNegativeInt | None = None
+    """Numbers of the decoder's layers, from 0, that get an adapter. Default: all."""
+    layers_pattern: list[Text] | Text | None = None
+    """Name of the model's list of layers, if it has an unusual one."""
+    target_parameters: list[Text] | None = None
+    """Names of parameters that get an adapter although they belong to no linear layer, such as the
+    experts of a mixture-of-experts model.
+    """
+    modules_to_save: list[Text] | None = None
+    """Names of modules that train in full next to the adapter, such as `lm_head`."""
+    trainable_token_indices: list[NonNegativeInt] | dict[Text, list[NonNegativeInt]] | None = None
+    """Tokens whose embeddings train next to the adapter; or {name of an embedding: tokens}."""
+    ensure_weight_tying: bool = False
+    """Keep the embedding and the head tied where `modules_to_save` trains them."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases of the model also train: none, all, or those of layers with an adapter."""
+    lora_bias: bool = False
+    """Give the adapter's second matrix a bias. The layers of `targets` need one, too."""
+
+    @field_validator("init_lora_weights", "layers_to_transform", "layers_pattern", "lora_bias")
+    @classmethod
+    def _check_combination(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what PEFT does not combine with settings that are declared before it."""
+        before = info.data
+        targets = before.get("targets", "all-linear")
+        initial = before.get("init_lora_weights")
+        match info.field_name:
+            case "init_lora_weights" if value == "orthogonal" and before.get("rank", 0) % 2:
+                what, fix = "needs an even rank", "set model.lora.rank to an even number"
+            case "layers_to_transform" if (
+                value is not None and isinstance(targets, str) and targets != "all-linear"
+            ):
+                what = "cannot be combined with targets that are a regular expression"
+                fix = "list the names of the layers in model.lora.targets"
+            case "layers_pattern" if (
+                value is not None and before.get("layers_to_transform") is None
+            ):
+                what = "has no effect without layers_to_transform"
+                fix = "set model.lora.layers_to_transform, or remove it"
+            case "lora_bias" if value and (before.get("use_dora") or isinstance(initial, str)):
+                what = "cannot be combined with use_dora or a named init_lora_weights"
+                fix = "remove lora_bias, or use_dora and init_lora_weights"
+            case _:
+                return value
+        raise PydanticCustomError("unsupported", "{what}", {"what": what, "fix": fix})
 
 
 class Model(Section):
@@ -571,10 +759,13 @@ class Train(Section):
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
     """Stop after N optimizer steps."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW, or the same with moments of 8 bits: a quarter of their memory, slow on a CPU (needs
-    the extra `eightbit`).
+    optimizer: Annotated[Text, AfterValidator(_optimizer_name)] = "adamw"
+    """adamw; adamw_8bit, which keeps its moments in 8 bits (a quarter of their memory, slow on a
+    CPU, needs the extra `eightbit`); or the import path of an optimizer class, such as
+    `torch.optim.Muon`, `schedulefree.AdamWScheduleFree` or `my_module.MyOptimizer`.
     """
+    optimizer_settings: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Arguments of the optimizer class besides learning_rate, weight_decay and betas."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
     """Peak learning rate. auto: the method's default for all weights or for an adapter (the end of
     docs/settings.md has a table); a resumed run keeps its rate.
@@ -586,9 +777,10 @@ class Train(Section):
     else a number.
     """
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
+    """Weight decay of matrices; biases and norms have none."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
+    """Decay rates of the first and second moment of AdamW, and of any other optimizer with betas.
+    """
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the gradient over all weights; null: no clipping."""
     drop_last: bool = False

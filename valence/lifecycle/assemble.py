@@ -76,7 +76,7 @@ def make_trainer(
     state = TrainState(
         prepared, policy, reference, group,
         micro_batch_tokens=micro_batch_tokens, first=first, optimizer=optimizer,
-        scheduler=scheduler, log=jsonl,
+        scheduler=scheduler, log=jsonl, trains=folder is not None,
     )  # fmt: skip
     shared_stop = SharedStop(stop or Stop(console), world)
     retry = MemoryRetry(state, messages, folder)

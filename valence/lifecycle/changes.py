@@ -103,8 +103,13 @@ def refuse(
         return
     lines = [f"  {changed[name]}" for name in refused[:MAX_LISTED]]
     lines += [f"  and {len(refused) - MAX_LISTED} more"] if len(refused) > MAX_LISTED else []
-    sections = refused if len(refused) <= 4 else sorted({name.split(".")[0] for name in refused})
-    options = " ".join(f"--allow {name}" for name in sections)
+    parents = {name.rpartition(".")[0] or name for name in refused}
+    sections = sorted(p for p in parents if not any(_within(p, q) for q in parents - {p}))
+    accepted = next(
+        (names for names in (refused, sections) if len(names) <= 4),
+        sorted({name.split(".")[0] for name in refused}),
+    )
+    options = " ".join(f"--allow {name}" for name in accepted)
     raise UserError(
         "\n".join(["this folder holds a run with other settings or rows:", *lines]),
         code="run-differs",

@@ -19,6 +19,7 @@ from valence.distributed.process_group import Group, SingleProcess, check_ranks_
 from valence.distributed.tensor_parallel import tensor_parallel
 from valence.errors import UserError
 from valence.lifecycle.changes import rows_of
+from valence.models.adapters import starts_at_base
 from valence.models.build import (
     DTYPES,
     best_device,
@@ -193,7 +194,7 @@ class _ModelLoader:
             model.to(policy.device)
         built = build_reference(
             policy,
-            fresh_adapter=recipe.model.lora is not None and recipe.model.adapter is None,
+            fresh_adapter=recipe.model.lora is not None and starts_at_base(recipe.model.lora),
             model=model,
             name=name or "the model object",
             follows=recipe.reference.sync_every is not None,

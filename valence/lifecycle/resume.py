@@ -371,9 +371,10 @@ def _apply_changed_settings(
 
     fresh_groups, fresh_rates: parameter groups and base learning rates as the recipe has them.
     """
+    arguments = tuple(state.recipe.train.optimizer_settings)
     names = [
         name
-        for setting, names in OPTIMIZER_SETTINGS.items()
+        for setting, names in (OPTIMIZER_SETTINGS | {"train.optimizer_settings": arguments}).items()
         if setting in previous.changed and state.is_default_optimizer
         for name in names
     ]

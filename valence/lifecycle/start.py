@@ -130,7 +130,11 @@ def build_run(
     with ExitStack() as failing:
         failing.callback(folder.close)
         prepared = prepare(
-            with_dtype(source, world), tokenizer=tokenizer, given=given, policy=model
+            with_dtype(source, world),
+            tokenizer=tokenizer,
+            given=given,
+            policy=model,
+            training=True,
         )
         check_ranks_agree(
             world, lambda: settings_of(prepared), "give all processes the same recipe"

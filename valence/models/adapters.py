@@ -1,127 +1,240 @@
-"""Low-rank adapters: a fresh one, one to continue, and one that is only planned."""
+"""Low-rank adapters: new, continued, planned for an estimate, and saved."""
 
 from __future__ import annotations
 
 import copy
 import difflib
 import logging
+import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from valence.errors import UserError
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
 
-# peft imports it where it is installed: it warns of 4-bit kernels
+# PEFT imports it where it is installed, and it warns about missing 4-bit kernels
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
-    """The model with the adapter of a folder, which trains on, or else with a fresh one (rank,
-    alpha, dropout, targets).
+    """Return the model with the adapter of a folder, which continues to train, or with a new one.
 
-    Raises UserError when the adapter cannot be loaded, when one of both is of a reward model and
-    the other is not, or a target is no layer. Warns of an adapter made for another model.
+    lora: settings of ``model.lora``. Raises UserError when the adapter cannot be loaded, when one
+    of model and adapter is a reward model and the other is not, or when a setting does not fit the
+    model. Warns about an adapter that was made for another model.
     """
     from peft import PeftModel
 
     if adapter is None:
-        return _wrapped(model, _fresh(model, lora))
-    saved = _saved(adapter)
+        wrapped = _add_adapter(model, _lora_config(model, lora))
+        _check_patterns(wrapped, lora)
+        _check_biases(wrapped, lora)
+        if changes_base(lora):
+            cast(Any, wrapped).initial_adapter = _adapter_weights(wrapped)
+        return _with_wide_masters(wrapped)
+    saved = _read_config(adapter)
     _check_base(saved, adapter, model)
     _check_task(saved, adapter, model)
     try:
         # Without is_trainable an adapter loads frozen, and a run would train nothing.
-        with _without_its_warning():
-            return PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
+        with _without_warnings():
+            wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
+            return _with_wide_masters(wrapped)
     except LOADING_ERRORS as error:
         raise cannot_load("adapter", adapter, error) from error
 
 
-def go_on_without_dropout(model: nn.Module, adapter: str) -> None:
-    """Switches off the dropout that an adapter was trained with, for which nobody has asked here.
-
-    Warns if it had any.
-    """
-    own = [
+def disable_adapter_dropout(model: nn.Module, adapter: str) -> None:
+    """Disable the dropout that a continued adapter was trained with, and warn if it had any."""
+    dropouts = [
         module
         for name, module in model.named_modules()
         if "lora_dropout" in name and getattr(module, "p", 0)
     ]
-    for module in own:
+    for module in dropouts:
         cast(Any, module).p = 0.0
-    if own:
+    if dropouts:
         warnings.warn(
-            f"the adapter {adapter!r} was trained with dropout, and goes on without", stacklevel=3
+            f"the adapter {adapter!r} was trained with dropout, and continues without", stacklevel=3
         )
 
 
 def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
-    """The model as ``with_adapter`` would make it, without the adapter's weights: for a model
-    without memory behind it.
+    """Return the model as ``with_adapter`` would build it, without the adapter's weights: for a
+    model on the meta device.
     """
-    config = _fresh(model, lora) if adapter is None else _saved(adapter)
+    config = _lora_config(model, lora) if adapter is None else _read_config(adapter)
     config.inference_mode = False
-    return _wrapped(model, config)
+    if config.init_lora_weights != "mica":  # which decides what trains; others only give values
+        config.init_lora_weights = True
+    # with MiCA on the meta device, too: there are no weights to compute its values from
+    return _add_adapter(model, config, low_cpu_mem_usage=config.init_lora_weights == "mica")
 
 
-def merged(base: nn.Module, trained: Any, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The base with the adapter of a trained model added to it, in the type of the base's weights.
-    weights: those of the adapter, as peft saves them.
+def merge_adapter(base: nn.Module, trained: Any, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Merge the adapter of a trained model into a base, in the type of the base's weights.
+
+    weights: those of the adapter, by PEFT's names.
     """
     from peft import set_peft_model_state_dict
 
-    wrapped: Any = _wrapped(base, copy.deepcopy(trained.peft_config[trained.active_adapter]))
+    wrapped: Any = _add_adapter(base, copy.deepcopy(trained.peft_config[trained.active_adapter]))
     set_peft_model_state_dict(wrapped, dict(weights))
     return wrapped.merge_and_unload()
 
 
-def adapted(model: nn.Module) -> bool:
+def active_module(module: Any) -> nn.Module:
+    """The module that computes: of one that trains in full next to an adapter, the copy that
+    trains, or the original while the adapter is disabled.
+    """
+    if not hasattr(module, "modules_to_save"):
+        return module
+    name = module.active_adapters[0] if module.active_adapters else ""
+    is_off = module.disable_adapters or name not in module.modules_to_save
+    return module.original_module if is_off else module.modules_to_save[name]
+
+
+def has_adapter(model: nn.Module) -> bool:
     """Whether there is an adapter on the model."""
     return hasattr(model, "peft_config")
 
 
 def largest_rank(model: nn.Module) -> int:
-    """The largest rank of an adapter's updates; 0 without one."""
+    """The largest rank of a saved adapter (see ``save_adapter``); 0 without one."""
     configs: Any = getattr(model, "peft_config", {})
-    return max(
-        (rank for each in configs.values() for rank in (each.r, *each.rank_pattern.values())),
+    rank = max(
+        (r for config in configs.values() for r in (config.r, *config.rank_pattern.values())),
         default=0,
     )
+    return 2 * rank if getattr(model, "initial_adapter", None) else rank
 
 
-def inputs_as_they_come(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block an adapter's layers do not first widen their input, which autocast would
-    narrow again.
+@contextmanager
+def keep_input_dtype(module: nn.Module) -> Iterator[None]:
+    """Inside the block, an adapter's layers do not widen their input, which autocast would narrow
+    again. PEFT's ``disable_input_dtype_casting`` fails for an embedding of which some tokens train.
     """
-    from peft.helpers import disable_input_dtype_casting
+    layers: list[Any] = [m for m in module.modules() if hasattr(m, "cast_input_dtype_enabled")]
+    before = [layer.cast_input_dtype_enabled for layer in layers]
+    try:
+        for layer in layers:
+            layer.cast_input_dtype_enabled = False
+        yield
+    finally:
+        for layer, is_enabled in zip(layers, before, strict=True):
+            layer.cast_input_dtype_enabled = is_enabled
 
-    return disable_input_dtype_casting(module)
+
+FIELDS = (
+    "exclude_modules",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layers_pattern",
+    "target_parameters",
+    "modules_to_save",
+    "trainable_token_indices",
+    "ensure_weight_tying",
+    "bias",
+    "lora_bias",
+)
+"""Settings of ``model.lora`` that are fields of the same name of PEFT's ``LoraConfig``."""
 
 
-def _fresh(model: nn.Module, lora: Any) -> Any:
+def _lora_config(model: nn.Module, lora: Any) -> Any:
+    """PEFT's ``LoraConfig`` for the settings of ``model.lora``, which may lack all but rank, alpha,
+    dropout and targets.
+
+    Raises UserError for a name that is not in the model.
+    """
     from peft import LoraConfig
 
-    _check_targets(model, lora.targets)
+    _check_names(model, lora)
+    targets = lora.targets
+    layers = getattr(lora, "layers_to_transform", None)
+    if targets == "all-linear" and layers is not None:  # PEFT takes layers only with a list
+        targets = _linear_layers(model)
+    fields = {name: value for name in FIELDS if (value := getattr(lora, name, None))}
+    if layers is not None:
+        fields["layers_to_transform"] = layers
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
         lora_dropout=lora.dropout,
-        target_modules=lora.targets,
+        target_modules=targets,
+        init_lora_weights=getattr(lora, "init_lora_weights", True),
         task_type=_task(model),
+        **fields,
+    )
+
+
+def changes_base(lora: Any) -> bool:
+    """Whether the initialization moves a part of the model's weights into the adapter, so that the
+    model with the adapter disabled is not the model that training starts from.
+    """
+    return str(getattr(lora, "init_lora_weights", True)).startswith(("pissa", "olora"))
+
+
+def starts_at_base(lora: Any) -> bool:
+    """Whether a new adapter's update is exactly zero and disabling the adapter also undoes the
+    training of everything else: the model with the adapter disabled is then the reference, to the
+    last bit and for the whole run.
+    """
+    is_zero = getattr(lora, "init_lora_weights", True) in (True, "gaussian", "mica")
+    return is_zero and getattr(lora, "bias", "none") == "none"
+
+
+def unsplittable(lora: Any) -> str | None:
+    """The first setting that needs the model's weights when the adapter is built, or trains some of
+    them: where weights are split over processes, they are not there yet.
+    """
+    reads_weights = changes_base(lora) or getattr(lora, "init_lora_weights", True) == "mica"
+    names = ["init_lora_weights"] if reads_weights else []
+    names += [
+        name
+        for name in (
+            "use_dora",
+            "modules_to_save",
+            "trainable_token_indices",
+            "target_parameters",
+            "lora_bias",
+        )
+        if getattr(lora, name, None)
+    ]
+    names += ["bias"] if getattr(lora, "bias", "none") != "none" else []
+    return names[0] if names else None
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Last parts of the names of all linear layers, without the head."""
+    from transformers.pytorch_utils import Conv1D
+
+    heads = {id(model.get_output_embeddings())}  # type: ignore[operator]
+    heads |= {id(getattr(model, "score", None))}
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D) and id(module) not in heads
+        }
     )
 
 
 def _task(model: nn.Module) -> str:
-    """What peft calls it. With the former it trains and saves the head as well."""
+    """PEFT's task type. With SEQ_CLS it also trains and saves the head."""
     return "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
 
 
-def _saved(adapter: str) -> Any:
+def _read_config(adapter: str) -> Any:
     from peft import PeftConfig
 
     must_exist(adapter, "model.adapter")
@@ -131,13 +244,20 @@ def _saved(adapter: str) -> Any:
         raise cannot_load("adapter", adapter, error) from error
 
 
-def _wrapped(model: nn.Module, config: Any) -> nn.Module:
+def _add_adapter(model: nn.Module, config: Any, *, low_cpu_mem_usage: bool = False) -> nn.Module:
     from peft import get_peft_model
 
     try:
-        with _without_its_warning():
-            return get_peft_model(model, config)  # type: ignore[arg-type]
-    except ValueError as error:
+        with _without_warnings():
+            return get_peft_model(cast(Any, model), config, low_cpu_mem_usage=low_cpu_mem_usage)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if "target" not in str(error).lower():
+            raise UserError(
+                str(error),
+                code="lora-unsupported",
+                where="model.lora",
+                fix="change the setting that PEFT names",
+            ) from error
         raise UserError(
             str(error),
             code="lora-targets",
@@ -147,36 +267,33 @@ def _wrapped(model: nn.Module, config: Any) -> nn.Module:
 
 
 @contextmanager
-def _without_its_warning() -> Iterator[None]:
-    """peft reads a name that transformers has given up."""
+def _without_warnings() -> Iterator[None]:
+    """Silence what PEFT warns about and handles: a name that transformers has deprecated, layers
+    with transposed weights, and biases of the adapter, which it takes for incomplete matrices.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", ".*LoRA tensor.s. have invalid shape.*lora_B.bias")
         yield
 
 
 def _check_base(saved: Any, adapter: str, model: nn.Module) -> None:
-    """Warns when an adapter was made for another model than the one it is put on."""
-    made_for: str | None = saved.base_model_name_or_path
-    put_on: str = model.config.name_or_path  # type: ignore[union-attr]
-    if made_for and "/" not in made_for and Path(put_on).name == made_for:
-        return  # an exported adapter holds the last part alone of a local folder
-    if (
-        made_for
-        and put_on
-        and Path(made_for).expanduser().resolve() != Path(put_on).expanduser().resolve()
-    ):
+    """Warn when an adapter was made for another model than this one."""
+    base: str | None = saved.base_model_name_or_path
+    name: str = model.config.name_or_path  # type: ignore[union-attr]
+    if base and "/" not in base and Path(name).name == base:
+        return  # an exported adapter names only the last part of a local folder
+    if base and name and Path(base).expanduser().resolve() != Path(name).expanduser().resolve():
         warnings.warn(
-            f"the adapter {adapter!r} was made for {made_for!r} and is put on {put_on!r}: it is "
-            f"of use only if both hold the "
-            "same weights",
+            f"the adapter {adapter!r} was made for {base!r} and is added to {name!r}: this works "
+            "only if both have the same weights",
             stacklevel=4,
         )
 
 
 def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
-    """Raises UserError when an adapter's head for scores would be left out, or the model's would
-    stay as it is.
-    """
+    """Raise UserError when only one of adapter and model has a head for scores."""
     if saved.task_type == "SEQ_CLS" != _task(model):
         raise UserError(
             f"the adapter {adapter!r} is of a reward model, and the model has no head for scores",
@@ -194,26 +311,184 @@ def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
         )
 
 
-def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
-    """Raises UserError for a target that is no layer: it would be left out without a word."""
-    if isinstance(targets, str):
-        return
-    names = [name for name, _ in model.named_modules()]
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            layers = [
-                name
-                for name, module in model.named_modules()
-                if getattr(module, "weight", None) is not None
-            ]
-            leaves = sorted(
-                {leaf for name in layers if not (leaf := name.rpartition(".")[2]).isdigit()}
-            )
-            near = difflib.get_close_matches(target, leaves) or leaves
+def _check_names(model: nn.Module, lora: Any) -> None:
+    """Raise UserError for a name in ``model.lora`` that is not in the model: PEFT ignores it."""
+    modules = dict(model.named_modules())
+    layers = [name for name, m in modules.items() if getattr(m, "weight", None) is not None]
+    parameters = [name for name, _ in model.named_parameters()]
+    saved = getattr(lora, "modules_to_save", None) or []
+    for setting, names, known, shown, kind in (
+        ("targets", lora.targets, modules, layers, "linear layers"),
+        ("exclude_modules", getattr(lora, "exclude_modules", None), modules, layers, "layers"),
+        ("modules_to_save", saved, modules, layers, "modules"),
+        (
+            "target_parameters",
+            getattr(lora, "target_parameters", None),
+            parameters,
+            parameters,
+            "parameters",
+        ),
+    ):
+        for name in [] if names is None or isinstance(names, str) else names:
+            if any(known_name == name or known_name.endswith(f".{name}") for known_name in known):
+                continue
+            leaves = {leaf for full in shown if not (leaf := full.rpartition(".")[2]).isdigit()}
+            leaves |= set(shown) if kind == "parameters" else set()
+            near = difflib.get_close_matches(name, sorted(leaves)) or sorted(leaves)[:12]
+            or_all = ", or all-linear" if setting == "targets" else ""
             raise UserError(
-                f"no layer of {type(model).__name__} is named {target!r}",
-                code="lora-targets",
-                where="model.lora.targets",
-                fix=f"name linear layers of this model (near ones: {', '.join(near)}), or "
-                f"all-linear",
+                f"no {kind[:-1].removeprefix('linear ')} of {type(model).__name__} is named "
+                f"{name!r}",
+                code=f"lora-{setting.replace('_', '-')}",
+                where=f"model.lora.{setting}",
+                fix=f"name {kind} of this model (near ones: {', '.join(near)}){or_all}",
             )
+    _check_layer_numbers(model, getattr(lora, "layers_to_transform", None))
+    _check_tied(model, lora)
+
+
+def _check_layer_numbers(model: Any, numbers: list[int] | int | None) -> None:
+    count: int = model.config.get_text_config().num_hidden_layers
+    for number in [numbers] if isinstance(numbers, int) else numbers or []:
+        if number >= count:
+            raise UserError(
+                f"{type(model).__name__} has no layer {number}",
+                code="lora-layers-to-transform",
+                where="model.lora.layers_to_transform",
+                fix=f"use numbers from 0 to {count - 1}",
+            )
+
+
+def _check_tied(model: Any, lora: Any) -> None:
+    """Raise UserError where one of two tied weights would change: the saved model could hold only
+    one of them.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding is None or embedding.weight is not head.weight:
+        return
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if m in (embedding, head)}
+
+    def includes(setting: str) -> bool:
+        value = getattr(lora, setting, None) or []
+        return not isinstance(value, str) and any(n.rpartition(".")[2] in names for n in value)
+
+    is_saved_apart = includes("modules_to_save") and not getattr(lora, "ensure_weight_tying", False)
+    if not includes("targets") and not is_saved_apart:
+        return
+    setting = "targets" if includes("targets") else "modules_to_save"
+    tied = " and ".join(sorted(names))
+    raise UserError(
+        f"{tied} of {type(model).__name__} are tied, and a saved model holds one weight for both",
+        code="lora-tied-weights",
+        where=f"model.lora.{setting}",
+        fix="list it in model.lora.modules_to_save with ensure_weight_tying: true, or remove it",
+    )
+
+
+def _check_patterns(model: nn.Module, lora: Any) -> None:
+    """Raise UserError for a pattern of ranks or alphas that matches no layer with an adapter: PEFT
+    ignores it.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    prefix = "base_model.model."
+    adapted_layers = [
+        name.removeprefix(prefix)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    ]
+    for setting in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, setting, None) or {}:
+            # as peft.utils.get_pattern_key matches them
+            expression = re.compile(rf"(.*\.)?({pattern})$")
+            if not any(expression.match(name) for name in adapted_layers):
+                near = sorted({name.rpartition(".")[2] for name in adapted_layers})
+                raise UserError(
+                    f"{pattern!r} matches no layer with an adapter",
+                    code=f"lora-{setting.replace('_', '-')}",
+                    where=f"model.lora.{setting}",
+                    fix=f"use a name or a regular expression for some of {', '.join(near)}",
+                )
+
+
+def _check_biases(model: nn.Module, lora: Any) -> None:
+    """Raise UserError where a bias of the adapter could not be merged."""
+    if not getattr(lora, "lora_bias", False):
+        return
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and cast(Any, module).get_base_layer().bias is None:
+            raise UserError(
+                f"{name.removeprefix('base_model.model.')} has no bias into which that of the "
+                "adapter could be merged",
+                code="lora-bias",
+                where="model.lora.lora_bias",
+                fix="remove it, or list only layers with a bias in model.lora.targets",
+            )
+
+
+def _with_wide_masters(model: nn.Module) -> nn.Module:
+    """Keep everything that trains in float32 at least; PEFT does so for the adapter alone.
+
+    The type of the residual stream stays: an embedding returns rows of its former type.
+    """
+    for module in model.modules():
+        weights = list(module.parameters(recurse=False))
+        narrow = [w for w in weights if w.requires_grad and w.dtype == torch.bfloat16]
+        if not narrow:
+            continue
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(_in_bfloat16)
+        # a norm takes no weight and bias of different types
+        is_product = isinstance(module, nn.Linear) or module.__class__.__name__ == "Conv1D"
+        for weight in narrow if is_product else weights:
+            weight.data = weight.data.float()
+    return model
+
+
+def _in_bfloat16(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output.bfloat16()
+
+
+def _adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the adapter's weights on the host, by the names in an adapter's file."""
+    from peft import get_peft_model_state_dict
+
+    weights = get_peft_model_state_dict(cast(Any, model))
+    return {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+
+
+def save_adapter(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapter as PEFT does, for the model that it was trained on.
+
+    An adapter whose initialization changed the base model's weights (PiSSA, OLoRA) is written for
+    the unchanged model, as one of twice the rank: W_res + s B A = W + s (B A - B0 A0), with B0 A0
+    the initial adapter and W_res = W - s B0 A0 (Meng et al. 2024, arXiv 2404.02948, appendix C).
+
+    weights: all tensors of the model, if they are not those that it holds.
+    """
+    with _without_warnings():
+        model.save_pretrained(str(folder), state_dict=weights)
+    initial: dict[str, Tensor] | None = getattr(model, "initial_adapter", None)
+    if initial is None:
+        return
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "adapter_model.safetensors"
+    trained = load_file(path)
+    for name, start in initial.items():
+        start = start.to(trained[name])
+        if ".lora_A." in name:
+            trained[name] = torch.cat([trained[name], start], 0).contiguous()
+        elif ".lora_B." in name:
+            trained[name] = torch.cat([trained[name], -start], 1).contiguous()
+    save_file(trained, path, metadata={"format": "pt"})
+    config = copy.deepcopy(model.peft_config[model.active_adapter])
+    # the scale s is alpha/r, or alpha/sqrt(r) of rsLoRA, and stays
+    factor = math.sqrt(2) if config.use_rslora else 2
+    config.r, config.lora_alpha = 2 * config.r, factor * config.lora_alpha
+    config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
+    config.alpha_pattern = {name: factor * alpha for name, alpha in config.alpha_pattern.items()}
+    config.init_lora_weights, config.inference_mode = True, True
+    config.save_pretrained(str(folder))

@@ -30,7 +30,7 @@ from transformers.utils.logging import (
 )
 
 from valence.errors import UserError
-from valence.models.adapters import go_on_without_dropout, with_adapter
+from valence.models.adapters import disable_adapter_dropout, with_adapter
 from valence.models.check import check_layout
 from valence.models.checkpointing import Checkpointing, recompute_layers
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
@@ -42,6 +42,7 @@ from valence.models.reference import (
     Reference,
     SyncedReference,
     copied,
+    frozen_weights,
 )
 from valence.models.scores import Scorer, is_reward_model, widen_head
 
@@ -320,7 +321,7 @@ def build_policy(
             widen_head(model)
         model = with_adapter(model, lora, adapter)
         if adapter is not None:
-            go_on_without_dropout(model, adapter)
+            disable_adapter_dropout(model, adapter)
     recompute_layers(model, checkpointing, next(model.parameters()).device)
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None
     engine = (
@@ -343,9 +344,11 @@ def build_reference(
     follows: bool = False,
     check: bool = True,
 ) -> Reference:
-    """The reference: a model of its own, or the policy as it starts (adapter off if that started
-    from zero, else a copy).
-    follows: a copy that can be moved. check: as for ``build_policy``.
+    """Return the reference: a model of its own, or the policy as it starts.
+
+    fresh_adapter: whether the policy with its adapter disabled is the policy as it starts
+    (``starts_at_base``). Otherwise the reference is a copy, which shares the weights that do not
+    train. follows: a copy that can be moved. check: as for ``build_policy``.
 
     A model of its own is computed as the policy is, in the types of the policy's weights and
     products and at its temperature: the same weights have a reward of exactly zero. Raises
@@ -360,9 +363,9 @@ def build_reference(
         return FrozenReference(engine, name)
     if follows:
         return SyncedReference(policy)
-    return (
-        AdapterDisabledReference(policy) if fresh_adapter else FrozenReference(copied(policy, {}))
-    )
+    if fresh_adapter:
+        return AdapterDisabledReference(policy)
+    return FrozenReference(copied(policy, frozen_weights(policy)))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from valence.errors import UserError
-from valence.models.adapters import adapted, inputs_as_they_come
+from valence.models.adapters import has_adapter, keep_input_dtype
 
 Checkpointing = Literal["off", "selective", "full", "offloaded"]
 
@@ -57,14 +57,14 @@ def recompute_layers(model: nn.Module, how: Checkpointing, device: torch.device)
         # Dropout draws the same random numbers again.
         # The engine takes care of what is around an adapter's layer in its first run, but not in
         # the second.
-        around = {"context_fn": partial(_around, layer)} if adapted(model) else {}
+        around = {"context_fn": partial(_around, layer)} if has_adapter(model) else {}
         recompute = partial(checkpoint, use_reentrant=False, **around)
         run = partial(_recompute_offloaded, recompute) if how == "offloaded" else recompute
         layer._gradient_checkpointing_func = run  # type: ignore[assignment]
 
 
 def _around(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), inputs_as_they_come(layer)
+    return nullcontext(), keep_input_dtype(layer)
 
 
 def _recompute_offloaded(recompute: Callable[..., Any], layer: Any, *inputs: Tensor) -> Any:

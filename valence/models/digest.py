@@ -67,12 +67,17 @@ def digests(engine: PolicyModel, *, adapter: bool) -> Digests:
     ]
     digest, alone = hashlib.sha256(f"{engine.how} {engine.device.type}".encode()), hashlib.sha256()
     digest.update(json.dumps(settings, sort_keys=True, default=_plain).encode())
+    trained = {
+        name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
     weights = {
-        name.replace("base_model.model.", "").replace(".base_layer.", "."): weight
+        _name_in_base(name): weight
         for name, weight in {**model.state_dict(), **states(model)}.items()
+        # modules_to_save: such as a head that trains with the adapter
         if adapter
-        # the latter: a head that trains with the adapter
-        or not ("lora_" in name or ".modules_to_save." in name)
+        or not (
+            name in trained or any(part in name for part in ("lora_", ".modules_to_save.", DELTA))
+        )
     }
     names = sorted(weights)
     for name, content in zip(names, _contents(weights[name] for name in names), strict=True):
@@ -81,6 +86,16 @@ def digests(engine: PolicyModel, *, adapter: bool) -> Digests:
                 f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode() + content
             )
     return Digests(digest.hexdigest()[:32], alone.hexdigest()[:32])
+
+
+DELTA = ".token_adapter.trainable_tokens_"
+"""Part of the names of what PEFT keeps for single tokens of an embedding that train."""
+
+
+def _name_in_base(name: str) -> str:
+    """The name that a weight has in the model without an adapter's wrappers."""
+    name = name.replace("base_model.model.", "").replace(".token_adapter.base_layer.", ".")
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _contents(weights: Iterable[Any]) -> Iterator[bytes]:

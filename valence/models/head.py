@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from valence.models import gradients, native
+from valence.models.adapters import active_module
 from valence.models.products import bfloat16_operands
 
 CHUNK = 8192
@@ -74,7 +75,8 @@ class Head:
         scale = getattr(config, "logit_scale", None) or 1.0
         scale /= getattr(config, "logits_scaling", None) or 1.0
         softcap = getattr(config, "final_logit_softcapping", None)
-        return cls(model.get_output_embeddings(), softcap, scale, half, temperature)
+        layer = active_module(model.get_output_embeddings())
+        return cls(layer, softcap, scale, half, temperature)
 
     @property
     def steepness(self) -> float:

@@ -22,7 +22,8 @@ HIDDEN = 14  # numbers of hidden size that a layer keeps for the backward pass, 
 INNER = 4  # and of the size inside its feed-forward layer
 COMPILED = 0.55  # share of it that a compiled layer keeps, all in the type of the products
 RECOMPUTED = {"off": 0.0, "selective": 0.5, "full": 1.0, "offloaded": 1.0}  # share of the layers
-MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.04}  # bytes of the optimizer's state per trained weight
+MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.04}
+"""Bytes of the optimizer's state per trained weight in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,18 @@ def predict(
     *,
     width: int,
     frozen_copy: bool,
+    adapter_copy: bool = False,
     checkpointing: Checkpointing = "off",
     compiled: bool = False,
-    optimizer: str = "adamw",
+    moments: float = MOMENTS["adamw"],
+    moments_of_matrices: float | None = None,
     device: torch.device = torch.device("cpu"),
     split: Split = Split(),
 ) -> Memory:
     """Bytes of a run, in each process. width: bytes of one number of the computation; frozen_copy:
-    is the reference a model of its own?
+    is the reference a model of its own? adapter_copy: is it a copy that shares frozen weights?
+    moments: bytes of the optimizer's state per trained weight in float32. moments_of_matrices: the
+    same for matrices of hidden layers, where these have an optimizer of their own.
 
     Weights that train are float32 masters (float64 in float64), with a gradient and two moments
     each, and copies for products in bfloat16. The gradient of a matrix of the vocabulary is there
@@ -118,6 +123,8 @@ def predict(
     as numbers, weights of 4 bits of the layer that runs.
     """
     masters = max(width, 4)
+    more = 0.0 if moments_of_matrices is None else moments_of_matrices - moments
+    in_matrices = shape.matrices // split.tensor * more
     stream = masters if shape.full else width  # the residual stream is as wide as the weights
     copies = width if width < stream else 0
     parameters, trained = shape.parameters // split.tensor, shape.trained // split.tensor
@@ -127,6 +134,7 @@ def predict(
     else:
         kept = shape.layers * (HIDDEN * shape.hidden * stream + inner * width)
     kept += shape.adapted * masters if width == masters else 0  # an adapter widens its input
+    kept += 2 * shape.scaled * width  # DoRA keeps the layer's and the adapter's output
     held = int((parameters - shape.quantized) * stream + shape.quantized * BYTES)
     unpacked = shape.hidden * max(shape.inner, shape.heads) * width if shape.quantized else 0
     again = RECOMPUTED[checkpointing]
@@ -134,10 +142,10 @@ def predict(
     twice = shape.full and not (device.type == "cpu" and split.single)
     whole = Memory(
         weights=held + parameters * copies + unpacked + (0 if shape.full else trained * masters),
-        reference=held if frozen_copy else 0,
+        reference=held if frozen_copy else trained * masters if adapter_copy else 0,
         gradient=trained * masters
         + (shape.vocabulary * shape.hidden * masters // split.tensor if twice else 0),
-        optimizer=int(trained * (MOMENTS[optimizer] if width < 8 else 16)),
+        optimizer=int((trained * moments + in_matrices) * (2 if width == 8 else 1)),
         head=_head(device),
         per_token=int((1 - again) * kept + again * (inputs + kept / shape.layers)),
     )

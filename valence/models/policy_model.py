@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from valence.models.adapters import adapted, inputs_as_they_come
+from valence.models.adapters import has_adapter, keep_input_dtype
 from valence.models.attention import NAME, KeyValueMemory, remembering
 from valence.models.flex import BLOCK, visible
 from valence.models.gradients import write_embedding_gradients
@@ -185,7 +185,7 @@ class PolicyModel(nn.Module):
         if self.compute is None:
             yield
             return
-        narrow = inputs_as_they_come(self.model) if adapted(self.model) else nullcontext()
+        narrow = keep_input_dtype(self.model) if has_adapter(self.model) else nullcontext()
         with torch.autocast(self.device.type, self.compute), narrow:
             yield
 

@@ -98,7 +98,7 @@ class SyncedReference(FrozenReference):
     """
 
     def __init__(self, policy: PolicyModel) -> None:
-        engine = copied(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
+        engine = copied(policy, frozen_weights(policy))
         self.trained = [name for name, p in engine.named_parameters() if p.requires_grad]
         super().__init__(engine, "a copy that follows the policy")
 
@@ -141,6 +141,11 @@ class LazyReference:
                 )
             self._loaded = found
         return self._loaded(batch)
+
+
+def frozen_weights(policy: PolicyModel) -> dict[int, Any]:
+    """The weights that do not train, by their ids: a copy of the policy may share them."""
+    return {id(p): p for p in policy.parameters() if not p.requires_grad}
 
 
 def copied(policy: PolicyModel, shared: dict[int, Any]) -> PolicyModel:

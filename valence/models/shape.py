@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from valence.models.adapters import planned_adapter
@@ -27,7 +32,8 @@ class Shape:
     ``vocabulary``: numbers that the model's head gives (a reward model's: scores). ``adapted``:
     inputs of all linear layers with an adapter, in numbers per token. ``largest``: weights of the
     largest of the decoder's layers; ``outside``: those of no layer (embedding, head).
-    ``quantized``: weights that are kept in 4 bits.
+    ``quantized``: weights that are kept in 4 bits. ``scaled``: outputs of all layers with DoRA, in
+    numbers per token. ``matrices``: weights that train in matrices of hidden layers.
     """
 
     parameters: int
@@ -43,6 +49,8 @@ class Shape:
     outside: int = 0
     quantized: int = 0
     keys: int = 0
+    scaled: int = 0
+    matrices: int = 0
 
     @property
     def full(self) -> bool:
@@ -93,15 +101,19 @@ def shape_of(
     inner: int = _of(config, "moe_intermediate_size", "intermediate_size") or 4 * config.hidden_size
     head: int = _of(config, "head_dim") or config.hidden_size // config.num_attention_heads
     trained = parameters = sum(p.numel() for p in model.parameters())
-    linear, adapted = _multiplied(model, experts), 0
+    linear, adapted, scaled = _multiplied(model, experts), 0, 0
+    whole: nn.Module = model
     layers = decoder_layers(model)
     each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     quantized = countable(layers) if quantize else 0
     if lora is not None or adapter is not None:
-        planned = planned_adapter(model, lora, adapter)
+        whole = planned = planned_adapter(model, lora, adapter)
         trained = sum(p.numel() for p in planned.parameters() if p.requires_grad)
         adapted = sum(
             p.shape[1] for name, p in planned.named_parameters() if "lora_A" in name and p.ndim == 2
+        )
+        scaled = sum(
+            p.numel() for name, p in planned.named_parameters() if "lora_magnitude" in name
         )
     return Shape(
         parameters=parameters,
@@ -116,8 +128,25 @@ def shape_of(
         largest=max(each, default=0),
         outside=parameters - sum(each),
         quantized=quantized,
+        scaled=scaled,
+        matrices=sum(p.numel() for p in hidden_matrices(whole).values()),
         keys=head * (_of(config, "num_key_value_heads") or config.num_attention_heads),
     )
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Matrices that train, by name, without those of the embedding and of the head."""
+    edges: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            ends = module.get_input_embeddings(), module.get_output_embeddings()
+            edges += [end for end in (*ends, getattr(module, "score", None)) if end is not None]
+    excluded = {id(p) for module in edges for p in module.parameters()}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim == 2 and id(p) not in excluded
+    }
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,7 @@ import torch
 
 from valence.batching.micro_batches import make_micro_batches
 from valence.errors import UserError
-from valence.models.adapters import adapted, largest_rank
+from valence.models.adapters import has_adapter, largest_rank, save_adapter
 from valence.rollouts import Sampling
 from valence.rollouts.protocol import Named, Pair, Served
 from valence.runs.messages import Messages
@@ -136,7 +136,7 @@ class ServerEngine:
         if self.rollout.engine != "vllm" or self._sent_step == state.step:
             return
         self.generator.sync(
-            state.step, self._weights, self._save_adapter if adapted(policy.model) else None
+            state.step, self._weights, self._save_adapter if has_adapter(policy.model) else None
         )
         self._sent_step = state.step
         if not self.rollout.check_prompts:
@@ -153,7 +153,7 @@ class ServerEngine:
             dtypes=(self._recipe.model.dtype, ""),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
             agreed=self._has_agreed,
-            adapter=adapted(policy.model),
+            adapter=has_adapter(policy.model),
         )
         check(self.generator, prompts, sampling, self._measure, self._mismatch, evidence=evidence)
         self._has_agreed = True
@@ -175,8 +175,7 @@ class ServerEngine:
         return self._policy.causal.named_parameters()
 
     def _save_adapter(self, folder: Path) -> None:
-        model: Any = self._policy.model
-        model.save_pretrained(str(folder))
+        save_adapter(self._policy.model, folder)
 
     @torch.no_grad()
     def _measure(self, pairs: Sequence[Pair], temperature: float) -> list[list[float]]:
@@ -226,7 +225,7 @@ class ServerEngine:
     def _transfer_name(self) -> str:
         if self.rollout.transport != "auto":
             return self.rollout.transport
-        if adapted(self._policy.model):
+        if has_adapter(self._policy.model):
             return "lora"
         return "nccl" if self._policy.device.type == "cuda" else "disk"
 

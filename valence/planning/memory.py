@@ -15,8 +15,9 @@ from valence.config.schema import Recipe
 from valence.data.targets import ONE
 from valence.distributed.process_group import Group
 from valence.errors import UserError
+from valence.models.adapters import starts_at_base, unsplittable
 from valence.models.build import DTYPES
-from valence.models.memory import Memory, Split, predict, sampled, with_values
+from valence.models.memory import MOMENTS, Memory, Split, predict, sampled, with_values
 from valence.models.shape import Shape, skeleton, skeleton_of
 from valence.planning.reward_models import (
     RewardModelSettings,
@@ -25,6 +26,7 @@ from valence.planning.reward_models import (
     placed_at_reward,
 )
 from valence.rewards.build import list_reward_models
+from valence.trainer.optim import optimizer_class
 from valence.trainer.prepare import Prepared
 from valence.trainer.targets import is_run
 
@@ -82,6 +84,19 @@ def choose_split(
             "8-bit optimizer states cannot be split over processes",
             "train.optimizer",
             "set train.optimizer: adamw",
+        )
+    if recipe.train.optimizer not in ("adamw", "torch.optim.AdamW"):
+        raise _unsupported_with_split(
+            f"{recipe.train.optimizer} may need whole weights, and each process would have a part "
+            "of them",
+            "train.optimizer",
+            "set train.optimizer: adamw",
+        )
+    if recipe.model.lora is not None and (setting := unsplittable(recipe.model.lora)):
+        raise _unsupported_with_split(
+            "an adapter with this setting is not built where weights are split over processes",
+            f"model.lora.{setting}",
+            "remove it",
         )
     if recipe.train.compile == "on":
         raise _unsupported_with_split(
@@ -152,17 +167,19 @@ def memory_of(
 ) -> Memory:
     """Estimate the memory that each process of a run needs."""
     recipe = prepared.recipe
-    is_separate = recipe.model.lora is None or recipe.reference.model is not None
-    # without a split, a synced reference shares the policy's frozen weights
-    is_synced = recipe.reference.sync_every is not None
+    lora, is_named = recipe.model.lora, recipe.reference.model is not None
+    # without a split, a copy shares the policy's frozen weights
+    is_copy = recipe.reference.sync_every is not None or lora is None or not starts_at_base(lora)
+    is_separate = is_named or trains_all_weights(recipe) or (is_copy and not split.single)
     width = DTYPES[recipe.model.dtype].itemsize
     estimate = partial(
         predict,
         shape,
         width=width,
-        frozen_copy=prepared.needs_reference and (is_separate or (is_synced and not split.single)),
+        frozen_copy=prepared.needs_reference and is_separate,
+        adapter_copy=prepared.needs_reference and is_copy and not is_separate,
         checkpointing=recipe.train.checkpointing,
-        optimizer=recipe.train.optimizer,
+        **_moments(recipe),
         device=device,
         split=split,
     )
@@ -179,6 +196,16 @@ def memory_of(
     if recipe.reward:
         memory = replace(memory, judges=bytes_of_rewards(recipe))
     return memory
+
+
+def _moments(recipe: Recipe) -> dict[str, float]:
+    """Bytes of the optimizer's state per weight, as ``predict`` takes them."""
+    kind = optimizer_class(recipe.train)
+    if kind is None:
+        return {"moments": MOMENTS[recipe.train.optimizer]}
+    if kind.only_matrices:
+        return {"moments": MOMENTS["adamw"], "moments_of_matrices": kind.state_bytes}
+    return {"moments": kind.state_bytes}
 
 
 def fits_on_one_device(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,6 +38,7 @@ from valence.planning.memory import (
 )
 from valence.reports.formatting import duration
 from valence.trainer.methods import Method, read_of_tokens
+from valence.trainer.optim import optimizer_class
 from valence.trainer.prepare import Prepared
 from valence.types import TokenizedExample, plural
 
@@ -379,6 +380,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of "
         f"{plan.micro_batch_tokens:,}" + (" (auto)" if requested == "auto" else ""),
         f"weights: {shape.parameters:,}{trained}{narrow}",
+        *_describe_optimizer(plan),
         *_describe_split(plan),
         f"memory: about {_gigabytes(total)}{per_process} "
         f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
@@ -413,6 +415,32 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     if warning := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
         lines.append(warning)
     return lines
+
+
+def _describe_optimizer(plan: Plan) -> Iterator[str]:
+    """Lines about an optimizer that the recipe names by its import path."""
+    train, shape = plan.prepared.recipe.train, plan.shape
+    kind = optimizer_class(train)
+    if kind is None:
+        return
+    name = kind.path
+    others = shape.trained - shape.matrices
+    if kind.only_matrices:
+        yield (
+            f"optimizer: {name} for {shape.matrices:,} weights in matrices of hidden layers"
+            + (f", AdamW for the other {others:,} (embedding, head, norms, biases)" * bool(others))
+        )
+    else:
+        yield f"optimizer: {name}"
+    yield (
+        f"optimizer memory: {kind.state_bytes:.3g} bytes per weight, measured on one small matrix; "
+        f"temporary memory inside a step of {name} is unknown and not included"
+    )
+    if kind.has_modes and train.schedule != "constant":
+        yield (
+            f"{name} averages weights instead of lowering the learning rate: "
+            "set train.schedule: constant"
+        )
 
 
 def _describe_times(plan: Plan) -> list[str]:

@@ -27,6 +27,11 @@ from valence.runs.store import (
 MAX_FILE_BYTES = 5 * 10**9
 """Size of a file of weights."""
 Merge = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
+SaveAdapter = Callable[[Any, Path, Mapping[str, Tensor] | None], None]
+
+
+def _save_adapter(model: Any, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+    model.save_pretrained(folder, state_dict=weights)
 
 
 def export(
@@ -41,6 +46,7 @@ def export(
     group: Group | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     merge: Merge | None = None,
+    save_adapter: SaveAdapter = _save_adapter,
 ) -> Path:
     """Write weights (safetensors), tokenizer with chat template, generation settings and card.
 
@@ -53,6 +59,8 @@ def export(
     transformers saves them in other pieces than it trains.
     merge: builds the merged model from the model and its adapter's weights, for quantized models;
     rank 0 then holds a full model in CPU memory.
+    save_adapter: writes the files of an adapter; its last argument holds all tensors of the model
+    if the model itself does not.
 
     Raises UserError in all processes if the folder cannot be written.
     """
@@ -66,9 +74,15 @@ def export(
         if merge is not None and hasattr(model, "peft_config") and not adapter:
             _write_merged(model, folder, group, config or {}, merge, max_file_bytes)
         elif any(is_sharded(p) for p in model.parameters()):
-            _write_gathered(model, folder, group, adapter, config or {}, max_file_bytes)
+            if adapter:
+                _write_adapter(model, folder, group, save_adapter)
+            else:
+                _write_gathered(model, folder, group, config or {}, max_file_bytes)
         elif leads:
-            _write_local(model, folder, adapter, config or {})
+            if adapter:
+                save_adapter(model, folder, None)
+            else:
+                _write_local(model, folder, config or {})
         with agreed(group):
             if leads:
                 tokenizer.save_pretrained(folder)
@@ -124,10 +138,10 @@ def _add_stop_tokens(ends: Collection[int], folder: Path) -> None:
         path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_local(model: nn.Module, folder: Path, adapter: bool, config: Mapping[str, Any]) -> None:
-    """Write a model whose weights are all in this process."""
+def _write_local(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a model whose weights are all in this process, with its adapter merged."""
     saved: Any = model
-    if hasattr(model, "peft_config") and not adapter:
+    if hasattr(model, "peft_config"):
         saved = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
     saved.config.update(config)
     saved.save_pretrained(folder)
@@ -138,15 +152,11 @@ def _write_gathered(
     model: Any,
     folder: Path,
     group: Group | None,
-    adapter: bool,
     config: Mapping[str, Any],
     max_file_bytes: int,
 ) -> None:
-    """Write a model whose weights are sharded."""
+    """Write a model whose weights are sharded, with its adapter merged."""
     leads = group is None or group.rank == 0
-    if adapter:
-        _write_adapter(model, folder, group)
-        return
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     base.config.update(config)
     pieces, shapes = _pieces(base)
@@ -173,13 +183,15 @@ def _write_gathered(
             base.save_pretrained(folder, state_dict=gathered, max_shard_size=max_file_bytes)
 
 
-def _write_adapter(model: Any, folder: Path, group: Group | None) -> None:
-    """Write the adapter alone."""
+def _write_adapter(
+    model: Any, folder: Path, group: Group | None, save_adapter: SaveAdapter
+) -> None:
+    """Write the adapter of a model whose weights are sharded."""
     leads = group is None or group.rank == 0
     values = _gather_adapter(model, leads)
     with agreed(group):
         if leads:
-            model.save_pretrained(folder, state_dict=values)
+            save_adapter(model, folder, values)
 
 
 @torch.no_grad()

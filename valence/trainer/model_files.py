@@ -16,7 +16,7 @@ from valence.data.sampler import canonical_order
 from valence.data.targets import ONE
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
-from valence.models.adapters import merged
+from valence.models.adapters import merge_adapter, save_adapter
 from valence.models.build import DTYPES, load_model
 from valence.models.scores import Scorer, with_padding
 from valence.reports.card import CardFacts, last_record, license_of, model_card
@@ -63,7 +63,8 @@ class ModelWriter:
         """Return what is saved with the weights. All processes call it."""
         policy = self.state.policy
         if isinstance(policy, Scorer):
-            return self._describe_reward_model(policy)
+            with self.state.evaluation_weights():
+                return self._describe_reward_model(policy)
         return self.prepared.encoder.tokenizer, None
 
     def write(
@@ -91,7 +92,7 @@ class ModelWriter:
         tokenizer, config = saved_with or self.saved_with()
         if self.world.rank and not state.has_split_weights:
             return
-        with state.policy.stock():
+        with state.evaluation_weights(), state.policy.stock():
             export(
                 state.policy.model,
                 tokenizer,
@@ -102,6 +103,7 @@ class ModelWriter:
                 config=config,
                 group=self.world if state.has_split_weights else None,
                 merge=self._merge_quantized if recipe.model.quantize else None,
+                save_adapter=save_adapter,
             )
 
     def _card(self, what: str) -> CardFacts:
@@ -153,7 +155,7 @@ class ModelWriter:
             attributes=attributes,
             trust_remote_code=spec.trust_remote_code,
         )
-        return merged(base, model, weights)
+        return merge_adapter(base, model, weights)
 
     @torch.no_grad()
     def _describe_reward_model(self, policy: Scorer) -> SavedWith:

@@ -26,7 +26,7 @@ from valence.data.targets import ONE, attribute_names, check_range, verdict, wit
 from valence.data.template import with_template
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
-from valence.models.build import DTYPES, generation_stops, load_tokenizer, stops_of
+from valence.models.build import generation_stops, load_tokenizer, stops_of
 from valence.models.loading import must_exist
 from valence.models.quantized import check_library
 from valence.models.speed import automatic_dtype
@@ -271,13 +271,15 @@ def prepare(
     given: Mapping[str, Rows | None] | None = None,
     policy: Any = None,
     rewards: bool = True,
+    training: bool = False,
 ) -> Prepared:
     """Read, encode and audit all rows of a recipe.
 
     given: rows in memory that replace the recipe's train or eval files. policy: a model that
     replaces the recipe's, for the tokens at which it stops. rewards: False leaves the recipe's
-    reward functions out; nothing of them is imported, and they cannot be called later. Raises
-    UserError for a mistake in the recipe or the data.
+    reward functions out; nothing of them is imported, and they cannot be called later. training:
+    whether the run is to be trained; otherwise its optimizer is not imported. Raises UserError for
+    a mistake in the recipe or the data.
     """
     with source.placing():
         source = with_dtype(source)
@@ -344,7 +346,7 @@ def prepare(
                 name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()
             }
         prepared = Prepared(source.recipe, source, method, encoder, corpora, rewards)
-        _check(prepared)
+        _check(prepared, training=training)
         return prepared
 
 
@@ -520,8 +522,11 @@ def _bad_row_remedy(fix: str | None) -> str:
     return f"{fix}; {skip}" if fix else skip
 
 
-def _check(prepared: Prepared) -> None:
-    """What can be known to fail before a model is loaded."""
+def _check(prepared: Prepared, *, training: bool) -> None:
+    """Raise UserError for what can be known to fail before a model is loaded.
+
+    training: also import and check the optimizer that the recipe names.
+    """
     recipe = prepared.recipe
     for setting, named in (
         ("model.adapter", recipe.model.adapter),
@@ -531,7 +536,8 @@ def _check(prepared: Prepared) -> None:
             must_exist(named, setting)
     if prepared.has_rewards:
         check_rewards(recipe.reward)
-    check_optimizer(recipe.train.optimizer, DTYPES[recipe.model.dtype])
+    if training:
+        check_optimizer(recipe)
     if recipe.model.quantize:
         check_library()
     kept = recipe.reference.cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
@@ -19,7 +20,14 @@ from valence.reports.sinks import JsonlSink
 from valence.runs import store
 from valence.runs.state import RandomState, Registry, State, Stateful, StateFunctions
 from valence.trainer.methods import Method, settings_of_step
-from valence.trainer.optim import OptimizerLike, SchedulerLike, make_optimizer, make_scheduler
+from valence.trainer.optim import (
+    OptimizerLike,
+    SchedulerLike,
+    evaluation_weights,
+    has_evaluation_weights,
+    make_optimizer,
+    make_scheduler,
+)
 from valence.trainer.prepare import AuxiliaryPart, Prepared
 from valence.trainer.step import Objective
 from valence.trainer.track import (
@@ -58,9 +66,11 @@ class TrainState:
         optimizer: OptimizerLike | None = None,
         scheduler: SchedulerLike = None,
         log: JsonlSink | None = None,
+        trains: bool = True,
     ) -> None:
         """first: the step from which the present rows are trained on. log: the log file, whose
-        length is part of the state.
+        length is part of the state. trains: False for a run that is only measured, whose recipe may
+        name an optimizer that must not be imported.
 
         Raises UserError for an optimizer of weights that are not the policy's.
         """
@@ -76,7 +86,10 @@ class TrainState:
         self.total_steps = prepared.steps_from(first) if has_rows else 0
         self.counters = Counters(first=first, total=self.total_steps)
         self.is_default_optimizer = optimizer is None
-        self.optimizer = make_optimizer(recipe, policy, optimizer)
+        plain = recipe.train.model_copy(update={"optimizer": "adamw", "optimizer_settings": {}})
+        self.optimizer = make_optimizer(
+            recipe if trains else recipe.model_copy(update={"train": plain}), policy, optimizer
+        )
         self.scheduler = make_scheduler(recipe, self.optimizer, self.total_steps, scheduler)
         self.window = MetricsWindow()
         self.anomalies, self.online_anomalies = AnomalyDetector(), CollapseDetector()
@@ -116,6 +129,14 @@ class TrainState:
     def trained_weights(self) -> dict[str, torch.nn.Parameter]:
         """The weights that are trained, by name."""
         return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Inside the block, the policy has the weights to measure, sample and export (see
+        ``optim.evaluation_weights``).
+        """
+        with evaluation_weights(self.optimizer):
+            yield
 
     @property
     def optimized_parameters(self) -> list[torch.nn.Parameter]:
@@ -202,13 +223,23 @@ class TrainState:
         self.evaluations.update(state["evaluations"])
 
     def _weights(self) -> State:
-        """The trained weights, and a digest of the frozen ones under an adapter."""
+        """The trained weights, and a digest of the frozen ones under an adapter.
+
+        evaluation: the weights to use, where the optimizer trains others.
+        """
         if self._base_digest is None:
             self._base_digest = _digest_of_base(self.policy)
-        return {"base": self._base_digest, "values": dict(self.trained_weights)}
+        evaluation: dict[str, torch.Tensor] = {}
+        if has_evaluation_weights(self.optimizer):
+            with self.evaluation_weights():
+                evaluation = {n: p.detach().clone() for n, p in self.trained_weights.items()}
+        values = dict(self.trained_weights)
+        return {"base": self._base_digest, "values": values, "evaluation": evaluation}
 
     def _load_weights(self, state: Mapping[str, Any]) -> None:
-        _load_policy_weights(self.policy, state, self._weights()["base"])
+        if self._base_digest is None:
+            self._base_digest = _digest_of_base(self.policy)
+        _load_policy_weights(self.policy, state, self._base_digest, state["values"])
 
     def _reference(self) -> State:
         if isinstance(self.reference, SyncedReference):
@@ -273,19 +304,23 @@ class TrainState:
 def load_weights(
     policy: PolicyModel, reference: Reference | None, state: Mapping[str, Any]
 ) -> None:
-    """Load the trained weights of a saved state, and those of a reference that follows them.
+    """Load the weights to use of a saved state, and those of a reference that follows the policy.
 
     Raises UserError when the state is of another model.
     """
-    _load_policy_weights(policy, state["weights"], _digest_of_base(policy))
+    saved = state["weights"]
+    values = saved.get("evaluation") or saved["values"]
+    _load_policy_weights(policy, saved, _digest_of_base(policy), values)
     if isinstance(reference, SyncedReference):
         store.put(state["reference"]["weights"], reference.weights)
 
 
 def _load_policy_weights(
-    policy: PolicyModel, state: Mapping[str, Any], base_digest: str | None
+    policy: PolicyModel,
+    state: Mapping[str, Any],
+    base_digest: str | None,
+    saved: Mapping[str, Any],
 ) -> None:
-    saved = state["values"]
     weights = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     differing = sorted(weights.keys() ^ saved.keys()) or [
         name for name, p in weights.items() if p.shape != saved[name].shape

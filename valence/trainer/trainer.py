@@ -344,7 +344,8 @@ class Trainer:
         if not isinstance(reference, SyncedReference) or not settings.sync_every:
             return
         if self.step % settings.sync_every == 0:
-            reference.follow(self.state.trained_weights, settings.sync_mix)
+            with self.state.evaluation_weights():
+                reference.follow(self.state.trained_weights, settings.sync_mix)
 
     def _update(self) -> tuple[StepResult, float, bool, int]:
         """Return the measurements of a step, the norm of its gradient, whether it was applied, and
@@ -586,7 +587,8 @@ class Trainer:
                 fix="name a file of rows",
             )
         limit = self.recipe.eval.max_examples if name == "eval" else None
-        return self.examples.evaluate(corpus, limit, f"evaluating ({name})")
+        with self.state.evaluation_weights():
+            return self.examples.evaluate(corpus, limit, f"evaluating ({name})")
 
     def evaluate_training_rows(self) -> Evaluation | None:
         """Measure some of the training rows (``eval.train_examples``), drawn from all of them.
@@ -599,7 +601,8 @@ class Trainer:
             return None
         assert isinstance(self.examples, StoredExamples)
         corpus = self.prepared.corpora["train"]
-        return self.examples.measure(rows, corpus, "measuring training rows")
+        with self.state.evaluation_weights():
+            return self.examples.measure(rows, corpus, "measuring training rows")
 
     def sample(
         self, prompts: Sequence[Content], sampling: Sampling, n: int = 1, *, quiet: bool = True
@@ -624,7 +627,8 @@ class Trainer:
                 bar.update(num_ended)
 
             try:
-                return sampler.generate(token_ids, n, sampling, progress=advance)
+                with self.state.evaluation_weights():
+                    return sampler.generate(token_ids, n, sampling, progress=advance)
             except FloatingPointError as error:
                 raise sampling_failed(error, self.step) from error
 

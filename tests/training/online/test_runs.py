@@ -408,6 +408,14 @@ def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
     ({"rollout": {"top_n": 2}}, "setting-no-effect", "rollout.top_n"),
     ({"method": "rejection", "rollout": {"top_n": 9}}, "setting-conflict", "rollout.top_n"),
     ({"rollout": {"engine": "vllm"}}, "setting-conflict", "rollout.url"),
+    (
+        {
+            "rollout": {"engine": "vllm", "url": "http://127.0.0.1:1"},
+            "model": {"lora": {"use_dora": True}},
+        },
+        "setting-conflict",
+        "model.lora.use_dora",
+    ),
     ({"rollout": {"url": "http://127.0.0.1:1"}}, "setting-no-effect", "rollout.url"),
     (
         {"rollout": {"engine": "openai", "url": "http://127.0.0.1:1"}},
