@@ -38,10 +38,8 @@ from valence.data.label_audit import (
 from valence.data.load import read_together, stream
 from valence.data.sources import BadRow, Row
 from valence.errors import UserError
-from valence.files import check_path
 from valence.jobs.cross_fit import FEWEST, cross_fit
-from valence.jobs.lines import as_line, check_line
-from valence.jobs.score_rows import refuse_inputs
+from valence.jobs.row_job import as_line, check_line, check_output, refuse_inputs
 from valence.lifecycle.scorers import LogProbScorer, RewardModelScorer, load_scorer
 from valence.models.features import completion_states
 from valence.models.policy_model import PolicyModel
@@ -301,7 +299,6 @@ def audit_labels(
 
 
 def _check_out(out: Path, sources: Sequence[SourceSettings], model: str | None) -> None:
-    check_path(out)
     if model is None:
         raise UserError(
             "rows are sorted by what a model says of their labels",
@@ -309,22 +306,8 @@ def _check_out(out: Path, sources: Sequence[SourceSettings], model: str | None) 
             where="--out",
             fix="name a model or a run with --model",
         )
-    if out.suffix not in (".jsonl", ".ndjson"):
-        raise UserError(
-            "rows are written as JSON Lines",
-            code="output-not-jsonl",
-            where=str(out),
-            fix="name a file that ends in .jsonl",
-        )
-    refuse_inputs(out, sources)
-    if out.exists() or not out.parent.is_dir():
-        is_there = out.exists()
-        raise UserError(
-            "this exists already" if is_there else f"there is no folder {out.parent}",
-            code="path-exists" if is_there else "path-invalid-output",
-            where=str(out),
-            fix="name a new file in a folder that exists",
-        )
+    refuse_inputs([out], [source.path for source in sources])
+    check_output(out, is_new=True)
 
 
 def _read(sources: Sequence[SourceSettings]) -> _Rows:
