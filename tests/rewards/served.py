@@ -63,6 +63,16 @@ class Served:
     def post(self, **body: Any) -> httpx.Response:
         return http_post(f"{self.url}/get_reward", json=body, timeout=30)
 
+    @property
+    def statuses(self) -> dict[int, int]:
+        """How many requests for scores had which status."""
+        return {
+            int(sample.labels["status"]): int(sample.value)
+            for metric in self.service.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == "valence_reward_requests_total"
+        }
+
     def raw(self) -> socket.socket:
         host, _, port = self.url.removeprefix("http://").partition(":")
         return socket.create_connection((host, int(port)), timeout=30)
@@ -101,7 +111,7 @@ def served_as_command(
 def served_service(service: Service, is_ready: bool = True, **web: Any) -> Iterator[Served]:
     lines = list[str]()
     with listening("127.0.0.1", 0, guarded=False) as place:
-        server = web_server(service, place, tell=lines.append, **web)
+        server = web_server(service, place, log=lines.append, **web)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])))
         thread.start()
         url = f"http://127.0.0.1:{place.getsockname()[1]}"

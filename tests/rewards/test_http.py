@@ -401,7 +401,7 @@ def test_our_own_server_and_client_agree_on_what_failed() -> None:
 
     with served(Numbers(judge)) as made:
         found = scores(client(f"{made.url}/get_reward", batch_size=3, retries=3), answers(6))
-        assert made.service.counts.requests == {500: 2}
+        assert made.statuses == {500: 2}
     assert [score.value for score in found] == [
         None if i in (1, 4) else number(f"a{i}") for i in range(6)
     ]
