@@ -31,9 +31,10 @@ from tests.rewards.kit import (
     values,
 )
 from tests.rewards.served import Numbers, number, served
+from valence.network import backoff
 from valence.rewards import http as module
 from valence.rewards import reward_of
-from valence.rewards.calls import FIRST_PAUSE, LONGEST_PAUSE, RewardError, pause
+from valence.rewards.calls import FIRST_PAUSE, RewardError
 from valence.rewards.http import scores_in
 from valence.types import Completion, Score
 
@@ -285,12 +286,10 @@ def test_nobody_listens() -> None:
 
 
 def test_pauses_grow_are_drawn_and_end_growing() -> None:
-    assert [pause(n, 0.0, lambda: 0.0) for n in range(3)] == [
-        FIRST_PAUSE / 2 * 2**n for n in range(3)
-    ]
-    assert pause(3, 0.0, lambda: 0.5) == pytest.approx(FIRST_PAUSE * 8 * 0.75)
-    assert pause(1000, 0.0, lambda: 1.0) == LONGEST_PAUSE
-    assert pause(0, 9.0, lambda: 0.0) == 9.0 + FIRST_PAUSE / 2
+    assert [backoff(n, 0.5, 30.0, lambda: 0.0) for n in range(3)] == [0.25, 0.5, 1.0]
+    assert backoff(3, 0.5, 30.0, lambda: 0.5) == pytest.approx(0.5 * 8 * 0.75)
+    assert backoff(1000, 0.5, 30.0, lambda: 1.0) == 30.0
+    assert [backoff(n, 1.0, 30.0) for n in (0, 1, 2, 9)] == [1.0, 2.0, 4.0, 30.0]
     with server(Reply(status=500)) as told:
         before, pauses = random.getstate(), [Pauses(), Pauses()]
         for each in pauses:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from valence.network import backoff, draw_jitter
 from valence.rewards.threads import Raised, attempt
 from valence.types import Completion, Score
 
@@ -69,14 +69,6 @@ class CallBackend(Protocol):
     async def close(self) -> None: ...
 
 
-def pause(tries: int, after: float, draw: Callable[[], float]) -> float:
-    """Seconds before the next try: half of them certain, half drawn at random from [0, 1), so that
-    many clients spread out.
-    """
-    longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries, 16))
-    return after + longest * (0.5 + 0.5 * draw())
-
-
 @dataclass
 class Calls:
     """A reward made of calls of a backend. patience: seconds from a batch's first call in which it
@@ -93,7 +85,7 @@ class Calls:
     patience: float = math.inf
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Any] = asyncio.sleep
-    draw: Callable[[], float] = field(default_factory=lambda: random.Random().random)
+    draw: Callable[[], float] = draw_jitter
     _slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(
         default=None, repr=False
     )
@@ -123,7 +115,8 @@ class Calls:
                         and tries < self.retries
                         and error.after <= MOST_PATIENCE
                     ):
-                        await self.sleep(pause(tries, error.after, self.draw))
+                        pause = backoff(tries, FIRST_PAUSE, LONGEST_PAUSE, self.draw)
+                        await self.sleep(error.after + pause)
                         continue
                     tried = f" ({tries + 1} tries)" if tries else ""
                     return [FailedCall(None, error=f"{error}{tried}", late=error.late)] * len(batch)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from valence.errors import UserError
-from valence.network import as_the_environment_says, routes
+from valence.network import as_the_environment_says, backoff, routes
 from valence.rewards.calls import RewardError
 from valence.types import Completion, Score
 
@@ -53,7 +53,7 @@ class ServerState:
     under_way: int = 0
 
     def failed(self, now: float, after: float) -> None:
-        rest = min(LONGEST_REST, FIRST_REST * 2 ** min(self.failures, 16))
+        rest = backoff(self.failures, FIRST_REST, LONGEST_REST)
         self.failures += 1
         self.rests_until = now + max(rest, after)
 

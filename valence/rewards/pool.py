@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valence.errors import UserError
+from valence.network import backoff
 from valence.rewards.calls import RewardError
 from valence.rewards.threads import Background
 from valence.rewards.worker_process import HEADER
@@ -258,7 +259,7 @@ class WorkerPool:
                 except (UserError, WorkerEnded, TimeoutError) as error:
                     self._trouble = f"its worker process cannot be started: {_reason(error)}"
                     self.log(self._trouble)
-                    await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 16)))
+                    await asyncio.sleep(backoff(failures, FIRST_PAUSE, LONGEST_PAUSE))
                     failures += 1
                     continue
             failures, self._trouble = 0, "its worker process is starting again"
