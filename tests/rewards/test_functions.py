@@ -365,7 +365,7 @@ def test_a_function_that_changes_the_working_directory_does_not_move_the_program
     kind: str, is_private: bool, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_private:  # as where the system gives threads no working directory of their own
-        monkeypatch.setattr(threads, "own_working_directory", lambda: None)
+        monkeypatch.setattr(threads, "separate_working_directory", lambda: None)
     module = write(f"""
         import os
         os.chdir("/")
@@ -388,7 +388,7 @@ def test_a_call_that_is_under_way_or_given_up_does_not_move_the_program(
 ) -> None:
     """A run writes its checkpoints meanwhile, and afterwards."""
     with ThreadPoolExecutor(1) as thread:
-        if not thread.submit(threads.own_working_directory).result():
+        if not thread.submit(threads.separate_working_directory).result():
             pytest.skip("this system does not allow it")
     module = write("""
         import os, threading

@@ -35,7 +35,7 @@ from valence.network import backoff
 from valence.rewards import http as module
 from valence.rewards import reward_of
 from valence.rewards.calls import FIRST_PAUSE, RewardError
-from valence.rewards.http import scores_in
+from valence.rewards.http import parse_scores
 from valence.types import Completion, Score
 
 # Each test has a server that fails. Only one tests the warning of it.
@@ -81,11 +81,11 @@ def test_what_is_sent_and_what_comes_back() -> None:
 
 
 def test_scores_is_another_name() -> None:
-    assert [score.value for score in scores_in(b'{"scores": [1, 2], "extra_logs": {}}', 2)] == [
+    assert [score.value for score in parse_scores(b'{"scores": [1, 2], "extra_logs": {}}', 2)] == [
         1.0,
         2.0,
     ]
-    assert [score.value for score in scores_in(b'{"rewards": [3], "scores": [1]}', 1)] == [3.0]
+    assert [score.value for score in parse_scores(b'{"rewards": [3], "scores": [1]}', 1)] == [3.0]
 
 
 def test_the_column_of_labels_can_be_named() -> None:
@@ -276,7 +276,7 @@ def test_only_time_outs_use_up_the_time(statuses: list[int], seconds: float, tri
 def test_a_reply_without_end_is_cut() -> None:
     with server(Reply(raw=b'{"rewards": [' + b" " * 5000 + b"1.0]}")) as told:
         made = client(told.url)
-        calls_of(made).backend.most_bytes = 1000
+        calls_of(made).backend.max_bytes = 1000
         assert has_words(error(made, answers(1)), 1000)
 
 
@@ -519,5 +519,5 @@ def test_settings_of_a_client() -> None:
 
 def test_the_error_of_json_with_other_names_is_short() -> None:
     with pytest.raises(RewardError) as caught:
-        scores_in(json.dumps({f"name{i}": i for i in range(1000)}).encode(), 1)
+        parse_scores(json.dumps({f"name{i}": i for i in range(1000)}).encode(), 1)
     assert len(str(caught.value)) < 200

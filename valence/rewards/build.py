@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from valence.errors import UserError
 from valence.rewards.cache import MOST, Cached, Kept, digest
-from valence.rewards.calls import TIME_OUTS, CallBackend, Calls
+from valence.rewards.calls import MAX_TIMEOUTS, CallBackend, Calls
 from valence.rewards.combine import Combined, RewardPart
 from valence.rewards.functions import Function, function_of
-from valence.rewards.http import Servers, addresses
+from valence.rewards.http import Servers, parse_addresses
 from valence.rewards.rules import RULES, Rules, rule_of
 from valence.types import Completion, Score
 
@@ -194,7 +194,7 @@ def _calls(
         batch_size=spec.batch_size,
         retries=spec.retries,
         concurrency=spec.concurrency if together else 1,
-        patience=TIME_OUTS * spec.timeout,
+        patience=MAX_TIMEOUTS * spec.timeout,
     )
 
 
@@ -248,7 +248,7 @@ def _servers(spec: RewardSettings, where: str) -> Servers:
                 where=f"{where}.token_env",
                 fix="set it to the server's token",
             )
-    urls = addresses(spec.reward, f"{where}.reward")
+    urls = parse_addresses(spec.reward, f"{where}.reward")
     return Servers(urls, spec.timeout, spec.settings.get("label"), token)
 
 
