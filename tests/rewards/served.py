@@ -16,7 +16,7 @@ import httpx
 from uvicorn import Server
 
 from benchmarks.reward_server.judge import number
-from valence.rewards.cache import MOST
+from valence.rewards.cache import MAX_SCORES
 from valence.rewards.server import Service, listening, web_server
 from valence.rewards.serving import Limits
 from valence.types import Completion, Score
@@ -96,7 +96,7 @@ def served(
 
 @contextmanager
 def served_as_command(
-    target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MOST
+    target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MAX_SCORES
 ) -> Iterator[Served]:
     """A server of what the command would serve."""
     from valence.cli.serve import reward_service

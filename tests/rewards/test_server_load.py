@@ -37,7 +37,7 @@ from valence import cli
 from valence.cli.serve import serve_reward
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
-from valence.rewards.cache import MOST
+from valence.rewards.cache import MAX_SCORES
 from valence.rewards.calls import FailedCall
 from valence.rewards.serving import Batcher, Limits
 from valence.types import Completion, Score
@@ -413,7 +413,7 @@ def test_a_rule_reads_the_label() -> None:
 
 
 def test_the_command_keeps_no_more_scores_than_it_is_told(tmp_path: Path) -> None:
-    assert signature(serve_reward).parameters["max_kept"].default == MOST
+    assert signature(serve_reward).parameters["max_kept"].default == MAX_SCORES
     for keep, again in ((1, ["x", "y"]), (0, ["x", "y", "x", "y", "y"])):
         file = tmp_path / f"{keep}.txt"
         words = ("deterministic=true", f"settings.file={file}")
