@@ -12,9 +12,9 @@ from tests.errors import raises_error
 from tests.rewards.kit import answers, error, reward, values
 from tests.rewards.kit import server as reward_server
 from tests.rollouts.vllm_server import END, PROMPTS, Completions, Words, serving
+from valence.rollouts.client import ServerClient, ServerLost
 from valence.rollouts.openai import OpenAIGenerator
 from valence.rollouts.protocol import Sampling
-from valence.rollouts.wire import Lost, Wire
 
 
 @pytest.fixture(params=["HTTP_PROXY", "ALL_PROXY"])
@@ -42,7 +42,7 @@ def test_what_is_near_is_asked_directly(asked: list[str]) -> None:
     with serving(Completions(speaks=True)) as fake:
         sampler = OpenAIGenerator(fake.url, Words(), end_ids=[END], timeout=5.0)  # type: ignore[arg-type]
         assert len(sampler.generate(PROMPTS, 1, Sampling(seed=1))) == 2
-        assert Wire(fake.url, 5.0).healthy()
+        assert ServerClient(fake.url, 5.0).is_healthy()
     with reward_server() as told:
         assert values(reward(told.url), answers(2)) == [0.0, 1.0]
     assert asked == []
@@ -62,16 +62,16 @@ def test_what_cannot_be_used_matters_to_what_is_far_alone(
 ) -> None:
     monkeypatch.setenv(name, value)
     with serving(Completions(speaks=True)) as fake, reward_server() as told:
-        assert Wire(fake.url, 5.0).healthy()
+        assert ServerClient(fake.url, 5.0).is_healthy()
         assert values(reward(told.url), answers(1)) == [0.0]
     with raises_error("network-environment", where="https://far.invalid", fix=name):
-        Wire("https://far.invalid", 5.0)
+        ServerClient("https://far.invalid", 5.0)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a server that is lost is asked again
 def test_what_is_far_is_asked_through_the_proxy(asked: list[str]) -> None:
-    with pytest.raises(Lost):
-        Wire("https://far.invalid", 5.0).get("/v1/models")
+    with pytest.raises(ServerLost):
+        ServerClient("https://far.invalid", 5.0).get("/v1/models")
     assert asked == ["CONNECT far.invalid:443 HTTP/1.1"]
     error(reward("https://far.invalid/get_reward", retries=0), answers(1))
     assert asked[1:] == ["CONNECT far.invalid:443 HTTP/1.1"]

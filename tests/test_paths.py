@@ -14,7 +14,7 @@ import valence
 from tests.command import command, command_error, place, write_place
 from tests.errors import check_error, raises_error
 from valence.config.load import load_recipe
-from valence.jobs.lines import Lines
+from valence.jobs.row_job import OutputFile
 from valence.runs.folder import RunFolder
 from valence.trainer.methods import method_of
 
@@ -96,7 +96,7 @@ def test_objects_that_write_refuse_such_a_path(bad: str, code: str, tmp_path: Pa
     with raises_error(code):
         RunFolder(tmp_path / bad)
     with raises_error(code):
-        Lines(tmp_path / f"{bad}.jsonl", 1)
+        OutputFile(tmp_path / f"{bad}.jsonl", 1)
 
 
 @pytest.fixture(scope="module")

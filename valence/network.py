@@ -1,7 +1,8 @@
-"""How servers are reached."""
+"""How servers are reached, and how long to pause before a retry."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,23 @@ from valence.errors import UserError
 
 DEADLINE = 3.0
 """Seconds within which the hub has to answer."""
+
+draw_jitter = random.SystemRandom().random
+"""Random numbers for pauses. The program's random state belongs to the run, and forked processes
+share it.
+"""
+
+
+def backoff(
+    attempt: int, first: float, longest: float, draw: Callable[[], float] | None = None
+) -> float:
+    """Seconds before the next try: ``first``, doubled for each attempt (from 0) up to ``longest``.
+
+    draw: random numbers in [0, 1). With it only half of the pause is certain and the rest random,
+    so that many clients spread out.
+    """
+    seconds = min(longest, first * 2 ** min(attempt, 16))
+    return seconds if draw is None else seconds * (0.5 + 0.5 * draw())
 
 
 def within(deadline: float, action: Callable[[], str]) -> str:

@@ -34,7 +34,7 @@ def test_answers_come_from_the_products_of_training(
         tiny(name, vocab_size=len(tokenizer), dtype=torch.float32), dtype=torch.bfloat16, lora=lora
     )
     before = [weights.clone() for weights in engine.parameters()]
-    products, caches, give_room = set[torch.dtype](), list[Any](), kv.give_room
+    products, caches, give_room = set[torch.dtype](), list[Any](), kv.select_rows
     for module in engine.modules():
         if isinstance(module, nn.Linear) and module is not engine.causal.get_output_embeddings():
             module.register_forward_hook(lambda _module, _inputs, out: products.add(out.dtype))
@@ -43,12 +43,12 @@ def test_answers_come_from_the_products_of_training(
         give_room(cache, which)
         caches.append(cache)
 
-    monkeypatch.setattr(kv, "give_room", watched)
+    monkeypatch.setattr(kv, "select_rows", watched)
     made: Any = engine.model
     with engine.sampling(), engine.autocast() if narrow else nullcontext():
         rows = HFGenerator(made, tokenizer).generate(PROMPTS, 3, Sampling(max_new_tokens=12))
     assert products == {torch.bfloat16 if narrow else torch.float32}
-    roomy = [layer for layer in caches[0].layers if isinstance(layer, kv.Roomy)]
+    roomy = [layer for layer in caches[0].layers if isinstance(layer, kv.PreallocatedLayer)]
     assert {part.dtype for layer in roomy for part in (layer.keys, layer.values)} == products
     for prompt, answers in zip(PROMPTS, rows, strict=True):
         for answer in answers:

@@ -16,7 +16,7 @@ import httpx
 from uvicorn import Server
 
 from benchmarks.reward_server.judge import number
-from valence.rewards.cache import MOST
+from valence.rewards.cache import MAX_SCORES
 from valence.rewards.server import Service, listening, web_server
 from valence.rewards.serving import Limits
 from valence.types import Completion, Score
@@ -63,6 +63,16 @@ class Served:
     def post(self, **body: Any) -> httpx.Response:
         return http_post(f"{self.url}/get_reward", json=body, timeout=30)
 
+    @property
+    def statuses(self) -> dict[int, int]:
+        """How many requests for scores had which status."""
+        return {
+            int(sample.labels["status"]): int(sample.value)
+            for metric in self.service.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == "valence_reward_requests_total"
+        }
+
     def raw(self) -> socket.socket:
         host, _, port = self.url.removeprefix("http://").partition(":")
         return socket.create_connection((host, int(port)), timeout=30)
@@ -86,7 +96,7 @@ def served(
 
 @contextmanager
 def served_as_command(
-    target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MOST
+    target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MAX_SCORES
 ) -> Iterator[Served]:
     """A server of what the command would serve."""
     from valence.cli.serve import reward_service
@@ -101,7 +111,7 @@ def served_as_command(
 def served_service(service: Service, is_ready: bool = True, **web: Any) -> Iterator[Served]:
     lines = list[str]()
     with listening("127.0.0.1", 0, guarded=False) as place:
-        server = web_server(service, place, tell=lines.append, **web)
+        server = web_server(service, place, log=lines.append, **web)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])))
         thread.start()
         url = f"http://127.0.0.1:{place.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Kept scores: found by content alone, by nothing less, and after whatever happened to the file."""
+"""Cached scores: they depend on content alone, and survive any damage to the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from tests.errors import raises_error
 from tests.rewards.kit import Reply, answer, answers, entry, reward, scores, server, values
 from valence.rewards import reward_of
-from valence.rewards.cache import HEAD, MOST, Kept, digest, key_of
+from valence.rewards.cache import HEADER, MAX_SCORES, ScoreCache, cache_key, digest
 from valence.types import Completion, Score
 
 COUNTS = (
@@ -84,18 +84,18 @@ OTHERS: dict[str, Completion] = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_whatever_a_reward_may_read_tells_completions_apart(what: str) -> None:
-    assert key_of(OTHERS[what]) != key_of(BASE)
+    assert cache_key(OTHERS[what]) != cache_key(BASE)
 
 
 def test_who_sampled_it_and_when_does_not() -> None:
     other = replace(BASE, version=7, index=3, logps=(-2.0, -3.0), prompt_id="z", info={"who": "x"})
-    assert key_of(other) == key_of(BASE)
+    assert cache_key(other) == cache_key(BASE)
 
 
 def test_info_that_is_no_json_is_not_kept(counting: Any) -> None:
     made = kept(counting("counts"))
     odd = [answer("x", blob=b"1"), answer("x", blob=b"2")]
-    assert key_of(odd[0]) is None
+    assert cache_key(odd[0]) is None
     assert values(made, odd) == [2.0, 2.0]
     assert values(made, odd) == [4.0, 4.0]
 
@@ -123,7 +123,7 @@ def test_failures_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_the_scores_that_were_used_last_are_held() -> None:
-    made = Kept(None, {}, most=3)
+    made = ScoreCache(None, {}, max_scores=3)
     made.add(scores_of(3))
     assert made.get("k0") == Score(0.0, {"p": 0.0})
     made.add(scores_of(1, 3))
@@ -138,7 +138,7 @@ def test_a_batch_that_is_larger_than_what_is_held_has_all_its_scores(counting: A
     made = reward_of([counted], keep=2)
     assert values(made, answers(5)) == [5.0] * 5
     assert values(made, answers(5)) == [8.0] * 3 + [5.0] * 2
-    assert len(made.parts[0].reward.kept) == 2
+    assert len(made.parts[0].reward.cache) == 2
     none = reward_of([counted], cache=Path("scores"), keep=0)
     assert [values(none, [answer("x")]) for _ in range(2)] == [[9.0], [10.0]]
     assert not Path("scores").exists()
@@ -158,14 +158,16 @@ def peak_memory(work: Callable[[], object]) -> int:
 
 
 def test_a_file_that_is_larger_than_what_is_held_costs_no_memory(tmp_path: Path) -> None:
-    one, two = Kept(tmp_path, {}, most=10), Kept(tmp_path, {}, most=10)
+    one, two = ScoreCache(tmp_path, {}, max_scores=10), ScoreCache(tmp_path, {}, max_scores=10)
     for start in range(0, 2000, 500):
         one.add(scores_of(500, start))
     assert one.path is not None
     # Not the file at once.
-    assert peak_memory(lambda: Kept(tmp_path, {}, most=10)) < one.path.stat().st_size / 4
+    assert (
+        peak_memory(lambda: ScoreCache(tmp_path, {}, max_scores=10)) < one.path.stat().st_size / 4
+    )
     two.refresh()
-    for each in (one, two, Kept(tmp_path, {}, most=10)):
+    for each in (one, two, ScoreCache(tmp_path, {}, max_scores=10)):
         assert len(each) == 10
         known = [each.get(f"k{i}") is not None for i in (0, 1989, 1990, 1999)]
         assert known == [False, False, True, True]
@@ -175,7 +177,7 @@ def test_a_file_that_is_larger_than_what_is_held_costs_no_memory(tmp_path: Path)
 
 
 def test_a_score_that_is_held_costs_little_memory() -> None:
-    made = Kept(None, {}, most=2000)
+    made = ScoreCache(None, {}, max_scores=2000)
     tracemalloc.start()
     try:
         for i in range(0, 6000, 100):
@@ -184,7 +186,7 @@ def test_a_score_that_is_held_costs_little_memory() -> None:
     finally:
         tracemalloc.stop()
     assert len(made) == 2000
-    assert held * MOST < 50e6
+    assert held * MAX_SCORES < 50e6
 
 
 # The file
@@ -196,16 +198,16 @@ def scores_of(number: int, start: int = 0) -> dict[str, Score]:
 
 @pytest.mark.parametrize("cut", range(1, 40, 6))
 def test_what_a_killed_process_left_of_a_line_is_ignored(cut: int, tmp_path: Path) -> None:
-    first = Kept(tmp_path, {"a": 1})
+    first = ScoreCache(tmp_path, {"a": 1})
     first.add(scores_of(3))
     assert first.path is not None
     whole = first.path.read_bytes()
     first.path.write_bytes(whole[:-cut])
-    second = Kept(tmp_path, {"a": 1})
+    second = ScoreCache(tmp_path, {"a": 1})
     # the last line counts with its line break
     assert len(second) == (3 if cut == 1 else 2) - (cut == 1)
     second.add(scores_of(3, 3))
-    third = Kept(tmp_path, {"a": 1})
+    third = ScoreCache(tmp_path, {"a": 1})
     assert [third.get(f"k{i}") for i in (0, 1, 3, 4, 5)] == [
         Score(float(i), {"p": i / 2}) for i in (0, 1, 3, 4, 5)
     ]
@@ -222,16 +224,16 @@ def test_what_a_killed_process_left_of_a_line_is_ignored(cut: int, tmp_path: Pat
     'Infinity}}', '{"key": "x", "value": 1, "parts": [1]}', "\ufffd{", "[" * 10000,
 ])  # fmt: skip
 def test_a_line_that_is_no_score_is_none(line: str, tmp_path: Path) -> None:
-    made = Kept(tmp_path, {})
+    made = ScoreCache(tmp_path, {})
     assert made.path is not None
     with made.path.open("a") as file:
         file.write(f"\n{line}\n")
-    assert len(Kept(tmp_path, {})) == 0
+    assert len(ScoreCache(tmp_path, {})) == 0
 
 
 def test_no_bit_of_a_score_may_change(tmp_path: Path) -> None:
     """A score whose line has a flipped bit is computed again; it never has another value."""
-    made = Kept(tmp_path, {"a": 1})
+    made = ScoreCache(tmp_path, {"a": 1})
     made.add(scores := scores_of(3))
     assert made.path is not None
     whole = made.path.read_bytes()
@@ -242,7 +244,7 @@ def test_no_bit_of_a_score_may_change(tmp_path: Path) -> None:
             made.path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                again = Kept(tmp_path, {"a": 1})
+                again = ScoreCache(tmp_path, {"a": 1})
             known = {key: score for key in scores if (score := again.get(key)) is not None}
             wrong += [f"{at}: {key}" for key in known if known[key] != scores[key]]
             silent += len(known) < len(scores) and not told and whole[at : at + 1] not in b"}\n"
@@ -251,7 +253,7 @@ def test_no_bit_of_a_score_may_change(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_is_named_once_and_replaced(tmp_path: Path) -> None:
-    made = Kept(tmp_path, {"a": 1})
+    made = ScoreCache(tmp_path, {"a": 1})
     made.add(scores_of(3))
     assert made.path is not None
     made.path.write_text(
@@ -260,16 +262,16 @@ def test_a_damaged_line_is_named_once_and_replaced(tmp_path: Path) -> None:
         .replace('"value": 2.0', '"value": 8.0')
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(str(made.path))}:5: ") as told:
-        again = Kept(tmp_path, {"a": 1})
+        again = ScoreCache(tmp_path, {"a": 1})
     assert len(told) == 1
     assert [again.get(f"k{i}") is None for i in range(3)] == [False, True, True]
     again.add(scores_of(3))
     with pytest.warns(UserWarning, match=":5: "):
-        assert Kept(tmp_path, {"a": 1}).get("k1") == Score(1.0, {"p": 0.5})
+        assert ScoreCache(tmp_path, {"a": 1}).get("k1") == Score(1.0, {"p": 0.5})
 
 
 def test_two_that_are_open_at_once_see_each_other(tmp_path: Path) -> None:
-    one, two = Kept(tmp_path, {}), Kept(tmp_path, {})
+    one, two = ScoreCache(tmp_path, {}), ScoreCache(tmp_path, {})
     one.add(scores_of(2))
     assert two.get("k0") is None
     two.refresh()
@@ -282,9 +284,9 @@ def test_two_that_are_open_at_once_see_each_other(tmp_path: Path) -> None:
 WRITES = """
 import sys
 from pathlib import Path
-from valence.rewards.cache import Kept
+from valence.rewards.cache import ScoreCache
 from valence.types import Score
-kept = Kept(Path(sys.argv[1]), {})
+kept = ScoreCache(Path(sys.argv[1]), {})
 for i in range(200):
     kept.add({f"{sys.argv[2]}-{i}-{j}": Score(i / 7, {"part" * 20: j / 3}) for j in range(3)})
 """
@@ -295,7 +297,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path), str(n)]) for n in range(3)
     ]
     assert [process.wait(60) for process in running] == [0, 0, 0]
-    found = Kept(tmp_path, {})
+    found = ScoreCache(tmp_path, {})
     assert len(found) == 3 * 200 * 3
     assert found.get("2-199-2") == Score(199 / 7, {"part" * 20: 2 / 3})
 
@@ -303,7 +305,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_costs_the_file_and_no_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Kept(tmp_path, {})
+    made = ScoreCache(tmp_path, {})
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -315,16 +317,16 @@ def test_a_disk_that_is_full_costs_the_file_and_no_score(
     assert made.get("k0") is not None
     assert "No space left" in made.trouble
     monkeypatch.undo()
-    assert len(Kept(tmp_path, {})) == 0
+    assert len(ScoreCache(tmp_path, {})) == 0
 
 
 def test_a_folder_that_is_none_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with raises_error("reward-cache-not-writable", where=str(tmp_path / "file")):
-        Kept(tmp_path / "file", {})
+        ScoreCache(tmp_path / "file", {})
 
 
 def test_the_file_names_the_reward_whose_scores_they_are(tmp_path: Path) -> None:
-    made = Kept(tmp_path, {"rule": "length"})
+    made = ScoreCache(tmp_path, {"rule": "length"})
     assert made.path is not None
-    assert json.loads(made.path.read_text())[HEAD] == {"rule": "length"}
+    assert json.loads(made.path.read_text())[HEADER] == {"rule": "length"}

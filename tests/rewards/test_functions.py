@@ -33,7 +33,7 @@ from tests.rewards.kit import (
 )
 from valence.rewards import threads
 from valence.rewards.calls import Calls
-from valence.rewards.functions import MOST_ABANDONED, Function, columns_of, scores_of
+from valence.rewards.functions import MAX_ABANDONED, Function, parse_scores, trl_columns
 from valence.types import Completion, Score
 
 NUMBER = iter(range(10**6))
@@ -103,7 +103,7 @@ def test_a_function_of_trl_gets_columns(write: Any) -> None:
 
 def test_columns_do_not_hand_out_the_messages_themselves() -> None:
     chat = ({"role": "user", "content": "hi"},)
-    columns_of([answer("x", chat)])["prompts"][0][0]["content"] = "changed"
+    trl_columns([answer("x", chat)])["prompts"][0][0]["content"] = "changed"
     assert chat == ({"role": "user", "content": "hi"},)
 
 
@@ -260,7 +260,7 @@ def test_one_answer_without_a_score_leaves_the_others_theirs(write: Any) -> None
     ],
 )
 def test_arrays_and_tensors_are_lists(given: Any) -> None:
-    assert [score.value for score in scores_of(given, 2, "f.py:1")] == [0.5, 2.0]
+    assert [score.value for score in parse_scores(given, 2, "f.py:1")] == [0.5, 2.0]
 
 
 def test_parts_of_a_score_are_kept_and_a_bad_part_fails_it(write: Any) -> None:
@@ -365,7 +365,7 @@ def test_a_function_that_changes_the_working_directory_does_not_move_the_program
     kind: str, is_private: bool, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_private:  # as where the system gives threads no working directory of their own
-        monkeypatch.setattr(threads, "own_working_directory", lambda: None)
+        monkeypatch.setattr(threads, "separate_working_directory", lambda: None)
     module = write(f"""
         import os
         os.chdir("/")
@@ -388,7 +388,7 @@ def test_a_call_that_is_under_way_or_given_up_does_not_move_the_program(
 ) -> None:
     """A run writes its checkpoints meanwhile, and afterwards."""
     with ThreadPoolExecutor(1) as thread:
-        if not thread.submit(threads.own_working_directory).result():
+        if not thread.submit(threads.separate_working_directory).result():
             pytest.skip("this system does not allow it")
     module = write("""
         import os, threading
@@ -483,10 +483,10 @@ def test_a_function_that_never_returns_is_not_called_without_end(write: Any) -> 
     """)
     before = threading.active_count()
     made = reward(f"{module}:f", timeout=0.02, batch_size=1)
-    found = scores(made, answers(MOST_ABANDONED + 5))
+    found = scores(made, answers(MAX_ABANDONED + 5))
     assert all(score.value is None for score in found)
-    assert sys.modules[module].called == MOST_ABANDONED
-    assert has_words(found[-1].error, MOST_ABANDONED, f"{module}.py:4")
+    assert sys.modules[module].called == MAX_ABANDONED
+    assert has_words(found[-1].error, MAX_ABANDONED, f"{module}.py:4")
     assert not has_words(found[-1].error, "0.02 s")
     sys.modules[module].over.set()
     wait_for(lambda: threading.active_count() <= before + 1)

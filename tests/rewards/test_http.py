@@ -31,10 +31,11 @@ from tests.rewards.kit import (
     values,
 )
 from tests.rewards.served import Numbers, number, served
+from valence.network import backoff
 from valence.rewards import http as module
 from valence.rewards import reward_of
-from valence.rewards.calls import FIRST_PAUSE, LONGEST_PAUSE, RewardError, pause
-from valence.rewards.http import scores_in
+from valence.rewards.calls import FIRST_PAUSE, RewardError
+from valence.rewards.http import parse_scores
 from valence.types import Completion, Score
 
 # Each test has a server that fails. Only one tests the warning of it.
@@ -80,11 +81,11 @@ def test_what_is_sent_and_what_comes_back() -> None:
 
 
 def test_scores_is_another_name() -> None:
-    assert [score.value for score in scores_in(b'{"scores": [1, 2], "extra_logs": {}}', 2)] == [
+    assert [score.value for score in parse_scores(b'{"scores": [1, 2], "extra_logs": {}}', 2)] == [
         1.0,
         2.0,
     ]
-    assert [score.value for score in scores_in(b'{"rewards": [3], "scores": [1]}', 1)] == [3.0]
+    assert [score.value for score in parse_scores(b'{"rewards": [3], "scores": [1]}', 1)] == [3.0]
 
 
 def test_the_column_of_labels_can_be_named() -> None:
@@ -275,7 +276,7 @@ def test_only_time_outs_use_up_the_time(statuses: list[int], seconds: float, tri
 def test_a_reply_without_end_is_cut() -> None:
     with server(Reply(raw=b'{"rewards": [' + b" " * 5000 + b"1.0]}")) as told:
         made = client(told.url)
-        calls_of(made).backend.most_bytes = 1000
+        calls_of(made).backend.max_bytes = 1000
         assert has_words(error(made, answers(1)), 1000)
 
 
@@ -285,12 +286,10 @@ def test_nobody_listens() -> None:
 
 
 def test_pauses_grow_are_drawn_and_end_growing() -> None:
-    assert [pause(n, 0.0, lambda: 0.0) for n in range(3)] == [
-        FIRST_PAUSE / 2 * 2**n for n in range(3)
-    ]
-    assert pause(3, 0.0, lambda: 0.5) == pytest.approx(FIRST_PAUSE * 8 * 0.75)
-    assert pause(1000, 0.0, lambda: 1.0) == LONGEST_PAUSE
-    assert pause(0, 9.0, lambda: 0.0) == 9.0 + FIRST_PAUSE / 2
+    assert [backoff(n, 0.5, 30.0, lambda: 0.0) for n in range(3)] == [0.25, 0.5, 1.0]
+    assert backoff(3, 0.5, 30.0, lambda: 0.5) == pytest.approx(0.5 * 8 * 0.75)
+    assert backoff(1000, 0.5, 30.0, lambda: 1.0) == 30.0
+    assert [backoff(n, 1.0, 30.0) for n in (0, 1, 2, 9)] == [1.0, 2.0, 4.0, 30.0]
     with server(Reply(status=500)) as told:
         before, pauses = random.getstate(), [Pauses(), Pauses()]
         for each in pauses:
@@ -401,7 +400,7 @@ def test_our_own_server_and_client_agree_on_what_failed() -> None:
 
     with served(Numbers(judge)) as made:
         found = scores(client(f"{made.url}/get_reward", batch_size=3, retries=3), answers(6))
-        assert made.service.counts.requests == {500: 2}
+        assert made.statuses == {500: 2}
     assert [score.value for score in found] == [
         None if i in (1, 4) else number(f"a{i}") for i in range(6)
     ]
@@ -520,5 +519,5 @@ def test_settings_of_a_client() -> None:
 
 def test_the_error_of_json_with_other_names_is_short() -> None:
     with pytest.raises(RewardError) as caught:
-        scores_in(json.dumps({f"name{i}": i for i in range(1000)}).encode(), 1)
+        parse_scores(json.dumps({f"name{i}": i for i in range(1000)}).encode(), 1)
     assert len(str(caught.value)) < 200

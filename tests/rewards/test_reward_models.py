@@ -17,7 +17,7 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.lifecycle.reward_models import reward_model
 from valence.rewards import reward_of
-from valence.rewards.cache import key_of
+from valence.rewards.cache import cache_key
 from valence.rewards.combine import Combined
 from valence.types import Completion
 
@@ -126,7 +126,7 @@ def test_the_tools_of_a_prompt_are_read(judge: Callable[..., Any]) -> None:
     armed = replace(plain, tools=({"name": "clock and map"},))
     one, other = values(of(), [plain, armed])
     assert one != pytest.approx(other, abs=1e-6)
-    assert key_of(plain) != key_of(armed)
+    assert cache_key(plain) != cache_key(armed)
 
 
 def test_attributes_are_chosen_or_weighted_and_kept_as_parts(judge: Callable[..., Any]) -> None:

@@ -131,7 +131,7 @@ def test_a_row_that_does_not_say_what_is_right_is_an_error() -> None:
 
 
 def test_a_pattern_that_backtracks_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "SECONDS_OF_A_PATTERN", 0.2)
+    monkeypatch.setattr(rules, "PATTERN_SECONDS", 0.2)
     assert has_words(
         error(reward("regex", settings={"pattern": "(a|aa)+$"}), [answer("a" * 80 + "b")]), "0.2 s"
     )

@@ -18,7 +18,7 @@ import pytest
 from tests.errors import raises_error
 from tests.rewards.kit import has_words, wait_for
 from tests.rewards.served import Numbers, Served, http_get, http_post, http_request, number, served
-from valence.rewards.server import ENDS, answer_in, listening
+from valence.rewards.server import ENDS, listening, split_query
 from valence.rewards.serving import Limits, Rate
 from valence.types import Completion, Score
 
@@ -75,7 +75,7 @@ def test_a_reward_is_given_prompt_answer_and_label(plain: Served) -> None:
 
 
 def test_a_reward_of_whole_texts_is_given_the_query_as_it_is() -> None:
-    with served(Numbers(), Limits(max_wait=0.0), whole=True) as server:
+    with served(Numbers(), Limits(max_wait=0.0), reads_query=True) as server:
         query = "<s>What? Paris</s>"
         assert server.post(query=[query], prompts=["another"]).json()["rewards"] == [number(query)]
         (given,) = server.reward.calls[-1]
@@ -109,11 +109,11 @@ def test_a_reward_of_whole_texts_is_given_the_query_as_it_is() -> None:
     ],
 )
 def test_the_answer_is_what_follows_the_prompt(query: str, prompt: str, answer: str | None) -> None:
-    assert answer_in(query, prompt, ENDS) == answer
+    assert split_query(query, prompt, ENDS) == answer
 
 
 def test_other_texts_may_end_an_answer() -> None:
-    assert answer_in("q a STOP", "q ", ("STOP",)) == "a "
+    assert split_query("q a STOP", "q ", ("STOP",)) == "a "
     with served(Numbers(), Limits(max_wait=0.0), ends=("STOP",)) as server:
         found = server.post(query=["q aSTOP", "q a</s>"], prompts=["q ", "q "]).json()
     assert found["rewards"] == [number("a"), number("a</s>")]
@@ -226,7 +226,7 @@ def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
             == 413
         )
     assert sent < 500 * 100_000
-    assert plain.service.reading == 0
+    assert plain.service.num_body_bytes == 0
     assert plain.post(query=["still there"]).status_code == 200
 
 
@@ -239,7 +239,7 @@ def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
                 b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
             )
             connection.sendall(head + b" " * 990)
-        wait_for(lambda: server.service.reading == 8 * 990)
+        wait_for(lambda: server.service.num_body_bytes == 8 * 990)
         found = http_post(f"{server.url}/get_reward", content=b" " * 500, headers=JSON)
         assert (found.status_code, found.headers["retry-after"]) == (503, "1")
         for connection in begun:
@@ -276,7 +276,7 @@ def test_a_client_has_its_share_of_requests() -> None:
     many = Rate(1.0)
     for i in range(5000):
         many.wait(str(i), 0.0)
-    assert len(many.held) <= 4096
+    assert len(many.buckets) <= 4096
 
 
 def test_too_many_requests_are_told_when_to_come_back() -> None:

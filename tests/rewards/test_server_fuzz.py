@@ -34,7 +34,7 @@ def test_what_the_description_allows_and_what_it_does_not(valid: bool) -> None:
             # nothing that the others are sent can be wrong
             if valid or operation.path == "/get_reward":
                 examined(operation, valid)
-        statuses = server.service.counts.requests
+        statuses = server.statuses
     assert 500 not in statuses
     assert set(statuses) <= ({200, 422, 413} if valid else {200, 415, 422, 413})
     assert (statuses[200] if valid else statuses[422]) >= EXAMPLES / 4

@@ -37,7 +37,7 @@ from valence import cli
 from valence.cli.serve import serve_reward
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
-from valence.rewards.cache import MOST
+from valence.rewards.cache import MAX_SCORES
 from valence.rewards.calls import FailedCall
 from valence.rewards.serving import Batcher, Limits
 from valence.types import Completion, Score
@@ -80,13 +80,14 @@ def test_two_hundred_clients_at_a_time_have_their_own_scores() -> None:
 
     with served(Numbers(score), Limits(concurrency=2)) as server:
         found = asyncio.run(all_of_them(server.url))
-        counts = server.service.counts
+        statuses = server.statuses
+        num_scored = server.service.metrics.value("answers_total", outcome="scored")
     malformed = len(range(0, CLIENTS, 7))
-    assert counts.requests[422] == malformed
-    assert sum(failed for _, failed in found) == counts.requests[500] + malformed
-    assert counts.requests[500] >= 60
-    assert sum(counts.requests.values()) == 4 * CLIENTS
-    assert sum(good for good, _ in found) <= counts.scored
+    assert statuses[422] == malformed
+    assert sum(failed for _, failed in found) == statuses[500] + malformed
+    assert statuses[500] >= 60
+    assert sum(statuses.values()) == 4 * CLIENTS
+    assert sum(good for good, _ in found) <= num_scored
     calls = [len(call) for call in server.reward.calls]
     assert max(calls) <= 64
     assert len(calls) < 400  # of 771 requests with answers: several were scored together
@@ -135,7 +136,7 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
 
     async def ask(batcher: Batcher, numbers: Sequence[int]) -> list[Score | None]:
         await rounds_of_the_loop(draw.randrange(6))
-        job = batcher.take([answer(str(n)) for n in numbers])
+        job = batcher.submit([answer(str(n)) for n in numbers])
         await job.done.wait()
         return job.scores
 
@@ -228,7 +229,7 @@ def test_answers_of_a_client_that_left_are_not_scored() -> None:
         gate.set()
         first.join()
         assert server.post(query=["second"]).status_code == 200
-        assert server.service.counts.requests == {200: 2, 499: 1}
+        assert server.statuses == {200: 2, 499: 1}
         assert len(server.lines) == 1
     assert [[c.text for c in call] for call in server.reward.calls] == [["first"], ["second"]]
 
@@ -412,7 +413,7 @@ def test_a_rule_reads_the_label() -> None:
 
 
 def test_the_command_keeps_no_more_scores_than_it_is_told(tmp_path: Path) -> None:
-    assert signature(serve_reward).parameters["max_kept"].default == MOST
+    assert signature(serve_reward).parameters["max_kept"].default == MAX_SCORES
     for keep, again in ((1, ["x", "y"]), (0, ["x", "y", "x", "y", "y"])):
         file = tmp_path / f"{keep}.txt"
         words = ("deterministic=true", f"settings.file={file}")

@@ -17,9 +17,9 @@ from valence.rollouts.vllm import VLLMGenerator
 @pytest.fixture(autouse=True)
 def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client looks often whether a server that went away is back."""
-    monkeypatch.setattr("valence.rollouts.wire.POLL", 0.01)
-    monkeypatch.setattr("valence.rollouts.wire.LONGEST", 0.02)
-    monkeypatch.setattr("valence.rollouts.servers.POLL", 0.01)
+    monkeypatch.setattr("valence.rollouts.client.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("valence.rollouts.client.MAX_PAUSE", 0.02)
+    monkeypatch.setattr("valence.rollouts.servers.POLL_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -35,6 +35,6 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def sampler(fake: Fake, tmp_path: Path, notes: list[str]) -> Iterator[VLLMGenerator]:
-    made = generator(fake.url, DiskTransfer(tmp_path / "weights"), say=notes.append)
+    made = generator(fake.url, DiskTransfer(tmp_path / "weights"), log=notes.append)
     yield made
     made.close()

@@ -340,7 +340,7 @@ def test_keys_and_values_are_kept_where_they_belong(
     model: Any, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever memory has to grow, and whichever rows end before."""
-    monkeypatch.setattr(kv, "ROOM", room)
+    monkeypatch.setattr(kv, "GROWTH", room)
     rows = generator(model, end_ids=ENDS).generate(PROMPTS, 8, FREE)
     assert len({len(a.tokens) for row in rows for a in row}) > 3
     for prompt, answers in zip(PROMPTS, rows, strict=True):
@@ -357,7 +357,7 @@ def test_a_token_is_written_behind_those_that_are_there_and_an_end_moves_one_row
     first, second = (torch.randn(2, 3, 5, 4, generator=made) for _ in range(2))
     grown.update(first, second, 0)
     which = torch.tensor([0, 0, 1, 1])
-    kv.give_room(grown, which)
+    kv.select_rows(grown, which)
     wanted = [first[which], second[which]]
     layer: Any = grown.layers[0]
     at = layer.keys.data_ptr()
@@ -365,7 +365,7 @@ def test_a_token_is_written_behind_those_that_are_there_and_an_end_moves_one_row
     found = grown.update(new[0], new[1], 0)
     wanted = [torch.cat(pair, 2) for pair in zip(wanted, new, strict=True)]
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    (left,) = kv.drop(grown, torch.tensor([1, 3]), (torch.arange(4),))
+    (left,) = kv.remove_finished(grown, torch.tensor([1, 3]), (torch.arange(4),))
     assert left.tolist() == [3, 1]
     for part, other in zip((layer.keys, layer.values), wanted, strict=True):
         assert torch.equal(part, other[left])
@@ -433,7 +433,7 @@ def test_progress_is_told_of_every_answer_once_and_may_end_it() -> None:
 def test_answers_are_measured_as_one_forward_measures_them(
     model: Any, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf, "LOGITS", most)
+    monkeypatch.setattr(hf, "MAX_LOGITS", most)
     answers = [(7, 8, 9, 10), (), (11,), (12, 13, 14, 15, 16, 17)]
     pairs = list(zip(PROMPTS, answers, strict=True))
     for temperature in (1.0, 0.6):

@@ -44,7 +44,7 @@ def test_the_mean_difference_over_tokens() -> None:
         ),
         (FAR, {"dtypes": ("float32", "bfloat16"), "read": FAR, "ours_read": OURS}, "model.name"),
         (FAR, {"dtypes": ("float32", "float32"), "read": FAR, "ours_read": OURS}, "model.name"),
-        (FAR, {"adapter": True, "read": FAR, "ours_read": OURS}, "rollout.transport for whole"),
+        (FAR, {"adapter": True, "read": FAR, "ours_read": OURS}, "rollout.transport for full"),
         (FAR, {"agreed": True, "tied": True, "read": FAR, "ours_read": OURS}, "docs/vllm.md"),
         (FAR, {"agreed": True, "read": FAR, "ours_read": OURS}, "use another rollout.transport"),
         (FAR, {}, "model.name"),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.errors import raises_error
 from tests.rollouts.vllm_server import FREE, PROMPTS, Drop, Fake, generator, serving, weights
-from valence.rollouts.asking import TRIES
+from valence.rollouts.client import MAX_LOSSES
 from valence.rollouts.protocol import Sampling
 from valence.rollouts.transports import DiskTransfer
 from valence.rollouts.vllm import ROUTE, VLLMGenerator
@@ -69,7 +69,7 @@ def test_a_server_that_goes_again_and_again_is_given_up(fake: Fake, sampler: VLL
     with raises_error("rollout-server-lost", where=fake.url) as raised:
         sampler.generate(PROMPTS[:1], 1, Sampling())
     assert "EngineCore died" in raised.error.what
-    assert fake.paths().count(ROUTE) == TRIES
+    assert fake.paths().count(ROUTE) == MAX_LOSSES
 
 
 def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_server_that_stays_away(tmp_path: Path) -> None:
 def test_a_server_that_takes_connections_and_never_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("valence.rollouts.wire.PATIENCE", 0.2)
+    monkeypatch.setattr("valence.rollouts.client.HEALTH_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         sampler = generator(url, DiskTransfer(tmp_path), timeout=0.4)

@@ -8,9 +8,9 @@ import pytest
 
 from tests.errors import raises_error
 from tests.rollouts.vllm_server import END, FREE, PROMPTS, Fake, weights
+from valence.rollouts.client import server_root
 from valence.rollouts.protocol import Sampling
 from valence.rollouts.vllm import VLLMGenerator
-from valence.rollouts.wire import address
 from valence.types import Ids, content_id
 
 
@@ -141,8 +141,8 @@ def test_refusals_are_passed_on(fake: Fake, sampler: VLLMGenerator) -> None:
 
 def test_addresses() -> None:
     assert {
-        address(url) for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")
+        server_root(url) for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")
     } == {"http://a:1"}
     for wrong in ("localhost:8000", "ftp://a", ""):
         with raises_error("rollout-url-invalid", where="rollout.url"):
-            address(wrong)
+            server_root(wrong)

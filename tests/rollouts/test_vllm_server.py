@@ -33,7 +33,7 @@ from tests.tiny import tiny_tokenizer
 from valence.rollouts.check import Evidence, check, difference
 from valence.rollouts.openai import OpenAIGenerator
 from valence.rollouts.protocol import Sampling
-from valence.rollouts.servers import ANYWHERE, Server
+from valence.rollouts.servers import REQUIRED_VARIABLES, Server
 from valence.rollouts.transports import DiskTransfer, GlooTransfer, LoraTransfer, WeightTransfer
 from valence.rollouts.vllm import VLLMGenerator
 from valence.types import Completion
@@ -78,7 +78,7 @@ class Side:
             end_ids=[END],
             timeout=180,
             revive=self.server.revive,
-            say=self.notes.append,
+            log=self.notes.append,
         )
 
     def step(self) -> None:
@@ -150,7 +150,9 @@ class Shown(Server):
     def variables(self) -> dict[str, str]:
         found = super().variables()
         return {
-            name: value for name, value in found.items() if name not in ANYWHERE or name in OFFLINE
+            name: value
+            for name, value in found.items()
+            if name not in REQUIRED_VARIABLES or name in OFFLINE
         } | self.named
 
 

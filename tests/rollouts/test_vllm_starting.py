@@ -15,7 +15,7 @@ import pytest
 from tests.arch.source import ROOT
 from tests.errors import raises_error
 from valence.rollouts import servers
-from valence.rollouts.servers import OF_TRAINERS, Server, arguments, plugin_folder
+from valence.rollouts.servers import TRAINER_VARIABLES, Server, plugin_folder, server_arguments
 
 SERVES = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -144,7 +144,7 @@ def test_a_python_without_vllm(tmp_path: Path, folder: Path) -> None:
 def test_what_a_server_is_told(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in OF_TRAINERS:
+    for name in TRAINER_VARIABLES:
         monkeypatch.setenv(name, "7")
     shows = "print(*sorted(os.environ.items()), *sys.argv, sep='\\n'); sys.exit(1)"
     (tmp_path / "model").mkdir()
@@ -169,7 +169,7 @@ def test_what_a_server_is_told(
 
 
 def test_arguments_leave_room_for_the_adapter() -> None:
-    told = arguments("m", "lora", 12, "auto", None, cpu=False)
+    told = server_arguments("m", "lora", 12, "auto", None, is_cpu=False)
     assert told[told.index("--max-lora-rank") + 1] == "16"
     assert "--enforce-eager" not in told
     assert "--weight-transfer-config" not in told

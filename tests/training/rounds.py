@@ -12,8 +12,8 @@ from typing import Any
 from tests.programs import Program
 from tests.training.scoring import write
 from valence.jobs.reward_rows import score_by_reward
-from valence.jobs.sample_rows import Counted, Draws, sample_rows
-from valence.jobs.score_rows import Tally
+from valence.jobs.row_job import Tally
+from valence.jobs.sample_rows import Draws, SampleCounts, sample_rows
 
 ROOT = Path(__file__).parents[2]
 REWARDS = """
@@ -57,7 +57,7 @@ def sample(
     target: str = "model",
     data: Sequence[str] = ("prompts.jsonl",),
     **how: Any,
-) -> Counted:
+) -> SampleCounts:
     drawn = {name: how.pop(name) for name in Draws.__dataclass_fields__ if name in how}
     draws = Draws(**{"n": 3, "max_new_tokens": 6, "at_once": 6, **drawn})
     return sample_rows(target, Path(out), draws, data=data, quiet=True, **how)

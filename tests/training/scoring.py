@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from valence import cli
-from valence.jobs.score_rows import Tally, score_rows
+from valence.jobs.row_job import Tally
+from valence.jobs.score_rows import score_rows
 
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 FILES: dict[str, list[dict[str, Any]]] = {

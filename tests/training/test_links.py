@@ -19,7 +19,7 @@ from tests.training.scoring import invoke
 from tests.training.test_run import folder
 from valence.files import make_folder, open_file
 from valence.models.log_prob_store import LogProbStore
-from valence.rewards.cache import Kept
+from valence.rewards.cache import ScoreCache
 from valence.runs.folder import FOLDERS
 from valence.runs.store import atomic_folder, write_atomically
 from valence.types import Score
@@ -136,15 +136,15 @@ def test_the_folder_of_a_run_may_be_reached_through_links(
 
 def test_caches_are_not_written_through_links(tmp_path: Path, outside: Path) -> None:
     identity = {"a": 1}
-    path = Kept(tmp_path / "scores", identity).path
+    path = ScoreCache(tmp_path / "scores", identity).path
     assert path is not None
     put_link(path, outside / "file")
-    made = Kept(tmp_path / "scores", identity)
+    made = ScoreCache(tmp_path / "scores", identity)
     with raises_error("path-is-symlink", where=path.name):
         made.add({"key": Score(1.0)})
     put_link(tmp_path / "scores", outside)
     with raises_error("path-is-symlink", where="scores"):
-        Kept(tmp_path / "scores", identity)
+        ScoreCache(tmp_path / "scores", identity)
     (tmp_path / "reference").symlink_to(outside)
     with raises_error("path-is-symlink", where="reference"):
         LogProbStore(tmp_path / "reference", {}, {}).add({b"0" * 16: np.ones(1)})

@@ -249,7 +249,7 @@ def test_prompts_that_changed_are_seen(place: Path) -> None:
     write("prompts.jsonl", [rows[0], {"prompt": "something else "}, *rows[2:]])
     with raises_error("output-rows-changed", where="prompts.jsonl:2") as raised:
         sample()
-    assert "line 4 of answers.jsonl" in raised.error.what
+    assert "answers.jsonl:4" in raised.error.what
     write("prompts.jsonl", rows[:5])
     with raises_error("output-lines-extra", where="answers.jsonl") as raised:
         sample()

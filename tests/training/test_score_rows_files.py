@@ -26,6 +26,7 @@ from valence.checksums import add_checksum
 from valence.data.load import stream
 from valence.errors import UserError
 from valence.jobs import score_rows as module
+from valence.jobs.row_job import OutputFile
 from valence.lifecycle.scorers import LogProbScorer
 from valence.types import MicroBatch
 
@@ -101,7 +102,7 @@ def test_a_program_that_is_killed_loses_a_window_at_most(
 def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole()
     lines: list[int] = []
-    inner = module.Lines.write
+    inner = OutputFile.write
 
     def stopping(self: Any, made: Any) -> None:
         if len(lines) == 2:
@@ -109,7 +110,7 @@ def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch
         lines.append(len(made))
         inner(self, made)
 
-    monkeypatch.setattr(module.Lines, "write", stopping)
+    monkeypatch.setattr(OutputFile, "write", stopping)
     words = (
         "score",
         "model",
@@ -363,16 +364,16 @@ def test_facts_that_change_while_a_model_is_loaded_are_seen(
 def test_a_file_is_not_moved_aside_while_it_is_written(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner, refused = module.Lines.write, list[UserError]()
+    inner, refused = OutputFile.write, list[UserError]()
 
     def meanwhile(self: Any, made: Any) -> None:
         inner(self, made)
-        monkeypatch.setattr(module.Lines, "write", inner)
+        monkeypatch.setattr(OutputFile, "write", inner)
         with raises_error("output-locked", where="out.jsonl") as raised:
             score(target="other", fresh=True)
         refused.append(raised.error)
 
-    monkeypatch.setattr(module.Lines, "write", meanwhile)
+    monkeypatch.setattr(OutputFile, "write", meanwhile)
     score()
     assert len(refused) == 1
     assert (len(read()), list(place.glob("out.1*"))) == (17, [])

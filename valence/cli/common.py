@@ -121,9 +121,9 @@ Nproc = Annotated[
 ]
 
 
-def require_server_libraries(command: str) -> None:
+def require_server_libraries(command: str, *others: str) -> None:
     """Raises UserError if a library that a server needs is not installed."""
-    for library in ("fastapi", "uvicorn"):
+    for library in ("fastapi", "uvicorn", *others):
         if find_spec(library) is None:
             raise UserError(
                 f"{library} is not installed",

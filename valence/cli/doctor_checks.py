@@ -33,7 +33,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("bitsandbytes",),
         "4-bit weights and 8-bit moments (model.quantize, train.optimizer: adamw_8bit)",
     ),
-    "serve": (("fastapi", "uvicorn"), "`valence serve-reward`"),
+    "serve": (("fastapi", "uvicorn", "prometheus_client"), "`valence serve-reward`"),
     "rewards": (
         ("math_verify", "jsonschema", "vaderSentiment"),
         "the rewards maths, json_schema and vader",

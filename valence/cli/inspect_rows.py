@@ -1,16 +1,15 @@
-"""One row at every stage of its way: as read, as understood, as tokens."""
+"""Show one row at every stage: as read, as an example, as tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.config.load import LoadedRecipe, load_recipe
 from valence.config.schema import SourceSettings
 from valence.data.encode import Encoder
 from valence.data.load import load, read_sources
@@ -20,12 +19,13 @@ from valence.errors import UserError
 from valence.reports.show import show_encoded, show_example, show_row
 from valence.trainer.methods import method_in, method_of
 from valence.trainer.prepare import prepare
+from valence.trainer.targets import without_rows
 from valence.types import Example, Origin
 
 Stage = Literal["row", "example", "tokens", "all"]
 
 
-def look(
+def show_stages(
     recipe: Path,
     overrides: Sequence[str],
     *,
@@ -33,11 +33,9 @@ def look(
     number: int,
     stage: Stage,
 ) -> Iterator[RenderableType]:
-    """What to print about row ``number`` (from 1, bad rows too) of the files of one of a recipe's
-    lists.
+    """The output for row ``number`` (from 1, bad rows too) of the files of one of a recipe's lists.
 
-    Raises UserError when there is none such, and, after what can be shown of it, when the row is
-    not used.
+    Raises UserError when there is no such row, and, after the stages it reaches, when it is unused.
     """
     source = load_recipe(recipe, overrides, method_of=method_of, training=False)
     data = source.recipe.data
@@ -47,7 +45,7 @@ def look(
             "the recipe names no files",
             code="list-not-in-recipe",
             where=f"data.{which}",
-            fix="look at another list with --list",
+            fix="choose another list with --list",
         )
     rows = list(read_sources(files, data.limit))
     if number > len(rows):
@@ -72,9 +70,9 @@ def look(
 def _examples(
     source: LoadedRecipe, files: Sequence[SourceSettings], origin: Origin
 ) -> list[Example]:
-    """What became of the row. Raises UserError with the reason when that is nothing."""
+    """The examples made of the row. Raises UserError with the reason when there is none."""
     data = source.recipe.data
-    # A bad row elsewhere should not keep anybody from looking at this one.
+    # bad rows elsewhere must not prevent showing this one
     loaded = load(
         files, method_in(source.recipe).kind,
         convert=data.convert, threshold=data.threshold, top_n=data.top_n,
@@ -85,23 +83,20 @@ def _examples(
             raise UserError(bad.reason, code=bad.code, where=str(origin), fix=bad.fix)
     examples = [example for example in loaded.examples if example.origin == origin]
     if not examples:
-        why = next((why for unused, why in loaded.unused if unused == origin), "")
-        code = "row-not-convertible" if why else "row-in-other-example"
-        why = why or "it is in an example listed under another row"
+        reason = next((reason for unused, reason in loaded.unused if unused == origin), "")
+        code = "row-not-convertible" if reason else "row-in-other-example"
+        reason = reason or "it is in an example listed under another row"
         raise UserError(
-            f"data.convert: {data.convert} makes no example of this row alone: {why}",
+            f"data.convert: {data.convert} makes no example of this row alone: {reason}",
             code=code,
             where=str(origin),
-            fix="look at another row",
+            fix="choose another row",
         )
     return examples
 
 
 def _encoder(source: LoadedRecipe) -> Encoder:
-    no_rows = source.recipe.data.model_copy(update={name: [] for name in LISTS})
-    return prepare(
-        replace(source, recipe=source.recipe.model_copy(update={"data": no_rows}))
-    ).encoder
+    return prepare(without_rows(source)).encoder
 
 
 def _tokens(encoder: Encoder, examples: Sequence[Example]) -> Iterator[RenderableType]:

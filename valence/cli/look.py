@@ -38,9 +38,9 @@ def inspect(
     """Show a row as it is read, the examples made of it, and their tokens with the trained ones
     coloured; or why it is bad.
     """
-    from valence.cli.inspect_rows import look
+    from valence.cli.inspect_rows import show_stages
 
-    for part in look(recipe, overrides or [], which=which, number=row, stage=stage):
+    for part in show_stages(recipe, overrides or [], which=which, number=row, stage=stage):
         console.print(part)
 
 

@@ -49,41 +49,44 @@ def serve_reward(
             help="Environment variable with the bearer token that clients must send.",
         ),
     ] = None,
-    max_batch: Annotated[
-        int, typer.Option(min=1, help="Answers that are scored in one call.")
-    ] = 64,
+    max_batch: Annotated[int, typer.Option(min=1, help="Answers scored in one call.")] = 64,
     max_wait_ms: Annotated[
-        float, typer.Option(min=0.0, help="How long an answer waits for others to be scored with.")
+        float,
+        typer.Option(min=0.0, help="How long an answer waits for others to be scored with it."),
     ] = 5.0,
     max_body: Annotated[
-        float, typer.Option(min=0.001, help="Largest body of a request, in megabytes.")
+        float, typer.Option(min=0.001, help="Maximum body of a request, in megabytes.")
     ] = 32.0,
-    max_items: Annotated[int, typer.Option(min=1, help="Answers of one request.")] = 1024,
+    max_items: Annotated[int, typer.Option(min=1, help="Maximum answers per request.")] = 1024,
     max_waiting: Annotated[
         int,
-        typer.Option(min=1, help="Answers that wait, of all requests, before more are refused."),
+        typer.Option(min=1, help="Maximum waiting answers of all requests; more are refused."),
     ] = 16384,
     rate: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Requests a second of one client. Default: any number."),
+        typer.Option(
+            min=0.001, help="Maximum requests per second of one client. Default: unlimited."
+        ),
     ] = None,
     concurrency: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Calls of the reward under way at a time. A function has so many worker "
-            "processes.",
+            help="Simultaneous calls of the reward. A function has this many worker processes.",
         ),
     ] = 1,
     timeout: Annotated[
-        float, typer.Option(min=0.01, help="Seconds until a request is answered, scored or not.")
+        float,
+        typer.Option(
+            min=0.01,
+            help="Time limit of a request in seconds; it is answered by then, scored or not.",
+        ),
     ] = 60.0,
     max_kept: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Scores kept in memory, of a reward that always gives an answer the same; 0: "
-            "none.",
+            help="Scores of a deterministic reward that are cached in memory; 0: none.",
         ),
     ] = 65536,
     end: Annotated[
@@ -91,15 +94,16 @@ def serve_reward(
         typer.Option(
             "--end",
             metavar="TEXT",
-            help="Not of an answer that ends with it; may be repeated. Default: usual end tokens.",
+            help="Text to remove from the end of answers; may be repeated. Default: common end "
+            "tokens.",
         ),
     ] = None,
 ) -> None:
-    """Serve a reward over HTTP: POST /get_reward, the protocol of OpenRLHF, which recipes that name
-    a server use too. KEY=VALUE: settings of the reward, as in the reward section of a recipe
+    """Serve a reward over HTTP: POST /get_reward, the protocol of OpenRLHF and of recipes whose
+    reward is an address. KEY=VALUE: settings of the reward, as in a recipe's reward section
     (`settings.answer=label`).
     """
-    require_server_libraries("serve-reward")
+    require_server_libraries("serve-reward", "prometheus_client")
     from valence.rewards.server import serve
     from valence.rewards.serving import Limits
 
@@ -121,7 +125,7 @@ def serve_reward(
         host=host,
         port=port,
         allowed_hosts=allowed_host or [],
-        tell=lambda line: write_line(escape_control(line)),
+        log=lambda line: write_line(escape_control(line)),
     )
 
 
@@ -134,7 +138,7 @@ def reward_service(
     ends: list[str] | None,
     keep: int,
 ) -> Service:
-    """The reward, loaded. Raises UserError for one that cannot be served."""
+    """Load the reward. Raises UserError for one that cannot be served."""
     from valence.config.load import load_reward
     from valence.rewards import reward_of
     from valence.rewards.pool import WorkerPool
@@ -142,24 +146,24 @@ def reward_service(
 
     if target.startswith(("http://", "https://")):
         raise UserError(
-            "this is a server already",
+            "this is already the address of a server",
             code="reward-not-servable",
             where=target,
             fix="name it in the recipe's reward section",
         )
-    ours = [
+    settings = [
         f"timeout={limits.timeout}",
         f"batch_size={limits.max_batch}",
         f"concurrency={limits.concurrency}",
         "retries=0",
     ]
-    spec = load_reward(target, [*ours, *overrides])
+    spec = load_reward(target, [*settings, *overrides])
     if target == "length" and spec.settings.get("unit", "tokens") == "tokens":
         raise UserError(
-            "requests have texts, not tokens",
+            "requests contain text, not tokens",
             code="reward-needs-tokens",
             where="settings.unit",
-            fix="give settings.unit=characters, or words",
+            fix="set settings.unit=characters, or words",
         )
     loaded, pools = list[str](), list[WorkerPool]()
 
@@ -182,7 +186,7 @@ def reward_service(
         pool.start()
         if "completion_ids" in pool.parameters:
             raise UserError(
-                "requests have texts, not tokens",
+                "requests contain text, not tokens",
                 code="reward-needs-tokens",
                 where=target,
                 fix="serve a function without completion_ids",
@@ -192,7 +196,7 @@ def reward_service(
 
     reward = reward_of([spec], model=model, function=function, keep=keep)
     return Service(
-        reward, limits, token=token, whole=bool(loaded), ends=ENDS if ends is None else ends,
+        reward, limits, token=token, reads_query=bool(loaded), ends=ENDS if ends is None else ends,
         probe=pools[0].probe if pools else None,
     )  # fmt: skip
 
@@ -208,7 +212,7 @@ def _token(variable: str | None) -> str | None:
     token = os.environ.get(variable)
     if not token:
         raise UserError(
-            f"the environment has no variable {variable}",
+            f"the environment variable {variable} is not set",
             code="environment-variable-missing",
             where="--token-env",
             fix="set it to a long random text",

@@ -38,10 +38,8 @@ from valence.data.label_audit import (
 from valence.data.load import columns_of, read_together, stream
 from valence.data.sources import BadRow, Row
 from valence.errors import UserError
-from valence.files import check_path
 from valence.jobs.cross_fit import FEWEST, cross_fit
-from valence.jobs.lines import as_line, check_line
-from valence.jobs.score_rows import refuse_inputs
+from valence.jobs.row_job import as_line, check_line, check_output, refuse_inputs
 from valence.lifecycle.scorers import LogProbScorer, RewardModelScorer, load_scorer
 from valence.models.features import completion_states
 from valence.models.policy_model import PolicyModel
@@ -334,7 +332,7 @@ def audit_rows(
     """
     console = console or Terminal()
     if out is not None:
-        check_rows_path(out)
+        check_output(out, is_new=not may_exist)
     source = with_files(model or NO_MODEL, files, overrides, format=format)
     sources = source.recipe.data.eval
     for number, each in enumerate(sources):
@@ -346,11 +344,7 @@ def audit_rows(
                 fix="list it once",
             )
     if out is not None:
-        refuse_inputs(out, sources)
-        if out.exists() and not may_exist:
-            raise UserError(
-                "this exists already", code="path-exists", where=str(out), fix="name a new file"
-            )
+        refuse_inputs([out], [source.path for source in sources])
     rows = read_rated(sources)
     rated = rows.all_rated
     if not rated:
@@ -393,25 +387,6 @@ def audit_rows(
 
 
 # Reading
-
-
-def check_rows_path(out: Path) -> None:
-    """Raises UserError for a path that no file of rows can have."""
-    check_path(out)
-    if out.suffix not in (".jsonl", ".ndjson"):
-        raise UserError(
-            "rows are written as JSON Lines",
-            code="output-not-jsonl",
-            where=str(out),
-            fix="name a file that ends in .jsonl",
-        )
-    if not out.parent.is_dir():
-        raise UserError(
-            f"there is no folder {out.parent}",
-            code="path-invalid-output",
-            where=str(out),
-            fix="name a new file in a folder that exists",
-        )
 
 
 def _check_writable(out: Path, rows: AuditRows) -> None:

@@ -31,6 +31,7 @@ from valence.data.importers.sources import SOURCES, pull_votes, read_votes, sour
 from valence.data.kinds import METHOD_FOR
 from valence.errors import UserError
 from valence.jobs.import_store import ImportStore, MergeCounts, as_date, merge_votes, vote_line
+from valence.jobs.row_job import refuse_inputs
 from valence.terminal import Terminal, print_message
 from valence.types import Origin
 
@@ -150,7 +151,7 @@ def import_feedback(
             fix="leave out --since or --complete",
         )
     store = ImportStore(out, overwrite=overwrite)
-    _refuse_inputs(store, files)
+    refuse_inputs(store.paths, files)
     with store.locked():
         start = _start(since, [vote for vote in store.votes if vote.source == name])
         count = (lambda _: None) if quiet else _counter(console)
@@ -211,18 +212,6 @@ def import_feedback(
         num_shared=num_shared,
         agreement=agreeing,
     )
-
-
-def _refuse_inputs(store: ImportStore, files: Sequence[str]) -> None:
-    outputs = {path.resolve() for path in store.paths}
-    for file in files:
-        if Path(file).resolve() in outputs:
-            raise UserError(
-                "this file is read and cannot be written as well",
-                code="output-is-input",
-                where=file,
-                fix="give another --out",
-            )
 
 
 def _start(since: str | None, stored: Sequence[Vote]) -> float:

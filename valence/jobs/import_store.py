@@ -30,7 +30,7 @@ from valence.data.importers.records import Vote
 from valence.data.importers.rows import ROW_KINDS, ImportedRows, RowKind, latest_votes
 from valence.errors import UserError
 from valence.files import check_path, open_file, refuse_links, write_all
-from valence.jobs.lines import as_line
+from valence.jobs.row_job import as_line
 from valence.version import __version__
 
 ELSEWHERE = "name another file with --out"

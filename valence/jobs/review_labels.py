@@ -29,7 +29,7 @@ from valence.data.values import thumb
 from valence.errors import UserError
 from valence.files import open_file, refuse_links, write_all
 from valence.jobs.audit_labels import RatedRow, RowAudit, with_column, with_info
-from valence.jobs.lines import as_line
+from valence.jobs.row_job import as_line
 from valence.types import Chat, Content, Judgement, content_id
 
 Choice = Literal["keep", "flip", "drop", "score"]

@@ -1,6 +1,4 @@
-"""Reward models whose texts are given whole, prompt, template and all, as a reward server has
-them.
-"""
+"""Reward models for a reward server, whose queries are rendered texts of prompt and completion."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from valence.rewards.calls import CallBackend
 from valence.types import Completion, Demonstration, Ids, TokenizedExample
 
 
-def as_it_is(encoder: Encoder, completion: Completion) -> TokenizedExample | Unusable:
-    """A text as the tokens that it is, without any that a tokenizer or a template would add."""
+def encode_query(encoder: Encoder, completion: Completion) -> TokenizedExample | Unusable:
+    """Tokenize a query without the tokens that a tokenizer or a template would add."""
     ids = tuple(
         cast(list[int], encoder.tokenizer(completion.text, add_special_tokens=False)["input_ids"])
     )
@@ -23,8 +21,7 @@ def as_it_is(encoder: Encoder, completion: Completion) -> TokenizedExample | Unu
 
 
 def query_model(target: str, settings: Mapping[str, Any], where: str) -> CallBackend:
-    """A reward model that reads ``Completion.text`` as the whole of what it judges.
-
-    Raises UserError as ``reward_model``.
+    """A reward model that reads ``Completion.text`` as the query. Raises UserError as
+    ``reward_model`` does.
     """
-    return replace(cast(ModelScores, reward_model(target, settings, where)), read=as_it_is)
+    return replace(cast(ModelScores, reward_model(target, settings, where)), read=encode_query)

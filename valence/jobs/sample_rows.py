@@ -1,11 +1,10 @@
-"""A model's answers to prompts of files, written as rows that can be judged and trained on: the
-first part of a round offline.
+"""Sample completions of prompts into rows that can be scored and trained on: the first part of an
+offline round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,43 +26,38 @@ from valence.distributed.process_group import (
     gather_objects,
 )
 from valence.errors import UserError
-from valence.jobs.lines import ANEW, Lines, as_line, check_line
-from valence.jobs.score_rows import refuse_inputs
+from valence.jobs.row_job import START_OVER, Line, RowJob, check_line
 from valence.lifecycle.restore import open_run
 from valence.lifecycle.saved_models import At
 from valence.models.build import check_positions
 from valence.models.digest import model_digest
-from valence.reports.console import Progress
 from valence.reports.formatting import number
 from valence.rollouts.protocol import Sampling
-from valence.runs.signals import Stop
-from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
 from valence.trainer.sampling import PolicySampler, check_can_generate
 from valence.trainer.targets import load_target, with_files
 from valence.trainer.trainer import Trainer
 from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
-from valence.version import __version__
 
-SAME = ("model", "vocabulary", "template")
-"""Facts that answers share which are appended to others."""
-ADDED = f"add to it with --append; {ANEW}"
+MODEL_FACTS = ("model", "vocabulary", "template")
+"""Facts that completions which are appended to others share with them."""
+DIFFERENT_DRAWS = f"add to the file with --append; {START_OVER}"
 READING = {"temperature": 0.7, "max_new_tokens": 256}
-"""How answers to read are sampled, unless the recipe or the command says otherwise.
+"""Defaults for completions that are read, not trained on.
 
 Rows to train on are sampled at temperature 1, the model's own distribution, at which small models
 ramble.
 """
 HEAD_ROWS = 20
-"""Rows that the column of the prompts is looked for in."""
+"""Rows in which the column of the prompts is searched for."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How many answers to each prompt, and how they are drawn.
+    """Number of completions per prompt, and sampling parameters.
 
-    None: as the recipe's ``rollout`` section says; where it has no reward, one answer, and to read
-    (``for_reading``) as in ``READING``.
+    None: as in the recipe's ``rollout`` section. Without a reward in the recipe, the default is one
+    completion, and for reading (``for_reading``) the values of ``READING``.
     """
 
     n: int | None = None
@@ -71,11 +65,11 @@ class Draws:
     top_p: float | None = None
     max_new_tokens: int | None = None
     at_once: int | None = None
-    """Answers that are sampled at once: all that is lost when the program is killed."""
+    """Completions per batch; at most these are lost when the program is killed."""
     seed: int = 0
 
     def for_reading(self, source: LoadedRecipe) -> Draws:
-        """The same with the values of ``READING`` where neither these nor the recipe set any."""
+        """Apply ``READING`` where neither this object nor the recipe sets a value."""
         if source.recipe.reward:
             return self
         unset = {
@@ -85,26 +79,22 @@ class Draws:
         }
         return replace(self, **unset)
 
-    def filled(self, rollout: Rollout, online: bool) -> tuple[int, int, Sampling]:
-        """Answers to each prompt, answers at once, and how they are drawn.
+    def resolve(self, rollout: Rollout, is_online: bool) -> tuple[int, int, Sampling]:
+        """Completions per prompt, completions per batch, and sampling parameters.
 
         Raises UserError for a value out of range.
         """
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        n, at_once = (
-            given.pop("n", rollout.num_rollouts if online else 1),
-            given.pop("at_once", rollout.at_once),
-        )
-        section = {
-            name: getattr(rollout, name) for name in ("temperature", "top_p", "max_new_tokens")
-        }
-        return n, at_once, Sampling(**{**section, **given})
+        overrides = {name: value for name, value in asdict(self).items() if value is not None}
+        n = overrides.pop("n", rollout.num_rollouts if is_online else 1)
+        at_once = overrides.pop("at_once", rollout.at_once)
+        names = ("temperature", "top_p", "max_new_tokens")
+        return n, at_once, Sampling(**{name: getattr(rollout, name) for name in names} | overrides)
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What became of the call: answers in the file by now, those of them that an earlier call
-    wrote, answers of this call that reached their longest length, and the tokens of this call.
+class SampleCounts:
+    """Completions in the file, those of an earlier call, and of this call the completions that
+    reached the maximum length and the tokens.
     """
 
     answers: int
@@ -128,71 +118,69 @@ def sample_rows(
     quiet: bool = False,
     command: str = "valence.sample_rows(...)",
     group: Group | None = None,
-) -> Counted:
-    """Writes a model's answers to these prompts, one JSON object a line: the prompt, the answer and
-    its tokens with their log-probabilities, and how it was drawn.
+) -> SampleCounts:
+    """Write a model's completions of prompts as JSON Lines: prompt, completion, its tokens with
+    their log-probabilities, and the sampling parameters.
 
-    target: a run's folder (its newest weights, or those of the checkpoint ``at``), a recipe (the
-    model it starts from), or a model's or adapter's folder or hub id. data: files of prompts, or
-    sections as in a recipe; questions: prompts as text; with neither, the prompts that the recipe
-    trains on. out: what an interrupted call wrote there is kept and gone on from; ``fresh`` moves
-    it aside, ``append`` writes other answers of the same model behind it. group: of processes that
-    each answer a share.
+    target: a run's folder (its newest weights, or those of the checkpoint ``at``), a recipe (its
+    initial model), or a model's or adapter's folder or hub id. data: files of prompts, or sections
+    as in a recipe; questions: prompts as text; with neither, the prompts that the recipe trains on.
+    out: if an interrupted call wrote it, resume; ``fresh`` moves it aside, ``append`` adds other
+    completions of the same model. group: processes that sample a share each.
 
-    The answers to the prompt at position k depend on the seed and k alone. Raises UserError for a
-    mistake in the request.
+    The completions of the prompt at position k depend on the seed and k alone. Raises UserError for
+    invalid arguments.
     """
-    group, console = group or SingleProcess(), console or Terminal()
-    with Stop(console).listening():
-        sources, source = _sources(target, data, overrides, asks=not questions)
-        recipe = source.recipe
-        refuse_inputs(out, sources)
+    sources, source = _sources(target, data, overrides, has_questions=bool(questions))
+    recipe = source.recipe
+    n, at_once, sampling = draws.resolve(recipe.rollout, bool(recipe.reward))
+    with RowJob(
+        out,
+        [s.path for s in sources],
+        window=max(1, at_once // n),
+        lines_per_item=n,
+        fresh=fresh,
+        append=MODEL_FACTS if append else None,
+        fix=START_OVER if append else DIFFERENT_DRAWS,
+        console=console,
+        quiet=quiet,
+        group=group,
+    ) as job:
+        files = [s.model_dump(mode="json", exclude_defaults=True) for s in sources]
+        facts = {"prompts": [*questions, *files], "answers": n, **asdict(sampling)}
+        job.check_facts(facts)
         prompts = _prompts(questions, sources)
-        n, at_once, how = draws.filled(recipe.rollout, bool(recipe.reward))
-        window = max(1, at_once // n)
-        more: dict[str, Any] = {"append": SAME} if append else {"anew": ADDED}
-        lines = Lines(out, window * n, fresh=fresh, **more) if group.rank == 0 else None
-        facts = {"prompts": _named(sources, questions), "answers": n, **asdict(how)}
-        if lines:
-            lines.agree(facts)
-        if not quiet:
-            here = (
-                ""
-                if recipe.rollout.engine == "hf"
-                else " (to be sampled in this process, not by a server)"
-            )
-            said = (
-                f"{number(len(prompts))} prompts, {n} {'answer' if n == 1 else 'answers'} "
-                f"each; loading {target}{here}"
-            )
-            print_message(console, said)
-        run = open_run(target, overrides, group=group, at=at, console=console)
-        writer = _Writer(run, prompts, n, how, lines, group, window, at_once)
-        facts |= writer.facts()
+        is_local = recipe.rollout.engine == "hf"
+        here = "" if is_local else " (to be sampled in this process, not by a server)"
+        noun = "answer" if n == 1 else "answers"
+        job.print_status(f"{number(len(prompts))} prompts, {n} {noun} each; loading {target}{here}")
+        run = open_run(target, overrides, group=job.group, at=at, console=job.console)
+        transform = SampleTransform(run, n, sampling, at_once, job.group)
+        items = [transform.tokenize(k, prompt) for k, prompt in enumerate(prompts)]
+        transform.check_lengths(items)
+        model_facts = transform.model_facts()
+        facts |= model_facts
         check_ranks_agree(
-            group,
-            lambda: {**facts, "prompts": [p.id for p in prompts]},
+            job.group,
+            lambda: {**facts, "prompts": [prompt.id for prompt in prompts]},
             "let all processes read the same files",
         )
-        if lines:
-            lines.agree(writer.facts())
-        with lines.open(len(prompts) * n) if lines else nullcontext():
-            writer.by = content_id(facts)
-            kept = writer.skip()
-            if lines:
-                lines.go_on(
-                    {
-                        "target": target,
-                        "step": run.step,
-                        "command": command,
-                        "valence": __version__,
-                        "torch": torch.__version__,
-                    }
-                )
-            counted = writer.run_from(kept, console, quiet)
-    if not quiet:
-        _say(counted, out, console)
-    return counted
+        job.check_facts(model_facts)
+        transform.request_id = content_id(facts)
+        tally = job.run(
+            transform,
+            items,
+            len(items),
+            "sampling",
+            {"target": target, "step": run.step, "command": command, "torch": torch.__version__},
+            batch_size=job.window * transform.num_shares,
+        )
+    counts = SampleCounts(tally.rows, tally.earlier, transform.num_cut, transform.num_tokens or 0)
+    earlier = f" ({number(counts.earlier)} of them were there already)" if counts.earlier else ""
+    num_new = counts.answers - counts.earlier
+    cut = f"; {number(counts.cut)} of {number(num_new)} were truncated" if counts.cut else ""
+    job.print_status(f"{number(counts.answers)} answers in {out}{earlier}{cut}")
+    return counts
 
 
 def answers(
@@ -206,35 +194,34 @@ def answers(
     console: Console | None = None,
     group: Group | None = None,
 ) -> list[tuple[str, Completion]]:
-    """Each prompt, as text, with an answer to read. The request is as for ``sample_rows``."""
-    group = group or SingleProcess()
-    sources, source = _sources(target, data, overrides, asks=not questions)
-    asked = [prompt.prompt for prompt in _prompts(questions, sources)]
-    n, _, how = draws.for_reading(source).filled(source.recipe.rollout, bool(source.recipe.reward))
-    run = open_run(target, overrides, group=group, at=at, console=console)
-    texts = [as_text(content, run.prepared.tokenizer) for content in asked]
+    """Each prompt as text, with a completion to read. Arguments as for ``sample_rows``."""
+    sources, source = _sources(target, data, overrides, has_questions=bool(questions))
+    contents = [prompt.prompt for prompt in _prompts(questions, sources)]
+    recipe = source.recipe
+    n, _, sampling = draws.for_reading(source).resolve(recipe.rollout, bool(recipe.reward))
+    run = open_run(target, overrides, group=group or SingleProcess(), at=at, console=console)
     return [
-        (text, each)
-        for text, own in zip(texts, run.sample(asked, how, n), strict=True)
-        for each in own
+        (as_text(content, run.prepared.tokenizer), completion)
+        for content, completions in zip(contents, run.sample(contents, sampling, n), strict=True)
+        for completion in completions
     ]
 
 
-# Before a model is loaded
+# Prompts
 
 
 def _sources(
-    target: str, data: Sequence[str], overrides: Sequence[str], *, asks: bool
+    target: str, data: Sequence[str], overrides: Sequence[str], *, has_questions: bool
 ) -> tuple[list[SourceSettings], LoadedRecipe]:
     """Files of prompts, and the recipe."""
-    if data or not asks:
+    if data or has_questions:
         source = with_files(target, data, overrides)
         return list(source.recipe.data.eval), source
     source = load_target(target, overrides)
     recipe = source.recipe
     if not recipe.reward or not recipe.data.train:
         raise UserError(
-            "there is nothing to answer",
+            "there are no prompts",
             code="rows-missing",
             where="sample",
             fix="give --prompt or --data",
@@ -243,22 +230,19 @@ def _sources(
 
 
 def _prompts(questions: Sequence[str], sources: Sequence[SourceSettings]) -> list[Prompt]:
-    """In their order: those given as text, then those of the files."""
-    # the run says whether they become user messages
-    asked = [
-        Prompt(prompt=text, origin=Origin("--prompt", number))
-        for number, text in enumerate(questions, 1)
-    ]
-    named = [_as_prompts(source) for source in sources]
-    found = load(named, "prompt").examples if named else ()
-    prompts = asked + [example for example in found if isinstance(example, Prompt)]
+    """In their order: those passed as text, then those of the files."""
+    # the run decides whether texts become user messages
+    prompts = [Prompt(prompt=q, origin=Origin("--prompt", k)) for k, q in enumerate(questions, 1)]
+    if sources:
+        examples = load([_as_prompts(source) for source in sources], "prompt").examples
+        prompts += [example for example in examples if isinstance(example, Prompt)]
     for prompt in prompts:
         check_line(prompt.info, prompt.origin)
     return prompts
 
 
 def _as_prompts(source: SourceSettings) -> SourceSettings:
-    """The section of a file for its prompts alone, whatever else its rows have."""
+    """The section of a file that reads only the prompts of its rows."""
     name = source.format or _format(source)
     others = COLUMNS.difference(FORMATS[name].columns) if name in FORMATS else frozenset[str]()
     keys = {ours: theirs for ours, theirs in source.keys.items() if ours not in others}
@@ -273,64 +257,62 @@ def _format(source: SourceSettings) -> str:
     return "text_prompt" if has_text and not has_prompt else "prompt"
 
 
-def _named(sources: Sequence[SourceSettings], questions: Sequence[str]) -> list[Any]:
-    return [
-        *questions,
-        *(source.model_dump(mode="json", exclude_defaults=True) for source in sources),
-    ]
+# Completions
 
 
-# Answers to lines
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt with its position among all prompts, on which its random numbers depend."""
+
+    position: int
+    prompt: Prompt
+    ids: tuple[int, ...]
 
 
-@dataclass
-class _Writer:
-    """Samples a window of prompts at once and makes lines of their answers.
+class SampleTransform:
+    """A prompt becomes ``n`` lines, one per completion, with all that rewards and training read.
 
-    ``lines``: of rank 0.
+    With several processes that each have the whole model, each samples one window of a batch.
+    A window is sampled independently of all others.
     """
 
-    run: Trainer
-    prompts: Sequence[Prompt]
-    n: int
-    how: Sampling
-    lines: Lines | None
-    group: Group
-    window: int
-    at_once: int
-    by: str = ""
-
-    def __post_init__(self) -> None:
-        run = self.run
+    def __init__(
+        self, run: Trainer, n: int, sampling: Sampling, at_once: int, group: Group
+    ) -> None:
         check_can_generate(run.prepared.method)
-        self.tokens = [self._encoded(prompt) for prompt in self.prompts]
+        self.run, self.n, self.sampling, self.group = run, n, sampling, group
+        self.window = max(1, at_once // n)
         self.sampler = PolicySampler(
-            run.policy,
-            run.prepared.encoder,
-            version=lambda: run.step,
-            batch_size=self.at_once,
+            run.policy, run.prepared.encoder, version=lambda: run.step, batch_size=at_once
         )
-        self.deals = self.group.size > 1 and not (run.policy.is_sharded or run.policy.shared)
-        longest = max(range(len(self.tokens)), key=lambda k: len(self.tokens[k]))
-        check_positions(
-            run.policy.causal,
-            len(self.tokens[longest]) + self.how.max_new_tokens,
-            "prompt and answer may have",
-            code="prompt-too-long",
-            where=str(self.prompts[longest].origin),
-            fix="give fewer --max-new-tokens, or leave the prompt out",
-        )
+        is_split = run.policy.is_sharded or run.policy.shared
+        self.num_shares = 1 if is_split else group.size
+        self.request_id = ""
+        self.num_tokens: int | None = 0
+        self.num_cut = 0
 
-    def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
+    def tokenize(self, position: int, prompt: Prompt) -> TokenizedPrompt:
         try:
-            return self.run.prepared.encoder.encode_prompt(prompt.prompt)
+            ids = self.run.prepared.encoder.encode_prompt(prompt.prompt)
         except UserError as error:
             raise UserError(
                 error.what, code=error.code, where=str(prompt.origin), fix=error.fix
             ) from error
+        return TokenizedPrompt(position, prompt, ids)
 
-    def facts(self) -> dict[str, Any]:
-        """What the answers depend on besides the request. All processes come here."""
+    def check_lengths(self, items: Sequence[TokenizedPrompt]) -> None:
+        longest = max(items, key=lambda item: len(item.ids))
+        check_positions(
+            self.run.policy.causal,
+            len(longest.ids) + self.sampling.max_new_tokens,
+            "prompt and answer may have",
+            code="prompt-too-long",
+            where=self.origin(longest),
+            fix="lower --max-new-tokens, or remove the prompt",
+        )
+
+    def model_facts(self) -> dict[str, Any]:
+        """What the completions depend on besides the request. All processes call it."""
         encoder, data = self.run.prepared.encoder, self.run.recipe.data
         return {
             "model": model_digest(self.run.policy, adapter=True),
@@ -342,152 +324,105 @@ class _Writer:
             ),
         }
 
-    def skip(self) -> int:
-        """The prompts that are answered already.
+    def compute(
+        self, batch: Sequence[TokenizedPrompt], advance: Callable[[int], None]
+    ) -> list[Line]:
+        rank = self.group.rank if self.num_shares > 1 else 0
+        local_items = batch[rank * self.window : (rank + 1) * self.window]
+        local = self._generate(local_items, lambda num_lines: advance(num_lines * self.num_shares))
+        if self.num_shares > 1:
+            shares = gather_objects(self.group, [[asdict(c) for c in group] for group in local])
+            completions = [
+                [_completion(fields) for fields in group] for share in shares for group in share
+            ]
+        else:
+            completions = local
+        sampled = [completion for group in completions for completion in group]
+        self.num_tokens = (self.num_tokens or 0) + sum(len(c.tokens) for c in sampled)
+        self.num_cut += sum(c.stop == "length" for c in sampled)
+        return [
+            self._line(item, index, completion)
+            for item, group in zip(batch, completions, strict=True)
+            for index, completion in enumerate(group)
+        ]
 
-        Raises UserError for a line that is not of its prompt.
-        """
-        if self.lines is None:
-            return int(self.group.broadcast(None))
-        for at, line in enumerate(self.lines.read()):
-            k, index = divmod(at, self.n)
-            sampled = line.get("sampled")
-            if not isinstance(sampled, dict) or (sampled.get("by"), line.get("index")) != (
-                self.by,
-                index,
-            ):
-                raise self.lines.foreign(self.lines.base + at + 1)
-            if line.get("prompt_ids") != list(self.tokens[k]):
-                what = (
-                    f"line {self.lines.base + at + 1} of {self.lines.path} answers another "
-                    f"prompt: the data has changed"
-                )
-                raise UserError(
-                    what,
-                    code="output-rows-changed",
-                    where=str(self.prompts[k].origin),
-                    fix="undo the change, or start over with --fresh",
-                )
-        return int(self.group.broadcast(self.lines.kept // self.n))
-
-    def run_from(self, kept: int, console: Console, quiet: bool) -> Counted:
-        """Answers the prompts from this one on.
-
-        Each window is sampled by itself, whatever came before it and whoever does it.
-        """
-        total, cut, ran = len(self.prompts), 0, 0
-        windows = [range(k, min(k + self.window, total)) for k in range(kept, total, self.window)]
-        ways = self.group.size if self.deals else 1
-        with Progress(console, "sampling", total * self.n, start=kept * self.n, quiet=quiet) as bar:
-            for first in range(0, len(windows), ways):
-                dealt = windows[first : first + ways]
-                begun = dealt[0].start * self.n
-                ended = [0]  # of this process; the others have about as many
-
-                def advance(
-                    news: int, begun: int = begun, ended: list[int] = ended, ran: int = ran
-                ) -> None:
-                    ended[0] += news
-                    bar.update(min(begun + ended[0] * ways, total * self.n), tokens=ran)
-
-                for window, own in zip(dealt, self._answers(dealt, advance), strict=True):
-                    ran += sum(len(each.tokens) for several in own for each in several)
-                    cut += sum(each.stop == "length" for several in own for each in several)
-                    if self.lines:
-                        asked = zip(window, own, strict=True)
-                        self.lines.write(
-                            [
-                                self._line(k, i, each)
-                                for k, several in asked
-                                for i, each in enumerate(several)
-                            ]
-                        )
-                bar.update(dealt[-1].stop * self.n, tokens=ran)
-        return Counted(total * self.n, kept * self.n, cut, ran)
-
-    def _answers(self, dealt: Sequence[range], advance: Any) -> Iterator[list[list[Completion]]]:
-        """Those to each of these windows, of which each process has one, if they are dealt."""
-        mine = self.group.rank if self.deals else 0
-        found = self._generate(dealt[mine], advance) if mine < len(dealt) else []
-        if not self.deals:
-            return iter([found])
-        every = gather_objects(self.group, [[asdict(each) for each in own] for own in found])
-        return (
-            [[_completion(each) for each in own] for own in answers]
-            for answers in every[: len(dealt)]
-        )
-
-    def _generate(self, window: range, advance: Any) -> list[list[Completion]]:
-        prompts = [self.tokens[k] for k in window]
+    def _generate(
+        self, items: Sequence[TokenizedPrompt], advance: Callable[[int], None]
+    ) -> list[list[Completion]]:
+        if not items:
+            return []
         try:
             return self.sampler.generate(
-                prompts, self.n, self.how, first=window.start, progress=advance
+                [item.ids for item in items],
+                self.n,
+                self.sampling,
+                first=items[0].position,
+                progress=advance,
             )
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"there is no memory for {len(prompts) * self.n} answers at once",
+                f"not enough memory for {len(items) * self.n} answers at once",
                 code="out-of-memory",
-                where=str(self.prompts[window.start].origin),
-                fix="give fewer --at-once; the same command goes on from here",
+                where=self.origin(items[0]),
+                fix="lower --at-once, then rerun the same command to resume",
             ) from error
         except FloatingPointError as error:
-            where = str(self.prompts[window.start].origin)
             raise UserError(
-                f"{error}, for this prompt or one after it",
+                f"{error}, for this prompt or a later one",
                 code="sampling-failed",
-                where=where,
-                fix="look at the model; try float32",
+                where=self.origin(items[0]),
+                fix="check the model, or use float32",
             ) from error
 
-    def _line(self, k: int, index: int, answer: Completion) -> str:
-        """One answer, with all that rewards and training read."""
-        prompt, tokenizer = self.prompts[k], self.run.prepared.tokenizer
-        drawn = {"by": self.by, "position": k, "seed": self.how.seed}
-        drawn |= {
-            "temperature": self.how.temperature,
-            "top_p": self.how.top_p,
-            "vocabulary": self.run.prepared.encoder.vocab.digest,
-        }
-        line = {
-            **_shown(prompt.prompt),
-            "prompt_ids": list(self.tokens[k]),
-            "rendered": str(tokenizer.decode(list(self.tokens[k]))),
-            "completion": answer.text,
-            "completion_ids": list(answer.tokens),
-            # as many digits as a float32 has
-            "logps": [float(f"{logp:.9g}") for logp in answer.logps],
-            "stop": answer.stop,
-            "version": answer.version,
+    def _line(self, item: TokenizedPrompt, index: int, completion: Completion) -> Line:
+        prompt, ids, vocab = item.prompt, list(item.ids), self.run.prepared.encoder.vocab
+        return {
+            **_prompt_columns(prompt.prompt),
+            "prompt_ids": ids,
+            "rendered": str(self.run.prepared.tokenizer.decode(ids)),
+            "completion": completion.text,
+            "completion_ids": list(completion.tokens),
+            # the digits of a float32
+            "logps": [float(f"{logp:.9g}") for logp in completion.logps],
+            "stop": completion.stop,
+            "version": completion.version,
             "index": index,
             **({"info": dict(prompt.info)} if prompt.info else {}),
             **({"weight": prompt.weight} if prompt.weight != 1.0 else {}),
-            "sampled": drawn,
+            "sampled": {
+                "by": self.request_id,
+                "position": item.position,
+                "seed": self.sampling.seed,
+                "temperature": self.sampling.temperature,
+                "top_p": self.sampling.top_p,
+                "vocabulary": vocab.digest,
+            },
         }
-        return as_line(line)
+
+    def origin(self, item: TokenizedPrompt) -> str:
+        return str(item.prompt.origin)
+
+    def is_valid(self, line: Line, index: int) -> bool:
+        sampled = line.get("sampled")
+        is_of_request = isinstance(sampled, dict) and sampled.get("by") == self.request_id
+        return is_of_request and line.get("index") == index
+
+    def is_line_of(self, line: Line, item: TokenizedPrompt) -> bool:
+        return line.get("prompt_ids") == list(item.ids)
+
+    def error_in(self, line: Line) -> str | None:
+        return None
 
 
-def _shown(content: Content) -> Mapping[str, Any]:
-    """A prompt as its row has it."""
+def _prompt_columns(content: Content) -> Mapping[str, Any]:
+    """A prompt as the columns of a row."""
     if isinstance(content, Chat):
         tools = {"tools": [dict(tool) for tool in content.tools]} if content.tools else {}
-        return {"prompt": [dict(turn) for turn in content.messages], **tools}
+        return {"prompt": [dict(message) for message in content.messages], **tools}
     return {"prompt": "" if isinstance(content, Ids) else content}
 
 
-def _completion(told: Mapping[str, Any]) -> Completion:
-    """As another process told of it."""
-    found = Completion(**told)
-    return replace(
-        found, tokens=tuple(found.tokens), logps=tuple(found.logps), versions=tuple(found.versions)
-    )
-
-
-def _say(counted: Counted, out: Path, console: Console) -> None:
-    earlier = f" ({number(counted.earlier)} of them were there already)" if counted.earlier else ""
-    made = counted.answers - counted.earlier
-    cut = (
-        f"; {number(counted.cut)} of {number(made)} were cut at their longest"
-        if counted.cut
-        else ""
-    )
-    print_message(console, f"{number(counted.answers)} answers in {out}{earlier}{cut}")
+def _completion(fields: Mapping[str, Any]) -> Completion:
+    """A completion from the fields that another process sent as JSON."""
+    lists = ("tokens", "logps", "versions")
+    return Completion(**{**fields, **{name: tuple(fields[name]) for name in lists}})

@@ -22,15 +22,13 @@ from valence.jobs.audit_labels import (
     TOKENS,
     AuditRows,
     audit_auc,
-    check_rows_path,
     hidden_states,
     is_enough,
     load_policy,
     read_rated,
 )
 from valence.jobs.cross_fit import FEWEST, cross_fit, fit_logistic, standardize
-from valence.jobs.lines import as_line
-from valence.jobs.score_rows import refuse_inputs
+from valence.jobs.row_job import as_line, check_output, refuse_inputs
 from valence.models.policy_model import PolicyModel
 from valence.terminal import Terminal, print_message
 from valence.trainer.targets import with_files
@@ -104,14 +102,10 @@ def select_prompts(
     Raises UserError for a mistake in the request, and when nothing is left to select from.
     """
     console = console or Terminal()
-    check_rows_path(out)
+    check_output(out, is_new=True)
     source = with_files(model, [*rated, *files], overrides)
     sources = source.recipe.data.eval
-    refuse_inputs(out, sources)
-    if out.exists():
-        raise UserError(
-            "this exists already", code="path-exists", where=str(out), fix="name a new file"
-        )
+    refuse_inputs([out], [source.path for source in sources])
     labelled = read_rated(sources[: len(rated)])
     completions, labels = _labelled_completions(labelled)
     if not completions:

@@ -202,7 +202,7 @@ class ServerEngine:
         options: dict[str, Any] = {
             "end_ids": encoder.end_ids,
             "timeout": rollout.timeout,
-            "say": self._messages.warn,
+            "log": self._messages.warn,
         }
         if rollout.engine == "openai":
             from valence.rollouts.openai import OpenAIGenerator
@@ -252,12 +252,12 @@ class ServerEngine:
         return transports.NcclTransfer(self.rollout.timeout, self._policy.device)
 
     def _start(self, transport: str) -> Server:
-        from valence.rollouts.servers import Server, located
+        from valence.rollouts.servers import Server, absolute_model
 
         recipe = self._recipe
         extra = ["--trust-remote-code"] if recipe.model.trust_remote_code else []
         if named := recipe.model.tokenizer:
-            extra += ["--tokenizer", located(named)]
+            extra += ["--tokenizer", absolute_model(named)]
         dtype = "bfloat16" if recipe.model.dtype == "bfloat16" else "float32"
         server = Server(
             recipe.model.name,

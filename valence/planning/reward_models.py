@@ -13,7 +13,7 @@ from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Dtype
 from valence.errors import UserError
 from valence.rewards.build import KINDS
-from valence.rewards.rules import code_of, said
+from valence.rewards.rules import setting_error_code, setting_error_message
 from valence.trainer.targets import load_target
 
 
@@ -56,8 +56,8 @@ def parse_settings(target: str, settings: Mapping[str, Any], where: str) -> Rewa
             ", ".join(RewardModelSettings.model_fields),
         )
         raise UserError(
-            f"{said(first)} (reward model {target})",
-            code=code_of(first),
+            f"{setting_error_message(first)} (reward model {target})",
+            code=setting_error_code(first),
             where=place,
             fix=f"its settings are {names}",
         ) from error

@@ -1,4 +1,4 @@
-"""From the reward section of a recipe to one reward."""
+"""Build the reward of a recipe's reward section."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valence.errors import UserError
-from valence.rewards.cache import MOST, Cached, Kept, digest
-from valence.rewards.calls import TIME_OUTS, CallBackend, Calls
+from valence.rewards.cache import MAX_SCORES, CachedReward, ScoreCache, digest
+from valence.rewards.calls import MAX_TIMEOUTS, CallBackend, Calls
 from valence.rewards.combine import Combined, RewardPart
 from valence.rewards.functions import Function, function_of
-from valence.rewards.http import Servers, addresses
+from valence.rewards.http import Servers, parse_addresses
 from valence.rewards.rules import RULES, Rules, rule_of
 from valence.types import Completion, Score
 
 if TYPE_CHECKING:
     from valence.config.schema import RewardSettings
 
-NAMES_OF_OURS = ("mean", "std", "min", "max")
-"""What the log says of the sum."""
+RESERVED_NAMES = ("mean", "std", "min", "max")
+"""Metrics of the sum."""
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-OF_A_FILE = re.compile(r"\.py(:|$)")
-HOST = re.compile(r"[\w.-]+:\d+(/.*)?")
+PYTHON_FILE = re.compile(r"\.py(:|$)")
+HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 KINDS = (
     "a function (package.module:function), a rule (`valence rewards` lists them), a model's "
@@ -34,23 +34,21 @@ KINDS = (
 
 
 def is_function(target: str) -> bool:
-    """Whether a reward is a function, whose module is imported."""
-    return target not in RULES and bool(FUNCTION.fullmatch(target)) and not OF_A_FILE.search(target)
+    """Whether a reward is a function, named by module and function."""
+    return (
+        target not in RULES and bool(FUNCTION.fullmatch(target)) and not PYTHON_FILE.search(target)
+    )
 
 
 def is_server(target: str) -> bool:
-    """Whether a reward is asked for over the network."""
+    """Whether a reward is the address of a server."""
     return target.startswith(("http://", "https://"))
 
 
 ModelReward = Callable[[str, Mapping[str, Any], str], CallBackend]
-"""Loads a reward model: its folder or hub id, the entry's settings, and where they are for
-messages.
-"""
+"""Loads a reward model from its folder or hub id, its settings, and their place for messages."""
 FunctionBackend = Callable[["RewardSettings", str], CallBackend]
-"""Loads a function that its backend may call several times at once: the entry, and where its
-function is for messages.
-"""
+"""Loads a function for simultaneous calls from its entry, and its place for messages."""
 
 
 def reward_of(
@@ -59,27 +57,29 @@ def reward_of(
     model: ModelReward | None = None,
     function: FunctionBackend | None = None,
     cache: Path | None = None,
-    keep: int = MOST,
+    keep: int = MAX_SCORES,
 ) -> Combined:
-    """What a recipe's reward section describes: its entries added up, each times its weight.
+    """The reward of a recipe's reward section: the weighted sum of its entries.
 
-    model: loads reward models, where they can be used. function: loads functions; by default they
-    run in this process. cache: the folder in which scores of deterministic rewards are kept;
-    without one they are kept in memory. keep: so many of each in memory; 0: none are kept, nor
-    written. Raises UserError for what cannot be found or called, before anything is scored.
+    model: loads reward models, if supported. function: loads functions; by default they run in this
+    process. cache: folder for scores of deterministic rewards; without one they are cached in
+    memory. keep: maximum of scores of one reward in memory; 0: no cache. Raises UserError for a
+    reward that does not exist or cannot be called.
     """
     names = _names(specs)
     parts = list[RewardPart]()
     for i, spec in enumerate(specs):
         calls = _calls(spec, names[i], f"reward.{i}", model, function)
         identity = calls.backend.identity if calls.deterministic and keep else None
-        reward = calls if identity is None else Cached(calls, Kept(cache, identity, keep))
+        reward = (
+            calls if identity is None else CachedReward(calls, ScoreCache(cache, identity, keep))
+        )
         parts.append(RewardPart(reward, spec.weight, spec.clip, spec.gate))
     return Combined(tuple(parts))
 
 
-class _NotLoaded:
-    """Stands for a reward model where rewards are checked without loading models."""
+class _UnloadedModel:
+    """A reward model that is only checked."""
 
     @property
     def identity(self) -> None:
@@ -93,77 +93,77 @@ class _NotLoaded:
 
 
 def check_rewards(specs: Sequence[RewardSettings]) -> None:
-    """Raise UserError for a reward that cannot be found or called, without loading models."""
+    """Raise UserError for a reward that does not exist or cannot be called. Loads no models."""
     if specs:
-        reward_of(specs, model=lambda name, settings, where: _NotLoaded())
+        reward_of(specs, model=lambda name, settings, where: _UnloadedModel())
 
 
 def list_reward_models(specs: Sequence[RewardSettings]) -> list[tuple[str, Mapping[str, Any], str]]:
-    """The reward models among the rewards: folder or hub id, settings, and where these are set."""
+    """Folder or hub id, settings and place of each reward model."""
     entries: list[tuple[str, Mapping[str, Any], str]] = []
 
-    def record(*entry: Any) -> _NotLoaded:
+    def record(*entry: Any) -> _UnloadedModel:
         entries.append(entry)
-        return _NotLoaded()
+        return _UnloadedModel()
 
     reward_of(specs, model=record)
     return entries
 
 
 def identities(reward: Combined) -> list[Mapping[str, Any] | None]:
-    """What the scores of each part depend on besides the answers, of rules and reward models.
+    """Everything besides the completions that the scores of rules and reward models depend on.
 
-    None for functions and servers, which are mended while there are scores already.
+    None for functions and servers, which users may fix while there are scores already.
     """
     return [
-        None if isinstance(each.backend, Function | Servers) else each.backend.identity
-        for each in _called(reward)
+        None if isinstance(calls.backend, Function | Servers) else calls.backend.identity
+        for calls in _all_calls(reward)
     ]
 
 
 def digests(reward: Combined) -> dict[str, str]:
-    """By the name of each part a digest of what its scores depend on besides the answers, such as a
-    function's source; without those of which that is not known.
+    """For each part a digest of everything besides the completions that its scores depend on, such
+    as a function's source; without parts whose identity is unknown.
     """
     return {
-        each.name: digest(identity)
-        for each in _called(reward)
-        if (identity := each.backend.identity) is not None
+        calls.name: digest(identity)
+        for calls in _all_calls(reward)
+        if (identity := calls.backend.identity) is not None
     }
 
 
-def _called(reward: Combined) -> list[Calls]:
-    called = [
-        part.reward.inner if isinstance(part.reward, Cached) else part.reward
+def _all_calls(reward: Combined) -> list[Calls]:
+    rewards = [
+        part.reward.inner if isinstance(part.reward, CachedReward) else part.reward
         for part in reward.parts
     ]
-    return [each for each in called if isinstance(each, Calls)]
+    return [calls for calls in rewards if isinstance(calls, Calls)]
 
 
 def _names(specs: Sequence[RewardSettings]) -> list[str]:
-    """Of the numbers in the log. Raises UserError when two have one name."""
-    names = [spec.name or _short(spec.reward) for spec in specs]
+    """Names of the metrics. Raises UserError for an invalid or duplicate one."""
+    names = [spec.name or _default_name(spec.reward) for spec in specs]
     for i, name in enumerate(names):
         where = f"reward.{i}.name"
-        if not re.fullmatch(r"[\w.+-]+", name) or name in NAMES_OF_OURS:
+        if not re.fullmatch(r"[\w.+-]+", name) or name in RESERVED_NAMES:
             raise UserError(
-                f"{name!r} cannot name a number in the log",
+                f"{name!r} cannot be the name of a metric",
                 code="reward-name-invalid",
                 where=where,
-                fix="give it another, of letters and digits",
+                fix="choose a name of letters and digits",
             )
         if name in names[:i]:
             raise UserError(
                 f"two rewards have the name {name!r}",
                 code="reward-name-duplicate",
                 where=where,
-                fix="give each a `name`",
+                fix="set a `name` for each",
             )
     return names
 
 
-def _short(target: str) -> str:
-    """A name for a reward without one: its function, rule, host or the end of its path."""
+def _default_name(target: str) -> str:
+    """The name of a reward without one: its function, rule, host or the end of its path."""
     if target.startswith(("http://", "https://")):
         host = re.sub(r"^https?://([^@/]*@)?", "", target.split(",")[0]).partition("/")[0]
         return re.sub(r"[^\w.-]+", "-", host) or "server"
@@ -179,29 +179,28 @@ def _calls(
     function: FunctionBackend | None,
 ) -> Calls:
     if spec.clip is not None and not spec.clip[0] <= spec.clip[1]:
-        what = f"nothing is at least {spec.clip[0]:g} and at most {spec.clip[1]:g}"
         raise UserError(
-            what,
+            f"the minimum {spec.clip[0]:g} is above the maximum {spec.clip[1]:g}",
             code="reward-setting-value",
             where=f"{where}.clip",
-            fix="put the smaller number first",
+            fix="write the smaller number first",
         )
-    backend, always, together = _backend(spec, where, model, function)
+    backend, is_deterministic, is_concurrent = _backend(spec, where, model, function)
     return Calls(
         name,
         backend,
-        spec.deterministic or always,
+        spec.deterministic or is_deterministic,
         batch_size=spec.batch_size,
         retries=spec.retries,
-        concurrency=spec.concurrency if together else 1,
-        patience=TIME_OUTS * spec.timeout,
+        concurrency=spec.concurrency if is_concurrent else 1,
+        patience=MAX_TIMEOUTS * spec.timeout,
     )
 
 
 def _backend(
     spec: RewardSettings, where: str, model: ModelReward | None, function: FunctionBackend | None
 ) -> tuple[CallBackend, bool, bool]:
-    """The backend, whether it is deterministic by nature, and whether calls may overlap."""
+    """The backend, whether it is always deterministic, and whether calls may overlap."""
     target, settings = spec.reward, spec.settings
     place = f"{where}.settings"
     if is_server(target):
@@ -218,8 +217,8 @@ def _backend(
     if is_function(target):
         if function is not None:
             return function(spec, f"{where}.reward"), False, True
-        made = function_of(target, settings, spec.timeout, where)
-        return made, False, not made.blocking
+        backend = function_of(target, settings, spec.timeout, where)
+        return backend, False, not backend.blocking
     _check_model(target, f"{where}.reward", model)
     assert model is not None
     return model(target, settings, where), True, False
@@ -230,35 +229,34 @@ def _servers(spec: RewardSettings, where: str) -> Servers:
     if unknown or not isinstance(spec.settings.get("label", ""), str):
         setting = unknown[0] if unknown else "label"
         raise UserError(
-            f"the client of a server has no setting {setting!r}"
+            f"a reward server has no setting {setting!r}"
             if unknown
-            else "it names a column",
+            else "label is not the name of a column",
             code="reward-setting-unknown" if unknown else "reward-setting-value",
             where=f"{where}.settings.{setting}",
-            fix="its one setting is label, the column of the rows that is sent as label",
+            fix="the only setting is label, the column that is sent as label",
         )
     token = None
     if spec.token_env is not None:
         token = os.environ.get(spec.token_env)
         if not token:
-            what = f"the environment has no variable {spec.token_env}"
             raise UserError(
-                what,
+                f"the environment variable {spec.token_env} is not set",
                 code="environment-variable-missing",
                 where=f"{where}.token_env",
                 fix="set it to the server's token",
             )
-    urls = addresses(spec.reward, f"{where}.reward")
+    urls = parse_addresses(spec.reward, f"{where}.reward")
     return Servers(urls, spec.timeout, spec.settings.get("label"), token)
 
 
 def _check_model(target: str, where: str, model: ModelReward | None) -> None:
-    """Raises UserError for what is meant as something other than a model."""
+    """Raise UserError for a name that is not meant as a model."""
     path = Path(target)
     if path.is_dir() and model is not None:
         return
     place = f"{where}: {target}"
-    if path.is_file() or OF_A_FILE.search(target):
+    if path.is_file() or PYTHON_FILE.search(target):
         function = (
             f"{path.with_suffix('').as_posix().replace('/', '.').partition('.py:')[0]}:function"
         )
@@ -268,9 +266,9 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
             where=place,
             fix=f"name a function in it as {function}, or {KINDS}",
         )
-    if HOST.fullmatch(target):
+    if HOST_AND_PORT.fullmatch(target):
         raise UserError(
-            "this is an address without its scheme",
+            "the address has no scheme",
             code="reward-not-found",
             where=place,
             fix=f"write http://{target}",
@@ -278,22 +276,22 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
     near = get_close_matches(target, RULES, 1, 0.7)
     if near:
         raise UserError(
-            "there is no rule of this name",
+            "there is no rule with this name",
             code="reward-not-found",
             where=place,
-            fix=f"did you mean {near[0]}? Else name {KINDS}",
+            fix=f"did you mean {near[0]}? Otherwise name {KINDS}",
         )
     if DOTTED.fullmatch(target):
         package, _, last = target.rpartition(".")
         raise UserError(
-            "this names no reward",
+            "this is not the name of a reward",
             code="reward-not-found",
             where=place,
             fix=f"write {package}:{last} for a function; name {KINDS}",
         )
     if model is None:
         raise UserError(
-            "reward models cannot be used here",
+            "reward models are not supported here",
             code="reward-model-unsupported",
             where=place,
             fix=f"name {KINDS}",

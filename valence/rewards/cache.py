@@ -1,6 +1,4 @@
-"""Scores that are kept: the same completion is judged once by a reward that always gives the
-same.
-"""
+"""Cache of scores: a deterministic reward scores each completion once."""
 
 from __future__ import annotations
 
@@ -22,45 +20,46 @@ from valence.rewards.calls import Calls
 from valence.types import Completion, Score
 from valence.version import __version__
 
-HEAD = "scores of"
-"""In the first line of a file: what the scores depend on besides the completions."""
-MOST = 2**16
-"""Scores that are held in memory, of one reward: about 32 MB where each has one part."""
+HEADER = "scores of"
+"""Key of the first line of a file: everything besides the completions that scores depend on."""
+MAX_SCORES = 2**16
+"""Scores of one reward in memory: about 32 MB if each has one part."""
 
 
-class Kept:
-    """Scores by key, in memory and, with a folder, in a file that only grows, which several
-    processes may share.
+class ScoreCache:
+    """Scores by key, in memory and, with a folder, in an append-only file that several processes
+    may share.
 
-    most: scores held in memory; beyond, those that were not used for longest leave it. From a file
-    the last ones are read, and one that has left the memory counts as unknown: its completion is
-    scored again, which costs a call and gives the same.
+    max_scores: scores in memory; the least recently used ones are evicted. An evicted completion is
+    scored again, with the same result.
 
-    A line is one score with its checksum. A damaged line counts as absent, with one warning that
-    names the first. What a killed process left of its last line is ignored, as every write begins
-    with a line break. Scores whose writing fails are kept in memory alone, and ``trouble`` says so.
+    A line of the file is one score with its checksum. A damaged line counts as absent, with one
+    warning for the first. An incomplete last line of a killed process is ignored, as every write
+    starts with a line break. If writing fails, scores stay in memory, and ``trouble`` says why.
     """
 
-    def __init__(self, folder: Path | None, identity: Mapping[str, Any], most: int = MOST) -> None:
-        self.most = most
+    def __init__(
+        self, folder: Path | None, identity: Mapping[str, Any], max_scores: int = MAX_SCORES
+    ) -> None:
+        self.max_scores = max_scores
         self.path = None if folder is None else folder / f"{digest(identity)}.jsonl"
         self.trouble = ""
         self._scores = OrderedDict[str, Score]()
-        self._read = self._lines = 0
+        self._position = self._num_lines = 0
         self._warned = False
         if self.path is not None:
             try:
                 make_folder(self.path.parent, self.path.parent.parent)
                 if not self.path.exists():
-                    about = {HEAD: identity, "by": f"valence {__version__}"}
+                    about = {HEADER: identity, "by": f"valence {__version__}"}
                     self._append(json.dumps(add_checksum(about)))
             except OSError as error:
-                what = f"scores cannot be kept here ({error.strerror})"
+                what = f"scores cannot be cached here ({error.strerror})"
                 raise UserError(
                     what,
                     code="reward-cache-not-writable",
                     where=str(self.path.parent),
-                    fix="make room, or name another folder",
+                    fix="free disk space, or choose another folder",
                 ) from error
             self.refresh()
 
@@ -68,88 +67,80 @@ class Kept:
         return len(self._scores)
 
     def get(self, key: str) -> Score | None:
-        found = self._scores.get(key)
-        if found is not None:
+        score = self._scores.get(key)
+        if score is not None:
             self._scores.move_to_end(key)
-        return found
+        return score
 
     def add(self, scores: Mapping[str, Score]) -> None:
-        """Those that have failed are not kept: the next time they may not."""
-        good = {
+        """Failed scores are not cached: they may succeed the next time."""
+        new = {
             key: score
             for key, score in scores.items()
             if score.value is not None and key not in self._scores
         }
-        for key, score in good.items():
-            self._hold(key, score)
-        if not good or self.path is None:
+        for key, score in new.items():
+            self._insert(key, score)
+        if not new or self.path is None:
             return
-        entries = [
-            {"key": key, "value": s.value, "parts": dict(s.parts)} for key, s in good.items()
-        ]
+        entries = [{"key": key, "value": s.value, "parts": dict(s.parts)} for key, s in new.items()]
         lines = [json.dumps(add_checksum(entry)) for entry in entries]
         try:
             self._append("\n".join(lines))
         except OSError as error:
             if not self.trouble:
                 self.trouble = (
-                    f"{self.path}: scores cannot be written ({error.strerror}); they "
-                    f"are kept in memory"
+                    f"{self.path}: scores cannot be written ({error.strerror}); they stay in memory"
                 )
                 warnings.warn(self.trouble, stacklevel=2)
 
     def refresh(self) -> None:
-        """Takes in what was added to the file, by this process or another, up to its last whole
-        line.
-        """
+        """Read the lines that were added to the file, by this process or another."""
         if self.path is None:
             return
-        # moved away: what is in memory stays
-        with (
-            contextlib.suppress(OSError),
-            self.path.open("rb") as file,
-        ):
-            file.seek(self._read)
+        # if the file was moved, keep the scores in memory
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            file.seek(self._position)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                self._read += len(line)
-                self._lines += 1
+                self._position += len(line)
+                self._num_lines += 1
                 try:
-                    found = _entry(line)
+                    entry = _parse_entry(line)
                 except ValueError:
                     self._warn_of_damage()
                     continue
-                if found is not None and found[0] not in self._scores:
-                    self._hold(*found)
+                if entry is not None and entry[0] not in self._scores:
+                    self._insert(*entry)
 
     def _warn_of_damage(self) -> None:
         if not self._warned:
             warnings.warn(
-                f"{self.path}:{self._lines}: this line is damaged (its checksum is wrong); its "
-                f"score is computed again",
+                f"{self.path}:{self._num_lines}: this line is damaged (its checksum is wrong); its "
+                f"score is recomputed",
                 stacklevel=4,
             )
         self._warned = True
 
-    def _hold(self, key: str, score: Score) -> None:
+    def _insert(self, key: str, score: Score) -> None:
         self._scores[key] = score
-        if len(self._scores) > self.most:
+        if len(self._scores) > self.max_scores:
             self._scores.popitem(last=False)
 
     def _append(self, text: str) -> None:
-        """In one write, so that lines of several processes do not mix."""
+        """Append in one write, so that lines of several processes do not mix."""
         assert self.path is not None
         with open_file(self.path, self.path.parent, append=True) as file:
             file.write(f"\n{text}\n".encode())
 
 
 @dataclass
-class Cached:
-    """A reward whose scores are looked up first."""
+class CachedReward:
+    """A reward with a cache."""
 
     inner: Calls
-    kept: Kept
+    cache: ScoreCache
     hits: int = 0
     misses: int = 0
     batch_size: int = field(init=False)
@@ -166,34 +157,32 @@ class Cached:
         return self.inner.deterministic
 
     async def __call__(self, completions: Sequence[Completion]) -> list[Score]:
-        keys = [key_of(completion) for completion in completions]
-        if any(key is not None and self.kept.get(key) is None for key in keys):
-            self.kept.refresh()
-        found = {
-            key: score
-            for key in keys
-            if key is not None and (score := self.kept.get(key)) is not None
-        }
-        asked: dict[str | int, Completion] = {}  # once each; without a key under its place
+        keys = [cache_key(completion) for completion in completions]
+        if any(key is not None and self.cache.get(key) is None for key in keys):
+            self.cache.refresh()
+        scores: dict[str | int, Score] = {}
+        missing: dict[str | int, Completion] = {}  # once per key, or by index without a key
         for i, (key, completion) in enumerate(zip(keys, completions, strict=True)):
-            if key not in found:
-                asked.setdefault(i if key is None else key, completion)
-        self.hits += len(completions) - len(asked)
-        self.misses += len(asked)
-        new = dict(zip(asked, await self.inner(list(asked.values())) if asked else [], strict=True))
-        self.kept.add({key: score for key, score in new.items() if isinstance(key, str)})
-        every = {**new, **found}
-        return [every[i if key is None else key] for i, key in enumerate(keys)]
+            score = None if key is None else self.cache.get(key)
+            if key is not None and score is not None:
+                scores[key] = score
+            else:
+                missing.setdefault(i if key is None else key, completion)
+        self.hits += len(completions) - len(missing)
+        self.misses += len(missing)
+        if missing:
+            new = dict(zip(missing, await self.inner(list(missing.values())), strict=True))
+            self.cache.add({key: score for key, score in new.items() if isinstance(key, str)})
+            scores |= new
+        return [scores[i if key is None else key] for i, key in enumerate(keys)]
 
     async def close(self) -> None:
         await self.inner.close()
 
 
-def key_of(completion: Completion) -> str | None:
-    """A hash of all that a reward may read of a completion, short of who sampled it and when; None
-    when JSON does not hold it.
-    """
-    read = {
+def cache_key(completion: Completion) -> str | None:
+    """A hash of everything in a completion that a reward may read; None if it is not JSON."""
+    content = {
         "prompt": completion.prompt,
         "rendered": completion.rendered,
         "tokens": completion.tokens,
@@ -203,13 +192,13 @@ def key_of(completion: Completion) -> str | None:
         **({"tools": completion.tools} if completion.tools else {}),
     }
     try:
-        return digest(read)
+        return digest(content)
     except (TypeError, ValueError, RecursionError):
         return None
 
 
 def digest(value: Any) -> str:
-    """32 hexadecimal digits of a value's JSON. Raises TypeError or ValueError when it has none."""
+    """32 hexadecimal digits of a value's JSON. Raises TypeError or ValueError if it has none."""
     text = json.dumps(value, sort_keys=True, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -217,20 +206,21 @@ def digest(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"a {type(value).__name__} is no JSON")
+    raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
-def _entry(line: bytes) -> tuple[str, Score] | None:
-    """Key and score of a line; None for the head of the file, an empty line, and one that a killed
-    process did not finish. Raises ValueError for a line that is damaged.
+def _parse_entry(line: bytes) -> tuple[str, Score] | None:
+    """Key and score of a line; None for the header, an empty and an incomplete line.
+
+    Raises ValueError for a damaged line.
     """
     if not line.rstrip().endswith(b"}"):
         return None
     try:
-        found = verify(json.loads(line), required=True)
-        if HEAD in found:
+        entry = verify(json.loads(line), required=True)
+        if HEADER in entry:
             return None
-        key, value, parts = found["key"], found["value"], found["parts"]
+        key, value, parts = entry["key"], entry["value"], entry["parts"]
         numbers = [value, *parts.values()]
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error

@@ -1,30 +1,30 @@
-"""One reward as it is called: in batches, so many at a time, again after failures that may pass;
-every answer has its score or an error.
+"""Calls of one reward: in batches, with limited concurrency and retries. Every completion has a
+score or an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from valence.network import backoff, draw_jitter
 from valence.rewards.threads import Raised, attempt
-from valence.types import Completion, Score
+from valence.types import Completion, Reward, Score
 
 T = TypeVar("T")
-BATCH = 64
-"""Answers of one call, unless something else is said."""
+BATCH_SIZE = 64
+"""Default number of completions per call."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before the second try, doubled for each further one, and where that ends."""
-MOST_PATIENCE = 120.0
-"""Seconds that a server may ask to wait for."""
-TIME_OUTS = 2
-"""A batch whose call ran out of time is called again only while less than so many times the time of
-one call has passed: what hangs holds a batch up this long, however many retries it has.
+"""Seconds before the second try, doubled for each further one, and their maximum."""
+MAX_RETRY_AFTER = 120.0
+"""Longest pause that a server may request, in seconds."""
+MAX_TIMEOUTS = 2
+"""A call that timed out is repeated only until this multiple of its time limit has passed, however
+many retries are left.
 """
 
 
@@ -32,13 +32,13 @@ class RewardError(Exception):
     """A call returned no scores.
 
     ``passes``: a later call may succeed, not before ``after`` seconds. ``late``: the call exceeded
-    its time limit. ``late`` without ``passes``: it is still running, and nothing can stop it.
+    its time limit. ``late`` without ``passes``: it is still running, and cannot be stopped.
     """
 
     def __init__(
-        self, why: str, *, passes: bool = False, after: float = 0.0, late: bool = False
+        self, reason: str, *, passes: bool = False, after: float = 0.0, late: bool = False
     ) -> None:
-        super().__init__(why)
+        super().__init__(reason)
         self.passes, self.after, self.late = passes, after, late
 
 
@@ -54,46 +54,39 @@ class FailedCall(Score):
 
 
 class CallBackend(Protocol):
-    """What is called.
+    """The implementation of a reward.
 
-    ``identity``: everything that its scores depend on besides the completions, as JSON; None:
+    ``identity``: everything besides the completions that its scores depend on, as JSON; None:
     unknown.
     """
 
     @property
     def identity(self) -> Mapping[str, Any] | None: ...
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
-        """One call for at least one completion: a score each, in order. Raises Failed."""
+        """One call: the scores of one or more completions, in order. Raises RewardError."""
         ...
 
     async def close(self) -> None: ...
 
 
-def pause(tries: int, after: float, draw: Callable[[], float]) -> float:
-    """Seconds before the next try: half of them certain, half drawn at random from [0, 1), so that
-    many clients spread out.
-    """
-    longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries, 16))
-    return after + longest * (0.5 + 0.5 * draw())
-
-
 @dataclass
 class Calls:
-    """A reward made of calls of a backend. patience: seconds from a batch's first call in which it
-    is made again after a time-out. ``sleep`` and ``draw``: how pauses are made; the latter has a
-    state of its own, since the program's random numbers belong to the run.
+    """A reward that calls a backend.
+
+    patience: seconds from the first call of a batch within which it is repeated after a time-out.
+    ``sleep`` and ``draw``: pause, and random numbers for the length of pauses.
     """
 
     name: str
     backend: CallBackend
     deterministic: bool
-    batch_size: int = BATCH
+    batch_size: int = BATCH_SIZE
     concurrency: int = 8
     retries: int = 3
     patience: float = math.inf
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Any] = asyncio.sleep
-    draw: Callable[[], float] = field(default_factory=lambda: random.Random().random)
+    draw: Callable[[], float] = draw_jitter
     _slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(
         default=None, repr=False
     )
@@ -103,45 +96,51 @@ class Calls:
             completions[i : i + self.batch_size]
             for i in range(0, len(completions), self.batch_size)
         ]
-        found = await together(self._batch(batch) for batch in batches)
-        return [score for scores in found for score in scores]
+        results = await gather_all(self._call(batch) for batch in batches)
+        return [score for scores in results for score in scores]
 
     async def close(self) -> None:
         await self.backend.close()
 
-    async def _batch(self, batch: Sequence[Completion]) -> list[Score]:
+    async def _call(self, batch: Sequence[Completion]) -> list[Score]:
         async with self._slot():
-            began = self.clock()
-            for tries in range(self.retries + 1):
+            start, retries = self.clock(), 0
+            while True:
                 try:
                     scores = await self.backend.attempt(batch)
                 except RewardError as error:
-                    over = error.late and self.clock() - began >= self.patience
-                    if (
-                        error.passes
-                        and not over
-                        and tries < self.retries
-                        and error.after <= MOST_PATIENCE
-                    ):
-                        await self.sleep(pause(tries, error.after, self.draw))
-                        continue
-                    tried = f" ({tries + 1} tries)" if tries else ""
-                    return [FailedCall(None, error=f"{error}{tried}", late=error.late)] * len(batch)
-                assert len(scores) == len(batch)
-                return [checked(score) for score in scores]
-        raise AssertionError
+                    is_over = error.late and self.clock() - start >= self.patience
+                    has_tries = retries < self.retries and error.after <= MAX_RETRY_AFTER
+                    if not error.passes or is_over or not has_tries:
+                        tries = f" ({retries + 1} tries)" if retries else ""
+                        failed = FailedCall(None, error=f"{error}{tries}", late=error.late)
+                        return [failed] * len(batch)
+                    pause = backoff(retries, FIRST_PAUSE, LONGEST_PAUSE, self.draw)
+                    await self.sleep(error.after + pause)
+                    retries += 1
+                else:
+                    assert len(scores) == len(batch)
+                    return [checked(score) for score in scores]
 
     def _slot(self) -> asyncio.Semaphore:
-        """Of the event loop that runs: a program may use several, one after the other."""
+        """The semaphore of the running event loop; a program may use several in turn."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self.concurrency))
         return self._slots[1]
 
 
-async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. When one raises, that is raised, and the others are cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+async def call_reward(reward: Reward, completions: Sequence[Completion]) -> list[Score]:
+    """The scores of any reward. Raises ValueError if their number is wrong."""
+    scores = await reward(completions)
+    if len(scores) != len(completions):
+        raise ValueError(f"{reward.name} gave {len(scores)} scores for {len(completions)} answers")
+    return scores
+
+
+async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. If one raises, cancel the others."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -152,25 +151,24 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def checked(score: Score) -> Score:
     """Return the score, or a failed one if its value or one of its parts is not a finite number."""
     if score.value is None:
-        return score if score.error else Score(None, score.parts, "it gave no score")
+        return score if score.error else Score(None, score.parts, "it returned no score")
     for name, value in {"": score.value, **score.parts}.items():
         if not _is_finite(value):
             subject = f"its part {name}" if name else "the score"
-            return Score(None, error=f"{subject} is {describe(value)}, no finite number")
+            return Score(None, error=f"{subject} is {describe(value)}, not a finite number")
     return score
 
 
 def _is_finite(value: object) -> bool:
     try:
         return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer beyond the range of floats
         return False
 
 
 def describe(value: object) -> str:
-    """``repr(value)``, or the type's name if that raises.
-
-    Objects of reward functions may raise anything.
+    """``repr(value)``, or the type's name if that raises: objects of reward functions may raise
+    anything.
     """
     return _text_or_type(repr, value)
 
@@ -185,4 +183,4 @@ def describe_error(error: BaseException) -> str:
 def _text_or_type(convert: Callable[[Any], str], value: object) -> str:
     # even SystemExit: formatting an error must not raise
     text = attempt(lambda: str(convert(value)))
-    return f"<{type(value).__name__} that cannot be shown>" if isinstance(text, Raised) else text
+    return f"<{type(value).__name__} without a text>" if isinstance(text, Raised) else text

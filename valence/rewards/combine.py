@@ -1,4 +1,4 @@
-"""Several rewards as one: a weighted sum whose parts are kept."""
+"""Several rewards as one: a weighted sum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from valence.rewards.calls import BATCH, FailedCall, together
+from valence.rewards.calls import BATCH_SIZE, FailedCall, call_reward, gather_all
 from valence.types import Completion, Reward, Score
 
 
@@ -14,8 +14,8 @@ from valence.types import Completion, Reward, Score
 class RewardPart:
     """One reward in the sum.
 
-    ``clip``: smallest and largest number that it gives; ``gate``: what it must give for the others
-    to count.
+    ``clip``: minimum and maximum of its score; ``gate``: minimum score without which the other
+    rewards do not count.
     """
 
     reward: Reward
@@ -23,22 +23,16 @@ class RewardPart:
     clip: tuple[float, float] | None = None
     gate: float | None = None
 
-    def of(self, score: Score) -> float:
-        """What it gives, clipped. The score has not failed."""
-        assert score.value is not None
-        return (
-            score.value if self.clip is None else min(max(score.value, self.clip[0]), self.clip[1])
-        )
+    def clipped(self, value: float) -> float:
+        return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
 
 
 @dataclass(frozen=True)
 class Combined:
-    """sum_k weight_k * clip_k(r_k); where some give less than their gate, the sum of these alone.
+    """sum_k weight_k * clip_k(r_k); if some rewards are below their gate, the sum of these alone.
 
-    One that failed fails the whole: what is left of a sum is another reward.
-
-    The parts of its scores are what each gives after clipping, before weighting, and below them
-    (``name/part``) their own parts.
+    If one fails, the sum fails: the rest of a sum is a different reward. The parts of a score are
+    the rewards after clipping and before weighting, and (``name/part``) their own parts.
     """
 
     parts: tuple[RewardPart, ...]
@@ -53,13 +47,13 @@ class Combined:
 
     @property
     def batch_size(self) -> int:
-        """Completions that make a whole call of each part."""
-        return max(getattr(part.reward, "batch_size", BATCH) for part in self.parts)
+        """Completions of a full call of every part."""
+        return max(getattr(part.reward, "batch_size", BATCH_SIZE) for part in self.parts)
 
     async def __call__(self, completions: Sequence[Completion]) -> list[Score]:
         if not completions:
             return []
-        columns = await together(_called(part.reward, completions) for part in self.parts)
+        columns = await gather_all(call_reward(part.reward, completions) for part in self.parts)
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
     async def close(self) -> None:
@@ -69,15 +63,15 @@ class Combined:
     def _sum(self, scores: Sequence[Score]) -> Score:
         numbers: dict[str, float] = {}
         errors: list[str] = []
-        given: list[tuple[RewardPart, float]] = []
+        values: list[tuple[RewardPart, float]] = []
         for part, score in zip(self.parts, scores, strict=True):
             name = part.reward.name
-            numbers |= {f"{name}/{below}": value for below, value in score.parts.items()}
+            numbers |= {f"{name}/{part_name}": value for part_name, value in score.parts.items()}
             if score.value is None:
                 errors.append(f"{name}: {score.error}")
                 continue
-            numbers[name] = part.of(score)
-            given.append((part, numbers[name]))
+            numbers[name] = part.clipped(score.value)
+            values.append((part, numbers[name]))
         failed_calls = [score for score in scores if isinstance(score, FailedCall)]
         if failed_calls:
             return FailedCall(
@@ -85,17 +79,10 @@ class Combined:
             )
         if errors:
             return Score(None, numbers, "; ".join(errors))
-        shut = [
-            (part, value) for part, value in given if part.gate is not None and value < part.gate
+        below_gate = [
+            (part, value) for part, value in values if part.gate is not None and value < part.gate
         ]
-        total = sum(part.weight * value for part, value in shut or given)
+        total = sum(part.weight * value for part, value in below_gate or values)
         if not math.isfinite(total):
-            return Score(None, numbers, f"the weighted sum is {total}, no finite number")
+            return Score(None, numbers, f"the weighted sum is {total}, not a finite number")
         return Score(total, numbers)
-
-
-async def _called(reward: Reward, completions: Sequence[Completion]) -> list[Score]:
-    scores = await reward(completions)
-    if len(scores) != len(completions):
-        raise ValueError(f"{reward.name} gave {len(scores)} scores for {len(completions)} answers")
-    return scores

@@ -1,4 +1,4 @@
-"""Rewards written in Python, named by import path."""
+"""Rewards that are Python functions, named by import path."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from valence.rewards.threads import (
     in_thread,
     restored_working_directory,
 )
-from valence.types import Completion, Message, Score
+from valence.types import Completion, Score
 
-MOST_ABANDONED = 8
-"""Calls that never came back, beyond which no others are begun: each holds a thread."""
-SHOWN = 300
-"""Letters of an error's text."""
-OF_TRL = ("prompts", "completion_ids")
-"""Parameters that tell TRL's signature from ours."""
+MAX_ABANDONED = 8
+"""Calls that never returned, beyond which the function is not called: each holds a thread."""
+MAX_ERROR_LENGTH = 300
+"""In characters."""
+TRL_PARAMETERS = ("prompts", "completion_ids")
+"""Parameters that identify TRL's signature."""
 Columns = dict[str, list[Any]]
 
 
 @dataclass
 class Function:
-    """Calls a function with completions. ``seconds``: after which a call is given up.
+    """Calls a function with completions. seconds: time limit of a call.
 
     Three signatures: ``(completions, **settings)`` with ``Completion`` objects, the same as ``async
-    def``, and TRL's ``(prompts, completions, **columns)``, which is known by its parameters:
-    ``prompts``, or ones that no setting gives. What is blocking runs in a thread, one call at a
-    time (Calls.concurrency is 1), asynchronous functions in a loop of their own.
+    def``, and TRL's ``(prompts, completions, **columns)``, which is detected by its parameters:
+    ``prompts``, or parameters that no setting provides. Blocking functions run in a thread, one
+    call at a time (Calls.concurrency is 1), asynchronous ones in a separate event loop.
     """
 
     fn: Callable[..., Any]
@@ -69,41 +69,38 @@ class Function:
 
     @cached_property
     def place(self) -> str:
-        """File and line of its definition."""
-        code: Any = getattr(_plain(self.fn), "__code__", None)
-        return self.target if code is None else f"{_shown(code.co_filename)}:{code.co_firstlineno}"
+        """File and line of the definition."""
+        code: Any = getattr(_unwrap(self.fn), "__code__", None)
+        return (
+            self.target if code is None else f"{_relative(code.co_filename)}:{code.co_firstlineno}"
+        )
 
     @property
     def identity(self) -> Mapping[str, Any] | None:
-        """The whole file counts, as the function may use the rest of it.
-
-        Files that it imports do not.
-        """
-        path = (
-            inspect.getsourcefile(_plain(self.fn)) if hasattr(_plain(self.fn), "__code__") else None
-        )
+        """Includes the whole file of the function, but not the files that it imports."""
+        fn = _unwrap(self.fn)
+        path = inspect.getsourcefile(fn) if hasattr(fn, "__code__") else None
         if path is None or not Path(path).is_file():
             return None
         source = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         return {"function": self.target, "settings": dict(self.settings), "source": source}
 
     async def close(self) -> None:
-        """What it opened is its own."""
+        """Nothing to close."""
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
         call = self._call(completions)
         self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive()]
-        if len(self._abandoned) >= MOST_ABANDONED:
+        if len(self._abandoned) >= MAX_ABANDONED:
             raise RewardError(
-                f"{len(self._abandoned)} earlier calls never came back ({self.place}), so it is "
-                f"not called any more"
+                f"not called: {len(self._abandoned)} earlier calls never returned ({self.place})"
             )
         try:
-            given = await (self._in_thread(call) if self.blocking else self._in_loop(call))
+            result = await (self._in_thread(call) if self.blocking else self._in_loop(call))
         except TimedOut as late:
-            what = "it blocks its event loop" if late.blocked else "the call was given up"
+            what = "it blocks its event loop" if late.blocked else "the call was abandoned"
             hint = (
-                ": wait with await in an async function, or write it without async"
+                ": use await in an async function, or write it without async"
                 if late.blocked
                 else ""
             )
@@ -111,21 +108,19 @@ class Function:
                 f"no answer within {self.seconds:g} s ({self.place}); {what}{hint}",
                 passes=not (self.blocking or late.blocked), late=True,
             ) from late  # fmt: skip
-        if isinstance(given, Raised):
-            raise self._failure(given.error) from given.error
-        # what it gave may raise when looked at
-        scores = attempt(partial(scores_of, given, len(completions), self.place))
-        if isinstance(scores, Raised):
-            raise (
-                scores.error
-                if isinstance(scores.error, RewardError)
-                else self._failure(scores.error)
-            )
-        return scores
+        if isinstance(result, Raised):
+            raise self._failure(result.error) from result.error
+        # objects in the result may raise
+        scores = attempt(partial(parse_scores, result, len(completions), self.place))
+        if not isinstance(scores, Raised):
+            return scores
+        if isinstance(scores.error, RewardError):
+            raise scores.error
+        raise self._failure(scores.error)
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        given = await in_thread(call, self.seconds, self._abandoned)
-        return await self._in_loop(lambda: given) if inspect.isawaitable(given) else given
+        result = await in_thread(call, self.seconds, self._abandoned)
+        return await self._in_loop(lambda: result) if inspect.isawaitable(result) else result
 
     async def _in_loop(self, call: Callable[[], Awaitable[Any]]) -> Any:
         loop = self._loop = self._loop or Background("valence async reward")
@@ -138,26 +133,22 @@ class Function:
             raise
 
     def _failure(self, error: BaseException) -> RewardError:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [
-            f
-            for f in frames
-            if not f.filename.startswith(str(Path(__file__).parent))
-            and f.filename != inspect.__file__
-        ]
-        code: Any = getattr(_plain(self.fn), "__code__", None)
-        inside = [f for f in own if code is not None and f.filename == code.co_filename] or own
-        place = f"{_shown(inside[-1].filename)}:{inside[-1].lineno}" if inside else self.place
-        said = _cut(describe_error(error))
+        ours = (str(Path(__file__).parent), inspect.__file__)
+        frames = _frames(error, ours)
+        code: Any = getattr(_unwrap(self.fn), "__code__", None)
+        same_file = [f for f in frames if code is not None and f.filename == code.co_filename]
+        place = _place(same_file or frames) or self.place
+        message = _truncate(describe_error(error))
         hint = ""
-        if isinstance(error, AttributeError | TypeError) and "Completion" in said and not self._trl:
+        is_type_error = isinstance(error, AttributeError | TypeError) and "Completion" in message
+        if is_type_error and not self._is_trl:
             hint = (
-                "; it is given Completion objects (.text, .prompt, .info); a parameter "
-                "`prompts` asks for TRL's lists"
+                "; it receives Completion objects (.text, .prompt, .info); with a parameter "
+                "`prompts` it receives TRL's lists"
             )
         late = isinstance(error, TimeoutError)
         return RewardError(
-            f"raised {said} ({place}){hint}",
+            f"raised {message} ({place}){hint}",
             passes=late or isinstance(error, ConnectionError),
             late=late,
         )
@@ -190,16 +181,14 @@ class Function:
         return [p.name for p in self._named if p.default is p.empty and p.name not in self.settings]
 
     @cached_property
-    def _trl(self) -> bool:
+    def _is_trl(self) -> bool:
         names = [p.name for p in self._named]
-        return any(name in names for name in OF_TRL) or (
+        return any(name in names for name in TRL_PARAMETERS) or (
             "completions" in names and len(self._required) > 1
         )
 
     def _check_settings(self) -> None:
-        """Raises UserError for a setting that the function does not take, and for one that it
-        lacks.
-        """
+        """Raise UserError for an unknown and for a missing setting."""
         names = [p.name for p in self._named]
         unknown = [name for name in self.settings if name not in names and not self._takes_any]
         if unknown:
@@ -212,62 +201,58 @@ class Function:
         positional = any(
             p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in self.parameters.values()
         )
-        if not self._trl and (not positional or len(self._required) > 1):
-            wants = ", ".join(self._required[1:]) or "completions"
+        if not self._is_trl and (not positional or len(self._required) > 1):
+            missing = ", ".join(self._required[1:]) or "completions"
             raise UserError(
-                f"{self.target} ({self.place}) cannot be called: nothing gives it {wants}",
+                f"{self.target} ({self.place}) cannot be called: there is no value for {missing}",
                 code="reward-signature",
                 fix="write it as `def reward(completions, **context)`, or `def reward(prompts, "
                 "completions, **columns)`",
             )
 
     def _call(self, completions: Sequence[Completion]) -> Callable[[], Any]:
-        copies = attempt(partial(isolated, completions))
+        copies = attempt(partial(isolate, completions))
         if isinstance(copies, Raised):
-            what = _cut(f"{type(copies.error).__name__}: {copies.error}")
-            raise RewardError(
-                f"a column of the rows cannot be copied for it ({what})"
-            ) from copies.error
+            reason = _truncate(f"{type(copies.error).__name__}: {copies.error}")
+            raise RewardError(f"a column of the rows cannot be copied ({reason})") from copies.error
         completions, settings = copies, copy.deepcopy(dict(self.settings))
-        if not self._trl:
+        if not self._is_trl:
             return partial(self.fn, completions, **settings)
-        columns = columns_of(completions)
-        lacking = [name for name in self._required if name not in columns]
-        if lacking:
-            has = (
-                ", ".join(name for name in columns if name not in (*OF_TRL, "completions"))
-                or "none"
-            )
+        columns = trl_columns(completions)
+        missing = [name for name in self._required if name not in columns]
+        if missing:
+            others = [name for name in columns if name not in (*TRL_PARAMETERS, "completions")]
             raise RewardError(
-                f"it reads the column {lacking[0]!r} ({self.place}), which the rows do not have "
-                f"(others: {has})"
+                f"it reads the column {missing[0]!r} ({self.place}), which the rows do not have "
+                f"(others: {', '.join(others) or 'none'})"
             )
         names = [p.name for p in self._named]
-        taken = {
+        arguments = {
             name: values for name, values in columns.items() if self._takes_any or name in names
         }
-        return partial(self.fn, **{**taken, **settings})
+        return partial(self.fn, **{**arguments, **settings})
 
 
-def isolated(completions: Sequence[Completion]) -> list[Completion]:
-    """Copies that share nothing mutable with the rows, or with each other: several completions of
-    one prompt hold the same messages, tools and columns, and training goes on with these."""
+def isolate(completions: Sequence[Completion]) -> list[Completion]:
+    """Copies without shared mutable objects: completions of one prompt share its messages, tools
+    and columns, which are used again in training.
+    """
     return [
         replace(
-            each,
-            prompt=copy.deepcopy(each.prompt),
-            info=copy.deepcopy(dict(each.info)),
-            tools=copy.deepcopy(each.tools),
+            c,
+            prompt=copy.deepcopy(c.prompt),
+            info=copy.deepcopy(dict(c.info)),
+            tools=copy.deepcopy(c.tools),
         )
-        for each in completions
+        for c in completions
     ]
 
 
-def columns_of(completions: Sequence[Completion]) -> Columns:
-    """Completions as TRL's functions get them: lists of equal length by name.
+def trl_columns(completions: Sequence[Completion]) -> Columns:
+    """The arguments of TRL's functions: lists of equal length by name.
 
-    Prompts and completions of chats are lists of messages; a row without a column that others have
-    has None there.
+    Prompts and completions of chats are lists of messages. A row without a column of other rows has
+    None there.
     """
     names = dict.fromkeys(name for c in completions for name in c.info)
     return {
@@ -277,102 +262,93 @@ def columns_of(completions: Sequence[Completion]) -> Columns:
             for c in completions
         ],
         "completions": [
-            c.text if isinstance(c.prompt, str) else _turn(c.text) for c in completions
+            c.text if isinstance(c.prompt, str) else [{"role": "assistant", "content": c.text}]
+            for c in completions
         ],
         "completion_ids": [list(c.tokens) for c in completions],
     }
 
 
-def _turn(text: str) -> list[Message]:
-    return [{"role": "assistant", "content": text}]
+# The result of a function
 
 
-# What a function gives
+def parse_scores(result: Any, number: int, place: str) -> list[Score]:
+    """The scores of ``number`` completions in the result of a function.
 
-
-def scores_of(given: Any, number: int, place: str) -> list[Score]:
-    """A score for each of so many answers.
-
-    Raises Failed when what was given is no list of that length.
+    Raises RewardError unless it is a list of this length.
     """
-    if callable(getattr(given, "tolist", None)):  # of numpy or torch
-        given = given.tolist()
-    if given is None:
+    if callable(getattr(result, "tolist", None)):  # numpy or torch
+        result = result.tolist()
+    if result is None:
         raise RewardError(
-            f"gave None ({place}): is there no `return`? A list with a number for each answer is "
-            f"wanted"
+            f"it returned None ({place}) instead of a list of numbers: is there a `return`?"
         )
-    if not isinstance(given, list | tuple):
-        raise RewardError(
-            f"gave a {type(given).__name__} ({place}); a list with a number for each answer is "
-            f"wanted"
-        )
-    values = cast(Sequence[Any], given)
+    if not isinstance(result, list | tuple):
+        kind = type(result).__name__
+        raise RewardError(f"it returned a {kind} ({place}) instead of a list of numbers")
+    values = cast(Sequence[Any], result)
     if len(values) != number:
-        raise RewardError(f"gave {len(values)} numbers for {number} answers ({place})")
+        raise RewardError(f"it returned {len(values)} numbers for {number} answers ({place})")
     return [_score(value, place) for value in values]
 
 
 def _score(value: Any, place: str) -> Score:
-    """Whether its numbers are finite is asked later, of all scores alike."""
+    """Whether its numbers are finite is checked later, for all rewards."""
     if isinstance(value, Score):
         inner = value if value.value is None else _score(value.value, place)
         return inner if inner.value is None else replace(value, value=inner.value)
     if value is None:
-        return Score(None, error=f"gave None ({place})")
-    if callable(getattr(value, "item", None)):  # of numpy or torch
+        return Score(None, error=f"it returned None ({place})")
+    if callable(getattr(value, "item", None)):  # numpy or torch
         value = attempt(value.item)
-    if not isinstance(value, Real):  # truth values are numbers in Python
-        return Score(
-            None,
-            error=_cut(
-                f"gave {describe(value)}, a {type(value).__name__}, where a number is wanted "
-                f"({place})"
-            ),
-        )
-    found = attempt(partial(float, value))
-    return (
-        Score(None, error=f"gave a number that is no float ({place})")
-        if isinstance(found, Raised)
-        else Score(found)
-    )
+    if not isinstance(value, Real):  # booleans are numbers in Python
+        kind = type(value).__name__
+        error = f"it returned {describe(value)}, a {kind} instead of a number ({place})"
+        return Score(None, error=_truncate(error))
+    number = attempt(partial(float, value))
+    if isinstance(number, Raised):
+        return Score(None, error=f"it returned a number that is not a float ({place})")
+    return Score(number)
 
 
-# Finding it
+# Loading
 
 
 def load_function(target: str, where: str) -> Callable[..., Any]:
-    """The function that ``package.module:function`` names; modules of the current folder can be
-    named. Raises UserError.
+    """The function ``package.module:function``; the current folder is searched for modules.
+
+    Raises UserError.
     """
     name, _, path = target.partition(":")
-    found: Any = _import(name, target, where)
+    value: Any = _import(name, target, where)
     for part in path.split("."):
-        if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), 2, 0.5)
+        if not hasattr(value, part):
+            near = get_close_matches(part, dir(value), 2, 0.5)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
-            file = _shown(getattr(sys.modules[name], "__file__", None) or name)
+            file = _relative(getattr(sys.modules[name], "__file__", None) or name)
             raise UserError(
                 f"{file} has no {part!r}",
                 code="reward-not-found",
                 where=f"{where}: {target}",
-                fix=f"{hint}name a function that is there",
+                fix=f"{hint}name an existing function",
             )
-        found = getattr(found, part)
-    if inspect.isclass(found) or not callable(found):
-        kind = "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
+        value = getattr(value, part)
+    if inspect.isclass(value) or not callable(value):
+        kind = "a class" if inspect.isclass(value) else f"a {type(value).__name__}"
         raise UserError(
             f"this is {kind}, not a function",
             code="reward-not-callable",
             where=f"{where}: {target}",
             fix="name a function, or an instance with __call__",
         )
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], value)
 
 
 def function_of(target: str, settings: Mapping[str, Any], seconds: float, where: str) -> Function:
     """The function of an entry of the recipe's reward section. where: the entry (``reward.0``).
-    Raises UserError for one that cannot be found or called, or that does not take a setting."""
+
+    Raises UserError if it does not exist, cannot be called, or has no parameter for a setting.
+    """
     fn = load_function(target, f"{where}.reward")
     try:
         return Function(fn, target, settings, seconds)
@@ -382,9 +358,9 @@ def function_of(target: str, settings: Mapping[str, Any], seconds: float, where:
 
 
 def _import(name: str, target: str, where: str) -> ModuleType:
-    """In front of the path while it is imported, as for `python -m`, the current folder stays at
-    its end for what is imported
-    later: there it hides nothing.
+    """Import a module with the current folder first on the path, as `python -m` does.
+
+    Afterwards the folder stays at the end of the path for later imports, where it hides nothing.
     """
     folder, place = os.getcwd(), f"{where}: {target}"
     sys.path.insert(0, folder)
@@ -405,54 +381,55 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         and error.name
         and (name == error.name or name.startswith(f"{error.name}."))
     ):
-        what = (
-            f"there is no module {error.name!r}, neither in the current folder ({folder}) nor "
-            f"installed"
-        )
         raise UserError(
-            what,
+            f"there is no module {error.name!r}, neither in the current folder ({folder}) nor "
+            f"installed",
             code="reward-module-not-found",
             where=place,
-            fix="name it as `package.module:function`, from the folder that the package is in",
+            fix="name it as `package.module:function`, and run the command in the package's parent "
+            "folder",
         )
-    said, at = _cut(describe_error(error)), _place_of(error)
-    fix = (
-        "install it in this environment"
-        if isinstance(error, ModuleNotFoundError)
-        else "correct the file"
-    )
+    is_missing = isinstance(error, ModuleNotFoundError)
     raise UserError(
-        f"importing {name} failed at {at}: {said}",
+        f"importing {name} failed at {_import_place(error)}: {_truncate(describe_error(error))}",
         code="reward-import-failed",
         where=place,
-        fix=fix,
+        fix="install it in this environment" if is_missing else "correct the file",
     ) from error
 
 
-def _place_of(error: BaseException) -> str:
-    """File and line where an import ended, machinery aside."""
+def _import_place(error: BaseException) -> str:
+    """File and line where an import failed, ignoring the import system."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_shown(error.filename)}:{error.lineno}"
-    machinery = ("<frozen", importlib.__file__, str(Path(__file__).parent))
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(machinery)
-    ]
-    return f"{_shown(frames[-1].filename)}:{frames[-1].lineno}" if frames else "its first line"
+        return f"{_relative(error.filename)}:{error.lineno}"
+    ignored = ("<frozen", importlib.__file__, str(Path(__file__).parent))
+    return _place(_frames(error, ignored)) or "its first line"
 
 
-def _plain(fn: Callable[..., Any]) -> Any:
-    """The function below wrappers, partial arguments and objects."""
-    found: Any = inspect.unwrap(fn)
-    while isinstance(found, partial):
-        found = inspect.unwrap(found.func)
-    return found if hasattr(found, "__code__") else getattr(type(found), "__call__", found)  # noqa: B004
+def _frames(error: BaseException, ignored: tuple[str, ...]) -> list[traceback.FrameSummary]:
+    """The frames of an exception outside of files whose paths start with ``ignored``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith(ignored)]
 
 
-def _shown(path: str) -> str:
-    """From the current folder where it is below it."""
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """File and line of the last frame; empty without frames."""
+    return f"{_relative(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+def _unwrap(fn: Callable[..., Any]) -> Any:
+    """The function inside wrappers, partials and callable objects."""
+    inner: Any = inspect.unwrap(fn)
+    while isinstance(inner, partial):
+        inner = inspect.unwrap(inner.func)
+    return inner if hasattr(inner, "__code__") else getattr(type(inner), "__call__", inner)  # noqa: B004
+
+
+def _relative(path: str) -> str:
+    """A path below the current folder relative to it; another path unchanged."""
+    return path.removeprefix(os.getcwd() + os.sep)
+
+
+def _truncate(text: str) -> str:
+    limit = MAX_ERROR_LENGTH
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,59 +1,56 @@
-"""Rewards of servers: to POST /get_reward with ``{"query": [...], "prompts": [...], "labels":
-[...]}`` they answer ``{"rewards": [...]}``; or, where some answers have no score, with status 500
-and ``{"failed": [{"index", "error"}], "scored": [{"index", "reward"}]}``.
+"""Rewards of servers. POST /get_reward with ``{"query": [...], "prompts": [...], "labels": [...]}``
+returns ``{"rewards": [...]}``, or if some completions have no score, status 500 and
+``{"failed": [{"index", "error"}], "scored": [{"index", "reward"}]}``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
 from valence.errors import UserError
-from valence.network import as_the_environment_says, routes
+from valence.network import as_the_environment_says, backoff, routes
 from valence.rewards.calls import RewardError
 from valence.types import Completion, Score
 
 if TYPE_CHECKING:
     import httpx
 
-MOST_BYTES = 64 * 2**20
-"""Of one reply."""
+MAX_REPLY_BYTES = 64 * 2**20
 FIRST_REST, LONGEST_REST = 1.0, 30.0
-"""Seconds that a server which failed is asked last, doubled with each failure in a row."""
-MAY_PASS = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses of a reply that another try may change."""
-OVER = (408, 504)
-"""Statuses that say that the time was over."""
-IN_PART = 500
-"""Status of a reply that has scores of some answers and says of the others why they have none."""
-LONGEST_ERROR = 500
-"""Letters of what a server says of an answer."""
-LISTS = ("rewards", "scores")
-"""Names of the numbers in a reply, the first that is there counts."""
+"""Seconds for which a server that failed is asked last, doubled with each failure in a row."""
+RETRIED = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses that another try may change."""
+TIMED_OUT = (408, 504)
+"""Statuses of a server that exceeded its time limit."""
+PARTIAL = 500
+"""Status of a reply with scores of some completions, and errors of the others."""
+MAX_ERROR_LENGTH = 500
+"""Characters of a server's error of a completion."""
+SCORE_KEYS = ("rewards", "scores")
+"""Keys of the list of numbers in a reply; the first that is present counts."""
 
 
 @dataclass
 class ServerState:
-    """One address.
-
-    ``rests_until``: when (of the client's clock) it may be asked like the others again.
-    """
+    """One address. ``rests_until``: time (of the client's clock) until which it is asked last."""
 
     url: str
     failures: int = 0
     rests_until: float = 0.0
-    under_way: int = 0
+    num_calls: int = 0
 
     def failed(self, now: float, after: float) -> None:
-        rest = min(LONGEST_REST, FIRST_REST * 2 ** min(self.failures, 16))
+        rest = backoff(self.failures, FIRST_REST, LONGEST_REST)
         self.failures += 1
         self.rests_until = now + max(rest, after)
 
@@ -63,19 +60,18 @@ class ServerState:
 
 @dataclass
 class Servers:
-    """Servers that give the same rewards: a call goes to the least busy one, and from one that
-    fails to the next; one that failed rests for a while and then is asked again. ``seconds``: that
-    one of them may take for a call, from the first byte to the last.
+    """Servers with the same reward. A call goes to the least busy one, and if that fails to the
+    next. A server that failed is asked last for a while.
 
-    label: the column of the rows that is sent as ``labels``; None: "label" where there is one, else
-    an empty text.
+    seconds: time limit of one server for a call, up to the last byte. label: column of the rows
+    that is sent as ``labels``; None: "label" if there is one, else an empty text.
     """
 
     urls: Sequence[str]
     seconds: float = 60.0
     label: str | None = None
     token: str | None = field(default=None, repr=False)
-    most_bytes: int = MOST_BYTES
+    max_bytes: int = MAX_REPLY_BYTES
     clock: Callable[[], float] = time.monotonic
     _client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = field(
         default=None, repr=False
@@ -89,95 +85,72 @@ class Servers:
         return {"servers": sorted(self.urls), "label": self.label}
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
-        body, unsent = self._body(completions)
-        sent = [i for i in range(len(completions)) if i not in unsent]
-        found = await self._from_any(body, len(sent)) if sent else []
-        scores = dict(zip(sent, found, strict=True))
-        return [scores[i] if i in scores else unsent[i] for i in range(len(completions))]
+        rows = [self._row(completion) for completion in completions]
+        sent = [row for row in rows if not isinstance(row, Score)]
+        scores = iter(await self._call_any(sent) if sent else [])
+        return [row if isinstance(row, Score) else next(scores) for row in rows]
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client[1].aclose()
             self._client = None
 
-    # What is sent
-
-    def _body(self, completions: Sequence[Completion]) -> tuple[bytes, dict[int, Score]]:
-        """The request, and by their places the answers that are not in it, since something of them
-        is not known.
-        """
-        rows: list[tuple[str, str, Any]] = []
-        unsent: dict[int, Score] = {}
-        for i, completion in enumerate(completions):
-            row = self._row(completion)
-            if isinstance(row, Score):
-                unsent[i] = row
-            else:
-                rows.append(row)
-        columns = zip(
-            ("query", "prompts", "labels"),
-            zip(*rows, strict=True) if rows else ((), (), ()),
-            strict=True,
-        )
-        return json.dumps(dict(columns)).encode(), unsent
-
     def _row(self, completion: Completion) -> tuple[str, str, Any] | Score:
+        """Query, prompt and label; or a failed score if one of them is unknown."""
         prompt = completion.rendered or completion.prompt
         if not isinstance(prompt, str):
-            return Score(None, error="the text that its chat was rendered as is not known")
+            return Score(None, error="the rendered text of its chat is unknown")
         label = completion.info.get(self.label or "label")
         if label is None and self.label is not None:
-            return Score(
-                None,
-                error=f"its row has nothing in the column {self.label!r}, which is to be sent as "
-                f"label",
-            )
+            error = f"its row has no value in the column {self.label!r}, which is sent as label"
+            return Score(None, error=error)
         label = "" if label is None else label
         try:
             json.dumps(label, allow_nan=False)
         except (TypeError, ValueError):
-            return Score(
-                None, error=f"its label is a {type(label).__name__}, which JSON does not have"
-            )
+            error = f"its label is a {type(label).__name__}, which JSON does not support"
+            return Score(None, error=error)
         return prompt + completion.text, prompt, label
 
-    # To whom
-
-    async def _from_any(self, body: bytes, number: int) -> list[Score]:
-        """Of the first server that answers. Raises Failed when none does."""
+    async def _call_any(self, rows: Sequence[tuple[str, str, Any]]) -> list[Score]:
+        """The scores from the first server that answers. Raises RewardError if none does."""
+        queries, prompts, labels = zip(*rows, strict=True)
+        body = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
         failures: list[tuple[ServerState, RewardError]] = []
-        while server := self._next([server for server, _ in failures]):
-            server.under_way += 1
+        while server := self._next_server([server for server, _ in failures]):
+            server.num_calls += 1
             try:
-                scores = await self._from(server, body, number)
+                scores = await self._call(server, body, len(rows))
             except RewardError as error:
                 if error.passes and not server.failures:  # once, until it answers again
                     warnings.warn(
-                        f"{server.url}: {error}; it is asked again, or another one", stacklevel=2
+                        f"{server.url}: {error}; trying it or another one again", stacklevel=2
                     )
                 server.failed(self.clock(), error.after)
                 failures.append((server, error))
                 continue
             finally:
-                server.under_way -= 1
+                server.num_calls -= 1
             server.answered()
             return scores
-        said = "; ".join(f"{server.url}: {error}" for server, error in failures)
-        waits = [error.after for _, error in failures if error.passes]
-        late = any(error.late for _, error in failures)
-        raise RewardError(said, passes=bool(waits), after=min(waits, default=0.0), late=late)
+        pauses = [error.after for _, error in failures if error.passes]
+        raise RewardError(
+            "; ".join(f"{server.url}: {error}" for server, error in failures),
+            passes=bool(pauses),
+            after=min(pauses, default=0.0),
+            late=any(error.late for _, error in failures),
+        )
 
-    def _next(self, tried: Sequence[ServerState]) -> ServerState | None:
-        """Those that rest come last, the one whose rest ends first before the others."""
+    def _next_server(self, tried: Sequence[ServerState]) -> ServerState | None:
+        """Servers that rest come last, in the order in which their rests end."""
         now = self.clock()
-        left = [server for server in self.servers if not any(server is each for each in tried)]
         return min(
-            left,
-            key=lambda server: (max(server.rests_until - now, 0.0), server.under_way),
+            (server for server in self.servers if not any(server is other for other in tried)),
+            key=lambda server: (max(server.rests_until - now, 0.0), server.num_calls),
             default=None,
         )
 
-    async def _from(self, server: ServerState, body: bytes, number: int) -> list[Score]:
+    async def _call(self, server: ServerState, body: bytes, number: int) -> list[Score]:
         import httpx
 
         try:
@@ -188,42 +161,41 @@ class Servers:
                 f"no answer within {self.seconds:g} s", passes=True, late=True
             ) from error
         except httpx.TransportError as error:
-            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise RewardError(f"no connection, or it broke ({said})", passes=True) from error
+            name = type(error).__name__
+            reason = f"{name}: {error}" if str(error) else name
+            raise RewardError(f"no connection, or it broke ({reason})", passes=True) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RewardError(f"no answer ({type(error).__name__}: {error})") from error
-        if status == IN_PART and (in_part := scores_in_part(reply, number)) is not None:
-            return in_part
+        if status == PARTIAL and (scores := parse_partial_scores(reply, number)) is not None:
+            return scores
         if status != 200:
-            more = (
-                f", to {headers['location']}: name that address"
-                if 300 <= status < 400 and "location" in headers
-                else ""
-            )
-            said = reply[:200].decode(errors="replace").strip()
+            is_redirect = 300 <= status < 400 and "location" in headers
+            more = f", to {headers['location']}: use that address" if is_redirect else ""
+            text = reply[:200].decode(errors="replace").strip()
             raise RewardError(
-                f"it answered with status {status}{more}{f' ({said})' if said else ''}",
-                passes=status in MAY_PASS,
-                after=_seconds(headers.get("retry-after", "")),
-                late=status in OVER,
+                f"it answered with status {status}{more}{f' ({text})' if text else ''}",
+                passes=status in RETRIED,
+                after=_retry_after(headers.get("retry-after", "")),
+                late=status in TIMED_OUT,
             )
-        return scores_in(reply, number)
+        return parse_scores(reply, number)
 
     async def _post(self, url: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body of the reply, whose length has a limit."""
+        """Status, headers and body of the reply, whose length is limited."""
         headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {self.token}"} if self.token else {}
         )
         reply = bytearray()
-        async with self._opened().stream("POST", url, content=body, headers=headers) as response:
-            async for piece in response.aiter_bytes():
-                reply += piece
-                if len(reply) > self.most_bytes:
-                    raise RewardError(f"its reply is longer than {self.most_bytes} bytes")
+        client = self._client_of_loop()
+        async with client.stream("POST", url, content=body, headers=headers) as response:
+            async for chunk in response.aiter_bytes():
+                reply += chunk
+                if len(reply) > self.max_bytes:
+                    raise RewardError(f"its reply is longer than {self.max_bytes} bytes")
             return response.status_code, response.headers, bytes(reply)
 
-    def _opened(self) -> httpx.AsyncClient:
-        """Of the event loop that runs."""
+    def _client_of_loop(self) -> httpx.AsyncClient:
+        """The client of the running event loop."""
         import httpx
 
         loop = asyncio.get_running_loop()
@@ -237,127 +209,114 @@ class Servers:
         return self._client[1]
 
 
-# What comes back
+# Replies
 
 
-def scores_in(reply: bytes, number: int) -> list[Score]:
-    """The numbers of a reply to so many answers. Raises Failed when it is not one."""
-    try:
-        found: Any = json.loads(reply)
-    except (ValueError, RecursionError) as error:
-        raise RewardError(
-            f"its reply is not JSON ({reply[:80].decode(errors='replace')!r})"
-        ) from error
-    name = next((name for name in LISTS if isinstance(found, dict) and name in found), None)
-    if name is None:
-        said = (
-            f"names {', '.join(map(str, cast(dict[Any, Any], found)))}"
-            if isinstance(found, dict)
-            else f"a {type(found).__name__}"
-        )
-        raise RewardError(f"its reply has no list 'rewards' ({said[:120]})")
-    values = found[name]
-    if not isinstance(values, list):
-        raise RewardError(f"its {name} are a {type(values).__name__}, where a list is wanted")
-    if len(cast(list[Any], values)) != number:
-        raise RewardError(f"it gave {len(cast(list[Any], values))} rewards for {number} answers")
-    errors: Any = found.get("errors")
-    reasons: list[Any] = (
-        cast(list[Any], errors)
-        if isinstance(errors, list) and len(cast(list[Any], errors)) == number
-        else []
-    )
-    return [
-        _score(value, reasons[i] if reasons else None)
-        for i, value in enumerate(cast(list[Any], values))
-    ]
+def parse_scores(reply: bytes, number: int) -> list[Score]:
+    """The scores in a reply for ``number`` completions. Raises RewardError for another reply.
 
-
-def scores_in_part(reply: bytes, number: int) -> list[Score] | None:
-    """The scores and failures by index of a reply to so many answers; None unless it has each
-    answer once, with a finite number or a reason.
+    Whether scores are finite is checked later, for all rewards.
     """
     try:
-        found: Any = json.loads(reply)
-        scored, failed = found["scored"], found["failed"]
-        rows: list[tuple[Any, Score]] = [(row["index"], _in_part(row["reward"])) for row in scored]
-        rows += [(row["index"], _reason(row["error"])) for row in failed]
-    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
-        return None
-    if not isinstance(scored, list) or not isinstance(failed, list):
-        return None
-    if any(type(index) is not int for index, _ in rows) or sorted(
-        index for index, _ in rows
-    ) != list(range(number)):
-        return None
-    scores: dict[int, Score] = dict(rows)
-    return [scores[index] for index in range(number)]
+        content: Any = json.loads(reply)
+    except (ValueError, RecursionError) as error:
+        text = reply[:80].decode(errors="replace")
+        raise RewardError(f"its reply is not JSON ({text!r})") from error
+    is_object = isinstance(content, dict)
+    key = next((key for key in SCORE_KEYS if is_object and key in content), None)
+    if key is None:
+        keys = f"keys {', '.join(map(str, content))}" if is_object else type(content).__name__
+        raise RewardError(f"its reply has no list 'rewards' ({keys[:120]})")
+    values = content[key]
+    if not isinstance(values, list):
+        raise RewardError(f"its {key} are a {type(values).__name__}, not a list")
+    if len(values) != number:
+        raise RewardError(f"it returned {len(values)} rewards for {number} answers")
+    errors = content.get("errors")
+    if not isinstance(errors, list) or len(errors) != number:
+        errors = [None] * number
+    return [_score(value, error) for value, error in zip(values, errors, strict=True)]
 
 
-def _in_part(value: Any) -> Score:
-    """Raises ValueError or OverflowError unless it is a finite number."""
-    if type(value) not in (int, float) or not math.isfinite(number := float(value)):
-        raise ValueError("no finite number")
-    return Score(number)
-
-
-def _reason(error: Any) -> Score:
-    """Raises ValueError unless it is a text."""
-    if not isinstance(error, str):
-        raise ValueError("no text")
-    return Score(None, error=f"the server gave no score: {error[:LONGEST_ERROR]}")
-
-
-def _score(value: Any, reason: Any) -> Score:
-    """Whether it is finite is asked later, of all scores alike."""
+def _score(value: Any, error: Any) -> Score:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        why = f": {reason}" if isinstance(reason, str) and reason else ""
-        return Score(
-            None, error=f"the server gave {json.dumps(value):.80} where a number is wanted{why}"
-        )
+        reason = f": {error}" if isinstance(error, str) and error else ""
+        return Score(None, error=f"the server returned {json.dumps(value):.80}, no number{reason}")
     try:
         return Score(float(value))
     except OverflowError:
-        return Score(None, error="the server gave a number that is too large")
+        return Score(None, error="the server returned a number that is too large")
 
 
-def _seconds(retry_after: str) -> float:
-    """Of a Retry-After header, in seconds or as a date; 0 without one that can be read."""
+class _Scored(BaseModel):
+    model_config = ConfigDict(strict=True)
+    index: int
+    reward: FiniteFloat
+
+
+class _Failed(BaseModel):
+    model_config = ConfigDict(strict=True)
+    index: int
+    error: str
+
+
+class _PartialReply(BaseModel):
+    model_config = ConfigDict(strict=True)
+    scored: list[_Scored]
+    failed: list[_Failed]
+
+
+def parse_partial_scores(reply: bytes, number: int) -> list[Score] | None:
+    """The scores and errors in a reply for ``number`` completions; None unless it has each
+    completion once.
+    """
     try:
-        return max(0.0, float(int(retry_after)))
+        content = _PartialReply.model_validate_json(reply)
+    except ValidationError:
+        return None
+    scores = [(row.index, Score(row.reward)) for row in content.scored]
+    for row in content.failed:
+        error = f"the server gave no score: {row.error[:MAX_ERROR_LENGTH]}"
+        scores.append((row.index, Score(None, error=error)))
+    if sorted(index for index, _ in scores) != list(range(number)):
+        return None
+    return [score for _, score in sorted(scores, key=lambda entry: entry[0])]
+
+
+def _retry_after(value: str) -> float:
+    """Seconds of a Retry-After header with a number or a date; 0 if it has neither."""
+    try:
+        return max(0.0, float(int(value)))
     except ValueError:
         pass
     try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (TypeError, ValueError):
         return 0.0
 
 
-def addresses(target: str, where: str) -> list[str]:
-    """The addresses that a comma stands between. Raises UserError for what is none."""
-    found = [each.strip() for each in target.split(",")]
-    for url in found:
+def parse_addresses(target: str, where: str) -> list[str]:
+    """The addresses in a comma-separated list. Raises UserError for an invalid one."""
+    urls = [url.strip() for url in target.split(",")]
+    for url in urls:
         try:
             parts = urlsplit(url)
-            good = (
-                parts.scheme in ("http", "https")
-                and bool(parts.hostname)
-                and (parts.port is None or parts.port > 0)
-            )
+            is_http = parts.scheme in ("http", "https") and bool(parts.hostname)
+            is_valid = is_http and (parts.port is None or parts.port > 0)
         except ValueError:
-            good = False
-        if not good:
+            is_valid = False
+        if not is_valid:
             raise UserError(
-                f"{url!r} is no address",
+                f"{url!r} is not an address",
                 code="reward-address-invalid",
                 where=where,
                 fix="write http://host:port/get_reward",
             )
-    if len(set(found)) < len(found):
+    if len(set(urls)) < len(urls):
         raise UserError(
-            "an address stands there twice",
+            "duplicate server address",
             code="reward-address-duplicate",
             where=where,
             fix="name each server once",
         )
-    return found
+    return urls

@@ -1,6 +1,4 @@
-"""Limits of a reward server on connections and request heads, which hold before a client is
-authenticated.
-"""
+"""Limits of a server on connections and request heads, before a client is authenticated."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 MAX_HEADER_BYTES = 64 * 2**10
-"""Of the request line and the headers of a request."""
+"""Size of the request line and the headers of a request."""
 MAX_HEADERS = 100
 HEAD_SECONDS = 20.0
-"""Until the head of a request is complete, and until a client has taken in a reply."""
+"""Time limit for the head of a request, and for a client to read a reply."""
 MAX_CONNECTIONS = 4096
 RESERVED_FILES = 128
-"""File descriptors that are not for connections."""
+"""File descriptors that are not available for connections."""
 JSON_AND_CLOSE = [(b"content-type", b"application/json"), (b"connection", b"close")]
 
 Message = MutableMapping[str, Any]
@@ -75,19 +73,19 @@ class RequestGuard:
             size += sum(len(name) + len(value) for name, value in headers)
             if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
                 error = (
-                    f"a request may have {MAX_HEADERS} headers, and {MAX_HEADER_BYTES} bytes "
-                    f"of them"
+                    f"a request may have {MAX_HEADERS} headers with {MAX_HEADER_BYTES} bytes "
+                    f"in total"
                 )
                 await _refuse(send, 431, error)
                 return
             names = {name for name, _ in headers}
             if b"content-length" in names and b"transfer-encoding" in names:
-                # a proxy may read it in the other way
-                await _refuse(send, 400, "the length of the body is given in two ways")
+                # a proxy may use the other one
+                await _refuse(send, 400, "the body has both Content-Length and Transfer-Encoding")
                 return
             hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
             if not all(is_allowed_host(host, self.names) for host in hosts):
-                error = "this server is not known by this host name; name it with --allowed-host"
+                error = "this host name is not allowed; allow it with --allowed-host"
                 await _refuse(send, 421, error)
                 return
         await self.app(scope, receive, send)
@@ -101,11 +99,11 @@ async def _refuse(send: Send, status: int, error: str) -> None:
 
 
 def raise_connection_limit() -> int:
-    """Let this process open as many files as it may; return how many connections that allows."""
+    """Raise the limit of open files as far as allowed; return the number of connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + RESERVED_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = MAX_CONNECTIONS + RESERVED_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return (
         MAX_CONNECTIONS
@@ -114,22 +112,22 @@ def raise_connection_limit() -> int:
     )
 
 
-# The methods of the class are counted together.
+# ruff adds up the complexity of all methods
 def limited_protocol(  # noqa: C901
     seconds: float, max_connections: int
 ) -> type[asyncio.Protocol]:
     """A class of HTTP connections for uvicorn.
 
-    A connection is closed whose request head, or whose reading of a reply, takes longer than
-    ``seconds``. Beyond ``max_connections`` the one that has been without a request for longest is
-    closed, or the new one where there is none. h11 limits the size of what is not complete;
-    httptools, which uvicorn prefers, does not.
+    A connection is closed if its request head, or reading a reply, takes longer than ``seconds``.
+    Beyond ``max_connections`` the connection that has been idle for longest is closed, or the new
+    one if none is idle. h11 limits the size of incomplete events; httptools, which uvicorn prefers,
+    does not.
     """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     idle = dict[Any, None]()
-    """Connections without a request, those first that have been so for longest."""
+    """Connections without a request, the longest idle ones first."""
 
     class LimitedProtocol(H11Protocol):
         _head_timer: asyncio.TimerHandle | None = None
@@ -156,7 +154,7 @@ def limited_protocol(  # noqa: C901
             if self._has_request():
                 idle.pop(self, None)
                 self._stop_head_timer()
-            else:  # the begin of a head, or the rest of a body
+            else:  # the start of a head, or the rest of a body
                 self._start_head_timer()
 
         def on_response_complete(self) -> None:
@@ -194,7 +192,7 @@ def limited_protocol(  # noqa: C901
 
         def _head_is_late(self) -> None:
             if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-                self._refuse(408, f"the head of the request was not complete after {seconds:g} s")
+                self._refuse(408, f"the head of the request was incomplete after {seconds:g} s")
             else:
                 self.transport.abort()
 
@@ -207,7 +205,7 @@ def limited_protocol(  # noqa: C901
             response = h11.Response(status_code=status, headers=headers)
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-            if self._has_request():  # which needs no reply any more
+            if self._has_request():  # which needs no other reply
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
             self.transport.close()

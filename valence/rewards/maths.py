@@ -1,5 +1,5 @@
-"""Whether two formulas are equal, asked of a process of its own: an answer may hold one that no
-computer gets done with, and nothing else stops that.
+"""Compare formulas in a separate process: a completion may have a formula whose comparison does not
+end, and only ending the process stops it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 PROCESS = Path(__file__).with_name("maths_process.py")
 
 
-class Maths:
-    """One process that compares, started when it is first asked and again when it had to end.
+class FormulaComparer:
+    """A process that compares formulas. It starts at the first comparison, and again when it ended.
 
-    ``seconds``: of the processor for one comparison, after which the kernel ends it.
+    seconds: processor time limit of one comparison, after which the kernel ends the process.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -29,10 +29,13 @@ class Maths:
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """``score``: 1.0 or 0.0; or else ``error``."""
+    def compare(self, expected: list[str], text: str) -> dict[str, Any]:
+        """``score``: 1.0 if the last formula of the text equals an expected one, else 0.0; or
+        ``error``.
+        """
+        question = {"expected": expected, "text": text}
         with self._lock:
-            process = self._running()
+            process = self._running_process()
             assert process.stdin is not None
             assert process.stdout is not None
             line = ""
@@ -50,7 +53,7 @@ class Maths:
             self._end()
             self._lock.release()
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _running_process(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """The process that compares formulas: a JSON line in, a JSON line out.
 
-It imports nothing of the package.
+It imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ import signal
 import sys
 from typing import Any
 
-MEMORY = 4 * 2**30
-"""Bytes that it may use."""
+MAX_MEMORY = 4 * 2**30
+"""Memory limit in bytes."""
 
 
-def compared(right: list[str], text: str) -> dict[str, Any]:
-    """Whether the text's last formula equals one of those that are right.
+def compare(expected: list[str], text: str) -> dict[str, Any]:
+    """Whether the text's last formula equals an expected one.
 
-    What the row says must be one; what the text says need not.
+    It is an error if no expected text is a formula, but not if the text has none.
     """
     from math_verify import parse, verify
 
-    said = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-    readable = False
-    for each in right:
-        for form in (each, f"${each}$"):  # with or without the signs around LaTeX
+    answer = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    is_readable = False
+    for formula in expected:
+        for form in (formula, f"${formula}$"):  # with or without the delimiters of LaTeX
             gold = parse(form, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-            readable = readable or bool(gold)
-            if gold and verify(gold, said, timeout_seconds=None):
+            is_readable = is_readable or bool(gold)
+            if gold and verify(gold, answer, timeout_seconds=None):
                 return {"score": 1.0}
-    return {"score": 0.0} if readable else {"error": "no formula can be read"}
+    return {"score": 0.0} if is_readable else {"error": "no formula can be read"}
 
 
 def main() -> None:
     seconds = float(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process whatever it is in
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asks
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # output of libraries is not a reply
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process even inside C code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     import math_verify  # noqa: F401  # pyright: ignore[reportUnusedImport]  # takes a second
 
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            said = compared(**json.loads(line))
+            reply = compare(**json.loads(line))
         except MemoryError:
-            said = {"error": "the comparison took too much memory"}
+            reply = {"error": "the comparison took too much memory"}
         except (
             ValueError,
             TypeError,
@@ -58,10 +58,10 @@ def main() -> None:
             NotImplementedError,
             RecursionError,
         ) as error:
-            said = {"error": f"the comparison failed: {type(error).__name__}"}
+            reply = {"error": f"the comparison failed: {type(error).__name__}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
 
 
 if __name__ == "__main__":

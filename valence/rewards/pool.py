@@ -1,4 +1,4 @@
-"""Worker processes that run a served function: one that does not answer in time is killed and
+"""Worker processes that run a served function. A worker that exceeds a time limit is killed and
 replaced.
 """
 
@@ -21,27 +21,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valence.errors import UserError
+from valence.network import backoff
 from valence.rewards.calls import RewardError
 from valence.rewards.threads import Background
 from valence.rewards.worker_process import HEADER
 from valence.types import Completion, Score
 
-GRACE = 2.0
-"""Seconds that a worker has, beyond the time limit of a call, to report by itself that the limit
-was exceeded.
-"""
+GRACE_SECONDS = 2.0
+"""Time beyond the limit of a call for a worker to report that the limit was exceeded."""
 PROBE_INTERVAL, PROBE_SECONDS = 5.0, 1.0
-"""Seconds between two probes of an idle worker, and until it has to answer one."""
+"""Interval between probes of an idle worker, and time limit of a probe."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before a worker that could not be started is started again, doubled each time, and where
-that ends.
-"""
+"""Seconds before another attempt to start a worker, doubled each time, and their maximum."""
 START_SECONDS = 600.0
-"""Seconds that a worker that replaces another may take to import the function."""
-MOST_RESTARTS = 2
-"""Times that a call is made again because a process that it shared with other calls ended."""
-LONGEST_LINE = 2000
-"""Bytes of a line of a worker's output that are passed on at once."""
+"""Time limit for a replacement to import the function."""
+MAX_REPEATS = 2
+"""Repetitions of a call whose process, which it shared with other calls, ended."""
+MAX_LINE_BYTES = 2000
+"""Longest part of a line of a worker's output that is logged at once."""
 START = (
     "import sys; sys.path[:] = {path!r}; from valence.rewards.worker_process import main; "
     "main({message_fd}, {lifeline_fd})"
@@ -49,15 +46,12 @@ START = (
 
 
 class WorkerEnded(Exception):
-    """The process ended before it answered."""
+    """The process ended before it replied."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """One process.
-
-    ``num_calls``: calls under way in it; ``lifeline``: the pipe whose end tells it to end.
-    """
+    """One process. ``num_calls``: running calls; ``lifeline``: a pipe whose closing ends it."""
 
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
@@ -96,7 +90,7 @@ class Worker:
             del self._replies[number]
 
     async def distribute_replies(self) -> None:
-        """Hand each reply to the call that waits for it, until the process ends."""
+        """Pass each reply to the call that waits for it, until the process ends."""
         with contextlib.suppress(WorkerEnded):
             while True:
                 message = await self.receive()
@@ -106,7 +100,7 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """End the process and those that it has started. Calls under way raise WorkerEnded."""
+        """Kill the process and its children. Running calls raise WorkerEnded."""
         if self.ended.is_set():
             return
         self.ended.set()
@@ -121,12 +115,12 @@ class Worker:
 
 @dataclass(eq=False)
 class WorkerPool:
-    """A backend (valence.rewards.calls) that calls a function in processes of its own.
+    """A backend (``CallBackend``) that calls a function in worker processes.
 
-    seconds: after which a call is given up and its worker killed. concurrency: calls under way at a
-    time; a blocking function has so many workers, an asynchronous one has one worker that runs them
-    all. log: is given what workers print, line by line.
-    max_wait: seconds that a call waits for a worker.
+    seconds: time limit of a call, after which its worker is killed. concurrency: simultaneous
+    calls; a blocking function has this many workers, an asynchronous one has one worker for all.
+    log: receives the output of workers line by line. max_wait: seconds that a call waits for a
+    worker.
     """
 
     target: str
@@ -144,9 +138,9 @@ class WorkerPool:
     _closed: bool = False
 
     def start(self) -> None:
-        """Start the workers, and wait until the first has imported the function.
+        """Start the workers, and block until the first has imported the function.
 
-        Raises UserError when it cannot.
+        Raises UserError if it cannot.
         """
         self._background = Background("valence workers")
         self._changed = asyncio.Event()
@@ -160,10 +154,7 @@ class WorkerPool:
         return await asyncio.wrap_future(self._background.submit(self._attempt(completions)))
 
     async def probe(self) -> str | None:
-        """Why no worker can take a call now, or None.
-
-        Idle workers are asked whether they answer.
-        """
+        """Why no worker can take a call now, or None. Probes idle workers."""
         return await asyncio.wrap_future(self._background.submit(self._probe()))
 
     async def close(self) -> None:
@@ -175,12 +166,11 @@ class WorkerPool:
         try:
             worker, facts = await self._start_worker()
         except WorkerEnded as error:
-            fix = "see what it printed, and import it with `python -c 'import MODULE'`"
             raise UserError(
                 _reason(error),
                 code="reward-worker-failed",
                 where=f"{self.where}: {self.target}",
-                fix=fix,
+                fix="see its output, and try `python -c 'import MODULE'`",
             ) from error
         self.parameters, self._identity = facts["parameters"], facts["identity"]
         num_workers = self.concurrency if facts["blocking"] else 1
@@ -191,7 +181,7 @@ class WorkerPool:
         ]
 
     async def _start_worker(self) -> tuple[Worker, Any]:
-        """A process that has imported the function, and what it reports of it.
+        """A process that has imported the function, and its facts about it.
 
         Raises UserError and WorkerEnded.
         """
@@ -210,12 +200,12 @@ class WorkerPool:
         except OSError as error:
             ours.close()
             os.close(lifeline_write)
-            raise WorkerEnded(f"its worker process cannot be started: {error.strerror}") from error
+            raise WorkerEnded(f"its worker process cannot start: {error.strerror}") from error
         finally:
             theirs.close()
             os.close(lifeline_read)
         threading.Thread(
-            target=self._pass_output_on, args=(process,), name="output of a worker", daemon=True
+            target=self._log_output, args=(process,), name="output of a worker", daemon=True
         ).start()
         loading = asyncio.create_task(self._load(process, ours, lifeline_write))
         try:
@@ -239,16 +229,16 @@ class WorkerPool:
             on_failure.pop_all()
         return worker, message["loaded"]
 
-    def _pass_output_on(self, process: subprocess.Popen[bytes]) -> None:
+    def _log_output(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         with process.stdout as output:
-            while line := output.readline(LONGEST_LINE):
-                with contextlib.suppress(OSError, ValueError):  # nobody reads the log
+            while line := output.readline(MAX_LINE_BYTES):
+                with contextlib.suppress(OSError, ValueError):  # the log is closed
                     self.log(f"worker {process.pid}: {line.decode('utf-8', 'replace').rstrip()}")
         process.wait()
 
     async def _keep_worker(self, worker: Worker | None) -> None:
-        """Have one worker for as long as the pool is open: whenever it ends, start another."""
+        """Keep one worker while the pool is open: start another whenever it ends."""
         failures = 0
         while True:
             if worker is None:
@@ -256,12 +246,12 @@ class WorkerPool:
                     async with asyncio.timeout(START_SECONDS):
                         worker, _ = await self._start_worker()
                 except (UserError, WorkerEnded, TimeoutError) as error:
-                    self._trouble = f"its worker process cannot be started: {_reason(error)}"
+                    self._trouble = f"its worker process cannot start: {_reason(error)}"
                     self.log(self._trouble)
-                    await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 16)))
+                    await asyncio.sleep(backoff(failures, FIRST_PAUSE, LONGEST_PAUSE))
                     failures += 1
                     continue
-            failures, self._trouble = 0, "its worker process is starting again"
+            failures, self._trouble = 0, "its worker process is restarting"
             self.workers.append(worker)
             self._changed.set()
             replies = asyncio.create_task(worker.distribute_replies())
@@ -274,18 +264,15 @@ class WorkerPool:
             worker = None
 
     async def _watch(self, worker: Worker) -> None:
-        """Until the worker ends, or does not answer while it is idle."""
+        """Wait until the worker ends, or does not reply to a probe."""
         while not worker.ended.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_INTERVAL):
                     await worker.ended.wait()
-            await self._answers(worker)
+            await self._is_alive(worker)
 
-    async def _answers(self, worker: Worker) -> bool:
-        """Whether a worker answers; an idle one that does not is killed.
-
-        One that is busy counts as answering.
-        """
+    async def _is_alive(self, worker: Worker) -> bool:
+        """Whether a worker is busy or replies to a probe. If not, kill it."""
         if worker.num_calls and not worker.ended.is_set():
             return True
         try:
@@ -293,22 +280,22 @@ class WorkerPool:
         except WorkerEnded:
             return False
         except TimeoutError:
-            # it has been given a call meanwhile, which has a time limit of its own
+            # it received a call meanwhile, which has its own time limit
             if worker.num_calls:
                 return True
-            self.log(f"worker {worker.process.pid} does not answer and is killed")
+            self.log(f"worker {worker.process.pid} does not respond and is killed")
             worker.kill()
             return False
         return True
 
     async def _probe(self) -> str | None:
-        if any(await asyncio.gather(*(self._answers(worker) for worker in list(self.workers)))):
+        if any(await asyncio.gather(*(self._is_alive(worker) for worker in list(self.workers)))):
             return None
         return self._trouble
 
     async def _attempt(self, completions: Sequence[Completion]) -> list[Score]:
-        for _ in range(MOST_RESTARTS if self._capacity > 1 else 0):
-            with contextlib.suppress(WorkerEnded):  # perhaps because of another call that ran in it
+        for _ in range(MAX_REPEATS if self._capacity > 1 else 0):
+            with contextlib.suppress(WorkerEnded):  # perhaps because of another call in it
                 return await self._call(completions)
         try:
             return await self._call(completions)
@@ -316,14 +303,17 @@ class WorkerPool:
             raise RewardError(f"its worker process ended during the call ({self.target})") from None
 
     async def _call(self, completions: Sequence[Completion]) -> list[Score]:
-        """Raises Failed, and WorkerEnded."""
+        """Raises RewardError and WorkerEnded."""
         worker = await self._free_worker()
         try:
-            reply = await worker.ask(completions, self.seconds + GRACE)
+            reply = await worker.ask(completions, self.seconds + GRACE_SECONDS)
         except TimeoutError:
             worker.kill()
-            what = f"no answer within {self.seconds:g} s; the worker process was killed"
-            raise RewardError(f"{what} ({self.target})", late=True) from None
+            raise RewardError(
+                f"no answer within {self.seconds:g} s; the worker process was killed "
+                f"({self.target})",
+                late=True,
+            ) from None
         finally:
             worker.num_calls -= 1
             self._changed.set()
@@ -334,10 +324,7 @@ class WorkerPool:
         return [Score(value, parts, error) for value, parts, error in reply["scores"]]
 
     async def _free_worker(self) -> Worker:
-        """A worker with room for a call, which it is counted for.
-
-        Raises Failed when there is none in time.
-        """
+        """Reserve a worker for a call. Raises RewardError if none is free in time."""
         try:
             async with asyncio.timeout(None if math.isinf(self.max_wait) else self.max_wait):
                 while True:
@@ -355,7 +342,7 @@ class WorkerPool:
         except TimeoutError:
             reason = "its worker processes are busy" if self.workers else self._trouble
             raise RewardError(
-                f"not called within {self.max_wait:g} s: {reason} ({self.target})", late=True
+                f"no free worker within {self.max_wait:g} s: {reason} ({self.target})", late=True
             ) from None
 
     async def _close(self) -> None:
@@ -367,8 +354,6 @@ class WorkerPool:
 def _reason(error: BaseException) -> str:
     if isinstance(error, UserError):
         return error.what
-    return (
-        "it takes too long"
-        if isinstance(error, TimeoutError)
-        else str(error) or "it ended while it imported the function"
-    )
+    if isinstance(error, TimeoutError):
+        return "it takes too long"
+    return str(error) or "it ended while importing the function"

@@ -1,5 +1,5 @@
-"""Rewards that need no model: each compares an answer with what its row says, or looks at the
-answer alone.
+"""Rewards without a model: rules that compare a completion with a column of its row, or inspect
+the completion alone.
 """
 
 from __future__ import annotations
@@ -21,40 +21,35 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from valence.errors import UserError, install_command
 from valence.rewards.calls import RewardError
-from valence.rewards.maths import Maths
+from valence.rewards.maths import FormulaComparer
 from valence.rewards.threads import Raised, TimedOut, attempt, in_thread
 from valence.types import Completion, Score
 
 Rule = Callable[[Completion], float]
 INSTALL = install_command("rewards")
 LIBRARIES = {"maths": "math-verify", "vader": "vaderSentiment", "json_schema": "jsonschema"}
-"""What rules judge by."""
-SECONDS_OF_A_PATTERN = 5.0
+"""Libraries that rules use."""
+PATTERN_SECONDS = 5.0
+"""Time limit of a search for a pattern."""
 
 Column = Annotated[
     str,
-    Field(
-        description="column of the row that holds what is right; a list there allows for several"
-    ),
+    Field(description="column with the right answer; a list there has several right answers"),
 ]
-IgnoreCase = Annotated[bool, Field(description="whether capital and small letters are the same")]
+IgnoreCase = Annotated[bool, Field(description="whether case is ignored")]
 
 
 class UnscoredError(Exception):
-    """There is no score of an answer, and this is why."""
+    """A rule cannot score a completion, and why."""
 
 
 def exact_match(*, answer: Column = "answer", ignore_case: IgnoreCase = False) -> Rule:
-    """1 when the answer is the row's own, spaces around it aside; else 0."""
+    """1 if the answer equals the row's, apart from surrounding spaces; else 0."""
 
     def rule(completion: Completion) -> float:
-        found = _folded(completion.text.strip(), ignore_case)
-        return float(
-            any(
-                found == _folded(right.strip(), ignore_case)
-                for right in _expected(completion, answer)
-            )
-        )
+        text = _fold(completion.text.strip(), ignore_case)
+        expected = [_fold(right.strip(), ignore_case) for right in _expected(completion, answer)]
+        return float(text in expected)
 
     return rule
 
@@ -62,41 +57,39 @@ def exact_match(*, answer: Column = "answer", ignore_case: IgnoreCase = False) -
 def contains(
     *,
     words: Annotated[
-        list[str] | None, Field(description="what to look for; null: what the row's column says")
+        list[str] | None, Field(description="texts to search for; null: those of the row's column")
     ] = None,
     answer: Column = "answer",
     want: Annotated[
-        Literal["any", "all", "none"], Field(description="how many of them the answer must have")
+        Literal["any", "all", "none"], Field(description="how many of them the answer must contain")
     ] = "any",
     ignore_case: IgnoreCase = False,
 ) -> Rule:
-    """1 when the answer has these words (pieces of text) in it, else 0."""
+    """1 if the answer contains these words (any texts), else 0."""
     if words is not None and not all(words):
         raise UserError(
-            "every answer has an empty text in it",
+            "every answer contains the empty text",
             code="reward-setting-value",
             where="words",
             fix="remove it",
         )
 
     def rule(completion: Completion) -> float:
-        text = _folded(completion.text, ignore_case)
-        found = [
-            _folded(word, ignore_case) in text for word in (words or _expected(completion, answer))
-        ]
-        return float({"any": any(found), "all": all(found), "none": not any(found)}[want])
+        text, texts = _fold(completion.text, ignore_case), words or _expected(completion, answer)
+        matches = [_fold(word, ignore_case) in text for word in texts]
+        return float({"any": any(matches), "all": all(matches), "none": not any(matches)}[want])
 
     return rule
 
 
 def regex(
     *,
-    pattern: Annotated[str, Field(description="a regular expression of Python")],
+    pattern: Annotated[str, Field(description="a Python regular expression")],
     whole: Annotated[bool, Field(description="whether it must match the whole answer")] = False,
     ignore_case: IgnoreCase = False,
 ) -> Rule:
-    """1 when the pattern is found in the answer, else 0. `.` also stands for a line break."""
-    import regex as engine  # unlike `re` it can be stopped
+    """1 if the pattern matches in the answer, else 0. `.` also matches line breaks."""
+    import regex as engine  # unlike `re` it has a time limit
 
     try:
         compiled = engine.compile(
@@ -104,23 +97,21 @@ def regex(
         )
     except engine.error as error:
         raise UserError(
-            f"this is no regular expression: {error}",
+            f"this is not a regular expression: {error}",
             code="reward-setting-value",
             where="pattern",
             fix="correct it",
         ) from error
 
     def rule(completion: Completion) -> float:
-        look = compiled.fullmatch if whole else compiled.search
+        search = compiled.fullmatch if whole else compiled.search
         try:
-            return float(
-                look(completion.text, timeout=SECONDS_OF_A_PATTERN, concurrent=True) is not None
-            )
+            match = search(completion.text, timeout=PATTERN_SECONDS, concurrent=True)
         except TimeoutError as error:
             raise UnscoredError(
-                f"the pattern took longer than {SECONDS_OF_A_PATTERN:g} s; it backtracks without "
-                f"end"
+                f"the pattern took longer than {PATTERN_SECONDS:g} s because of backtracking"
             ) from error
+        return float(match is not None)
 
     return rule
 
@@ -130,21 +121,24 @@ def length(
     unit: Annotated[
         Literal["tokens", "characters", "words"], Field(description="what is counted")
     ] = "tokens",
-    least: Annotated[int, Field(ge=0, description="shortest length that gives 1")] = 0,
+    least: Annotated[int, Field(ge=0, description="minimum length for 1")] = 0,
     most: Annotated[
-        int | None, Field(ge=0, description="longest length that gives 1; null: any")
+        int | None, Field(ge=0, description="maximum length for 1; null: unlimited")
     ] = None,
     fall: Annotated[
-        int, Field(ge=0, description="over how many units it falls from 1 to 0 outside")
+        int,
+        Field(
+            ge=0, description="number of units over which it falls from 1 to 0 outside the range"
+        ),
     ] = 0,
 ) -> Rule:
-    """1 when the length is in a range; outside it falls linearly to 0.
+    """1 if the length is in a range; outside it falls linearly to 0.
 
-    Of a text without its tokens these cannot be counted.
+    Tokens cannot be counted if only the text is known.
     """
     if most is not None and most < least:
         raise UserError(
-            f"no length is at least {least} and at most {most}",
+            f"the maximum {most} is below the minimum {least}",
             code="reward-setting-value",
             where="most",
             fix="set least below it",
@@ -153,7 +147,7 @@ def length(
     def rule(completion: Completion) -> float:
         if unit == "tokens" and completion.text and not completion.tokens:
             raise UnscoredError(
-                "its tokens are not known, only its text: set unit to characters or words"
+                "only its text is known, not its tokens: set unit to characters or words"
             )
         n = {
             "tokens": len(completion.tokens),
@@ -170,13 +164,13 @@ def json_schema(
     *,
     schema: Annotated[
         dict[str, Any] | str | None,
-        Field(description="a JSON schema, or the file of one; null: any JSON"),
+        Field(description="a JSON schema, or a file with one; null: any JSON"),
     ] = None,
     fenced: Annotated[
-        bool, Field(description="whether the JSON may stand in a fence of ```, with text around it")
+        bool, Field(description="whether the JSON may be in a ``` fence, with text around it")
     ] = False,
 ) -> Rule:
-    """1 when the answer is JSON that satisfies the schema, else 0."""
+    """1 if the answer is JSON that satisfies the schema, else 0."""
     check = _validator(schema)
 
     def rule(completion: Completion) -> float:
@@ -184,8 +178,8 @@ def json_schema(
         if fenced and text.count("```") >= 2:
             text = text.split("```")[1].removeprefix("json")
         try:
-            return float(check(json.loads(text, parse_constant=_no_json)))
-        except (ValueError, RecursionError):  # no JSON, or nested so deeply that nobody reads it
+            return float(check(json.loads(text, parse_constant=_refuse_constant)))
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply
             return 0.0
 
     return rule
@@ -195,35 +189,37 @@ def maths(
     *,
     answer: Column = "answer",
     after: Annotated[
-        str | None, Field(description="mark in the column behind which it stands, as '####'")
+        str | None,
+        Field(description="text in the column after which the answer starts, such as '####'"),
     ] = None,
     seconds: Annotated[
-        float, Field(gt=0, description="of the processor that one comparison may take")
+        float, Field(gt=0, description="processor time limit of one comparison")
     ] = 5.0,
 ) -> Rule:
-    """1 when the last formula or number of the answer equals the row's, by math-verify; else 0."""
-    process = Maths(seconds)
+    """1 if the last formula or number of the answer equals the row's, by math-verify; else 0."""
+    comparer = FormulaComparer(seconds)
 
     def rule(completion: Completion) -> float:
-        rights = _expected(completion, answer)
-        rights = rights if after is None else [right.rpartition(after)[2] for right in rights]
-        said = process.ask({"right": rights, "text": completion.text})
-        if "error" in said:
-            raise UnscoredError(f"{said['error']}, of the row's {answer} {rights[0][:80]!r}")
-        return float(said["score"])
+        expected = _expected(completion, answer)
+        if after is not None:
+            expected = [text.rpartition(after)[2] for text in expected]
+        reply = comparer.compare(expected, completion.text)
+        if "error" in reply:
+            raise UnscoredError(f"{reply['error']}, for the row's {answer} {expected[0][:80]!r}")
+        return float(reply["score"])
 
-    rule.close = process.close  # pyright: ignore[reportFunctionMemberAccess]
+    rule.close = comparer.close  # pyright: ignore[reportFunctionMemberAccess]
     return rule
 
 
 def vader(
     *,
     part: Annotated[
-        Literal["compound", "pos", "neu", "neg"], Field(description="which of VADER's numbers")
+        Literal["compound", "pos", "neu", "neg"], Field(description="VADER's number")
     ] = "compound",
 ) -> Rule:
     """Sentiment of English text by VADER's lexicon: compound from -1 (negative) to 1 (positive), or
-    a share.
+    a fraction.
 
     Hutto and Gilbert 2014, ICWSM.
     """
@@ -246,11 +242,11 @@ RULES: dict[str, Callable[..., Rule]] = {
     "maths": maths,
     "vader": vader,
 }
-"""By name. Keyword-only parameters are the settings."""
+"""Rules by name. Their keyword-only parameters are the settings."""
 
 
 def settings_of(name: str) -> type[BaseModel]:
-    """The settings of a rule: types, bounds, defaults and what each means."""
+    """The settings of a rule as a model, with types, bounds, defaults and descriptions."""
     fields: dict[str, Any] = {
         p.name: (p.annotation, ... if p.default is p.empty else p.default)
         for p in inspect.signature(RULES[name], eval_str=True).parameters.values()
@@ -272,36 +268,36 @@ def unknown_rule(name: str) -> UserError:
     )
 
 
-def code_of(error: Mapping[str, Any]) -> str:
-    """The code of what pydantic has against a setting."""
+def setting_error_code(error: Mapping[str, Any]) -> str:
+    """The code of pydantic's error of a setting."""
     kinds = {"extra_forbidden": "reward-setting-unknown", "missing": "reward-setting-missing"}
     return kinds.get(error["type"], "reward-setting-value")
 
 
-def said(error: Mapping[str, Any]) -> str:
-    """What pydantic has against a setting."""
+def setting_error_message(error: Mapping[str, Any]) -> str:
+    """The message of pydantic's error of a setting."""
     return "there is no such setting" if error["type"] == "extra_forbidden" else str(error["msg"])
 
 
 def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
-    """The rule under these settings.
+    """The rule with these settings.
 
-    Raises UserError for a wrong one, or when its library is missing.
+    Raises UserError for a wrong setting, and if its library is missing.
     """
     try:
-        given = settings_of(name)(**settings)
+        values = settings_of(name)(**settings)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, (where, *first["loc"])))
         names = ", ".join(settings_of(name).model_fields)
         raise UserError(
-            f"{said(first)} (reward {name})",
-            code=code_of(first),
+            f"{setting_error_message(first)} (reward {name})",
+            code=setting_error_code(first),
             where=place,
             fix=f"its settings are {names}; see `valence rewards {name}`",
         ) from error
     try:
-        return RULES[name](**{field: getattr(given, field) for field in type(given).model_fields})
+        return RULES[name](**{field: getattr(values, field) for field in type(values).model_fields})
     except UserError as error:
         raise UserError(
             error.what, code=error.code, where=f"{where}.{error.where}", fix=error.fix
@@ -317,7 +313,7 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
 
 @dataclass
 class Rules:
-    """A rule, asked in a thread about one answer after the other. ``seconds``: of one call."""
+    """A rule as a backend, which runs in a thread. seconds: time limit of a call."""
 
     name: str
     rule: Rule
@@ -327,13 +323,13 @@ class Rules:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        read = [Path(__file__), *Path(__file__).parent.glob("maths*.py")]
+        files = [Path(__file__), *Path(__file__).parent.glob("maths*.py")]
         schema = self.settings.get("schema")
-        read += [Path(schema)] if isinstance(schema, str) else []
-        source = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()
+        files += [Path(schema)] if isinstance(schema, str) else []
+        source = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
         library = ""
         if self.name in LIBRARIES:
-            with suppress(PackageNotFoundError):  # not every use of a rule needs it
+            with suppress(PackageNotFoundError):  # not every use of a rule requires it
                 library = version(LIBRARIES[self.name])
         return {
             "rule": self.name,
@@ -344,47 +340,46 @@ class Rules:
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
         try:
-            found = await in_thread(
-                lambda: [self._one(completion) for completion in completions],
+            scores = await in_thread(
+                lambda: [self._score(completion) for completion in completions],
                 self.seconds,
                 self._abandoned,
             )
         except TimedOut as late:
             raise RewardError(
-                f"no answer within {self.seconds:g} s; the call was given up"
+                f"no answer within {self.seconds:g} s; the call was abandoned"
             ) from late
-        if isinstance(found, Raised):
-            raise found.error
-        return found
+        if isinstance(scores, Raised):
+            raise scores.error
+        return scores
 
     async def close(self) -> None:
         getattr(self.rule, "close", lambda: None)()
 
-    def _one(self, completion: Completion) -> Score:
-        found = attempt(partial(self.rule, completion))
-        if not isinstance(found, Raised):
-            return Score(found)
-        if isinstance(found.error, UnscoredError):
-            return Score(None, error=str(found.error))
-        return Score(None, error=f"raised {type(found.error).__name__}: {found.error}")
+    def _score(self, completion: Completion) -> Score:
+        value = attempt(partial(self.rule, completion))
+        if not isinstance(value, Raised):
+            return Score(value)
+        if isinstance(value.error, UnscoredError):
+            return Score(None, error=str(value.error))
+        return Score(None, error=f"raised {type(value.error).__name__}: {value.error}")
 
 
 def _expected(completion: Completion, column: str) -> list[str]:
-    """What the row says is right: one text or several. Raises Unscored when it says nothing."""
-    found = completion.info.get(column)
-    if found is None:
-        has = ", ".join(completion.info) or "none"
-        raise UnscoredError(f"its row has nothing in the column {column!r} (others: {has})")
-    several: Sequence[Any] = found if isinstance(found, list | tuple) else [found]
-    if not several or not all(isinstance(each, str | int | float) for each in several):
+    """The right answers in a column of the row. Raises UnscoredError if there is none."""
+    value = completion.info.get(column)
+    if value is None:
+        others = ", ".join(completion.info) or "none"
+        raise UnscoredError(f"its row has no value in the column {column!r} (others: {others})")
+    texts: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+    if not texts or not all(isinstance(text, str | int | float) for text in texts):
         raise UnscoredError(
-            f"its row's {column!r} is {found!r:.80}, where a text or a number is wanted, or a "
-            f"list of them"
+            f"its row's {column!r} is {value!r:.80}, not a text, a number, or a list of them"
         )
-    return [str(each) for each in several]
+    return [str(text) for text in texts]
 
 
-def _folded(text: str, ignore_case: bool) -> str:
+def _fold(text: str, ignore_case: bool) -> str:
     return text.casefold() if ignore_case else text
 
 
@@ -399,16 +394,18 @@ def _validator(schema: dict[str, Any] | str | None) -> Callable[[Any], bool]:
         try:
             loaded = json.loads(Path(schema).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            what = f"no JSON schema can be read from {schema}: {error}"
             raise UserError(
-                what, code="reward-setting-value", where="schema", fix="name a JSON file"
+                f"the JSON schema {schema} cannot be read: {error}",
+                code="reward-setting-value",
+                where="schema",
+                fix="name a JSON file",
             ) from error
     kind = validator_for(loaded)
     try:
         kind.check_schema(loaded)
     except jsonschema.SchemaError as error:
         raise UserError(
-            f"this is no JSON schema: {error.message}",
+            f"this is not a JSON schema: {error.message}",
             code="reward-setting-value",
             where="schema",
             fix="correct it",
@@ -416,5 +413,5 @@ def _validator(schema: dict[str, Any] | str | None) -> Callable[[Any], bool]:
     return kind(loaded).is_valid
 
 
-def _no_json(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+def _refuse_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,4 +1,4 @@
-"""Scoring from a program that is not asynchronous itself: a loop, a command."""
+"""Score completions from synchronous code."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import concurrent.futures
 import os
 from collections.abc import Callable, Sequence
 
-from valence.rewards.calls import BATCH, together
+from valence.rewards.calls import BATCH_SIZE, call_reward, gather_all
 from valence.rewards.threads import Background, restored_working_directory
 from valence.types import Completion, Reward, Score
 
-POLL = 0.05
-"""Seconds between two looks at what has come and whether to stop."""
+POLL_SECONDS = 0.05
+"""Interval at which progress and stop are called."""
 
 _loops: dict[int, Background] = {}
 
 
 class Stopped(Exception):
-    """Scoring was stopped. ``scores``: those that had come until then, None for the others."""
+    """Scoring was stopped. ``scores``: None for completions that were not scored."""
 
     def __init__(self, scores: list[Score | None]) -> None:
         super().__init__(
@@ -33,63 +33,58 @@ def score_all(
     progress: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Score]:
-    """One score for each completion, in their order; a failed one has no value and says why.
+    """One score for each completion, in order; a failed score has no value but an error.
 
-    progress: called now and then, from this thread, with the number of answers scored since its
-    last call. stop: asked now and then; when it says yes, what is under way is given up and Stopped
-    is raised with the scores that have come. Everything asynchronous runs in a thread of the
-    library's own, so this may be called whatever event loops the program has; signals that raise
-    (Ctrl-C) come through at once.
+    progress: called repeatedly in this thread with the number of completions scored since its last
+    call. stop: called repeatedly; if it returns True, running calls are cancelled and Stopped is
+    raised with the scores so far. Asynchronous code runs in a thread of the library, so that this
+    function may be called with or without an event loop. Signals that raise (Ctrl-C) interrupt it
+    at once.
     """
-    found: list[Score | None] = [None] * len(completions)
-    size: int = getattr(reward, "batch_size", BATCH)
+    results: list[Score | None] = [None] * len(completions)
+    size: int = getattr(reward, "batch_size", BATCH_SIZE)
 
-    async def part(start: int) -> None:
-        scores = await reward(completions[start : start + size])
-        if len(scores) != len(completions[start : start + size]):
-            raise ValueError(
-                f"{reward.name} gave {len(scores)} scores for "
-                f"{len(completions[start : start + size])} answers"
-            )
-        found[start : start + size] = scores
+    async def score_batch(start: int) -> None:
+        batch = completions[start : start + size]
+        results[start : start + size] = await call_reward(reward, batch)
 
-    async def every() -> None:
-        await together(part(start) for start in range(0, len(completions), size))
+    async def score_batches() -> None:
+        await gather_all(score_batch(start) for start in range(0, len(completions), size))
 
-    told = 0
+    num_reported = 0
 
-    def look() -> None:
-        nonlocal told
-        came = sum(score is not None for score in found)
-        if progress is not None and came > told:
-            told, news = came, came - told
-            progress(news)
-        if stop is not None and came < len(found) and stop():
-            raise Stopped(list(found))
+    def poll() -> None:
+        nonlocal num_reported
+        num_scored = sum(score is not None for score in results)
+        if progress is not None and num_scored > num_reported:
+            num_new, num_reported = num_scored - num_reported, num_scored
+            progress(num_new)
+        if stop is not None and num_scored < len(results) and stop():
+            raise Stopped(list(results))
 
     with restored_working_directory():
-        _wait(_driver().submit(every()), look)
-    look()
-    return [score for score in found if score is not None]
+        _wait(_background().submit(score_batches()), poll)
+    poll()
+    return [score for score in results if score is not None]
 
 
 def close(reward: Reward) -> None:
-    """Gives back the reward's connections and processes."""
-    _wait(_driver().submit(reward.close()), lambda: None)
+    """Close the reward's connections and processes."""
+    _wait(_background().submit(reward.close()), lambda: None)
 
 
-def _driver() -> Background:
-    """The loop of this process: a forked one has none of its parent's threads."""
+def _background() -> Background:
+    """The event loop of this process; a forked process does not inherit its parent's threads."""
     if os.getpid() not in _loops:
         _loops[os.getpid()] = Background("valence rewards")
     return _loops[os.getpid()]
 
 
-def _wait(work: concurrent.futures.Future[None], look: Callable[[], None]) -> None:
-    """Until the work is done. Raises what it raised."""
+def _wait(work: concurrent.futures.Future[None], poll: Callable[[], None]) -> None:
+    """Block until the work is done. Raises its exception."""
     try:
-        while not concurrent.futures.wait([work], POLL).done:
-            look()
+        while not concurrent.futures.wait([work], POLL_SECONDS).done:
+            poll()
     finally:
         work.cancel()
     work.result()

@@ -1,11 +1,9 @@
 """An HTTP server of a reward: POST /get_reward {"query", "prompts", "labels"} -> {"rewards"}, the
-wire of OpenRLHF.
+protocol of OpenRLHF.
 
-A request has a finite number for each of its answers, or no number at all: whatever goes wrong is
-told by the HTTP status.
+A reply has a finite number for each completion, or no rewards at all: failures have an HTTP status.
 """
-# No postponed annotations here: FastAPI reads them, and its names are known only inside of
-# functions.
+# No postponed annotations: FastAPI reads them, and its names are known only inside functions.
 
 import asyncio
 import hmac
@@ -31,7 +29,7 @@ from valence.rewards.http_limits import (
     limited_protocol,
     raise_connection_limit,
 )
-from valence.rewards.serving import Batcher, Busy, Counts, Job, Limits, Rate
+from valence.rewards.serving import Batcher, Busy, Job, Limits, Rate, ServerMetrics
 from valence.types import Completion, Reward, Score, content_id
 
 if TYPE_CHECKING:
@@ -53,32 +51,30 @@ ENDS = (
     "[PAD]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-"""Special tokens that a query may still have at its end, though they are not of the answer."""
-MARK = re.compile(r"(?:<[^<>\s]+>|\[[A-Z]+\])\s?")
+"""Special tokens at the end of a query that are not part of the completion."""
+SPECIAL_TOKEN = re.compile(r"(?:<[^<>\s]+>|\[[A-Z]+\])\s?")
 """A special token that a query may have before the prompt."""
-DRAINED = 2
-"""How much of a body that is too large is read nevertheless, against what may be."""
-LONGEST_ERROR = 500
-"""Letters."""
-LEFT = 499
-"""Status, in the counts, of a request whose client did not wait."""
-ALIVE = 75
-"""Seconds that a connection may stay idle: longer than clients keep theirs, so that none is closed
-as it is used again.
-"""
+DRAIN_FACTOR = 2
+"""A body that is too large is read to its end, up to this multiple of the limit."""
+MAX_ERROR_LENGTH = 500
+"""In characters."""
+CLIENT_LEFT = 499
+"""Status, in the metrics, of a request whose client did not wait."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that none is closed as it is used again."""
 
 
 class Query(BaseModel):
-    """Answers to score."""
+    """Completions to score."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    query: list[str] = Field(description="Prompt and answer in one text, of each answer.")
+    query: list[str] = Field(description="For each completion: prompt and completion in one text.")
     prompts: list[str | None] | None = Field(
-        None, description="Of each answer: the prompt that its query begins with."
+        None, description="For each completion: the prompt that its query begins with."
     )
     labels: list[Any] | None = Field(
-        None, description="Of each answer: whatever the reward is to know besides."
+        None, description="For each completion: any further value for the reward."
     )
 
 
@@ -86,9 +82,9 @@ class RewardsResponse(BaseModel):
     """One finite number for each query, in order."""
 
     rewards: list[float]
-    scores: list[float] = Field(description="The same again: OpenRLHF filters prompts by these.")
+    scores: list[float] = Field(description="The rewards again: OpenRLHF filters prompts by these.")
     extra_logs: dict[str, list[float]] = Field(
-        description="Parts that the rewards are made of, by name; those that all have."
+        description="Parts of the rewards by name, if all completions have them."
     )
 
 
@@ -105,7 +101,7 @@ class Scored(BaseModel):
 class Problem(BaseModel):
     """Why there are no rewards.
 
-    Where only some answers have none: these, and the scores of the others by their index.
+    If only some completions have none: these, and the scores of the others by index.
     """
 
     error: str
@@ -114,20 +110,24 @@ class Problem(BaseModel):
 
 
 STATUSES = {
-    400: "not HTTP", 401: "no bearer token, or not this server's", 408: "the request came too "
-                                                                        "slowly",
-    413: "too large, or too many answers", 415: "not JSON", 421: "the host name is not one of "
-                                                                 "this server",
-    422: "not what this server reads", 429: "more requests a second than one client may make",
+    400: "not HTTP",
+    401: "no bearer token, or a wrong one",
+    408: "the request arrived too slowly",
+    413: "too large, or too many answers",
+    415: "not JSON",
+    421: "the host name is not a name of this server",
+    422: "not a valid query",
+    429: "too many requests per second from one client",
     431: "too many or too large headers",
-    500: "the reward gave some answers no finite "
-         "number", 503: "too many answers wait", 504: "not scored in time",
-}  # fmt: skip
+    500: "the reward failed for some answers",
+    503: "too many answers wait",
+    504: "not scored in time",
+}
 
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """A request that has no rewards, by its HTTP status."""
+    """A request without rewards, with its HTTP status."""
 
     status: int
     problem: Problem
@@ -143,9 +143,10 @@ def refusal(status: int, error: str, **headers: str) -> Refusal:
 
 
 class Service:
-    """What is done with a request for scores. whole: the reward reads a query as one text (a reward
-    model), and needs no prompt.
-    ends: texts that are no part of an answer where they end a query. probe: says why the reward
+    """Answers requests for scores.
+
+    reads_query: the reward reads a query as one text (a reward model), and needs no prompt. ends:
+    texts at the end of a query that are not part of the completion. probe: returns why the reward
     cannot be called, or None.
     """
 
@@ -155,177 +156,165 @@ class Service:
         limits: Limits,
         *,
         token: str | None = None,
-        whole: bool = False,
+        reads_query: bool = False,
         ends: Sequence[str] = ENDS,
         probe: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
-        self.reward, self.limits, self.whole, self.ends = (
-            reward,
-            limits,
-            whole,
-            tuple(filter(None, ends)),
-        )
-        self.counts = Counts()
-        self.batcher = Batcher(reward, limits, self.counts, probe)
+        self.reward, self.limits, self.reads_query = reward, limits, reads_query
+        self.ends = tuple(filter(None, ends))
+        self.metrics = ServerMetrics()
+        self.batcher = Batcher(reward, limits, self.metrics, probe)
         self.rate = Rate(limits.rate)
         self.token = None if token is None else token.encode()
-        self.reading = 0
-        """Bytes of bodies that are being read."""
+        self.num_body_bytes = 0
+        """Size of the bodies that are being read."""
 
     def has_token(self, request: "Request") -> bool:
         """Whether the request has this server's token, if there is one."""
         if self.token is None:
             return True
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.encode("latin-1"), self.token)
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(token.encode("latin-1"), self.token)
         return is_right and scheme.lower() == "bearer"
 
     def check_token(self, request: "Request") -> None:
         if not self.has_token(request):
             raise refusal(
                 401,
-                "a bearer token is needed, and it has to be this server's",
+                "this server requires its bearer token",
                 WWW_Authenticate="Bearer",
             )
 
     async def rewards(self, request: "Request") -> RewardsResponse:
         """Raises Refusal."""
-        until = asyncio.get_running_loop().time() + self.limits.timeout
+        deadline = asyncio.get_running_loop().time() + self.limits.timeout
         wait = self.rate.wait(request.client.host if request.client else "")
         if wait:
             raise refusal(
                 429,
-                f"one client may make {self.limits.rate:g} requests a second",
+                f"the limit is {self.limits.rate:g} requests per second for each client",
                 Retry_After=str(math.ceil(wait)),
             )
         self.check_token(request)
         try:
-            async with asyncio.timeout_at(until):
-                body = await self.body(request)
+            async with asyncio.timeout_at(deadline):
+                body = await self.read_body(request)
         except TimeoutError:
             raise refusal(
                 408,
                 f"the body was not complete after {self.limits.timeout:g} s",
                 Connection="close",
             ) from None
-        completions = self.completions(read(body))
+        completions = self.completions(parse_query(body))
         try:
-            job = self.batcher.take(completions)
+            job = self.batcher.submit(completions)
         except Busy:
             raise refusal(
-                503, f"{len(self.batcher.waiting)} answers wait already", Retry_After="1"
+                503, f"{len(self.batcher.waiting)} answers are waiting already", Retry_After="1"
             ) from None
         try:
-            await self._scored(job, request)
+            await self._wait_for_scores(job, request)
         finally:
             job.gone = True
-        return self.outcome([score for score in job.scores if score is not None])
+        return self.response([score for score in job.scores if score is not None])
 
-    async def _scored(self, job: Job, request: "Request") -> None:
-        """Waits for the scores, as long as the client does.
-
-        Raises Refusal when they take too long.
-        """
-        done, left = (
-            asyncio.ensure_future(job.done.wait()),
-            asyncio.ensure_future(request.receive()),
-        )
+    async def _wait_for_scores(self, job: Job, request: "Request") -> None:
+        """Wait for the scores while the client does. Raises Refusal when they take too long."""
+        done = asyncio.ensure_future(job.done.wait())
+        disconnect = asyncio.ensure_future(request.receive())
         try:
             seconds = job.deadline - time.monotonic()
             await asyncio.wait(
-                (done, left), timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED
+                (done, disconnect), timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED
             )
-            if not job.done.is_set() and left.done():
-                raise refusal(LEFT, "the client left")
+            if not job.done.is_set() and disconnect.done():
+                raise refusal(CLIENT_LEFT, "the client left")
             if not job.done.is_set():
                 raise refusal(
-                    504, f"{job.left} answers have no score after {self.limits.timeout:g} s"
+                    504, f"{job.num_left} answers have no score after {self.limits.timeout:g} s"
                 )
         finally:
             done.cancel()
-            left.cancel()
+            disconnect.cancel()
 
-    async def body(self, request: "Request") -> bytes:
-        """Raises Refusal unless it is JSON of at most max_body bytes.
+    async def read_body(self, request: "Request") -> bytes:
+        """The body. Raises Refusal unless it is JSON of at most max_body bytes.
 
-        One that is larger is read to its end where that is near, and dropped: a client that still
-        writes does not see the answer.
+        A slightly larger body is read to its end and dropped: a client that still writes does not
+        see the reply.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which web pages cannot send to other sites unasked
-            raise refusal(415, "the body has to be application/json")
+        if (
+            kind != "application/json"
+        ):  # which web pages cannot send to other sites without a preflight
+            raise refusal(415, "the content type must be application/json")
         from starlette.requests import ClientDisconnect
 
-        most, size, parts = self.limits.max_body, 0, list[bytes]()
+        limit, size, parts = self.limits.max_body, 0, list[bytes]()
         try:
             async for part in request.stream():
                 size += len(part)
-                self.reading += len(part)
-                if size <= most and self.reading <= self.limits.bodies:
+                self.num_body_bytes += len(part)
+                if size <= limit and self.num_body_bytes <= self.limits.max_bodies:
                     parts.append(part)
                 else:
                     parts.clear()
-                    if size > DRAINED * most:
+                    if size > DRAIN_FACTOR * limit:
                         break
         except ClientDisconnect:
-            raise refusal(LEFT, "the client left") from None
+            raise refusal(CLIENT_LEFT, "the client left") from None
         finally:
-            self.reading -= size
-        if size > most:
-            raise refusal(413, f"the body has more than {most} bytes", Connection="close")
+            self.num_body_bytes -= size
+        if size > limit:
+            raise refusal(413, f"the body has more than {limit} bytes", Connection="close")
         if sum(map(len, parts)) < size:
             raise refusal(503, "too many large requests at a time", Retry_After="1")
         return b"".join(parts)
 
     def completions(self, query: Query) -> list[Completion]:
-        """Raises Refusal unless there are as many prompts and labels as queries, and each query
-        begins with its prompt.
+        """The completions of a query.
+
+        Raises Refusal unless there are as many prompts and labels as queries, and each query begins
+        with its prompt.
         """
         count = len(query.query)
         if count > self.limits.max_items:
-            raise refusal(413, f"{count} answers: a request may have {self.limits.max_items}")
+            raise refusal(413, f"{count} answers: the limit per request is {self.limits.max_items}")
         for name, column in (("prompts", query.prompts), ("labels", query.labels)):
             if column is not None and len(column) != count:
-                raise refusal(422, f"{count} queries, and {len(column)} {name}")
+                raise refusal(422, f"{count} queries, but {len(column)} {name}")
         prompts, labels = query.prompts or [None] * count, query.labels or [None] * count
-        found, failed = list[Completion](), list[Failed]()
+        completions, failed = list[Completion](), list[Failed]()
         for index, (text, prompt, label) in enumerate(
             zip(query.query, prompts, labels, strict=True)
         ):
-            answer = text if self.whole else answer_in(text, prompt or "", self.ends)
-            if answer is None:
+            completion = text if self.reads_query else split_query(text, prompt or "", self.ends)
+            if completion is None:
                 failed.append(Failed(index=index, error="the query does not begin with the prompt"))
                 continue
-            before = "" if self.whole else prompt or ""
+            prompt = "" if self.reads_query else prompt or ""
             info: dict[str, Any] = {} if query.labels is None else {"label": label}
-            found.append(
+            completions.append(
                 Completion(
-                    content_id("prompt", before),
-                    (),
-                    (),
-                    answer,
-                    "eos",
-                    index=index,
-                    prompt=before,
-                    rendered=before,
-                    info=info,
+                    content_id("prompt", prompt), (), (), completion, "eos", index=index,
+                    prompt=prompt, rendered=prompt, info=info,
                 )
-            )
+            )  # fmt: skip
         if failed:
             problem = Problem(
                 error=f"{len(failed)} of {count} queries do not begin with their prompt",
                 failed=failed,
             )
             raise Refusal(422, problem, {})
-        return found
+        return completions
 
-    def outcome(self, scores: Sequence[Score]) -> RewardsResponse:
-        """Raises Refusal unless all have a number."""
+    def response(self, scores: Sequence[Score]) -> RewardsResponse:
+        """The reply. Raises Refusal unless all completions have a score."""
         failed = [
-            Failed(index=k, error=plain(s.error)) for k, s in enumerate(scores) if s.value is None
+            Failed(index=k, error=clean(s.error)) for k, s in enumerate(scores) if s.value is None
         ]
-        self.counts.failed += len(failed)
-        self.counts.scored += len(scores) - len(failed)
+        self.metrics.failed.inc(len(failed))
+        self.metrics.scored.inc(len(scores) - len(failed))
         values = [(k, float(s.value)) for k, s in enumerate(scores) if s.value is not None]
         if failed:
             scored = [Scored(index=k, reward=value) for k, value in values]
@@ -343,45 +332,45 @@ class Service:
         return RewardsResponse(
             rewards=numbers,
             scores=numbers,
-            extra_logs={plain(name): [s.parts[name] for s in scores] for name in names},
+            extra_logs={clean(name): [s.parts[name] for s in scores] for name in names},
         )
 
 
-def read(body: bytes) -> Query:
-    """Raises Refusal unless the body is what this server reads."""
+def parse_query(body: bytes) -> Query:
+    """Raises Refusal for a body that is not a query."""
     try:
         return Query.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise refusal(422, plain(f"{where}: {first['msg']}" if where else first["msg"])) from None
+        raise refusal(422, clean(f"{where}: {first['msg']}" if where else first["msg"])) from None
 
 
-def answer_in(query: str, prompt: str, ends: Sequence[str]) -> str | None:
-    """What follows the prompt, without special tokens at its end; None where the query does not
-    begin with the prompt. Special tokens before the prompt do not matter.
+def split_query(query: str, prompt: str, ends: Sequence[str]) -> str | None:
+    """The completion in a query, without special tokens at its end; None if the query does not
+    begin with the prompt. Special tokens before the prompt are ignored.
     """
     while not query.startswith(prompt):
-        mark = MARK.match(query)
-        if mark is None:
+        token = SPECIAL_TOKEN.match(query)
+        if token is None:
             return None
-        query = query[mark.end() :]
-    answer = query[len(prompt) :]
-    while end := next((end for end in ends if answer.rstrip().endswith(end)), None):
-        answer = answer.rstrip().removesuffix(end)
-    return answer
+        query = query[token.end() :]
+    completion = query[len(prompt) :]
+    while end := next((end for end in ends if completion.rstrip().endswith(end)), None):
+        completion = completion.rstrip().removesuffix(end)
+    return completion
 
 
-def plain(text: str) -> str:
-    """As it can be sent, and not too long."""
-    return text.encode("utf-8", "replace").decode()[:LONGEST_ERROR]
+def clean(text: str) -> str:
+    """Replace what UTF-8 cannot encode, and truncate."""
+    return text.encode("utf-8", "replace").decode()[:MAX_ERROR_LENGTH]
 
 
 def application(
-    service: Service, *, tell: Callable[[str], None] = lambda line: None, greeting: str = ""
+    service: Service, *, log: Callable[[str], None] = lambda line: None, greeting: str = ""
 ) -> "FastAPI":
-    """The web application. tell: is given a line when it can serve, when a reward fails, and when
-    it ends.
+    """The web application. log: receives a line when it can serve, when a reward fails, and when it
+    ends.
     """
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
@@ -389,15 +378,18 @@ def application(
 
     from valence.version import __version__
 
-    counts, batcher = service.counts, service.batcher
+    metrics, batcher = service.metrics, service.batcher
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await batcher.start()
-        tell(greeting)
+        log(greeting)
         yield
         await batcher.close()
-        tell(f"stopped: {counts.scored} answers scored, {counts.failed} failed")
+        scored, failed = (
+            metrics.value("answers_total", outcome=outcome) for outcome in ("scored", "failed")
+        )
+        log(f"stopped: {scored:.0f} answers scored, {failed:.0f} failed")
 
     app = FastAPI(
         title="Valence reward server",
@@ -408,13 +400,13 @@ def application(
     )
 
     @app.exception_handler(HTTPException)
-    async def other(_: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
     @app.exception_handler(Refusal)
     async def refused(_: Request, refusal: Refusal) -> JSONResponse:
         if refusal.status >= 500:
-            tell(f"HTTP {refusal.status}: {refusal.problem.error}")
+            log(f"HTTP {refusal.status}: {refusal.problem.error}")
         return JSONResponse(
             refusal.problem.model_dump(exclude_none=True), refusal.status, dict(refusal.headers)
         )
@@ -427,7 +419,7 @@ def _add_routes(app: "FastAPI", service: Service, version: str) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse, PlainTextResponse
 
-    counts, batcher = service.counts, service.batcher
+    metrics, batcher = service.metrics, service.batcher
 
     async def get_reward(request: Request) -> JSONResponse:
         started, status = time.monotonic(), 500
@@ -439,8 +431,8 @@ def _add_routes(app: "FastAPI", service: Service, version: str) -> None:
             status = refusal.status
             raise
         finally:
-            counts.requests[status] += 1
-            counts.seconds.add(time.monotonic() - started)
+            metrics.requests.labels(status).inc()
+            metrics.request_seconds.observe(time.monotonic() - started)
 
     async def health() -> Mapping[str, str]:
         return {"status": "alive", "reward": service.reward.name, "version": version}
@@ -449,38 +441,36 @@ def _add_routes(app: "FastAPI", service: Service, version: str) -> None:
         reason = await batcher.why_not_ready()
         if reason is None:
             return JSONResponse({"status": "ready"})
-        # it may quote the function's errors
-        shown = {"reason": plain(reason)} if service.has_token(request) else {}
-        return JSONResponse({"status": "not ready", **shown}, 503)
+        # the reason may quote errors of the function
+        details = {"reason": clean(reason)} if service.has_token(request) else {}
+        return JSONResponse({"status": "not ready", **details}, 503)
 
-    async def metrics(request: Request) -> PlainTextResponse:
+    async def get_metrics(request: Request) -> PlainTextResponse:
         service.check_token(request)
-        return PlainTextResponse(
-            counts.text(len(batcher.waiting)), media_type="text/plain; version=0.0.4"
-        )
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     body = {
         "required": True,
         "content": {"application/json": {"schema": Query.model_json_schema()}},
     }
-    told: dict[int | str, dict[str, Any]] = {
-        code: {"model": Problem, "description": words} for code, words in STATUSES.items()
+    problems: dict[int | str, dict[str, Any]] = {
+        code: {"model": Problem, "description": text} for code, text in STATUSES.items()
     }
-    late: dict[int | str, dict[str, Any]] = {503: {"description": "it does not, and why"}}
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"description": "not ready, and why"}}
     app.post(
         "/get_reward",
         response_model=RewardsResponse,
-        responses=told,
+        responses=problems,
         openapi_extra={"requestBody": body},
     )(get_reward)
     app.get("/health", summary="The process answers.")(health)
-    app.get("/ready", summary="It scores in time.", responses=late)(ready)
+    app.get("/ready", summary="Requests are scored in time.", responses=not_ready)(ready)
     app.get(
         "/metrics",
         summary="Counters for Prometheus.",
         response_class=PlainTextResponse,
-        responses={401: told[401]},
-    )(metrics)
+        responses={401: problems[401]},
+    )(get_metrics)
 
 
 def listening(
@@ -491,10 +481,10 @@ def listening(
     danger: str = "other machines could have answers scored, and read the scores",
     fix: str = "give --token-env, or leave out --host",
 ) -> socket.socket:
-    """A socket that takes connections.
+    """A socket that accepts connections.
 
-    guarded: requests need a token. danger, fix: what could happen without one, and how to prevent
-    it. Raises UserError when the socket cannot be had, or when others could reach it without a
+    guarded: requests need a token. danger, fix: the risk without one, and how to prevent it. Raises
+    UserError when the socket cannot be opened, and when other machines could reach it without a
     token.
     """
     try:
@@ -502,10 +492,10 @@ def listening(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, _, _, _, address = infos[0]
-        own = all(
+        is_local = all(
             ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in infos
         )
-        if not guarded and not own:
+        if not guarded and not is_local:
             raise UserError(
                 danger,
                 code="server-token-missing",
@@ -513,12 +503,12 @@ def listening(
                 fix=fix,
             )
         place = socket.create_server(address[:2], family=family, backlog=2048)
-        # asyncio does so only for sockets whose protocol number is set, which this one's is not;
-        # without it each small part of a response may wait 40 ms for the client's acknowledgement
+        # asyncio sets it only for sockets that have a protocol number; without it each small part
+        # of a response may wait 40 ms for the client's acknowledgement
         place.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return place
     except OSError as error:
-        fix = "choose another --port (0: any that is free), or end what uses it"
+        fix = "choose another --port (0: any that is free), or stop the program that uses it"
         raise UserError(
             f"cannot listen: {error}",
             code="server-cannot-listen",
@@ -535,27 +525,26 @@ def web_server(
     host: str = "",
     allowed_hosts: Sequence[str] = (),
     max_connections: int = MAX_CONNECTIONS,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> "Server":
-    """What serves at this socket until it is told to leave: then requests that are under way are
-    answered first.
+    """The web server of this socket, which answers running requests before it exits.
 
-    host: the name that the socket was asked for. allowed_hosts: further names that clients may use
-    for the server.
+    host: the name that the socket was opened with. allowed_hosts: further names that clients may
+    use for the server.
     """
     import uvicorn
 
     limits, (address, port, *_) = service.limits, place.getsockname()
-    shown = f"[{address}]" if ":" in address else address
+    address = f"[{address}]" if ":" in address else address
     guard = (
         "with a token" if service.token is not None else "without a token, for this machine only"
     )
     greeting = (
-        f"serving {what or service.reward.name} at http://{shown}:{port}/get_reward, {guard}; up "
+        f"serving {what or service.reward.name} at http://{address}:{port}/get_reward, {guard}; up "
         f"to {limits.max_batch} answers "
-        f"are scored at once, those that come within {1000 * limits.max_wait:g} ms of each other"
+        f"are scored at once, those that arrive within {1000 * limits.max_wait:g} ms of each other"
     )
-    app = application(service, tell=tell, greeting=greeting)
+    app = application(service, log=log, greeting=greeting)
     config = uvicorn.Config(
         RequestGuard(app, host_names(host, allowed_hosts)),
         http=limited_protocol(min(HEAD_SECONDS, limits.timeout), max_connections),
@@ -567,7 +556,7 @@ def web_server(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=ALIVE,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(limits.timeout) + 1,
     )
     return uvicorn.Server(config)
@@ -580,11 +569,9 @@ def serve(
     port: int,
     what: str = "",
     allowed_hosts: Sequence[str] = (),
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> None:
-    """Serves until a signal comes: then requests that are under way are answered, and the signal
-    takes its course.
-    """
+    """Serve until a signal arrives; then answer running requests, and let the signal act."""
     with listening(host, port, guarded=service.token is not None) as place:
         server = web_server(
             service,
@@ -593,6 +580,6 @@ def serve(
             host=host,
             allowed_hosts=allowed_hosts,
             max_connections=raise_connection_limit(),
-            tell=tell,
+            log=log,
         )
         asyncio.run(server.serve(sockets=[place]))

@@ -1,6 +1,4 @@
-"""Threads for the code of reward functions, where nothing that it does ends, stops or moves the
-program.
-"""
+"""Threads for reward functions, whose code cannot exit, block or move the program."""
 
 from __future__ import annotations
 
@@ -16,26 +14,21 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-LATE = 1.0
-"""Seconds within which an event loop that is not blocked has answered."""
-
-
+RESPONSE_SECONDS = 1.0
+"""Time within which an event loop that is not blocked responds."""
 CLONE_FS = 0x200
-"""Linux: what a thread gives up to have a working directory of its own."""
+"""Linux: flag with which a thread stops sharing its working directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a call raised, where it gave nothing."""
+    """The exception of a call, as its result."""
 
     error: BaseException
 
 
 class TimedOut(Exception):
-    """A call was given up.
-
-    ``blocked``: the event loop that it ran in does nothing else any more.
-    """
+    """A call exceeded its time limit. ``blocked``: it blocks its event loop."""
 
     def __init__(self, blocked: bool = False) -> None:
         super().__init__()
@@ -43,19 +36,17 @@ class TimedOut(Exception):
 
 
 def attempt(call: Callable[[], T]) -> T | Raised:
-    """What the call gives, or what it raised, whatever that is."""
+    """The result of the call, or its exception of any type."""
     try:
         return call()
-    except (
-        BaseException
-    ) as error:  # a reward may raise even SystemExit; Ctrl-C only ever reaches the main thread
+    except BaseException as error:  # a reward may raise even SystemExit
         return Raised(error)
 
 
-def own_working_directory() -> bool:
-    """Give this thread its own working directory, where Linux allows it: otherwise ``os.chdir``
-    moves the whole process. Not for threads that outlive a call, which the program's own
-    ``os.chdir`` has to reach. Returns whether it worked.
+def separate_working_directory() -> bool:
+    """Give this thread its own working directory if Linux allows it; otherwise ``os.chdir`` moves
+    the whole process. Not for threads that outlive a call: they must follow the program's own
+    ``os.chdir``. Returns whether it worked.
     """
     return sys.platform == "linux" and attempt(lambda: ctypes.CDLL(None).unshare(CLONE_FS)) == 0
 
@@ -65,7 +56,7 @@ def restored_working_directory() -> Iterator[None]:
     """Change back to the working directory if the block has left it."""
     try:
         folder = os.getcwd()
-    except OSError:  # deleted: nothing to come back to
+    except OSError:  # the folder was deleted
         yield
         return
     try:
@@ -79,40 +70,40 @@ def restored_working_directory() -> Iterator[None]:
 async def in_thread(
     call: Callable[[], T], seconds: float | None, abandoned: list[threading.Thread] | None = None
 ) -> T | Raised:
-    """What a blocking call gives or raises.
+    """The result or exception of a blocking call.
 
-    Raises TimedOut after so many seconds: the thread cannot be ended and is left alone, among the
-    ``abandoned``; it does not keep the program from ending.
+    Raises TimedOut after ``seconds``. The thread cannot be ended and is added to ``abandoned``; it
+    does not prevent the program from exiting.
     """
     loop = asyncio.get_running_loop()
-    came: asyncio.Future[T | Raised] = loop.create_future()
+    outcome: asyncio.Future[T | Raised] = loop.create_future()
 
-    def tell(found: T | Raised) -> None:
-        if not came.done():
-            came.set_result(found)
+    def deliver(result: T | Raised) -> None:
+        if not outcome.done():
+            outcome.set_result(result)
 
     def run() -> None:
-        own_working_directory()
-        found = attempt(call)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, found)
+        separate_working_directory()
+        result = attempt(call)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(deliver, result)
 
     thread = threading.Thread(target=run, name="valence reward", daemon=True)
     thread.start()
     try:
-        await asyncio.wait({came}, timeout=seconds)
+        await asyncio.wait({outcome}, timeout=seconds)
     finally:
-        if not came.done() and abandoned is not None:
+        if not outcome.done() and abandoned is not None:
             abandoned.append(thread)
-    if not came.done():
-        came.cancel()
+    if not outcome.done():
+        outcome.cancel()
         raise TimedOut
-    return came.result()
+    return outcome.result()
 
 
 class Background:
-    """An event loop in a daemon thread, which lives as long as the program: what it opened stays
-    open from call to call.
+    """An event loop in a daemon thread that lives as long as the program, so that connections stay
+    open between calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -123,10 +114,10 @@ class Background:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         while isinstance(attempt(self.loop.run_forever), Raised):
-            pass  # SystemExit of a task ends run_forever; the task has it too, and the others go on
+            pass  # SystemExit of a task ends run_forever; the other tasks continue
 
     def end(self) -> threading.Thread:
-        """The thread ends once nothing blocks it any more."""
+        """Stop the loop. The thread ends when it is no longer blocked."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         return self._thread
 
@@ -134,35 +125,35 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def run(self, call: Callable[[], Awaitable[T]], seconds: float | None) -> T | Raised:
-        """What an awaitable that is made in the loop gives or raises.
+        """The result or exception of an awaitable that is created in the loop.
 
-        Raises TimedOut after so many seconds; it is cancelled.
+        Cancels it and raises TimedOut after ``seconds``.
         """
 
-        async def made() -> T:
+        async def run_call() -> T:
             return await call()
 
-        work = asyncio.wrap_future(self.submit(made()))
+        work = asyncio.wrap_future(self.submit(run_call()))
         try:
             done, _ = await asyncio.wait({work}, timeout=seconds)
         finally:
             work.cancel()
         if not done:
-            raise TimedOut(blocked=await self._blocked())
+            raise TimedOut(blocked=await self._is_blocked())
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
         return work.result() if error is None else Raised(error)
 
-    async def _blocked(self) -> bool:
-        here = asyncio.get_running_loop()
+    async def _is_blocked(self) -> bool:
+        caller = asyncio.get_running_loop()
         alive = asyncio.Event()
 
         def answer() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop that asked is closed
-                here.call_soon_threadsafe(alive.set)
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                caller.call_soon_threadsafe(alive.set)
 
         self.loop.call_soon_threadsafe(answer)
         try:
-            await asyncio.wait_for(alive.wait(), LATE)
+            await asyncio.wait_for(alive.wait(), RESPONSE_SECONDS)
         except TimeoutError:
             return True
         return False

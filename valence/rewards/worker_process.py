@@ -1,8 +1,8 @@
 """The process that runs a served function. The server kills it when a call does not end.
 
-It reads messages of the server from one socket, and answers on it. Each message is 8 bytes with its
-length and then its content: pickled on the way to the function, since only the server writes there,
-and JSON on the way back, so that nothing that the function gives is executed by the server.
+It reads messages from one socket and replies on it. Each message is 8 bytes with its length and
+then its content: pickled on the way to the function, since only the server writes there, and JSON
+on the way back, so that the server executes nothing that the function returns.
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ HEADER = struct.Struct("!Q")
 
 
 def main(message_fd: int, lifeline_fd: int) -> None:
-    """message_fd: the socket. lifeline_fd: a pipe that is never written to, and whose other end
-    only the server has.
+    """message_fd: the socket. lifeline_fd: a pipe without content whose other end only the server
+    has.
     """
     _end_with_server(lifeline_fd)
-    # the server ends calls in order, and kills its workers then
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):
+    # the server ends its calls first, and then kills its workers
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     connection = socket.socket(fileno=message_fd)
     with connection.makefile("rb") as messages:
@@ -48,8 +45,8 @@ def main(message_fd: int, lifeline_fd: int) -> None:
 
 
 def _end_with_server(lifeline_fd: int) -> None:
-    """Have the kernel end this process and those that it starts when the server ends, also while a
-    call holds the interpreter.
+    """Let the kernel end this process and its children when the server ends, even while a call
+    holds the interpreter.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
@@ -60,9 +57,8 @@ def _end_with_server(lifeline_fd: int) -> None:
 def _load(
     connection: socket.socket, target: str, settings: Mapping[str, Any], seconds: float, where: str
 ) -> Function | None:
-    """Import the function and report what the server needs to know of it.
-
-    None: that failed, and the server was told why.
+    """Import the function and send its facts to the server; on failure, send the error and return
+    None.
     """
     try:
         function = function_of(target, settings, seconds, where.removesuffix(".reward"))
@@ -119,13 +115,13 @@ async def _answer(
     if isinstance(scores, RewardError):
         is_hung = scores.late and not scores.passes
         reply = {"failed": str(scores), "late": scores.late, "hung": is_hung}
-    elif isinstance(scores, BaseException):  # a defect must not end the other calls of this process
+    elif isinstance(scores, BaseException):  # a defect must not end other calls
         reply["failed"] = f"raised {describe_error(scores)}"
     else:
         reply["scores"] = [_encode(score) for score in scores]
     _send(connection, {"id": number, **reply})
     if reply["hung"]:
-        os._exit(1)  # the server starts another
+        os._exit(1)  # the server starts another worker
 
 
 def _encode(score: Score) -> list[Any]:
@@ -134,7 +130,7 @@ def _encode(score: Score) -> list[Any]:
     parts = attempt(lambda: {str(name): float(value) for name, value in score.parts.items()})
     error = score.error if isinstance(score.error, str) else describe(score.error)
     if isinstance(parts, Raised):
-        return [None, {}, f"its parts are no numbers: {describe_error(parts.error)}"]
+        return [None, {}, f"its parts are not numbers: {describe_error(parts.error)}"]
     return [None if score.value is None else float(score.value), parts, error]
 
 

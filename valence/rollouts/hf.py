@@ -1,10 +1,9 @@
 """Sampling in this process from an unmodified Hugging Face causal language model.
 
-A loop of its own, not the library's ``generate``: it draws one uniform number per token instead of
-one per token and vocabulary entry, runs a prompt once for all its samples, writes keys and values
-where there is room for them, and stops computing answers that have ended. An answer's random
-numbers are its own: they depend on the seed, the place of its prompt and its number among the
-answers to it, and on nothing that is sampled beside it.
+The loop replaces the library's ``generate``. It draws one uniform number per token instead of one
+per token and vocabulary entry, runs a prompt once for all its completions, preallocates the
+key-value cache, and removes completions that have ended. The random numbers of a completion depend
+on the seed, the position of its prompt and its index alone, not on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -19,31 +18,29 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from valence.errors import UserError
-from valence.rollouts.protocol import Pair, Sampling, check_request, unheard
+from valence.rollouts.protocol import Pair, Sampling, check_request, ignore_progress
 from valence.types import Completion, Ids, content_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-LOGITS = 512
-"""Rows of logits that exist at once where answers are only measured."""
+MAX_LOGITS = 512
+"""Rows of logits in memory at a time when completions are scored."""
 BLOCK = 256
-"""Vocabulary entries whose probabilities are added up before it is looked which of them was
-drawn.
-"""
+"""Vocabulary entries per partial sum of probabilities."""
 
 
 OnTokens = Callable[[list[int], list[int]], None]
-"""Called with the numbers of completions, and the token that each of them grew by."""
+"""Called with the indices of completions, and their new tokens."""
 
 
 class HFGenerator:
-    """Samples from ``model`` with the weights and adapters that it has when ``generate`` is called.
+    """Samples from ``model`` with its present weights and adapters.
 
-    end_ids: tokens that end an answer; default: the end tokens of the tokenizer and of the model's
-    generation config.
-    batch_size: answers that are sampled at once (the n answers of one prompt stay together).
+    end_ids: tokens that end a completion; default: the end tokens of the tokenizer and of the
+    model's generation config. batch_size: completions per batch (the n completions of one prompt
+    stay together).
     """
 
     def __init__(
@@ -59,16 +56,16 @@ class HFGenerator:
         self.end_ids = sorted(default_end_ids(model, tokenizer) if end_ids is None else end_ids)
 
     def load_weights(self, version: int, params: Mapping[str, Tensor]) -> None:
-        """Copies ``params`` into the model's weights of the same names.
+        """Copy ``params`` into the model's weights of the same names.
 
-        Raises KeyError for names that it lacks.
+        Raises KeyError for unknown names.
         """
-        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        if unknown := sorted(set(params) - set(own)):
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        if unknown := sorted(set(params) - set(tensors)):
             raise KeyError(f"the model has no weights named {', '.join(unknown)}")
         with torch.no_grad():
             for name, value in params.items():
-                own[name].copy_(value)
+                tensors[name].copy_(value)
         self.version = version
 
     def generate(
@@ -77,7 +74,7 @@ class HFGenerator:
         n: int,
         sampling: Sampling,
         *,
-        progress: Callable[[int], None] = unheard,
+        progress: Callable[[int], None] = ignore_progress,
         first: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
@@ -85,19 +82,18 @@ class HFGenerator:
 
         The same seed gives the same completions.
 
-        first: the place of the first prompt in a longer list, of which these are a part: they are
-        answered as they would be with the others (but for the rounding of what runs together).
-        progress: called after each token with the number of answers that ended with it. on_tokens:
-        called after each token with the numbers of the completions that it was sampled for, and the
-        tokens. Raises UserError for an empty prompt, and FloatingPointError when the model's logits
-        are not finite.
+        first: the position of the first prompt in a longer list, of which these are a part. Their
+        completions are the same as with the whole list, except for rounding. progress: called after
+        each token with the number of completions that ended. on_tokens: called after each token
+        with the indices of the completions and their tokens. Raises UserError for an empty prompt,
+        and FloatingPointError if logits are not finite.
         """
         check_request(prompts, n, first)
-        # Prompts of similar length run together, the longest first: the peak of memory comes at the
-        # start.
+        # prompts of similar length run together, the longest first, so that the memory peaks at the
+        # start
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         size = max(1, self.batch_size // n)
-        answers: dict[int, list[Completion]] = {}
+        completions: dict[int, list[Completion]] = {}
         with torch.no_grad(), evaluating(self.model):
             for start in range(0, len(order), size):
                 chunk = order[start : start + size]
@@ -110,42 +106,37 @@ class HFGenerator:
                     on_tokens,
                 )
                 for k, i in enumerate(chunk):
-                    mine = enumerate(rows[k * n : (k + 1) * n])
-                    answers[i] = [
+                    completions[i] = [
                         self._completion(prompts[i], index, tokens, logps)
-                        for index, (tokens, logps) in mine
+                        for index, (tokens, logps) in enumerate(rows[k * n : (k + 1) * n])
                     ]
-        return [answers[i] for i in range(len(prompts))]
+        return [completions[i] for i in range(len(prompts))]
 
     def logps(self, pairs: Sequence[Pair], *, temperature: float = 1.0) -> list[list[float]]:
-        """The log-probability of each token of each answer (nats) under softmax(logits /
-        temperature); at temperature 0, as it is told of sampled answers, at 1. Raises UserError for
-        an empty prompt.
+        """The log-probability of each token of each completion (nats) under softmax(logits /
+        temperature); at temperature 0 those at temperature 1, as for sampled completions. Raises
+        UserError for an empty prompt.
         """
         check_request([prompt for prompt, _ in pairs], 1)
-        found: dict[int, list[float]] = {}
+        logps: dict[int, list[float]] = {}
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][1]))
         with torch.no_grad(), evaluating(self.model):
             while order:
                 longest = len(pairs[order[0]][1])
-                chunk, order = np.split(np.array(order), [max(1, LOGITS // (longest + 1))])
-                found |= self._measure(
-                    {int(i): pairs[i] for i in chunk}, longest, temperature or 1.0
-                )
+                chunk, order = np.split(np.array(order), [max(1, MAX_LOGITS // (longest + 1))])
+                logps |= self._score({int(i): pairs[i] for i in chunk}, longest, temperature or 1.0)
                 order = order.tolist()
-        return [found[i] for i in range(len(pairs))]
+        return [logps[i] for i in range(len(pairs))]
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Nothing to close."""
 
-    def _measure(
+    def _score(
         self, pairs: Mapping[int, Pair], longest: int, temperature: float
     ) -> dict[int, list[float]]:
-        """The log-probabilities of the tokens of some answers, the longest of which has so many, in
-        one pass.
-        """
-        tokens, mask = left_padded(
-            [(*prompt, *answer) for prompt, answer in pairs.values()],
+        """Log-probabilities of completions of at most ``longest`` tokens, in one forward pass."""
+        tokens, mask = left_pad(
+            [(*prompt, *completion) for prompt, completion in pairs.values()],
             self.end_ids[0],
             self.model.device,
         )
@@ -153,12 +144,13 @@ class HFGenerator:
             tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), None, keep=longest + 1
         )
         target = tokens[:, tokens.shape[1] - longest :, None]
-        found: dict[int, list[float]] = {}
-        for row, (i, (_, answer)) in enumerate(pairs.items()):
-            start = longest - len(answer)
-            own = logits[row, start:-1].float() / temperature
-            found[i] = (own.gather(1, target[row, start:]).squeeze(1) - own.logsumexp(-1)).tolist()
-        return found
+        logps: dict[int, list[float]] = {}
+        for row, (i, (_, completion)) in enumerate(pairs.items()):
+            start = longest - len(completion)
+            scaled = logits[row, start:-1].float() / temperature
+            logp = scaled.gather(1, target[row, start:]).squeeze(1) - scaled.logsumexp(-1)
+            logps[i] = logp.tolist()
+        return logps
 
     def _sample(
         self,
@@ -168,39 +160,41 @@ class HFGenerator:
         progress: Callable[[int], None],
         on_tokens: OnTokens | None = None,
     ) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities of each answer. draws[R, max_new_tokens]: R answers, the
-        same number per prompt.
-        """
-        from valence.rollouts.kv import drop, give_room
+        """Tokens and log-probabilities of each completion.
 
-        device, most = self.model.device, sampling.max_new_tokens
+        draws[R, max_new_tokens]: random numbers of R completions, the same number per prompt.
+        """
+        from valence.rollouts.kv import remove_finished, select_rows
+
+        device, max_tokens = self.model.device, sampling.max_new_tokens
         draws, ends = draws.to(device), torch.tensor(self.end_ids, device=device)
-        tokens, mask = left_padded(prompts, self.end_ids[0], device)
+        tokens, mask = left_pad(prompts, self.end_ids[0], device)
         width = tokens.shape[1]
-        # Each prompt runs once; then its row of the cache is repeated for its answers.
+        # each prompt runs once; then its row of the cache is repeated for its completions
         logits, cache = self._forward(tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), None)
-        which = torch.arange(len(prompts), device=device).repeat_interleave(
+        rows = torch.arange(len(prompts), device=device).repeat_interleave(
             len(draws) // len(prompts)
         )
-        give_room(cache, which)
-        logits, position = logits[which, -1], mask.sum(1, keepdim=True)[which]
-        mask = torch.cat([mask[which], mask.new_ones(len(which), most)], 1)
-        out = torch.zeros(draws.shape, dtype=torch.long, device=device)
+        select_rows(cache, rows)
+        logits, position = logits[rows, -1], mask.sum(1, keepdim=True)[rows]
+        mask = torch.cat([mask[rows], mask.new_ones(len(rows), max_tokens)], 1)
+        sampled = torch.zeros(draws.shape, dtype=torch.long, device=device)
         logps = torch.zeros(draws.shape, device=device)
         lengths = torch.zeros(len(draws), dtype=torch.long, device=device)
-        alive = torch.arange(len(draws), device=device)
-        for step in range(most):
-            token, logp = draw(logits, draws[alive, step], sampling)
-            out[alive, step], logps[alive, step], lengths[alive] = token, logp, step + 1
+        active = torch.arange(len(draws), device=device)
+        for step in range(max_tokens):
+            token, logp = draw(logits, draws[active, step], sampling)
+            sampled[active, step], logps[active, step], lengths[active] = token, logp, step + 1
             if on_tokens is not None:
-                on_tokens(alive.tolist(), token.tolist())
-            going = (~torch.isin(token, ends)).nonzero().squeeze(1)
-            over = len(going) == 0 or step + 1 == most
-            progress(len(alive) - (0 if over else len(going)))
-            if over:
+                on_tokens(active.tolist(), token.tolist())
+            unfinished = (~torch.isin(token, ends)).nonzero().squeeze(1)
+            is_last = len(unfinished) == 0 or step + 1 == max_tokens
+            progress(len(active) - (0 if is_last else len(unfinished)))
+            if is_last:
                 break
-            if len(going) < len(alive):
-                alive, mask, token, position = drop(cache, going, (alive, mask, token, position))
+            if len(unfinished) < len(active):
+                tensors = (active, mask, token, position)
+                active, mask, token, position = remove_finished(cache, unfinished, tensors)
             logits, cache = self._forward(
                 token[:, None], mask[:, : width + step + 1], position + step, cache
             )
@@ -209,38 +203,33 @@ class HFGenerator:
             raise FloatingPointError("the model's logits are not finite")
         return [
             (t[:k], p[:k])
-            for t, p, k in zip(out.tolist(), logps.tolist(), lengths.tolist(), strict=True)
+            for t, p, k in zip(sampled.tolist(), logps.tolist(), lengths.tolist(), strict=True)
         ]
 
     def _forward(
         self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int = 1
     ) -> tuple[Tensor, Any]:
-        """logits[R, keep, V] after the last tokens of each row, and the cache grown by
-        ``tokens``.
-        """
-        # Places, not how many: by a slice, in bfloat16, a CPU would copy the head's weight for each
-        # row.
-        places = torch.arange(tokens.shape[1] - keep, tokens.shape[1], device=tokens.device)
-        out = self.model(
+        """logits[R, keep, V] of the last tokens of each row, and the extended cache."""
+        # indices instead of a number: with a slice in bfloat16, a CPU copies the head for each row
+        indices = torch.arange(tokens.shape[1] - keep, tokens.shape[1], device=tokens.device)
+        output = self.model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=places,
+            logits_to_keep=indices,
         )
-        grown = getattr(out, "past_key_values", None)
-        if not hasattr(grown, "batch_select_indices"):
-            # A recurrent model, which would also read the padding on the left as part of the
-            # prompt.
+        extended = getattr(output, "past_key_values", None)
+        if not hasattr(extended, "batch_select_indices"):
+            # a recurrent model, which would also read the left padding as part of the prompt
             raise UserError(
-                f"{type(self.model).__name__} keeps no key-value cache, so it cannot be sampled "
-                f"here",
+                f"{type(self.model).__name__} has no key-value cache, which sampling requires",
                 code="sampling-unsupported",
                 where="model.name",
                 fix="set run.samples.prompts: 0, and sample from the exported model",
             )
-        return out.logits, grown
+        return output.logits, extended
 
     def _completion(
         self, prompt: tuple[int, ...], index: int, tokens: list[int], logps: list[float]
@@ -256,20 +245,20 @@ class HFGenerator:
         )
 
 
-def uniforms(sampling: Sampling, place: int, index: int) -> Any:
-    """The numbers in [0, 1) that the tokens of an answer are drawn with [max_new_tokens].
+def uniforms(sampling: Sampling, position: int, index: int) -> Any:
+    """Random numbers in [0, 1) for the tokens of a completion [max_new_tokens].
 
-    Those of a longer one begin alike.
+    Those of a longer completion start with the same numbers.
     """
-    seed = np.random.SeedSequence(sampling.seed, spawn_key=(place, index))
+    seed = np.random.SeedSequence(sampling.seed, spawn_key=(position, index))
     return np.random.Generator(np.random.PCG64(seed)).random(
         sampling.max_new_tokens, dtype=np.float32
     )
 
 
 def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """One token per row, and its log-probability (nats) in the distribution it was drawn from,
-    computed in float32.
+    """One token per row, and its log-probability (nats) in the distribution it is drawn from, in
+    float32.
 
     logits[R, V], uniform[R] in [0, 1) -> token[R], logp[R]. Temperature 0 reports the
     log-probability at temperature 1.
@@ -287,47 +276,45 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     weights = logits.new_empty(rows, -(-size // BLOCK) * BLOCK)
     weights[:, size:] = 0
     torch.sub(logits, top, out=weights[:, :size]).exp_()
-    # First the block, then the token in it: one sum over the vocabulary is faster, and rounds less,
-    # than a running one.
+    # first the block, then the token in it: one sum over the vocabulary is faster, and rounds less,
+    # than a cumulative sum
     blocks = weights.view(rows, -1, BLOCK)
     sums = blocks.sum(-1)
     total = sums.sum(-1, keepdim=True)
-    block, rest = _place(sums, uniform[:, None] * total)
-    inside, _ = _place(blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1), rest)
+    block, rest = _locate(sums, uniform[:, None] * total)
+    inside, _ = _locate(blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1), rest)
     token = (block * BLOCK + inside).clamp(max=size - 1)
     return token.squeeze(1), (logits.gather(1, token) - top - total.log()).squeeze(1)
 
 
-def _place(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of weights[R, K] with which their running sum is above point[R, 1], and what of the
-    point is left there.
+def _locate(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index at which the cumulative sum of weights[R, K] exceeds point[R, 1], and the
+    remainder of the point there.
     """
     upto = weights.cumsum(-1)
     total = upto[:, -1:]
-    # Just below the total at most: rounding must not point behind the last one that has a weight.
+    # stay below the total: rounding must not select an entry without a weight
     point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
-    place = torch.searchsorted(upto, point, right=True).clamp(max=weights.shape[1] - 1)
-    return place, point - pad(upto, (1, 0)).gather(1, place)
+    index = torch.searchsorted(upto, point, right=True).clamp(max=weights.shape[1] - 1)
+    return index, point - pad(upto, (1, 0)).gather(1, index)
 
 
 def nucleus(logp: Tensor, top_p: float) -> Tensor:
-    """Keeps the smallest set of most likely tokens whose probability reaches ``top_p``,
-    renormalised. logp[R, V].
+    """Restrict logp[R, V] to the smallest set of most likely tokens whose probability reaches
+    ``top_p``, renormalized.
     """
     ordered, index = logp.sort(-1, descending=True)
     before = ordered.exp().cumsum(-1) - ordered.exp()
-    kept = torch.empty_like(logp).scatter_(
+    restricted = torch.empty_like(logp).scatter_(
         1, index, ordered.masked_fill(before >= top_p, float("-inf"))
     )
-    return kept.log_softmax(-1)
+    return restricted.log_softmax(-1)
 
 
-def left_padded(
+def left_pad(
     prompts: Sequence[tuple[int, ...]], pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """tokens[R, L] with the prompts at the right edge, and mask[R, L]: 1 where a token is one of
-    the prompt's.
-    """
+    """tokens[R, L] with the prompts at the right edge, and mask[R, L]: 1 for tokens of prompts."""
     width = max(map(len, prompts))
     tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -339,23 +326,24 @@ def default_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
     Raises UserError when there is none.
     """
-    named: Any = getattr(model.generation_config, "eos_token_id", None)
-    several: list[Any] = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
-    ids = {int(i) for i in several if i is not None}
+    config: Any = getattr(model.generation_config, "eos_token_id", None)
+    values: list[Any] = [
+        *(config if isinstance(config, list) else [config]),
+        tokenizer.eos_token_id,
+    ]
+    ids = {int(value) for value in values if value is not None}
     if not ids:
         raise UserError(
-            "neither the model nor its tokenizer names an end token",
+            "neither the model nor its tokenizer has an end token",
             code="end-token-missing",
-            fix="give end_ids",
+            fix="pass end_ids",
         )
     return ids
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module in evaluation mode inside the block, and each back in its own mode
-    afterwards.
-    """
+    """Put all modules in evaluation mode inside the block, and restore their modes afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

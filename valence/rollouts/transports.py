@@ -1,10 +1,9 @@
-"""How new weights get to a vLLM server while it serves.
+"""Sending new weights to a vLLM server while it serves.
 
-Full weights: ``/pause`` (requests are frozen, caches are dropped), ``/init_weight_transfer_engine``
-once, ``/start_weight_update``, ``/update_weights``, ``/finish_weight_update`` with the version's
-label, ``/resume``. The server's side of ``disk`` and ``gloo`` is the plugin in ``vllm_plugin.py``;
-that of ``nccl`` is vLLM's own. Adapters (``lora``): a folder per version, loaded under the
-version's label as its name.
+Full weights: ``/pause`` (freezes requests, drops caches), ``/init_weight_transfer_engine`` once,
+``/start_weight_update``, ``/update_weights``, ``/finish_weight_update`` with the version's label,
+``/resume``. On the server, the plugin in ``vllm_plugin.py`` receives ``disk`` and ``gloo``, and
+vLLM itself ``nccl``. Adapters (``lora``): a folder per version, loaded with its label as name.
 """
 
 from __future__ import annotations
@@ -26,145 +25,137 @@ from torch import Tensor
 
 from valence.errors import UserError
 from valence.files import refuse_links
+from valence.rollouts.client import RequestRefused, ServerClient, ServerLost
 from valence.rollouts.protocol import Named
-from valence.rollouts.vllm_plugin import free, join, layout, own_address
-from valence.rollouts.wire import Lost, Refused, Wire
+from valence.rollouts.vllm_plugin import free_port, join, layout, own_address
 
 SHARD = 2**30
-"""Bytes of weights in a file, or in one broadcast."""
+"""Bytes of weights per file, or per broadcast."""
 
 PREFIX = "valence"
-"""Of the labels of weights that Valence sent."""
+"""Prefix of the labels of weights that Valence sends."""
 
 FAILED = f"{PREFIX}-failed"
-"""Label of weights that are partly new and partly old."""
+"""Label of weights that are partly new."""
 
-LAST_RESORT = 5.0
-"""Seconds for each request that tidies up after an error."""
+CLEANUP_SECONDS = 5.0
+"""Time limit of each request that cleans up after an error."""
 
 Adapter = Callable[[Path], None]
 
 
 class WeightTransfer(Protocol):
-    """Keeps the newest weights until the next ones come, so that a server that lost them can be
-    given them again.
+    """Sends weights to a server, and keeps the newest ones to send them again to a server that lost
+    them.
     """
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
-        """Takes the weights of a version."""
+        """Keep the weights of a version."""
         ...
 
-    def send(self, wire: Wire, label: str) -> None:
-        """Gives the server what was kept."""
+    def send(self, client: ServerClient, label: str) -> None:
+        """Send the weights that are kept."""
         ...
 
-    def label(self, wire: Wire) -> str:
-        """Which weights the server has; of another's or none: something that was never kept."""
+    def server_label(self, client: ServerClient) -> str:
+        """The label of the server's weights; a label that was never kept if they are not ours."""
         ...
 
-    def model(self, label: str) -> str | None:
-        """What a request names to be answered with these weights."""
+    def model_name(self, label: str) -> str | None:
+        """The model that requests name to use these weights."""
         ...
 
-    def close(self, wire: Wire) -> None:
-        """Gives back folders and groups."""
+    def close(self, client: ServerClient) -> None:
+        """Remove folders and leave groups."""
         ...
 
 
-class WholeWeightTransfer:
-    """All weights of a model: what disk, gloo and nccl have in common."""
+class FullWeightTransfer:
+    """All weights of a model: common part of disk, gloo and nccl."""
 
     backend: str
-    sent = ""
+    sent_label = ""
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
         raise NotImplementedError
 
-    def connect(self, wire: Wire) -> None:
-        """Agrees with a server on how weights travel, if that has not been done."""
+    def connect(self, client: ServerClient) -> None:
+        """Join a group with the server, if necessary."""
         raise NotImplementedError
 
     def disconnect(self) -> None:
-        """Forgets what was agreed on."""
+        """Leave the group."""
         raise NotImplementedError
 
-    def transfer(self, wire: Wire) -> None:
-        """Sends the kept weights between start and finish."""
+    def transfer(self, client: ServerClient) -> None:
+        """Send the weights between start and finish."""
         raise NotImplementedError
 
-    def label(self, wire: Wire) -> str:
-        return str(wire.get("/weight_info")["weight_version"])
+    def server_label(self, client: ServerClient) -> str:
+        return str(client.get("/weight_info")["weight_version"])
 
-    def model(self, label: str) -> str | None:
+    def model_name(self, label: str) -> str | None:
         return None
 
-    def send(self, wire: Wire, label: str) -> None:
-        if self.label(wire) != self.sent:
-            # another server than the one that was spoken to: it was started again
+    def send(self, client: ServerClient, label: str) -> None:
+        if self.server_label(client) != self.sent_label:  # the server was restarted
             self.disconnect()
-        self.sent = ""
+        self.sent_label = ""
         try:
-            wire.tell("/pause?mode=keep&clear_cache=true")
-            self.connect(wire)
-            begin(wire)
-            self.transfer(wire)
-            wire.tell("/finish_weight_update", {"weight_version": label})
-            wire.tell("/resume")
-            self.sent = label
-        except Refused as error:
-            raise self.refusal(error) from error
+            client.send("/pause?mode=keep&clear_cache=true")
+            self.connect(client)
+            start_update(client)
+            self.transfer(client)
+            client.send("/finish_weight_update", {"weight_version": label})
+            client.send("/resume")
+            self.sent_label = label
+        except RequestRefused as error:
+            raise UserError(
+                f"the server did not accept the new weights: {error.message}",
+                code="rollout-weights-refused",
+                where=error.where,
+                fix=f'start it with --weight-transfer-config \'{{"backend": "{self.backend}"}}\' '
+                f"and Valence's plugin (docs/vllm.md), and see its log",
+            ) from error
         finally:
-            if self.sent != label:
+            if self.sent_label != label:
                 self.disconnect()
-                release(wire)
+                abort_update(client)
 
-    def refusal(self, error: Refused) -> UserError:
-        """What may be the matter with a server that takes no weights."""
-        return UserError(
-            f"the server did not take the new weights: {error.message}",
-            code="rollout-weights-refused",
-            where=error.where,
-            fix=f'start it with --weight-transfer-config \'{{"backend": "{self.backend}"}}\' and '
-            f"Valence's plugin installed "
-            "(docs/vllm.md); its log says more",
-        )
-
-    def close(self, wire: Wire) -> None:
+    def close(self, client: ServerClient) -> None:
         self.disconnect()
 
 
-def begin(wire: Wire) -> None:
-    """Starts an update, ending one that a trainer left open."""
+def start_update(client: ServerClient) -> None:
+    """Start an update; end one that another trainer left open."""
     try:
-        wire.tell("/start_weight_update")
-    except Refused as error:
+        client.send("/start_weight_update")
+    except RequestRefused as error:
         if "already active" not in error.message:
             raise
-        with suppress(Refused):
-            wire.tell("/update_weights", {"update_info": {}})  # an update that fails is closed
-        wire.tell("/start_weight_update")
+        with suppress(RequestRefused):
+            client.send("/update_weights", {"update_info": {}})  # a failed update is closed
+        client.send("/start_weight_update")
 
 
-def release(wire: Wire) -> None:
-    """After an update that failed: no answer may count as one of known weights, and no request may
-    wait for ever.
-    """
+def abort_update(client: ServerClient) -> None:
+    """After a failed update: invalidate the label of the weights, and end waiting requests."""
     for path, body in (
         ("/update_weight_version", {"new_version": FAILED}),
         ("/abort_requests", {}),
         ("/resume", None),
     ):
-        with suppress(Lost, UserError):  # what made the update fail is what is raised
-            wire.tell(path, body, seconds=LAST_RESORT)
+        with suppress(ServerLost, UserError):  # the error of the update is raised
+            client.send(path, body, seconds=CLEANUP_SECONDS)
 
 
-class DiskTransfer(WholeWeightTransfer):
-    """A folder of safetensors files per version, on a disk that trainer and server both see."""
+class DiskTransfer(FullWeightTransfer):
+    """A folder of safetensors files per version, on a disk shared by trainer and server."""
 
     backend = "disk"
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.current = emptied(folder), Path()
+        self.folder, self.current = empty_folder(folder), Path()
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
         from safetensors.torch import save_file
@@ -180,59 +171,61 @@ class DiskTransfer(WholeWeightTransfer):
             shutil.rmtree(self.current, ignore_errors=True)
         self.current = target
 
-    def connect(self, wire: Wire) -> None:
+    def connect(self, client: ServerClient) -> None:
         pass
 
     def disconnect(self) -> None:
         pass
 
-    def transfer(self, wire: Wire) -> None:
-        wire.tell("/update_weights", {"update_info": {"folder": str(self.current)}})
+    def transfer(self, client: ServerClient) -> None:
+        client.send("/update_weights", {"update_info": {"folder": str(self.current)}})
 
-    def close(self, wire: Wire) -> None:
+    def close(self, client: ServerClient) -> None:
         if self.current != Path():
             shutil.rmtree(self.current, ignore_errors=True)
 
 
-class CopiedWeightTransfer(WholeWeightTransfer):
-    """Weights that travel from memory to memory.
+class BroadcastWeightTransfer(FullWeightTransfer):
+    """Weights that are broadcast to the server's workers.
 
-    A copy is kept in this host's memory until the next version.
+    The newest version is copied to this host's memory.
     """
 
-    kept: Sequence[tuple[str, Tensor]] = ()
+    weights: Sequence[tuple[str, Tensor]] = ()
     group: Any = None
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
-        self.kept = [
+        self.weights = [
             (name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights()
         ]
 
     def disconnect(self) -> None:
         self.group = None
 
-    def together(self, wire: Wire, path: str, body: object, ours: Callable[[], None]) -> None:
-        """Posts while ``ours`` does this side's part.
+    def send_while(
+        self, client: ServerClient, path: str, body: object, work: Callable[[], None]
+    ) -> None:
+        """Post while ``work`` does this side's part.
 
-        Neither is waited for once the other has failed, or beyond the deadline.
+        Stops waiting when either fails, and after the time limit.
         """
-        theirs, mine = background(lambda: wire.tell(path, body)), background(ours)
-        until = time.monotonic() + self.timeout
-        while not (theirs.done() and mine.done()):
-            for each in (theirs, mine):
-                if each.done():
-                    each.result()
-            if time.monotonic() > until:
-                raise wire.hangs(path, self.timeout)
+        futures = [in_background(lambda: client.send(path, body)), in_background(work)]
+        deadline = time.monotonic() + self.timeout
+        while not all(future.done() for future in futures):
+            for future in futures:
+                if future.done():
+                    future.result()
+            if time.monotonic() > deadline:
+                raise client.timeout_error(path, self.timeout)
             time.sleep(0.0005)
-        theirs.result()
-        mine.result()
+        for future in futures:
+            future.result()
 
-    def transfer(self, wire: Wire) -> None:
-        batches = list(shards(self.kept, SHARD))
+    def transfer(self, client: ServerClient) -> None:
+        batches = list(shards(self.weights, SHARD))
         for number, batch in enumerate(batches):
             info = {
                 "names": [name for name, _ in batch],
@@ -243,59 +236,59 @@ class CopiedWeightTransfer(WholeWeightTransfer):
             }
             if self.backend == "gloo":
                 info["last"] = number == len(batches) - 1  # type: ignore[assignment]
-            self.together(
-                wire,
+            self.send_while(
+                client,
                 "/update_weights",
                 {"update_info": info},
                 lambda batch=batch: self.broadcast(batch),
             )
 
     def broadcast(self, batch: Sequence[tuple[str, Tensor]]) -> None:
-        """Sends tensors from this process, which is number 0 of the group."""
+        """Broadcast tensors from this process, which is rank 0 of the group."""
         raise NotImplementedError
 
 
 DTYPES = {"gloo": "dtypes", "nccl": "dtype_names"}
-"""What the server's side calls the list of dtypes."""
+"""Name of the list of dtypes on the server."""
 
 
-class GlooTransfer(CopiedWeightTransfer):
-    """A broadcast between hosts' memories."""
+class GlooTransfer(BroadcastWeightTransfer):
+    """A broadcast between the memories of hosts."""
 
     backend = "gloo"
 
-    def connect(self, wire: Wire) -> None:
+    def connect(self, client: ServerClient) -> None:
         if self.group is not None:
             return
-        host = own_address(urlsplit(wire.url).hostname or "")
-        size = 1 + wire.get("/get_world_size")["world_size"]
-        port = free(host)
+        host = own_address(urlsplit(client.url).hostname or "")
+        size = 1 + client.get("/get_world_size")["world_size"]
+        port = free_port(host)
         info = {"host": host, "port": port, "world_size": size, "seconds": self.timeout}
-        made: list[Any] = []
+        groups: list[Any] = []
         body = {"init_info": info}
-        self.together(
-            wire,
+        self.send_while(
+            client,
             "/init_weight_transfer_engine",
             body,
-            lambda: made.append(join(host, port, 0, size, self.timeout, serve=True)),
+            lambda: groups.append(join(host, port, 0, size, self.timeout, serve=True)),
         )
-        self.group = made[0]
+        self.group = groups[0]
 
     def broadcast(self, batch: Sequence[tuple[str, Tensor]]) -> None:
         parts = layout(
             [str(t.dtype).removeprefix("torch.") for _, t in batch],
             [list(t.shape) for _, t in batch],
         )
-        row = torch.zeros(sum(-(-size // 16) * 16 for _, _, size in parts), dtype=torch.uint8)
-        for (_, tensor), (_, at, size) in zip(batch, parts, strict=True):
-            row[at : at + size] = tensor.reshape(-1).view(torch.uint8)
-        self.group.broadcast(row, root=0).wait()
+        buffer = torch.zeros(sum(-(-size // 16) * 16 for _, _, size in parts), dtype=torch.uint8)
+        for (_, tensor), (_, offset, size) in zip(batch, parts, strict=True):
+            buffer[offset : offset + size] = tensor.reshape(-1).view(torch.uint8)
+        self.group.broadcast(buffer, root=0).wait()
 
 
-class NcclTransfer(CopiedWeightTransfer):
+class NcclTransfer(BroadcastWeightTransfer):
     """A broadcast between CUDA devices, to vLLM's own transport of that name.
 
-    ``device``: of this process.
+    device: the device of this process.
     """
 
     backend = "nccl"
@@ -304,12 +297,12 @@ class NcclTransfer(CopiedWeightTransfer):
         super().__init__(timeout)
         self.device = device
 
-    def connect(self, wire: Wire) -> None:
+    def connect(self, client: ServerClient) -> None:
         if self.group is not None:
             return
         from torch.cuda import nccl
 
-        size = 1 + wire.get("/get_world_size")["world_size"]
+        size = 1 + client.get("/get_world_size")["world_size"]
         ticket = nccl.unique_id()
         info = {
             "rank_offset": 1,
@@ -317,20 +310,19 @@ class NcclTransfer(CopiedWeightTransfer):
             "nccl_unique_id_b64": base64.b64encode(ticket).decode(),
             "packed": False,
         }
-        made: list[Any] = []
+        groups: list[Any] = []
 
-        def enter() -> None:
+        def join_group() -> None:
             with torch.cuda.device(self.device):
                 comm = nccl.init_rank(size, ticket, 0)
-                # The server's side adds up one number as soon as it has joined, and waits for this
-                # one.
+                # vLLM all-reduces one number as soon as it has joined
                 one = torch.zeros(1, device=self.device)
                 nccl.all_reduce([one], [one], comms=[comm])
                 torch.cuda.synchronize(self.device)
-                made.append(comm)
+                groups.append(comm)
 
-        self.together(wire, "/init_weight_transfer_engine", {"init_info": info}, enter)
-        self.group = made[0]
+        self.send_while(client, "/init_weight_transfer_engine", {"init_info": info}, join_group)
+        self.group = groups[0]
 
     def broadcast(self, batch: Sequence[tuple[str, Tensor]]) -> None:
         from torch.cuda import nccl
@@ -342,19 +334,19 @@ class NcclTransfer(CopiedWeightTransfer):
 
 
 class LoraTransfer:
-    """An adapter's folder per version, on a disk that trainer and server both see.
+    """An adapter's folder per version, on a disk shared by trainer and server.
 
-    The newest two stay: answers that began before an update end with the adapter they began with.
+    The newest two remain: completions that started before an update finish with their adapter.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = emptied(folder)
+        self.folder = empty_folder(folder)
         self.labels: list[str] = []
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
         if adapter is None:
             raise UserError(
-                "the model that is trained has no adapter",
+                "the trained model has no adapter",
                 code="rollout-transport-needs-adapter",
                 where="rollout.transport",
                 fix="use disk, gloo or nccl",
@@ -363,49 +355,48 @@ class LoraTransfer:
         adapter(self.folder / label)
         self.labels.append(label)
 
-    def send(self, wire: Wire, label: str) -> None:
+    def send(self, client: ServerClient, label: str) -> None:
         try:
-            wire.tell(
+            client.send(
                 "/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(self.folder / label)}
             )
-        except Refused as error:
+        except RequestRefused as error:
             raise UserError(
-                f"the server did not take the adapter: {error.message}",
+                f"the server did not accept the adapter: {error.message}",
                 code="rollout-weights-refused",
                 where=error.where,
                 fix="start it with --enable-lora, a --max-lora-rank of at least model.lora.rank, "
-                "and "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or use another rollout.transport",
+                "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or use another rollout.transport",
             ) from error
         while len(self.labels) > 2:
-            self.drop(wire, self.labels.pop(0))
+            self.unload(client, self.labels.pop(0))
 
-    def drop(self, wire: Wire, label: str) -> None:
-        """Takes an old adapter from the server, which may have been started again and not know it,
-        and removes its folder.
-        """
-        with suppress(Lost, UserError):
-            wire.tell("/v1/unload_lora_adapter", {"lora_name": label}, seconds=LAST_RESORT)
+    def unload(self, client: ServerClient, label: str) -> None:
+        """Remove an old adapter from the server, if it is there, and its folder."""
+        with suppress(ServerLost, UserError):
+            client.send("/v1/unload_lora_adapter", {"lora_name": label}, seconds=CLEANUP_SECONDS)
         shutil.rmtree(self.folder / label, ignore_errors=True)
 
-    def label(self, wire: Wire) -> str:
-        names = {model["id"] for model in wire.get("/v1/models")["data"]}
+    def server_label(self, client: ServerClient) -> str:
+        names = {model["id"] for model in client.get("/v1/models")["data"]}
         return next((label for label in reversed(self.labels) if label in names), "")
 
-    def model(self, label: str) -> str | None:
+    def model_name(self, label: str) -> str | None:
         return label
 
-    def close(self, wire: Wire) -> None:
+    def close(self, client: ServerClient) -> None:
         while self.labels:
-            self.drop(wire, self.labels.pop(0))
+            self.unload(client, self.labels.pop(0))
 
 
-def shards(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights in lists of at most ``most`` bytes, but at least one tensor, in order."""
+def shards(
+    weights: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Weights in lists of at most ``max_bytes``, but at least one tensor, in order."""
     batch: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        if batch and size + tensor.nbytes > most:
+        if batch and size + tensor.nbytes > max_bytes:
             yield batch
             batch, size = [], 0
         batch.append((name, tensor.detach().contiguous()))
@@ -414,29 +405,27 @@ def shards(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tu
         yield batch
 
 
-def emptied(folder: Path) -> Path:
-    """The folder without what a killed run left in it. It belongs to one generator at a time."""
+def empty_folder(folder: Path) -> Path:
+    """Remove the weights of a killed run. The folder belongs to one generator at a time."""
     folder = Path(folder).absolute()
     refuse_links(folder, folder.parent)
-    for left in folder.glob(f"{PREFIX}-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for old in folder.glob(f"{PREFIX}-*"):
+        shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
-def background(work: Callable[[], Any]) -> Future[Any]:
-    """The result of work in a thread that nobody has to wait for, not even at the end of the
-    program.
-    """
+def in_background(work: Callable[[], Any]) -> Future[Any]:
+    """The future result of work in a daemon thread, which does not delay the program's end."""
     future: Future[Any] = Future()
 
     def run() -> None:
-        with suppress(Lost, UserError, RuntimeError, OSError):  # they are in the future
+        with suppress(ServerLost, UserError, RuntimeError, OSError):  # raised by the future
             try:
                 future.set_result(work())
             finally:
                 if not future.done():
                     future.set_exception(
-                        sys.exception() or RuntimeError("it ended without a result")
+                        sys.exception() or RuntimeError("the thread ended without a result")
                     )
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,9 +1,9 @@
-"""Sampling from a vLLM server, whose weights are kept up to date: token ids go in, token ids and
-log-probabilities come out.
+"""Sampling from a vLLM server that receives the policy's weights: token ids in, token ids and
+log-probabilities out.
 
-A server that was killed and comes back has the weights it was started with. Every version that is
-sent has a label of its own; before each request and in each answer the label is read, and a server
-without the newest weights is sent them again first.
+A server that was killed comes back with the weights it was started with. Every version of the
+weights has a unique label. Before each round of requests and in each reply the label is read; a
+server without the newest weights receives them again first.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from valence.errors import UserError
-from valence.rollouts.asking import Asking, seed_of, unsaid
-from valence.rollouts.protocol import Named, Pair, Sampling, check_request, unheard
+from valence.rollouts.client import ServerClient, ServerLost, ignore_message
+from valence.rollouts.protocol import (
+    Named,
+    Pair,
+    Sampling,
+    check_request,
+    completion_seed,
+    ignore_progress,
+)
 from valence.rollouts.transports import PREFIX, WeightTransfer
-from valence.rollouts.wire import Lost, Wire
 from valence.types import Completion, Ids, content_id
 
 if TYPE_CHECKING:
@@ -29,20 +35,19 @@ if TYPE_CHECKING:
 
 ROUTE = "/inference/v1/generate"
 
-NOT_A_NUMBER = -9000.0
+MIN_LOGP = -9000.0
 """vLLM reports a log-probability that is not finite as -9999."""
 
 KEY = "VLLM_API_KEY"
 
 
 class VLLMGenerator:
-    """A vLLM server at ``url``, and the way in which it is sent weights.
+    """A vLLM server at ``url``.
 
-    end_ids: tokens that end an answer. timeout: seconds for one request, and for a server that is
-    gone to come back.
-    concurrency: answers that are asked for at once. revive: starts the server again when it is
-    gone. say: hears of what was mended. One thread may ``sync`` while another generates: the
-    answers under way go on with the new weights, each token labelled.
+    transport: how it receives weights. end_ids: tokens that end a completion. concurrency:
+    completions that are requested at the same time. See ``ServerClient`` for timeout, revive and
+    log. One thread may ``sync`` while another generates: running completions continue with the new
+    weights, and each token has its version.
     """
 
     gives_tokens = True
@@ -57,17 +62,18 @@ class VLLMGenerator:
         timeout: float = 600.0,
         concurrency: int = 256,
         revive: Callable[[], None] | None = None,
-        say: Callable[[str], None] = unsaid,
+        log: Callable[[str], None] = ignore_message,
     ) -> None:
-        self.wire = Wire(url, timeout, os.environ.get(KEY))
+        self.client = ServerClient(
+            url, timeout, os.environ.get(KEY), is_lost=_is_lost, revive=revive, log=log
+        )
         self.transport, self.tokenizer, self.end_ids = transport, tokenizer, sorted(end_ids)
-        self.concurrency, self.say = concurrency, say
-        self.asking = Asking(self.wire, ROUTE, gone=gone, revive=revive, say=say)
+        self.concurrency, self.log = concurrency, log
         self.version, self.label = 0, ""
         self._versions: dict[str, int] = {}
-        self._name = f"{PREFIX}-{secrets.token_hex(4)}"
-        self._alone = threading.RLock()
-        self._processed = False
+        self._run_label = f"{PREFIX}-{secrets.token_hex(4)}"
+        self._sync_lock = threading.RLock()
+        self._logps_are_processed = False
 
     def sync(
         self,
@@ -75,17 +81,17 @@ class VLLMGenerator:
         weights: Callable[[], Named],
         adapter: Callable[[Path], None] | None = None,
     ) -> None:
-        """Sends new weights (see ``Served.sync``).
+        """Send new weights (see ``Served.sync``).
 
-        A failed update leaves the server running, with answers that none accepts.
+        After a failed update the server keeps running, but its completions are not accepted.
         """
-        with self._alone:
-            label = f"{self._name}-{len(self._versions)}-v{version}"
+        with self._sync_lock:
+            label = f"{self._run_label}-{len(self._versions)}-v{version}"
             self.transport.keep(label, weights, adapter)
-            # Answers may carry the new label before the last request of the update has returned.
+            # completions may have the new label before the last request of the update returns
             self._versions[label] = version
             self.version, self.label = version, label
-            self.asking.persist(lambda: self.transport.send(self.wire, label))
+            self.client.retry(lambda: self.transport.send(self.client, label))
 
     def generate(
         self,
@@ -93,109 +99,104 @@ class VLLMGenerator:
         n: int,
         sampling: Sampling,
         *,
-        progress: Callable[[int], None] = unheard,
+        progress: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
         """n completions of each prompt.
 
-        The same seed gives the same random numbers to the same answer.
-
-        Raises UserError where the server refuses, hangs, or is gone for longer than ``timeout``,
-        and FloatingPointError when log-probabilities are not finite.
+        The same seed gives the same random numbers to the same completion. Raises UserError if the
+        server refuses, hangs, or is lost for longer than ``timeout``, and FloatingPointError if
+        log-probabilities are not finite.
         """
         check_request(prompts, n)
-        self._can(sampling)
-        answers: dict[int, list[Completion]] = {}
+        self._check_logps(sampling)
+        completions: dict[int, list[Completion]] = {}
 
-        def body(i: int) -> dict[str, Any]:
+        def make_body(i: int) -> dict[str, Any]:
             return {
                 "token_ids": list(prompts[i]),
                 "sampling_params": self._parameters(n, sampling, i),
             }
 
-        def take(i: int, answer: Any, label: str) -> None:
-            answers[i] = self._completions(prompts[i], n, answer, label)
+        def handle(i: int, reply: Any, label: str) -> None:
+            completions[i] = self._completions(prompts[i], n, reply, label)
             progress(n)
 
-        self._all(range(len(prompts)), body, take, max(1, self.concurrency // n))
-        return [answers[i] for i in range(len(prompts))]
+        self._post_all(range(len(prompts)), make_body, handle, max(1, self.concurrency // n))
+        return [completions[i] for i in range(len(prompts))]
 
     def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
-        """The server's log-probability of each token of each answer (nats) at temperature 1,
-        computed as one reads a prompt.
+        """The server's log-probability of each token of each completion (nats) at temperature 1,
+        computed as for a prompt.
         """
-        found: dict[int, list[float]] = {}
+        logps: dict[int, list[float]] = {}
+        parameters = {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+        }
 
-        def body(i: int) -> dict[str, Any]:
-            prompt, answer = pairs[i]
-            settings = {
-                "max_tokens": 1,
-                "temperature": 0.0,
-                "prompt_logprobs": 0,
-                "detokenize": False,
-            }
-            return {"token_ids": [*prompt, *answer], "sampling_params": settings}
-
-        def take(i: int, answer: Any, label: str) -> None:
+        def make_body(i: int) -> dict[str, Any]:
             prompt, tokens = pairs[i]
-            rows = answer["prompt_logprobs"][len(prompt) :]
-            found[i] = [
+            return {"token_ids": [*prompt, *tokens], "sampling_params": parameters}
+
+        def handle(i: int, reply: Any, label: str) -> None:
+            prompt, tokens = pairs[i]
+            rows = reply["prompt_logprobs"][len(prompt) :]
+            logps[i] = [
                 float(row[str(token)]["logprob"]) for token, row in zip(tokens, rows, strict=True)
             ]
 
-        # On a CPU an adapter and log-probabilities of prompts of several requests at once end the
-        # server (vLLM 0.32).
-        alone = self.transport.model(self.label) is not None
-        self._all(range(len(pairs)), body, take, 1 if alone else self.concurrency)
-        return [found[i] for i in range(len(pairs))]
+        # with an adapter on a CPU, simultaneous requests for log-probabilities of prompts crash
+        # the server (vLLM 0.32)
+        has_adapter = self.transport.model_name(self.label) is not None
+        self._post_all(range(len(pairs)), make_body, handle, 1 if has_adapter else self.concurrency)
+        return [logps[i] for i in range(len(pairs))]
 
     @property
     def dtype(self) -> str:
-        """Of the server's weights, as torch names it; empty where the server does not say, or takes
-        long to.
+        """The dtype of the server's weights, as torch names it; empty if the server does not tell,
+        or is slow to.
         """
         try:
-            # It tells all about its machine with it, which takes seconds.
-            info = self.wire.get("/server_info?config_format=json", seconds=30.0)
-        except (Lost, UserError):
+            # the reply describes the machine as well, which takes seconds
+            info = self.client.get("/server_info?config_format=json", seconds=30.0)
+        except (ServerLost, UserError):
             return ""
         return str(info["vllm_config"]["model_config"]["dtype"]).removeprefix("torch.")
 
     def close(self) -> None:
-        """Gives back connections and folders. The server goes on."""
-        self.transport.close(self.wire)
-        self.wire.close()
+        """Close connections and remove folders. The server keeps running."""
+        self.transport.close(self.client)
+        self.client.close()
 
-    def _can(self, sampling: Sampling) -> None:
-        """Raises UserError when the server would report log-probabilities of another distribution
-        than it draws from.
+    def _check_logps(self, sampling: Sampling) -> None:
+        """Raise UserError if the server reports log-probabilities of another distribution than the
+        one it samples from.
         """
-        if self._processed or (sampling.temperature in (0.0, 1.0) and sampling.top_p == 1):
+        is_plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1
+        if self._logps_are_processed or is_plain:
             return
-        # Of a nucleus that holds one token this token is certain, before the nucleus is cut out it
-        # hardly is.
-        settings = self._parameters(1, Sampling(top_p=1e-9, max_new_tokens=1), 0)
-        found: list[float] = []
+        # the only token of a nucleus is certain; before the nucleus is applied it hardly is
+        parameters = self._parameters(1, Sampling(top_p=1e-9, max_new_tokens=1), 0)
+        logps: list[float] = []
 
-        def take(i: int, answer: Any, label: str) -> None:
-            found.append(float(answer["choices"][0]["logprobs"]["content"][0]["logprob"]))
+        def handle(i: int, reply: Any, label: str) -> None:
+            logps.append(float(reply["choices"][0]["logprobs"]["content"][0]["logprob"]))
 
-        self._all(
-            [0],
-            lambda i: {"token_ids": self.end_ids[:1] or [0], "sampling_params": settings},
-            take,
-            1,
-        )
-        self._processed = found[0] > -1e-6
-        if not self._processed:
+        body = {"token_ids": self.end_ids[:1] or [0], "sampling_params": parameters}
+        self._post_all([0], lambda i: body, handle, 1)
+        self._logps_are_processed = logps[0] > -1e-6
+        if not self._logps_are_processed:
             raise UserError(
                 "the server reports log-probabilities before temperature and top_p",
                 code="rollout-logps-unprocessed",
-                where=self.wire.url,
+                where=self.client.url,
                 fix="start it with --logprobs-mode processed_logprobs",
             )
 
     def _parameters(self, n: int, sampling: Sampling, position: int) -> dict[str, Any]:
-        # Everything that a model's own generation config could change behind our back is named.
+        # name every parameter that a model's own generation config could change
         return {
             "n": n,
             "temperature": sampling.temperature,
@@ -205,121 +206,123 @@ class VLLMGenerator:
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "seed": seed_of(sampling.seed, position),
+            "seed": completion_seed(sampling.seed, position),
             "max_tokens": sampling.max_new_tokens,
             "stop_token_ids": self.end_ids,
-            "ignore_eos": True,  # of the server's idea of it: end_ids are what ends an answer
+            "ignore_eos": True,  # the server's own end tokens: end_ids end a completion
             "logprobs": 0,
             "detokenize": False,
         }
 
     def _completions(
-        self, prompt: Sequence[int], n: int, answer: Any, label: str
+        self, prompt: Sequence[int], n: int, reply: Any, label: str
     ) -> list[Completion]:
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
-            raise self._strange(f"it was asked for {n} answers and gave {len(choices)}")
+            raise self._protocol_error(f"{len(choices)} answers instead of {n}")
         return [self._completion(prompt, choice, label) for choice in choices]
 
     def _completion(self, prompt: Sequence[int], choice: Any, label: str) -> Completion:
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
-            raise Lost(f"{self.wire.url}: an answer ended with {reason!r}")
-        tokens = tuple(choice["token_ids"])
-        logged = choice["logprobs"]["content"]
-        if not tokens or [each["token_id"] for each in logged] != list(tokens):
-            raise self._strange("tokens and log-probabilities do not belong together")
-        logps = tuple(float(each["logprob"]) for each in logged)
-        if min(logps) < NOT_A_NUMBER:
+            raise ServerLost(f"{self.client.url}: an answer ended with {reason!r}")
+        tokens, content = tuple(choice["token_ids"]), choice["logprobs"]["content"]
+        if not tokens or [entry["token_id"] for entry in content] != list(tokens):
+            raise self._protocol_error("tokens and log-probabilities do not match")
+        logps = tuple(float(entry["logprob"]) for entry in content)
+        if min(logps) < MIN_LOGP:
             raise FloatingPointError("the server's logits are not finite")
-        if (tokens[-1] in self.end_ids) != (reason == "stop") and reason == "stop":
-            raise self._strange(f"an answer stopped at token {tokens[-1]}, which ends none")
-        versions = self._labelled(choice, len(tokens), label)
+        has_ended = tokens[-1] in self.end_ids
+        if reason == "stop" and not has_ended:
+            raise self._protocol_error(
+                f"an answer stopped at token {tokens[-1]}, which is not an end token"
+            )
+        versions = self._token_versions(choice, len(tokens), label)
         return Completion(
             prompt_id=content_id("prompt", Ids(tuple(prompt))),
             tokens=tokens,
             logps=logps,
             text=str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)),
-            stop="eos" if tokens[-1] in self.end_ids else "length",
+            stop="eos" if has_ended else "length",
             version=min(versions),
             versions=() if len(set(versions)) == 1 else versions,
             index=choice["index"],
         )
 
-    def _labelled(self, choice: Any, length: int, label: str) -> tuple[int, ...]:
-        """The version of each token. Raises Lost where the weights were not ones that were sent."""
+    def _token_versions(self, choice: Any, length: int, label: str) -> tuple[int, ...]:
+        """The version of each token. Raises ServerLost for weights that were not sent."""
         if not label:
             return (self.version,) * length
-        if self.transport.model(label) is not None:
+        if self.transport.model_name(label) is not None:
             return (self._versions[label],) * length
-        out: list[int] = []
+        versions: list[int] = []
         for span in choice["weight_versions"] or []:
             if span["version"] not in self._versions:
-                raise Lost(
-                    f"{self.wire.url}: an answer came from weights {span['version']!r}, which "
+                raise ServerLost(
+                    f"{self.client.url}: an answer came from weights {span['version']!r}, which "
                     f"were not sent"
                 )
-            out += [self._versions[span["version"]]] * (span["end"] - span["start"])
-        if len(out) != length:
-            raise self._strange("it does not say which weights each token came from")
-        return tuple(out)
+            versions += [self._versions[span["version"]]] * (span["end"] - span["start"])
+        if len(versions) != length:
+            raise self._protocol_error("the weights of each token are unknown")
+        return tuple(versions)
 
-    def _strange(self, what: str) -> UserError:
+    def _protocol_error(self, what: str) -> UserError:
         return UserError(
             what,
             code="rollout-server-version",
-            where=self.wire.url + ROUTE,
-            fix="use a version of vLLM that docs/vllm.md names",
+            where=self.client.url + ROUTE,
+            fix="use a version of vLLM that docs/vllm.md lists",
         )
 
-    def _current(self) -> str:
-        """The label of the newest weights, once the server has them: one that was started again is
-        sent them first.
+    def _ensure_weights(self) -> str:
+        """Send the newest weights to a server without them, such as a restarted one.
+
+        Returns their label.
         """
-        with self._alone:
-            if self.label and (has := self.transport.label(self.wire)) != self.label:
-                if (
-                    has.startswith(f"{PREFIX}-")
-                    and not has.startswith(self._name)
-                    and has not in self._versions
-                ):
-                    self.say(f"{self.wire.url} had weights of another run ({has})")
-                self.transport.send(self.wire, self.label)
-                self.say(
-                    f"{self.wire.url} had other weights ({has or 'none of ours'}): version "
+        with self._sync_lock:
+            if not self.label:
+                return ""
+            label = self.transport.server_label(self.client)
+            if label != self.label:
+                is_foreign = label.startswith(f"{PREFIX}-") and label not in self._versions
+                if is_foreign and not label.startswith(self._run_label):
+                    self.log(f"{self.client.url} had weights of another run ({label})")
+                self.transport.send(self.client, self.label)
+                self.log(
+                    f"{self.client.url} had other weights ({label or 'none of this run'}): version "
                     f"{self.version} was sent again"
                 )
             return self.label
 
-    def _all(
+    def _post_all(
         self,
         positions: Sequence[int],
-        body: Callable[[int], dict[str, Any]],
-        take: Callable[[int, Any, str], None],
-        most: int,
+        make_body: Callable[[int], dict[str, Any]],
+        handle: Callable[[int, Any, str], None],
+        concurrency: int,
     ) -> None:
-        """Asks for every position. ``take`` is also told the label under which it was asked for."""
+        """Post a request for every position. ``handle`` also receives the label of its weights."""
         label = ""
 
-        def bodies(left: Collection[int]) -> dict[int, object]:
+        def make_bodies(remaining: Collection[int]) -> dict[int, object]:
             nonlocal label
-            label = self._current()
-            return {i: {**body(i), **self._naming(label)} for i in left}
+            label = self._ensure_weights()
+            extra: dict[str, Any] = {}
+            if label:
+                # with the salt no version reads the prefix cache of another
+                model = self.transport.model_name(label)
+                extra = {"cache_salt": label, **({"model": model} if model else {})}
+            return {i: {**make_body(i), **extra} for i in remaining}
 
-        self.asking.all(positions, bodies, lambda i, answer: take(i, answer, label), most)
-
-    def _naming(self, label: str) -> dict[str, Any]:
-        if not label:
-            return {}
-        model = self.transport.model(label)
-        # With the salt no version reads what another left in the prefix cache.
-        return {"cache_salt": label, **({"model": model} if model else {})}
+        self.client.post_all(
+            ROUTE, positions, make_bodies, lambda i, reply: handle(i, reply, label), concurrency
+        )
 
 
-def gone(response: httpx.Response) -> bool:
-    """A server whose engine died says so once, and goes; one that was started again does not know
+def _is_lost(response: httpx.Response) -> bool:
+    """Whether the server's engine died, which is reported once, or a restarted server does not know
     the adapter.
     """
-    return response.status_code == 500 or (
-        response.status_code == 404 and "does not exist" in response.text
-    )
+    is_unknown = response.status_code == 404 and "does not exist" in response.text
+    return response.status_code == 500 or is_unknown

@@ -1,13 +1,12 @@
-"""What a vLLM server loads so that weights reach it without a GPU: the transports ``disk`` and
-``gloo``.
+"""vLLM plugin that receives weights without a GPU: the transports ``disk`` and ``gloo``.
 
 vLLM finds it as an entry point of the group ``vllm.general_plugins``. It imports nothing of
-Valence, so that the one file, put on a server's path, is enough. The trainer's side of both is in
+Valence, so that this one file on a server's path is enough. The trainer's side is in
 ``transports.py``.
 
-Both load a whole new model layer by layer, as vLLM's own NCCL transport does, and mend what that
-leaves behind on a CPU: an output head that shares its weights with the embeddings keeps a packed
-copy of its own, of the old weights.
+Both transports reload a whole model layer by layer, as vLLM's own NCCL transport does. On a CPU
+they also repack an output head that shares its weights with the embeddings, which otherwise keeps a
+packed copy of the old weights.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NAMES = ("disk", "gloo")
 
 
 def register() -> None:
-    """Adds the transports to vLLM's table; a second call changes nothing."""
+    """Add the transports to vLLM's table, once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # type: ignore[import-not-found]
 
     for name in NAMES:
@@ -33,30 +32,28 @@ def register() -> None:
 
 
 def own_address(peer: str) -> str:
-    """The address under which this machine is known on the way to ``peer``."""
+    """The address of this machine on the route to ``peer``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))  # sends nothing
         return probe.getsockname()[0]
 
 
-def free(host: str) -> int:
-    """A port of this address that nobody listens on."""
-    with socket.socket() as taken:
-        taken.bind((host, 0))
-        return taken.getsockname()[1]
+def free_port(host: str) -> int:
+    """A port of this address that is not in use."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
 
 
 def join(host: str, port: int, rank: int, size: int, seconds: float, *, serve: bool) -> Any:
-    """A gloo group of ``size`` processes that meet at host:port, beside whatever other groups a
-    process has.
-    """
+    """A gloo group of ``size`` processes that meet at host:port, independent of other groups."""
     import torch
 
-    dist: Any = torch.distributed  # pyright knows only a part of its names
-    patience = timedelta(seconds=seconds)
-    store = dist.TCPStore(host, port, is_master=serve, timeout=patience, wait_for_workers=False)
+    dist: Any = torch.distributed  # pyright knows only some of its names
+    timeout = timedelta(seconds=seconds)
+    store = dist.TCPStore(host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = patience
+    options._timeout = timeout
     options._devices = [
         dist.ProcessGroupGloo.create_device(hostname=host if serve else own_address(host))
     ]
@@ -64,44 +61,41 @@ def join(host: str, port: int, rank: int, size: int, seconds: float, *, serve: b
 
 
 def layout(dtypes: list[str], shapes: list[list[int]]) -> list[tuple[Any, int, int]]:
-    """dtype, first byte and number of bytes of each of several tensors that travel as one row of
-    bytes, aligned to 16.
-    """
+    """dtype, offset and size in bytes of each tensor in one buffer, aligned to 16 bytes."""
     import torch
 
-    out, at = [], 0
+    parts, offset = [], 0
     for name, shape in zip(dtypes, shapes, strict=True):
         dtype = getattr(torch, name)
         size = torch.Size(shape).numel() * dtype.itemsize
-        out.append((dtype, at, size))
-        at += -(-size // 16) * 16
-    return out
+        parts.append((dtype, offset, size))
+        offset += -(-size // 16) * 16
+    return parts
 
 
 @cache
-def reloading() -> type:
-    """What both transports do inside a vLLM worker: all but how weights arrive."""
+def reload_engine() -> type:
+    """Base class of both transports in a vLLM worker: everything except receiving tensors."""
     from vllm.distributed.weight_transfer.base import WeightTransferEngine  # type: ignore[import-not-found]
 
     class Reload(WeightTransferEngine):
-        """Loads a whole new model, layer by layer."""
+        """Reloads a whole model layer by layer."""
 
         def start_weight_update(self) -> None:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # type: ignore[import-not-found]
 
             abandon(self.model)
-            # Before the reload takes tied weights apart.
+            # before the reload separates tied weights
             self.missing: set[str] | None = {name for name, _ in self.model.named_parameters()}
             initialize_layerwise_reload(self.model)
 
         def load(self, weights: Iterable[tuple[str, Any]], *, last: bool) -> None:
             loaded = self.model.load_weights(weights)
             if loaded is None:
-                self.missing = None  # this model does not tell
+                self.missing = None  # this model does not report them
             elif self.missing is not None:
                 self.missing -= loaded
-            # Said here and not when all is finished: a worker stays in its update when finishing
-            # fails.
+            # checked here and not in finish_weight_update, whose failure leaves the worker updating
             if last and self.missing and self.model_config.quantization is None:
                 raise RuntimeError(f"the new weights lack {', '.join(sorted(self.missing)[:8])}")
 
@@ -115,13 +109,13 @@ def reloading() -> type:
             pass
 
         def receive_weights(self, update_info: Any) -> None:
-            done = False
+            is_complete = False
             try:
                 self.receive(update_info)
-                done = True
+                is_complete = True
             finally:
-                if not done:
-                    abandon(self.model)  # a server whose update failed must still answer something
+                if not is_complete:
+                    abandon(self.model)  # the server must keep answering
 
         def receive(self, update_info: Any) -> None:
             raise NotImplementedError
@@ -134,17 +128,17 @@ def reloading() -> type:
 
 @cache
 def messages() -> tuple[type, ...]:
-    """What a trainer tells a worker: at the start and with each update, of disk and of gloo."""
+    """Messages of the trainer, for disk and gloo: at the start, and with each update."""
     from vllm.distributed.weight_transfer import base  # type: ignore[import-not-found]
 
     @dataclass
     class DiskInit(base.WeightTransferInitInfo):
-        """Nothing needs to be agreed on."""
+        """Empty."""
 
     @dataclass
     class DiskUpdate(base.WeightTransferUpdateInfo):
         folder: str
-        """Of safetensors files, on a disk that this server sees."""
+        """Folder of safetensors files that this server can read."""
 
     @dataclass
     class GlooInit(base.WeightTransferInitInfo):
@@ -166,17 +160,17 @@ def messages() -> tuple[type, ...]:
 
 @cache
 def engines() -> dict[str, type]:
-    """Transport -> the class that receives weights inside a vLLM worker."""
+    """The class of each transport that receives weights in a vLLM worker."""
     import torch
 
     DiskInit, DiskUpdate, GlooInit, GlooUpdate = messages()
-    Reload: Any = reloading()
+    Reload: Any = reload_engine()
 
     class DiskReceiver(Reload):
         init_info_cls, update_info_cls = DiskInit, DiskUpdate
 
         def receive(self, update_info: Any) -> None:
-            self.load(read(Path(update_info.folder)), last=True)
+            self.load(read_tensors(Path(update_info.folder)), last=True)
 
     class GlooReceiver(Reload):
         init_info_cls, update_info_cls = GlooInit, GlooUpdate
@@ -200,15 +194,20 @@ def engines() -> dict[str, type]:
 
         def receive(self, update_info: Any) -> None:
             if self.group is None:
-                raise RuntimeError("weights arrive before a group was made for them")
+                raise RuntimeError("weights arrived before the group was initialized")
             parts = layout(update_info.dtypes, update_info.shapes)
-            row = torch.empty(sum(-(-size // 16) * 16 for _, _, size in parts), dtype=torch.uint8)
-            self.group.broadcast(row, root=0).wait()
+            buffer = torch.empty(
+                sum(-(-size // 16) * 16 for _, _, size in parts), dtype=torch.uint8
+            )
+            self.group.broadcast(buffer, root=0).wait()
             named = zip(update_info.names, update_info.shapes, parts, strict=True)
-            # A copy of each: a layer keeps what it was given until the layer is complete.
+            # copies, since a layer holds its tensors until it is complete
             tensors = (
-                (name, row[at : at + size].view(dtype).view(shape).clone().to(self.device))
-                for name, shape, (dtype, at, size) in named
+                (
+                    name,
+                    buffer[offset : offset + size].view(dtype).view(shape).clone().to(self.device),
+                )
+                for name, shape, (dtype, offset, size) in named
             )
             self.load(tensors, last=update_info.last)
 
@@ -218,24 +217,23 @@ def engines() -> dict[str, type]:
     return {"disk": DiskReceiver, "gloo": GlooReceiver}
 
 
-def read(folder: Path) -> Iterator[tuple[str, Any]]:
+def read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """The tensors of all safetensors files of a folder."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{folder} holds no safetensors files that this server can see")
+        raise FileNotFoundError(f"{folder} has no safetensors files that this server can read")
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 yield name, tensors.get_tensor(name)
 
 
 def abandon(model: Any) -> None:
-    """Ends an update that failed half-way: layers that still wait for weights get their old ones
-    back.
+    """Undo a partial update: restore the old weights of layers that wait for new ones.
 
-    Without it the next update would count weights of the failed one as its own.
+    Otherwise the next update would include weights of the failed one.
     """
     from vllm.model_executor.model_loader.reload import layerwise  # type: ignore[import-not-found]
 
@@ -247,17 +245,15 @@ def abandon(model: Any) -> None:
 
 
 def pack_heads(model: Any) -> None:
-    """Packs output heads again, which on a CPU are copies of weights: one that is tied to the
-    embeddings loads none itself.
-    """
+    """Repack output heads, which on a CPU are copies: a tied head loads no weights itself."""
     from vllm.model_executor.layers import vocab_parallel_embedding as embeddings  # type: ignore[import-not-found]
 
     for layer in model.modules():
-        plain = isinstance(
+        is_unquantized = isinstance(
             getattr(layer, "quant_method", None), embeddings.UnquantizedEmbeddingMethod
         )
         if (
-            plain
+            is_unquantized
             and isinstance(layer, embeddings.ParallelLMHead)
             and layer.weight.device.type == "cpu"
         ):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from valence.errors import UserError
-from valence.jobs.lines import as_line
+from valence.jobs.row_job import as_line
 from valence.rewards.http_limits import Application, Receive, Send
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer, ChatModel, ChatPrompt, new_id

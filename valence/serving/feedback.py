@@ -21,7 +21,7 @@ from valence.data.importers.rows import RowKind, make_rows
 from valence.errors import UserError
 from valence.files import refuse_links, write_all
 from valence.jobs.import_store import ImportStore
-from valence.jobs.lines import as_line
+from valence.jobs.row_job import as_line
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer
 from valence.serving.prompts import prompt_id

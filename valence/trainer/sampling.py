@@ -11,7 +11,7 @@ from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
 from valence.rollouts import HFGenerator, Sampling
 from valence.rollouts.hf import OnTokens
-from valence.rollouts.protocol import unheard
+from valence.rollouts.protocol import ignore_progress
 from valence.trainer.methods import Method
 from valence.types import Completion
 
@@ -59,7 +59,7 @@ class PolicySampler:
         sampling: Sampling,
         *,
         first: int = 0,
-        progress: Callable[[int], None] = unheard,
+        progress: Callable[[int], None] = ignore_progress,
         on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         """Return n completions of each prompt. first: the position of the first prompt, which

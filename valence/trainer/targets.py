@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from valence.config.load import LoadedRecipe, load_recipe
+from valence.config.load import LISTS, LoadedRecipe, load_recipe
 from valence.config.parse import COMMAND_LINE
 from valence.config.schema import Data, SourceSettings
 from valence.data.load import fitting_mapping
@@ -131,6 +131,12 @@ def with_files(
     files = [_with_fitting_keys(file, recorded, format) for file in source.recipe.data.eval]
     data_section = source.recipe.data.model_copy(update={"eval": files})
     return replace(source, recipe=source.recipe.model_copy(update={"data": data_section}))
+
+
+def without_rows(source: LoadedRecipe) -> LoadedRecipe:
+    """The recipe without any files of rows."""
+    data = source.recipe.data.model_copy(update={name: [] for name in LISTS})
+    return replace(source, recipe=source.recipe.model_copy(update={"data": data}))
 
 
 def _with_fitting_keys(

@@ -1,0 +1,606 @@
+"""A resumable job that writes JSON Lines: read items, skip those already in the output, compute the
+rest in batches, append complete lines.
+
+`score`, `sample` and `score --reward` are three uses of it. Each states what an item becomes
+(``RowTransform``). Everything else is here, in the order in which it happens:
+
+1. ``RowJob``: refuse outputs that cannot be written, that are inputs, or that hold other lines.
+2. ``RowJob.check_facts``: refuse to resume with other settings, data or models.
+3. ``RowJob.run``: lock the file, verify its lines against their items, cut an incomplete batch,
+   compute and append the other batches, and count the outcomes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Protocol, TypeVar
+from zlib import crc32
+
+from rich.console import Console
+
+from valence.checksums import add_checksum, verify
+from valence.distributed.process_group import Group, SingleProcess
+from valence.errors import UserError
+from valence.files import check_path
+from valence.reports.console import Progress
+from valence.runs.signals import Stop
+from valence.terminal import Terminal, print_message, warn_on_stderr
+from valence.version import __version__
+
+START_OVER = "name another file, or start over with --fresh, which moves this one aside"
+ABOUT = "about"
+"""Key of the facts file: facts for readers, which may change from call to call."""
+EARLIER = "earlier"
+"""Key of the facts file: the facts of lines that others were appended to, and their number."""
+CHECKSUM_BYTES = 9
+"""Bytes of a line of the checksum file."""
+MAX_LISTED = 3
+"""Failed rows that are listed at the end."""
+
+Item = TypeVar("Item")
+Item_contra = TypeVar("Item_contra", contravariant=True)
+Line = Mapping[str, Any]
+
+
+class RowTransform(Protocol[Item_contra]):
+    """What one use of the job makes of its items (rows or prompts)."""
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens processed so far, for the display of progress. None: not counted."""
+        ...
+
+    def compute(
+        self, batch: Sequence[Item_contra], advance: Callable[[int], None]
+    ) -> Sequence[Line]:
+        """The lines of a batch, in order, the same on all processes.
+
+        All processes call it. ``advance`` takes the number of lines computed since its last call.
+        """
+        ...
+
+    def origin(self, item: Item_contra) -> str:
+        """The place of an item, for messages."""
+        ...
+
+    def is_valid(self, line: Line, index: int) -> bool:
+        """Whether this use wrote a line, as the line ``index`` of its item."""
+        ...
+
+    def is_line_of(self, line: Line, item: Item_contra) -> bool:
+        """Whether a line that is valid belongs to this item in its present form."""
+        ...
+
+    def error_in(self, line: Line) -> str | None:
+        """The error that a line holds in place of a result."""
+        ...
+
+
+@dataclass
+class Tally:
+    """Outcomes. ``rows``: lines in the file; ``earlier``: those that were there already;
+    ``failed``: those with an error; ``first``: the first errors, with their origins.
+    """
+
+    rows: int = 0
+    earlier: int = 0
+    failed: int = 0
+    first: list[str] = field(default_factory=list[str])
+
+    def add(self, origin: str, error: str | None) -> None:
+        self.rows += 1
+        if error is not None:
+            self.failed += 1
+            self.first += [f"{origin}: {error}"] if len(self.first) < MAX_LISTED else []
+
+
+class RowJob:
+    """One call of the job, as a context manager that listens for signals.
+
+    inputs: paths that are read, which the output must not be. window: items that are written
+    together; at most their lines are lost when the program is killed. lines_per_item: of the
+    output. fresh: move an existing output aside. append: names of facts; an output whose other
+    facts differ is appended to once its own lines are complete. fix: of facts that differ. group:
+    processes that share the work; rank 0 writes.
+
+    Raises UserError for an output that cannot be written or resumed, which is then unchanged.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        inputs: Iterable[str],
+        *,
+        window: int,
+        lines_per_item: int = 1,
+        fresh: bool = False,
+        append: Collection[str] | None = None,
+        fix: str = START_OVER,
+        console: Console | None = None,
+        quiet: bool = False,
+        group: Group | None = None,
+    ) -> None:
+        self.out, self.window, self.lines_per_item = out, window, lines_per_item
+        self.console, self.quiet, self.group = (
+            console or Terminal(),
+            quiet,
+            group or SingleProcess(),
+        )
+        refuse_inputs([out], inputs)
+        self.output: OutputFile | None = None
+        if self.group.rank == 0:
+            lines = window * lines_per_item
+            self.output = OutputFile(out, lines, fresh=fresh, append=append, fix=fix)
+        self._signals = Stop(self.console).listening()
+
+    def __enter__(self) -> RowJob:
+        self._signals.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._signals.__exit__(kind, error, trace)
+
+    def print_status(self, message: str) -> None:
+        if not self.quiet:
+            print_message(self.console, message)
+
+    def check_facts(self, facts: Mapping[str, Any]) -> None:
+        """Add facts that all lines depend on. Raises UserError if the lines that are there were
+        written with others.
+        """
+        if self.output is not None:
+            self.output.check_facts(facts)
+
+    def run(
+        self,
+        transform: RowTransform[Item],
+        items: Iterable[Item],
+        num_items: int,
+        phase: str,
+        about: Mapping[str, Any],
+        *,
+        batch_size: int | None = None,
+    ) -> Tally:
+        """Write the lines of all items. Items are read one batch at a time.
+
+        phase: name of the progress display. about: facts for readers of the facts file.
+        batch_size: items computed together, a multiple of the window; default: the window.
+        """
+        items, num_lines = iter(items), num_items * self.lines_per_item
+        with self.output.open(num_lines) if self.output else nullcontext():
+            tally = self._skip_written(transform, items)
+            if self.output:
+                self.output.cut({**about, "valence": __version__})
+            with Progress(
+                self.console, phase, num_lines, start=tally.rows, quiet=self.quiet
+            ) as bar:
+                while batch := list(islice(items, batch_size or self.window)):
+                    self._write_batch(transform, batch, tally, bar)
+        return tally
+
+    def _skip_written(self, transform: RowTransform[Item], items: Iterator[Item]) -> Tally:
+        """Take the items whose lines are complete. Raises UserError for a line of another item."""
+        if self.output is None:
+            num_kept = int(self.group.broadcast(None))
+            for _ in islice(items, num_kept // self.lines_per_item):
+                pass
+            return Tally(rows=num_kept, earlier=num_kept)
+        tally = Tally(earlier=self.output.num_kept)
+        lines = zip(count(1 + self.output.num_appended_to), self.output.read(), strict=False)
+        for item in islice(items, self.output.num_kept // self.lines_per_item):
+            for index, (number, line) in enumerate(islice(lines, self.lines_per_item)):
+                if not transform.is_valid(line, index):
+                    raise self.output.foreign_line(number)
+                if not transform.is_line_of(line, item):
+                    raise UserError(
+                        f"the data has changed: {self.out}:{number} was written for another row",
+                        code="output-rows-changed",
+                        where=transform.origin(item),
+                        fix=f"undo the change; or {START_OVER}",
+                    )
+                tally.add(transform.origin(item), transform.error_in(line))
+        self.group.broadcast(tally.rows)
+        return tally
+
+    def _write_batch(
+        self, transform: RowTransform[Item], batch: Sequence[Item], tally: Tally, bar: Progress
+    ) -> None:
+        done, end = tally.rows, tally.rows + len(batch) * self.lines_per_item
+
+        def advance(num_lines: int) -> None:
+            nonlocal done
+            done = min(done + num_lines, end)  # an estimate where other processes compute as well
+            bar.update(done, tokens=transform.num_tokens)
+
+        lines = transform.compute(batch, advance)
+        if self.output:
+            self.output.write([as_line(line) for line in lines])
+        for i, line in enumerate(lines):
+            origin = transform.origin(batch[i // self.lines_per_item])
+            tally.add(origin, transform.error_in(line))
+        bar.update(tally.rows, tokens=transform.num_tokens)
+
+    def report_scores(self, tally: Tally) -> None:
+        """Print how many rows were scored; if ``quiet``, only failures, on standard error.
+
+        Raises UserError when no row was scored.
+        """
+        if tally.failed == tally.rows:
+            raise UserError(
+                f"none of {tally.rows} rows could be scored; the first: {tally.first[0]}",
+                code="no-usable-rows",
+                where=str(self.out),
+                fix="see the file",
+            )
+        num_scored = tally.rows - tally.failed
+        earlier = f" ({tally.earlier:,} of the rows were there already)" if tally.earlier else ""
+        self.print_status(
+            f"{num_scored:,} of {tally.rows:,} rows are scored in {self.out}{earlier}"
+        )
+        if tally.failed:
+            more = ["  ..."] if tally.failed > len(tally.first) else []
+            listed = [*(f"  {error}" for error in tally.first), *more]
+            failures = "\n".join([f"{tally.failed:,} have an error there instead:", *listed])
+            if self.quiet:
+                warn_on_stderr(self.console, f"{self.out}: of {tally.rows:,} rows {failures}")
+            else:
+                print_message(self.console, failures)
+
+
+# The output
+
+
+class OutputFile:
+    """Lines that are appended one window at a time by one program at a time.
+
+    ``FILE.about.json`` holds the facts that all lines depend on, and ``FILE.crc`` a checksum of
+    each line, written before the line. To resume, only complete windows are kept, so that the rest
+    is computed as it would have been. Call ``open``, then ``read``, then ``cut``, then ``write``
+    for each window.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        window: int,
+        *,
+        fresh: bool = False,
+        append: Collection[str] | None = None,
+        fix: str = START_OVER,
+    ) -> None:
+        check_output(path)
+        self.path, self.window, self.fresh, self.append, self.fix = path, window, fresh, append, fix
+        self.facts_path, self.checksum_path = _facts_path(path), _checksum_path(path)
+        self.facts: dict[str, Any] = {}
+        self.num_appended_to = self.num_kept = self.num_expected = 0
+        self.earlier: list[dict[str, Any]] = []
+        self.stored_facts = None if fresh else self._read_facts()
+
+    def _read_facts(self) -> dict[str, Any] | None:
+        """The facts of the lines that are there; None if there are none."""
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return None
+        try:
+            facts = json.loads(self.facts_path.read_text(encoding="utf-8"))
+            if isinstance(facts, dict):
+                facts = verify(facts)
+            self.checksum_path.stat()
+        except FileNotFoundError as error:
+            raise self._error(
+                f"the file was not written by this command ({Path(error.filename).name} is missing "
+                f"in its folder)",
+                "output-foreign",
+            ) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"cannot be read ({error})",
+                code="file-not-readable",
+                where=str(self.facts_path),
+                fix=START_OVER,
+            ) from error
+        about = facts.pop(ABOUT, None) if isinstance(facts, dict) else None
+        if not isinstance(about, dict):
+            raise self._damaged_facts()
+        earlier = facts.pop(EARLIER, [])
+        if not isinstance(earlier, list) or not all(
+            isinstance(part, dict) and isinstance(part.get("lines"), int) for part in earlier
+        ):
+            raise self._damaged_facts()
+        self.earlier, self.num_expected = earlier, about.get("lines", 0)
+        return facts
+
+    def _damaged_facts(self) -> UserError:
+        return UserError(
+            f"the facts that the lines of {self.path} depend on are missing here",
+            code="output-state-damaged",
+            where=str(self.facts_path),
+            fix=START_OVER,
+        )
+
+    def check_facts(self, facts: Mapping[str, Any]) -> None:
+        """Add facts. Raises UserError when the lines that are there were written with others."""
+        self.facts |= json.loads(json.dumps(facts))
+        self._compare_facts()
+
+    def _compare_facts(self) -> None:
+        if self.stored_facts is None:
+            return
+        for name, value in self.facts.items():
+            stored = self.stored_facts.get(name)
+            if stored != value and (self.append is None or name in self.append):
+                before, now = (json.dumps(v, ensure_ascii=False) for v in (stored, value))
+                raise UserError(
+                    f"its lines were written with {name} {before}, and it is {now} now",
+                    code="output-settings-differ",
+                    where=f"{self.path} ({name})",
+                    fix=self.fix,
+                )
+
+    def open(self, num_lines: int) -> OutputFile:
+        """Lock the file to write all lines up to ``num_lines``; ``num_kept`` of them are there."""
+        try:
+            with ExitStack() as on_failure:
+                self._file = on_failure.enter_context(self._open_locked())
+                self._checksums = on_failure.enter_context(self.checksum_path.open("ab"))
+                self.stored_facts = self._read_facts()  # another program may have written meanwhile
+                self._compare_facts()
+                if self.stored_facts is not None and self.stored_facts.keys() != self.facts.keys():
+                    raise self._damaged_facts()
+                if self.stored_facts is not None and self.stored_facts != self.facts:
+                    self._append_to(self.stored_facts)
+                self.num_appended_to = sum(part["lines"] for part in self.earlier)
+                self.num_kept = self._count_kept(num_lines)
+                self.num_expected = num_lines
+                on_failure.pop_all()
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        return self
+
+    def _append_to(self, facts: dict[str, Any]) -> None:
+        """Declare the lines that are there, with these facts, as earlier ones.
+
+        Raises UserError if they are incomplete, or if the new lines are among them.
+        """
+        num_lines = sum(1 for _ in self._lines()) - sum(part["lines"] for part in self.earlier)
+        if num_lines != self.num_expected:
+            raise self._error(
+                f"cannot append: {num_lines} of {self.num_expected} lines of the previous command "
+                f"are there",
+                "output-lines-missing",
+                fix="rerun the previous command to complete them",
+            )
+        self.earlier = [*self.earlier, {**facts, "lines": num_lines}]
+        if any({**self.facts, "lines": part["lines"]} == part for part in self.earlier):
+            raise self._error(
+                "the file already has these lines, followed by others",
+                "output-lines-duplicate",
+                fix="change --seed or --data",
+            )
+
+    def _open_locked(self) -> IO[bytes]:
+        """The file, locked. An old one stays locked until it is moved and the new one is locked."""
+        if not (self.fresh and self.path.exists()):
+            return self._lock("ab")
+        with self._lock("rb"):
+            self._move_aside()
+            return self._lock("ab")
+
+    def _lock(self, mode: str) -> IO[bytes]:
+        in_use = self._error(
+            "another program is writing this file", "output-locked", fix="wait until it ends"
+        )
+        file: IO[bytes] = self.path.open(mode)
+        with ExitStack() as on_failure:
+            on_failure.enter_context(file)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise in_use from None
+            if not self.path.exists() or not os.path.samestat(
+                os.fstat(file.fileno()), self.path.stat()
+            ):
+                raise in_use  # moved aside before it was locked
+            on_failure.pop_all()
+        return file
+
+    def _move_aside(self) -> None:
+        """Rename the file, and those of its facts and checksums, to the first free name."""
+        names = (self.path.with_name(f"{self.path.stem}.{n}{self.path.suffix}") for n in count(1))
+        target = next(
+            path
+            for path in names
+            if not any(p.exists() for p in (path, _facts_path(path), _checksum_path(path)))
+        )
+        self.path.rename(target)
+        for old, new in (
+            (self.facts_path, _facts_path(target)),
+            (self.checksum_path, _checksum_path(target)),
+        ):
+            if old.exists():
+                old.rename(new)
+
+    def _count_kept(self, num_lines: int) -> int:
+        present = sum(1 for _ in self._lines()) - self.num_appended_to
+        if present < 0:
+            raise self._error(f"{-present} of its lines are missing", "output-lines-missing")
+        if present > num_lines:
+            raise self._error(
+                f"the file has {present} lines for only {num_lines} rows", "output-lines-extra"
+            )
+        return present if present == num_lines else present - present % self.window
+
+    def _lines(self) -> Iterator[bytes]:
+        """The complete lines of the file."""
+        with self.path.open("rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The lines that are kept. Raises UserError for one that has changed since."""
+        checksums = self.checksum_path.read_bytes().splitlines()
+        start = self.num_appended_to
+        for number, line in enumerate(
+            islice(self._lines(), start, start + self.num_kept), 1 + start
+        ):
+            if number > len(checksums) or checksums[number - 1] != _checksum(line):
+                raise self._error(
+                    "this line has changed since it was written (its checksum is wrong)",
+                    "output-line-damaged",
+                    number,
+                    fix=f"restore it; or remove it and all lines below, and rerun the same "
+                    f"command; or {START_OVER}",
+                )
+            try:
+                value = json.loads(line.decode())
+            except (ValueError, RecursionError):
+                raise self.foreign_line(number) from None
+            if not isinstance(value, dict):
+                raise self.foreign_line(number)
+            yield value
+
+    def foreign_line(self, number: int) -> UserError:
+        """The error for a line (counted from 1) that this command does not write."""
+        return self._error(
+            "this line was not written by this command", "output-line-foreign", number
+        )
+
+    def _error(
+        self, what: str, code: str, line: int | None = None, *, fix: str = START_OVER
+    ) -> UserError:
+        where = str(self.path) if line is None else f"{self.path}:{line}"
+        return UserError(what, code=code, where=where, fix=fix)
+
+    def cut(self, about: Mapping[str, Any]) -> None:
+        """Save the facts, and cut the file to the lines that are kept."""
+        try:
+            earlier = {EARLIER: self.earlier} if self.earlier else {}
+            content = {**self.facts, **earlier, ABOUT: {**about, "lines": self.num_expected}}
+            partial = self.facts_path.with_name(f".{self.facts_path.name}.part")
+            partial.write_text(
+                json.dumps(add_checksum(content), indent=1, ensure_ascii=False), encoding="utf-8"
+            )
+            partial.replace(self.facts_path)
+            num_lines = self.num_appended_to + self.num_kept
+            self._file.truncate(sum(len(line) for line in islice(self._lines(), num_lines)))
+            self._checksums.truncate(num_lines * CHECKSUM_BYTES)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Append whole windows."""
+        try:
+            encoded = [f"{line}\n".encode() for line in lines]
+            self._checksums.write(b"".join(_checksum(line) + b"\n" for line in encoded))
+            self._checksums.flush()
+            self._file.write(b"".join(encoded))
+            self._file.flush()
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            with self._checksums:
+                self._file.close()
+        except OSError as late:  # closing retries to write a window that could not be written
+            if error is None:
+                raise _cannot_write(self.path, late) from late
+
+
+def check_output(path: Path, *, is_new: bool = False) -> None:
+    """Raise UserError unless JSON Lines can be written to this path. is_new: it must not exist."""
+    check_path(path)
+    if path.suffix not in (".jsonl", ".ndjson"):
+        raise UserError(
+            "the output is JSON Lines",
+            code="output-not-jsonl",
+            where=str(path),
+            fix="name a file that ends in .jsonl",
+        )
+    if is_new and path.exists():
+        raise UserError(
+            "this file already exists", code="path-exists", where=str(path), fix="name a new file"
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(
+            "this is a folder" if path.is_dir() else f"there is no folder {path.parent}",
+            code="path-invalid-output",
+            where=str(path),
+            fix="name a file, new or old, in a folder that exists",
+        )
+
+
+def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[str]) -> None:
+    """Raise UserError for a file that is both read and written."""
+    written = {path.resolve() for path in outputs}
+    for path in inputs:
+        if os.path.exists(path) and Path(path).resolve() in written:
+            raise UserError(
+                "this file is an input and cannot be the output as well",
+                code="output-is-input",
+                where=path,
+                fix="name another --out",
+            )
+
+
+def as_line(value: Mapping[str, Any]) -> str:
+    """One line, without its end; values that JSON does not support are written as text.
+
+    Raises ValueError for a number that is not finite.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def check_line(value: Mapping[str, Any], origin: object) -> None:
+    """Raise UserError for a row that cannot be written as a line."""
+    try:
+        as_line(value)
+    except ValueError as error:
+        raise UserError(
+            f"the row cannot be written as JSON ({error})",
+            code="row-not-json",
+            where=str(origin),
+            fix="correct the row",
+        ) from None
+
+
+def _facts_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.about.json")
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.crc")
+
+
+def _checksum(line: bytes) -> bytes:
+    """The CRC-32 of a line with its end, as in the checksum file."""
+    return b"%08x" % crc32(line)
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write ({error.strerror})",
+        code="file-not-writable",
+        where=str(path),
+        fix="free disk space, or name a file that you may write; complete lines are kept, and the "
+        "same command resumes",
+    )
