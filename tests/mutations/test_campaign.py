@@ -195,13 +195,13 @@ def test_mutants_are_caught_or_survive(
 def test_ends_of_trials(tmp_path: Path, body: str, outcome: str) -> None:
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    {body}\n")
     limit = 1.0 if outcome == "hang" else 60.0
-    trial = run_tests(get_context("fork"), ["test_it.py::test_it"], tmp_path, limit)
+    trial = run_tests(get_context("forkserver"), ["test_it.py::test_it"], tmp_path, limit)
     assert trial.outcome == outcome
 
 
 def test_a_module_that_cannot_be_imported_is_a_class_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import no_such_module\ndef test_it(): pass\n")
-    trial = run_tests(get_context("fork"), ["test_it.py::test_it"], tmp_path, 60.0)
+    trial = run_tests(get_context("forkserver"), ["test_it.py::test_it"], tmp_path, 60.0)
     assert trial.outcome == "import"
 
 
