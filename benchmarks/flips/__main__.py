@@ -196,14 +196,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train, held = SETS[name]()
         audited = Audited(train, model) if "audit" in options.look else None
         for share in options.flipped:
-            for seed in range(options.seeds or (8 if options.quick else 16)) if audited else ():
-                rows, flipped = flip(train, seed, share)
-                for way, features, c in (
-                    ("audit", audited.states, C_STATES),
-                    ("form", audited.form, C_FORM),
-                ):
-                    order = audited.order(features, rows, c)
-                    measured.setdefault((way, name, share), []).append(recalls(order, flipped))
+            if audited is not None:
+                for seed in range(options.seeds or (8 if options.quick else 16)):
+                    rows, flipped = flip(train, seed, share)
+                    for way, features, c in (
+                        ("audit", audited.states, C_STATES),
+                        ("form", audited.form, C_FORM),
+                    ):
+                        order = audited.order(features, rows, c)
+                        measured.setdefault((way, name, share), []).append(recalls(order, flipped))
             is_trained = "training" in options.look and not options.quick
             for seed in range(options.seeds or 3) if is_trained else ():
                 rows, flipped = flip(train, seed, share)
