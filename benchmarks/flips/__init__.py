@@ -1,1 +1,1 @@
-"""Wrong verdicts, planted: how many of them a run's page brings to light."""
+"""Labels that are flipped on purpose, and how many of them an audit or a report finds."""

@@ -1,5 +1,5 @@
-"""python -m benchmarks.flips [--quick] [--seeds N] [--look audit training]: thumbs that were turned
-round on purpose, and how many of them are found.
+"""python -m benchmarks.flips [--quick] [--seeds N] [--look audit training]: how many thumbs that
+were flipped on purpose an audit and a report find.
 
 Of the training rows 5, 10 and 20 % are flipped, and two ways to look for them order the rows:
 
@@ -43,10 +43,10 @@ from valence.trainer.targets import with_files
 from valence.types import Judgement, content_id
 
 FLIPPED, LOOKED_AT = (0.05, 0.1, 0.2), (0.1, 0.2)
-"""Shares of the rows that are turned round, and shares of the rows that are looked at."""
+"""Shares of the rows that are flipped, and shares of the rows that are read."""
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 LETTERS = 1200
-"""Of an instruction and its answer, in the demonstration set."""
+"""Most characters of an instruction and its answer, in the demonstration set."""
 BARS: dict[tuple[str, str, float], tuple[float, float]] = {
     ("audit", "quickstart", 0.05): (0.55, 0.75),
     ("audit", "quickstart", 0.1): (0.45, 0.7),
@@ -55,6 +55,8 @@ BARS: dict[tuple[str, str, float], tuple[float, float]] = {
     ("audit", "instructions", 0.1): (0.17, 0.33),
     ("audit", "instructions", 0.2): (0.12, 0.25),
     ("training", "quickstart", 0.05): (0.3, 0.3),
+    ("training", "quickstart", 0.1): (0.28, 0.42),
+    ("training", "quickstart", 0.2): (0.28, 0.42),
     ("training", "instructions", 0.05): (0.15, 0.2),
 }
 """Least mean recall in the first 10 and 20 % of the rows, by way, set and share that is flipped,
@@ -91,7 +93,7 @@ SETS = {"quickstart": quickstart, "instructions": instructions}
 
 
 def flip(rows: Rows, seed: int, share: float) -> tuple[Rows, set[int]]:
-    """The rows with a share of them turned round, and which these are."""
+    """The rows with a share of them flipped, and the indices of these."""
     chosen = set(random.Random(seed).sample(range(len(rows)), max(1, round(share * len(rows)))))
     return [
         row | {"label": not row["label"]} if i in chosen else row for i, row in enumerate(rows)
@@ -99,7 +101,7 @@ def flip(rows: Rows, seed: int, share: float) -> tuple[Rows, set[int]]:
 
 
 def recalls(order: Sequence[int], flipped: set[int]) -> tuple[float, ...]:
-    """Of the flipped rows, those among the first ones, for each share that is looked at."""
+    """The share of the flipped rows among the first rows, for each share that is read."""
     return tuple(
         len(flipped & set(order[: math.ceil(share * len(order))])) / len(flipped & set(order))
         for share in LOOKED_AT
@@ -129,7 +131,7 @@ def recipe(model: Path, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def order_after_training(rows: Rows, held: Rows, model: Path, seed: int) -> list[int]:
-    """The training rows from the most surprising one on, after a run on them."""
+    """The indices of the training rows after a run on them, the most surprising first."""
     with TemporaryDirectory() as place:
         folder = Path(place)
         for file, part in (("train", rows), ("held", held)):
@@ -143,7 +145,7 @@ def order_after_training(rows: Rows, held: Rows, model: Path, seed: int) -> list
 
 
 class Audited:
-    """The rows of a set, with the features by which the audit orders them."""
+    """The rows of a set, with the features that the audit reads."""
 
     def __init__(self, rows: Rows, model: Path) -> None:
         with TemporaryDirectory() as place:
@@ -164,11 +166,11 @@ class Audited:
         self.groups = [content_id(each.prompt, each.completion) for each in judged]
 
     def order(self, features: torch.Tensor, rows: Rows, c: float) -> list[int]:
-        """The rows from the least probable label on."""
+        """The indices of the rows, the least probable label first."""
         labels = [bool(row["label"]) for row in rows]
         up = cross_fit(features, labels, self.groups, c).tolist()
-        given = [p if label else 1 - p for p, label in zip(up, labels, strict=True)]
-        return sorted(range(len(rows)), key=lambda i: given[i])
+        probabilities = [p if label else 1 - p for p, label in zip(up, labels, strict=True)]
+        return sorted(range(len(rows)), key=lambda i: probabilities[i])
 
 
 def interval(values: Sequence[float]) -> str:
@@ -185,30 +187,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", type=int, help="default: 16 of the audit (8 if quick), 3 of training"
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     disable_progress_bar()
     model = assets.smollm2()
-    found: dict[tuple[str, str, float], list[tuple[float, ...]]] = {}
+    measured: dict[tuple[str, str, float], list[tuple[float, ...]]] = {}
     print(f"{'set':<14}{'rows':>5}{'flipped':>9}  {'way':<10}{'first 10 %':>20}{'first 20 %':>20}")
-    for name in given.only:
+    for name in options.only:
         train, held = SETS[name]()
-        audited = Audited(train, model) if "audit" in given.look else None
-        for share in given.flipped:
-            for seed in range(given.seeds or (8 if given.quick else 16)) if audited else ():
-                rows, flipped = flip(train, seed, share)
-                for way, features, c in (
-                    ("audit", audited.states, C_STATES),
-                    ("form", audited.form, C_FORM),
-                ):
-                    order = audited.order(features, rows, c)
-                    found.setdefault((way, name, share), []).append(recalls(order, flipped))
-            is_trained = "training" in given.look and not given.quick
-            for seed in range(given.seeds or 3) if is_trained else ():
+        audited = Audited(train, model) if "audit" in options.look else None
+        for share in options.flipped:
+            if audited is not None:
+                for seed in range(options.seeds or (8 if options.quick else 16)):
+                    rows, flipped = flip(train, seed, share)
+                    for way, features, c in (
+                        ("audit", audited.states, C_STATES),
+                        ("form", audited.form, C_FORM),
+                    ):
+                        order = audited.order(features, rows, c)
+                        measured.setdefault((way, name, share), []).append(recalls(order, flipped))
+            is_trained = "training" in options.look and not options.quick
+            for seed in range(options.seeds or 3) if is_trained else ():
                 rows, flipped = flip(train, seed, share)
                 order = order_after_training(rows, flip(held, seed, share)[0], model, seed)
-                found.setdefault(("training", name, share), []).append(recalls(order, flipped))
+                measured.setdefault(("training", name, share), []).append(recalls(order, flipped))
             for way in ("audit", "form", "training"):
-                if values := found.get((way, name, share)):
+                if values := measured.get((way, name, share)):
                     ten, twenty = map(interval, zip(*values, strict=True))
                     print(
                         f"{name:<14}{len(train):>5}{share:>9.0%}  {way:<10}{ten:>20}{twenty:>20}",
@@ -217,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: list[tuple[str, bool]] = []
     for key, bars in BARS.items():
         for looked_at, bar, values in zip(
-            LOOKED_AT, bars, zip(*found.get(key, ()), strict=True), strict=False
+            LOOKED_AT, bars, zip(*measured.get(key, ()), strict=True), strict=False
         ):
             figure = fmean(values)
             label = f"{key[0]} {key[1]} {key[2]:.0%} in {looked_at:.0%} {figure:.2f}>={bar:g}"

@@ -13,10 +13,10 @@ Rows that have labels already play unlabelled ones. Of each set, 30 % of the pro
 The figure is the AUC on the held-out rows of a logistic regression on the hidden states of
 SmolLM2-135M-Instruct, trained on the rows labelled so far. Differences to random order are paired:
 both orders have the same first rows and held-out rows. `saved` is how many fewer labels an order
-needs to reach the mean AUC that random order has after 100 labels (negative: it needs more).
-Intervals are of the mean over seeds, for `saved` from 200 bootstrap samples of them. Sets: the
-quickstart's thumbs, and the 300 of LLaMA-Factory's demonstration set. --cache: keeps the hidden
-states in a folder. Exit status: 0 the figures held their bars, 1 some did not.
+needs to reach the mean AUC that random order has after 100 labels, or 60 of the smaller set
+(negative: it needs more). Intervals are of the mean over seeds, for `saved` from 200 bootstrap
+samples of them. Sets: those of benchmarks.flips, with their held-out rows. --cache: keeps the
+hidden states in a folder. Exit status: 0 the figures held their bars, 1 some did not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.flips.__main__ import quickstart
+from benchmarks.flips.__main__ import SETS
 from examples.demo import assets
 from valence.data.load import DataFile, stream
 from valence.jobs.audit_labels import C_STATES, hidden_states, load_policy
@@ -46,13 +46,15 @@ from valence.reports.stats import auc, mean_interval, quantile
 from valence.trainer.targets import with_files
 from valence.types import Judgement, content_id
 
-FIRST, STEP, LAST = 20, 10, 140
-AT = 100
+FIRST, STEP = 20, 10
+AT = {"quickstart": 100, "instructions": 60}
 """Labels at which orders are compared."""
+LAST = {"quickstart": 140, "instructions": 80}
+"""Labels at which the curves end."""
 HELD_OUT = 0.3
 BOOTSTRAP = 10
 BAR = -0.02
-"""Least mean difference of margin to random order after AT labels: it does no harm."""
+"""Least mean difference of margin to random order at that number: it does no harm."""
 
 
 @dataclass
@@ -65,18 +67,6 @@ class Pool:
     groups: list[str]
 
 
-def instructions() -> list[dict[str, Any]]:
-    return json.loads((assets.llamafactory_data() / "kto_en_demo.json").read_text("utf-8"))
-
-
-def quickstart_rows() -> list[dict[str, Any]]:
-    train, held_out = quickstart()
-    return train + held_out
-
-
-SETS = {"quickstart": quickstart_rows, "instructions": instructions}
-
-
 def compute_states(name: str, cache: Path | None) -> dict[str, Any]:
     file = cache / f"{name}.pt" if cache else None
     if file and file.exists():
@@ -84,7 +74,9 @@ def compute_states(name: str, cache: Path | None) -> dict[str, Any]:
     model = str(assets.smollm2())
     with TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
-        rows.write_text("".join(json.dumps(row) + "\n" for row in SETS[name]()), encoding="utf-8")
+        train, held_out = SETS[name]()
+        text = "".join(json.dumps(row) + "\n" for row in train + held_out)
+        rows.write_text(text, encoding="utf-8")
         examples = [each for _, each in stream(DataFile(str(rows))) if isinstance(each, Judgement)]
     policy, encoder = load_policy(model, with_files(model, [], ["data.max_length=2048"]))
     encoded = [(each, encoder.encode_all([each]).units) for each in examples]
@@ -164,8 +156,8 @@ ORDERS: dict[str, Order] = {
 }
 
 
-def curve(pool: Pool, order: Order, seed: int) -> list[float]:
-    """The held-out AUC after each step."""
+def curve(pool: Pool, order: Order, seed: int, last: int) -> list[float]:
+    """The held-out AUC after each step, up to ``last`` labels."""
     rng = random.Random(seed)
     prompts = sorted(set(pool.groups))
     rng.shuffle(prompts)
@@ -180,37 +172,38 @@ def curve(pool: Pool, order: Order, seed: int) -> list[float]:
             [probabilities[i] for i in test if pool.labels[i] is up] for up in (True, False)
         )
         values.append(auc(ups, downs))
-        if len(labelled) >= LAST:
+        if len(labelled) >= last:
             return values
         others = [i for i in others if i not in set(labelled)]
         labelled = labelled + order(pool, labelled, others, rng)
 
 
 def labels_for(means: Sequence[float], target: float) -> float:
-    """Labels after which a mean curve reaches a value, interpolated; LAST if it does not."""
+    """Labels after which a mean curve reaches a value, interpolated; all if it does not."""
     for step, value in enumerate(means):
         if value >= target:
             if step == 0:
                 return FIRST
             before = means[step - 1]
             return FIRST + STEP * (step - 1 + (target - before) / (value - before))
-    return LAST
+    return FIRST + STEP * (len(means) - 1)
 
 
-def saved(curves: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
-    """Fewer labels than random order (``others``) needs for its AUC at AT."""
+Curves = Sequence[Sequence[float]]
+
+
+def saved(curves: Curves, others: Curves, at: int) -> float:
+    """Fewer labels than the ``at`` with which random order (``others``) reaches its AUC."""
     means, random_means = ([fmean(step) for step in zip(*each, strict=True)]
                            for each in (curves, others))  # fmt: skip
-    return AT - labels_for(means, random_means[(AT - FIRST) // STEP])
+    return at - labels_for(means, random_means[(at - FIRST) // STEP])
 
 
-def saved_interval(
-    curves: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
-) -> tuple[float, float]:
+def saved_interval(curves: Curves, others: Curves, at: int) -> tuple[float, float]:
     rng, values = random.Random(0), list[float]()
     for _ in range(200):
         places = rng.choices(range(len(curves)), k=len(curves))
-        values.append(saved([curves[i] for i in places], [others[i] for i in places]))
+        values.append(saved([curves[i] for i in places], [others[i] for i in places], at))
     return quantile(values, 0.025), quantile(values, 0.975)
 
 
@@ -226,27 +219,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.only:
         pool = make_pool(name, options.cache)
         seeds = range(8 if options.quick else options.seeds)
-        print(f"{name}: {len(pool.labels)} rows, {len(seeds)} seeds; AUC after 20, 60, 100, 140")
+        at, last = AT[name], LAST[name]
+        shown = (FIRST, (FIRST + at) // 2, at, last)
+        numbers = ", ".join(map(str, shown))
+        print(f"{name}: {len(pool.labels)} rows, {len(seeds)} seeds; AUC after {numbers} labels")
         curves = {
-            way: [curve(pool, order, seed) for seed in seeds] for way, order in ORDERS.items()
+            way: [curve(pool, order, seed, last) for seed in seeds] for way, order in ORDERS.items()
         }
+        baseline = curves["random"]
         for way, values in curves.items():
-            at = [fmean(each[(n - FIRST) // STEP] for each in values) for n in (20, 60, AT, LAST)]
-            line = f"{way:<13}" + " ".join(f"{value:.3f}" for value in at)
+            aucs = [fmean(each[(n - FIRST) // STEP] for each in values) for n in shown]
+            line = f"{way:<13}" + " ".join(f"{value:.3f}" for value in aucs)
             if way != "random":
                 differences = [
-                    mine[(AT - FIRST) // STEP] - theirs[(AT - FIRST) // STEP]
-                    for mine, theirs in zip(values, curves["random"], strict=True)
+                    one[(at - FIRST) // STEP] - other[(at - FIRST) // STEP]
+                    for one, other in zip(values, baseline, strict=True)
                 ]
-                low, high = mean_interval(differences)
-                first, last = saved_interval(values, curves["random"])
+                difference, (low, high) = fmean(differences), mean_interval(differences)
+                first, end = saved_interval(values, baseline, at)
                 line += (
-                    f"  at {AT}: {fmean(differences):+.3f} [{low:+.3f}, {high:+.3f}]"
-                    f"  saved {saved(values, curves['random']):.0f} [{first:.0f}, {last:.0f}]"
+                    f"  at {at}: {difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+                    f"  saved {saved(values, baseline, at):.0f} [{first:.0f}, {end:.0f}]"
                 )
                 if way == "margin":
-                    label = f"margin {name} {fmean(differences):+.3f}>={BAR:g}"
-                    figures.append((label, fmean(differences) >= BAR))
+                    figures.append((f"{way} {name} {difference:+.3f}>={BAR:g}", difference >= BAR))
             print(line, flush=True)
     print("; ".join(f"{label} {'held' if held else 'short'}" for label, held in figures))
     return 0 if all(held for _, held in figures) else 1

@@ -100,6 +100,7 @@ def test_near_duplicates_are_those_that_a_search_of_all_finds() -> None:
     generator = random.Random(1)
     texts = [" ".join(generator.choices("abcd", k=generator.randint(2, 14))) for _ in range(150)]
     texts += [f"{text} {generator.choice('abcd')}" for text in texts]
+    texts = list(dict.fromkeys(texts))
     rows = [(judgement(t, generator.random() < 0.3, i + 1), t) for i, t in enumerate(texts)]
 
     def shingles(text: str) -> set[str]:
@@ -119,6 +120,15 @@ def test_near_duplicates_are_those_that_a_search_of_all_finds() -> None:
         assert len(expected) > 5
         assert {(each.up.origin.line, each.down.origin.line) for each in found} == expected
         assert len(found) == len(expected)
+
+
+def test_copies_of_near_duplicates_are_all_named_once_or_more() -> None:
+    texts = ["a b c d e f g h i j k"] * 3 + ["a b c d e f g h i j k l"] * 4 + ["a b c"] * 2
+    rows = [(judgement(text, i < 3, i), text) for i, text in enumerate(texts)]
+    pairs = [(each.up.origin.line, each.down.origin.line) for each in near_duplicates(rows)]
+    assert sorted(pairs) == [(0, 3), (0, 4), (0, 5), (0, 6), (1, 3), (2, 3)]
+    same = [(judgement("same", i % 2 == 0, i), "same") for i in range(20_000)]
+    assert near_duplicates(same) == []
 
 
 # Agreement

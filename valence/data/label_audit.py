@@ -56,21 +56,28 @@ def near_duplicates(
     by_prompt: dict[str, list[tuple[Judgement, str]]] = defaultdict(list)
     for row, text in rows:
         by_prompt[content_id(row.prompt)].append((row, text))
-    found = [pair for rows in by_prompt.values() for pair in _similar_pairs(rows, threshold)]
-    return sorted(found, key=lambda pair: -pair.similarity)
+    pairs = [pair for rows in by_prompt.values() for pair in _similar_pairs(rows, threshold)]
+    return sorted(pairs, key=lambda pair: -pair.similarity)
 
 
 def _similar_pairs(
     texts: Sequence[tuple[Judgement, str]], threshold: float
 ) -> list[OppositeLabels]:
-    """Compares only rows that share one of their rarest shingles. Of sets with a Jaccard similarity
-    of at least t, each shares one of its ``n - ceil(t * n) + 1`` rarest with the other's (Chaudhuri
-    et al. 2006).
+    """Pairs of similar completions of one prompt. Of equal completions, each is in a pair with the
+    first of the others, so that many copies do not make many more pairs.
+
+    Compares only completions that share one of their rarest shingles. Of sets with a Jaccard
+    similarity of at least t, each shares one of its ``n - ceil(t * n) + 1`` rarest with the other's
+    (Chaudhuri et al. 2006).
     """
-    rows = [row for row, _ in texts]
-    if len({row.label for row in rows}) < 2:
+    if len({row.label for row, _ in texts}) < 2:
         return []
-    shingles = [_shingles(text) for _, text in texts]
+    copies: dict[str, tuple[str, dict[bool, list[Judgement]]]] = {}
+    for row, text in texts:
+        _, by_label = copies.setdefault(content_id(row.completion), (text, {True: [], False: []}))
+        by_label[bool(row.label)].append(row)
+    rows = [by_label for _, by_label in copies.values()]
+    shingles = [_shingles(text) for text, _ in copies.values()]
     counts = Counter(each for group in shingles for each in group)
     downs: dict[str, list[int]] = defaultdict(list)
     rarest: list[list[str]] = []
@@ -78,17 +85,19 @@ def _similar_pairs(
         # 1e-9: 0.8 * 5 is not more than 4
         size = len(group) - int(-(-(threshold * len(group) - 1e-9) // 1)) + 1
         rarest.append(sorted(group, key=lambda each: (counts[each], each))[:size] if group else [])
-        if not rows[i].label:
-            for each in rarest[i]:
-                downs[each].append(i)
-    found: list[OppositeLabels] = []
-    for i, row in enumerate(rows):
-        for j in sorted({j for each in rarest[i] for j in downs[each]} if row.label else ()):
+        for each in rarest[i] if rows[i][False] else ():
+            downs[each].append(i)
+    pairs: list[OppositeLabels] = []
+    for i, by_label in enumerate(rows):
+        ups = by_label[True]
+        for j in sorted({j for each in rarest[i] for j in downs[each]} - {i} if ups else ()):
             shared = len(shingles[i] & shingles[j])
             similarity = shared / (len(shingles[i]) + len(shingles[j]) - shared)
-            if similarity >= threshold and row.completion != rows[j].completion:
-                found.append(OppositeLabels(row, rows[j], similarity))
-    return found
+            if similarity >= threshold:
+                first, *others = rows[j][False]
+                pairs += [OppositeLabels(up, first, similarity) for up in ups]
+                pairs += [OppositeLabels(ups[0], down, similarity) for down in others]
+    return pairs
 
 
 def _shingles(text: str) -> set[str]:
@@ -146,7 +155,7 @@ def ratings_of_votes(votes: Iterable[Vote]) -> list[RaterVerdict]:
 
 def ratings_of_rows(examples: Iterable[Example]) -> list[RaterVerdict]:
     """The ratings of rows that name their only rater, in ``info.rater`` or ``info.raters``."""
-    found: dict[tuple[str, str], RaterVerdict] = {}
+    ratings: dict[tuple[str, str], RaterVerdict] = {}
     for example in examples:
         raters = example.info.get("raters") or example.info.get("rater")
         names = list(raters) if isinstance(raters, list | tuple) else [raters]
@@ -154,8 +163,8 @@ def ratings_of_rows(examples: Iterable[Example]) -> list[RaterVerdict]:
             target = content_id(example.prompt, example.completion)
             verdict = "up" if example.label else "down"
             if names[0] is not None:
-                found[target, str(names[0])] = RaterVerdict(target, str(names[0]), verdict)
-    return list(found.values())
+                ratings[target, str(names[0])] = RaterVerdict(target, str(names[0]), verdict)
+    return list(ratings.values())
 
 
 def rater_agreement(ratings: Iterable[RaterVerdict]) -> RaterAgreement | None:
@@ -208,7 +217,7 @@ LIST_ITEM = re.compile(r"^\s*(?:[-*+\N{BULLET}]|\d+[.)])\s", re.MULTILINE)
 
 
 def form_of(text: str) -> Mapping[str, float]:
-    """What a completion looks like, whatever it says, by name."""
+    """Properties of the form of a completion, whatever it says, by name."""
     return {
         "words": float(len(text.split())),
         "list items": float(len(LIST_ITEM.findall(text))),
