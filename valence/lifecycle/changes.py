@@ -8,11 +8,11 @@ import difflib
 import hashlib
 import json
 import re
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -23,7 +23,6 @@ from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
 from valence.runs.folder import versions
 from valence.trainer.prepare import Corpus, Prepared
-from valence.types import TokenizedExample
 
 FREE = (
     {
@@ -219,7 +218,10 @@ def hashes_of(prepared: Prepared) -> bytes:
     """A hash of every row, by which it can be said later what has changed; as safetensors with a
     checksum.
     """
-    hashes = {_list(name): torch.tensor(_hashes(c.units)) for name, c in prepared.corpora.items()}
+    hashes = {
+        _list(name): torch.from_numpy(np.array(c.units.columns["fingerprint"]))
+        for name, c in prepared.corpora.items()
+    }
     return save(hashes, metadata={KEY: _checksum(hashes)})
 
 
@@ -265,11 +267,12 @@ def _how(
     said = f"{name}: {before} rows then, {now[name]['rows'] if corpus else 'none'} now"
     if kept is None or corpus is None:
         return said
-    hashes = _hashes(corpus.units)
+    hashes = corpus.units.columns["fingerprint"].tolist()
     old = set(kept.tolist())
-    new = [unit for unit, each in zip(corpus.units, hashes, strict=True) if each not in old]
+    new = [i for i, each in enumerate(hashes) if each not in old]
     gone = len(old - set(hashes))
-    parts = [f"{len(new)} are new, the first of them {new[0].origin}"] if new else []
+    first = corpus.units.origins[new[0]] if new else None
+    parts = [f"{len(new)} are new, the first of them {first}"] if new else []
     parts += [f"{gone} are gone or have changed"] if gone else []
     return f"{said}: {', '.join(parts) or 'the same ones in another order'}"
 
@@ -280,35 +283,8 @@ def _digest(corpus: Corpus, in_order: bool) -> str:
     The order of those to train on counts only among rows with the same content, as it does for a
     run.
     """
-    units, hashes = corpus.units, _hashes(corpus.units)
-    order = range(len(units)) if in_order else sorted(range(len(units)), key=lambda i: units[i].id)
-    return hashlib.sha256(array("q", [hashes[i] for i in order]).tobytes()).hexdigest()[:32]
-
-
-def _hashes(units: Sequence[TokenizedExample]) -> list[int]:
-    return [_hash(unit) for unit in units]
-
-
-def _hash(unit: TokenizedExample) -> int:
-    """Of all that training reads of a row: its tokens, which of them are trained on, and its
-    verdict.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for ids, mask in (
-        (unit.prompt_ids, unit.prompt_mask),
-        *((answer.ids, answer.mask) for answer in unit.answers),
-    ):
-        digest.update(array("q", ids).tobytes() + b"|" + bytes(mask) + b"|")
-    columns = tuple(answer.columns for answer in unit.answers)
-    rest = (
-        unit.id,
-        unit.kind,
-        unit.label,
-        unit.scores,
-        unit.attributes,
-        unit.margin,
-        unit.soft,
-        unit.weight,
-    )
-    digest.update(repr((*rest, columns) if any(columns) else rest).encode())
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    columns = corpus.units.columns
+    hashes = np.array(columns["fingerprint"])
+    if not in_order:
+        hashes = hashes[np.argsort(columns["id"], kind="stable")]
+    return hashlib.sha256(hashes.tobytes()).hexdigest()[:32]
