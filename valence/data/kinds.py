@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from valence.data.convert import CONVERSIONS, Conversion, Unused, best_to_demonstrations
+from valence.data.example_store import ExampleStore
 from valence.data.verdicts import shared_verdicts, verdicts
 from valence.errors import UserError
 from valence.types import (
@@ -98,17 +99,19 @@ def conversion_to(
 
 
 def of_kind(
-    examples: Sequence[Example], kind: Kind, conversion: Conversion | None, threshold: float | None
-) -> tuple[tuple[Example, ...], list[tuple[Example, Unused]]]:
+    examples: ExampleStore, kind: Kind, conversion: Conversion | None, threshold: float | None
+) -> tuple[ExampleStore, list[tuple[Example, Unused]]]:
     """These examples as the kind, and those that the conversion made nothing of, each with the
     reason. Raises UserError at the first that is of another kind and is not converted, and where
     ``scored`` answers share no sort of verdict.
+
+    Examples that are converted are all held in memory.
     """
     made = conversion.gives if conversion else kind
     examples, failed = _without_failed(examples)
-    ready: list[Example] = []
     other: list[Example] = []
-    for e in examples:
+    others = set[int]()
+    for i, e in enumerate(examples):
         takes = conversion is not None and conversion.takes(e)
         is_ready = _is(e, made) or (_is(e, kind) and not takes)
         if is_ready and takes:
@@ -120,12 +123,22 @@ def of_kind(
             )
         if not is_ready and not takes:
             raise _wrong_kind(e, kind)
-        (ready if is_ready else other).append(e)
+        if not is_ready:
+            other.append(e)
+            others.add(i)
     converted, unused = conversion.run(other, threshold) if conversion else ([], [])
-    found = (*ready, *converted)
+    found = _without(examples, others)
+    found.extend(converted)
     if kind == "scored":
         shared_verdicts(e for e in found if isinstance(e, Judgement))
     return found, [*failed, *unused]
+
+
+def _without(examples: ExampleStore, indices: set[int]) -> ExampleStore:
+    """The examples but for those at these indices."""
+    if not indices:
+        return examples
+    return ExampleStore(examples[i] for i in range(len(examples)) if i not in indices)
 
 
 def imported_examples(
@@ -149,20 +162,25 @@ def imported_examples(
 
 
 def _without_failed(
-    examples: Sequence[Example],
-) -> tuple[list[Example], list[tuple[Example, Unused]]]:
+    examples: ExampleStore,
+) -> tuple[ExampleStore, list[tuple[Example, Unused]]]:
     """The examples, and apart from them those whose reward failed, each with the reason."""
-    failed = [e for e in examples if isinstance(e, Judgement) and e.error and not verdicts(e)]
+    failed = {
+        i: e
+        for i, e in enumerate(examples)
+        if isinstance(e, Judgement) and e.error and not verdicts(e)
+    }
     if not failed:
-        return list(examples), []
-    gone = set(map(id, failed))
-    kept = [e for e in examples if id(e) not in gone]
-    judged = {content_id(e.prompt) for e in kept}
-    reasons = (
-        Unused.REWARD_FAILED if content_id(e.prompt) in judged else Unused.ALL_REWARDS_FAILED
-        for e in failed
-    )
-    return kept, list(zip(failed, reasons, strict=True))
+        return examples, []
+    others = _without(examples, set(failed))
+    judged = {content_id(e.prompt) for e in others}
+    return others, [
+        (
+            e,
+            Unused.REWARD_FAILED if content_id(e.prompt) in judged else Unused.ALL_REWARDS_FAILED,
+        )
+        for e in failed.values()
+    ]
 
 
 def _is(e: Example, kind: Kind) -> bool:

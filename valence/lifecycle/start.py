@@ -117,8 +117,9 @@ def build_run(
     with ExitStack() as failing:
         failing.callback(folder.close)
         prepared = prepare(
-            with_dtype(source, world), tokenizer=tokenizer, given=given, policy=model
-        )
+            with_dtype(source, world), tokenizer=tokenizer, given=given, policy=model,
+            console=None if quiet else console,
+        )  # fmt: skip
         same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         previous = find_previous_run(folder, prepared, allow) if folder.taken_up else None
         prepared = previous.prepared if previous else prepared
