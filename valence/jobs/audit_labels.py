@@ -332,7 +332,7 @@ def audit_rows(
     """
     console = console or Terminal()
     if out is not None:
-        check_output(out, is_new=not may_exist)
+        check_output(out)
     source = with_files(model or NO_MODEL, files, overrides, format=format)
     sources = source.recipe.data.eval
     for number, each in enumerate(sources):
@@ -345,6 +345,7 @@ def audit_rows(
             )
     if out is not None:
         refuse_inputs([out], [source.path for source in sources])
+        check_output(out, is_new=not may_exist)
     rows = read_rated(sources)
     rated = rows.all_rated
     if not rated:

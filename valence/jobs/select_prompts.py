@@ -102,10 +102,11 @@ def select_prompts(
     Raises UserError for a mistake in the request, and when nothing is left to select from.
     """
     console = console or Terminal()
-    check_output(out, is_new=True)
+    check_output(out)
     source = with_files(model, [*rated, *files], overrides)
     sources = source.recipe.data.eval
     refuse_inputs([out], [source.path for source in sources])
+    check_output(out, is_new=True)
     labelled = read_rated(sources[: len(rated)])
     completions, labels = _labelled_completions(labelled)
     if not completions:
