@@ -81,8 +81,8 @@ def _with_completion(
     example: TokenizedExample, completion: TokenizedCompletion, max_length: int
 ) -> TokenizedExample:
     room = max(1, max_length - len(example.prompt_ids))
-    is_whole = len(completion.ids) <= room
+    fits = len(completion.ids) <= room
     cut = TokenizedCompletion(
-        completion.ids[:room], completion.mask[:room], completion.complete and is_whole
+        completion.ids[:room], completion.mask[:room], completion.complete and fits
     )
     return replace(example, prompt_mask=(False,) * len(example.prompt_ids), answers=(cut,))
