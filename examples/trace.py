@@ -126,19 +126,23 @@ class Trace:
 
     def _new_objects(self, value: Any) -> bool:
         """Whether a value holds row data that was not seen before."""
-        found = [each for each in self._row_data(value, 3) if id(each) not in self._known]
-        self._known |= {id(each): each for each in found}  # kept alive, so that ids stay unique
-        return bool(found)
+        new_objects = [
+            candidate for candidate in self._row_data(value, 3) if id(candidate) not in self._known
+        ]
+        self._known |= {
+            id(candidate): candidate for candidate in new_objects
+        }  # kept alive, so that ids stay unique
+        return bool(new_objects)
 
     def _row_data(self, value: Any, depth: int) -> Iterator[Any]:
         if isinstance(value, ROW_DATA) or (self._num_steps and isinstance(value, torch.Tensor)):
             yield value
         elif depth and isinstance(value, Mapping):
-            for each in list(value.values())[:8]:
-                yield from self._row_data(each, depth - 1)
+            for item in list(value.values())[:8]:
+                yield from self._row_data(item, depth - 1)
         elif depth and isinstance(value, list | tuple):
-            for each in value[:8]:
-                yield from self._row_data(each, depth - 1)
+            for item in value[:8]:
+                yield from self._row_data(item, depth - 1)
 
 
 def make_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
