@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import valence
 from valence.batching.micro_batches import RankBatches, StepPacker
 from valence.batching.prefix_tree import PrefixTree
-from valence.data.encode import EncodedSet
+from valence.data.encoded_set import EncodedSet
 from valence.data.load import Loaded
 from valence.data.sources import Row
 from valence.online.collector import RolloutPrompt

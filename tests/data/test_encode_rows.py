@@ -22,7 +22,7 @@ from tests.data.encoding import (
 )
 from tests.errors import raises_error
 from tests.tiny import BOS, CHATML, CHATML_TOOLS, INST, LAST_UNSTRIPPED, NO_END, tiny_tokenizer
-from valence.data.encode import Unusable
+from valence.data.encoded_set import Unusable
 from valence.types import (
     Chat,
     Demonstration,

@@ -15,7 +15,8 @@ import pytest
 
 from tests.data.encoding import HERE, answered, chat, encoded, text, trained, turn
 from tests.tiny import tokenizer_of
-from valence.data.encode import EncodedSet, Encoder
+from valence.data.encode import Encoder
+from valence.data.encoded_set import EncodedSet
 from valence.types import Chat, Demonstration, Preference, TokenizedCompletion, TokenizedExample
 
 FOLDER = Path(__file__).parent / "templates"

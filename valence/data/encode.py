@@ -5,13 +5,21 @@ the end-of-turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from valence.data.encoded_set import (
+    EncodedChunk,
+    EncodedColumns,
+    EncodedSet,
+    Length,
+    Unusable,
+    encoded_set,
+)
 from valence.data.template import (
     AsChat,
     ChatTemplate,
@@ -21,7 +29,7 @@ from valence.data.template import (
     has_no_weight,
     renders_as_chat,
 )
-from valence.data.vocab import Marked, RowError, Vocab, any_of, row_code
+from valence.data.vocab import Marked, RowError, Vocab, any_of
 from valence.errors import UserError
 from valence.types import (
     Chat,
@@ -40,57 +48,6 @@ from valence.types import (
 )
 
 LongRows = Literal["drop", "cut_completion", "cut_prompt"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unusable:
-    """An example that became no unit of training.
-
-    ``dropped``: it is too long, which the recipe allows for; otherwise the row is bad. ``kind``: a
-    short stable name to count by (``too_long``, ``not_a_prefix``, ``empty_answer``, ...).
-    """
-
-    origin: Origin
-    kind: str
-    reason: str
-    fix: str | None = None
-    dropped: bool = False
-    source: str = ""
-
-    @property
-    def code(self) -> str:
-        """The code of a UserError about this row."""
-        return row_code(self.kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """Tokens of an example's prompt and of each answer, before ``long_rows`` did anything."""
-
-    prompt: int
-    answers: tuple[int, ...]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence: the prompt with its longest answer."""
-        return self.prompt + max(self.answers, default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedSet:
-    """All units in the order of their examples, and what happened on the way.
-
-    ``notes``: name of a remark -> the rows it was made on (see ``Encoder``). ``lengths``: one for
-    every example that could be tokenised, so also for those that were then dropped or cut.
-    ``parts``: the examples that took the place of conversations which were split into one for each
-    assistant turn.
-    """
-
-    units: tuple[TokenizedExample, ...]
-    unusable: tuple[Unusable, ...]
-    notes: Mapping[str, tuple[Origin, ...]]
-    lengths: tuple[Length, ...]
-    parts: tuple[Example, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,31 +170,29 @@ class Encoder:
         self, examples: Sequence[Example], sources: Sequence[str] | None = None
     ) -> EncodedSet:
         """All examples as tokens. ``sources``: the file that each example came from."""
-        units: list[TokenizedExample] = []
-        unusable: list[Unusable] = []
-        notes: dict[str, list[Origin]] = {}
-        lengths: list[Length] = []
-        parts: list[Example] = []
-        for example, source in zip(examples, sources or [""] * len(examples), strict=True):
+        return encoded_set(self.encode_chunk(examples, sources), examples, one_per_turn)
+
+    def encode_chunk(
+        self, examples: Iterable[Example], sources: Sequence[str] | None = None
+    ) -> EncodedChunk:
+        """Consecutive examples as columns of tokens, and what happened on the way."""
+        columns = EncodedColumns()
+        for i, example in enumerate(examples):
+            source = sources[i] if sources else ""
             rows = [_Row()]
             results = [self._encode(example, source, rows[0])]
+            turns: list[Example] = []
             if rows[0].rewritten and isinstance(example, Demonstration):
-                turns = _one_per_turn(example)
+                turns = one_per_turn(example)
                 rows = [_Row(whole=False) for _ in turns]
                 results = [
                     self._encode(part, source, row) for part, row in zip(turns, rows, strict=True)
                 ]
                 rows[0].notes.add("split_turns")
-                parts += turns
-            units += [result for result in results if isinstance(result, TokenizedExample)]
-            unusable += [result for result in results if isinstance(result, Unusable)]
-            for note in sorted({note for row in rows for note in row.notes}):
-                notes.setdefault(note, []).append(example.origin)
-            lengths += [row.length for row in rows if row.length is not None]
-        records, lacking = _all_or_none(units)
-        notes |= {"logps_missing": lacking} if lacking else {}
-        by_name = {name: tuple(notes[name]) for name in sorted(notes)}
-        return EncodedSet(tuple(records), tuple(unusable), by_name, tuple(lengths), tuple(parts))
+            notes = sorted({note for row in rows for note in row.notes})
+            lengths = [row.length for row in rows if row.length is not None]
+            columns.add(example, results, notes, lengths, len(turns))
+        return columns.chunk()
 
     def _encode(self, example: Example, source: str, row: _Row) -> TokenizedExample | Unusable:
         completions, verdict = _parts(example)
@@ -561,7 +516,7 @@ def _check_turns(completion: Chat) -> None:
             raise _empty_answer()
 
 
-def _one_per_turn(example: Demonstration) -> list[Example]:
+def one_per_turn(example: Demonstration) -> list[Example]:
     """A conversation as one example for each assistant turn, with all that precedes it as the
     prompt.
     """
@@ -608,23 +563,6 @@ def _cut(answer: TokenizedCompletion, room: int) -> TokenizedCompletion:
         False,
         tuple((name, each[:room]) for name, each in answer.columns),
     )
-
-
-def _all_or_none(units: list[TokenizedExample]) -> tuple[list[TokenizedExample], list[Origin]]:
-    """The units, without their answers' columns unless all answers of all rankings have them; and
-    which have none.
-    """
-    rankings = [unit for unit in units if unit.kind == "ranking"]
-    lacking = [
-        unit.origin for unit in rankings if not all(answer.columns for answer in unit.answers)
-    ]
-    if not lacking or not any(answer.columns for unit in rankings for answer in unit.answers):
-        return units, []
-    bare = (
-        replace(unit, answers=tuple(replace(answer, columns=()) for answer in unit.answers))
-        for unit in units
-    )
-    return list(bare), lacking
 
 
 def _cut_prompt(tokens: _Tokens, max_length: int) -> _Tokens | None:

@@ -1,0 +1,427 @@
+"""Tokenized examples as flat arrays: 5 bytes per token and about 100 bytes per example.
+
+A ``TokenizedExample`` with its tuples of Python integers takes ten times as much. It is made when
+it is read, so only the examples of a step exist as such.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar, get_args, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
+
+Array = NDArray[Any]
+T = TypeVar("T")
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+EXAMPLE = {
+    "id": np.uint64, "path": np.int32, "line": np.int64, "source": np.int32, "kind": np.int8,
+    "label": np.int8, "margin": np.float64, "soft": np.float64, "weight": np.float64,
+    "num_answers": np.int32, "num_scores": np.int32, "num_attributes": np.int32,
+    "margin_is_int": np.bool_, "soft_is_int": np.bool_, "fingerprint": np.int64,
+}  # fmt: skip
+"""Columns with a number for each example.
+
+``path``, ``source``: numbers of names. ``label``: -1 for None. ``soft``: NaN for None.
+``*_is_int``: the number was a Python integer, which a fingerprint tells from 1.0.
+"""
+PART = {
+    "num_tokens": np.int32, "num_trained": np.int32, "digest": np.uint64, "complete": np.bool_,
+    "ends_trained": np.bool_, "column_names": np.int32,
+}  # fmt: skip
+"""Columns with a number for each part of an example: its prompt, then its answers.
+
+``num_trained``: tokens that a loss reads. ``digest``: of its tokens. ``ends_trained``: whether a
+loss reads the last one. ``column_names``: number of a tuple of names.
+"""
+TOKEN = {"tokens": np.int32, "mask": np.bool_}
+OTHER = {
+    "scores": np.float64, "attribute": np.int32, "attribute_scores": np.float64,
+    "token_columns": np.float64, "score_is_int": np.bool_, "attribute_is_int": np.bool_,
+}  # fmt: skip
+"""``scores``, ``attribute``, ``attribute_scores``: end to end for all examples. ``token_columns``:
+for each part the columns of its tokens, one after the other.
+"""
+COLUMNS = EXAMPLE | PART | TOKEN | OTHER
+NAMES = {"path": "files", "source": "files", "attribute": "attributes", "column_names": "columns"}
+"""Columns whose numbers stand for names -> the list of these names."""
+
+
+class Names:
+    """Numbers for names, in the order in which these are first used."""
+
+    def __init__(self, names: Iterable[Any] = ()) -> None:
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    def number(self, name: Any) -> int:
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    @property
+    def names(self) -> list[Any]:
+        return list(self._numbers)
+
+
+class LazySequence(Sequence[T]):
+    """A sequence whose items are made when they are read. It equals a sequence of equal items."""
+
+    def item(self, index: int) -> T:
+        """The item at an index from 0."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        if isinstance(index, slice):
+            return tuple(self.item(i) for i in range(len(self))[index])
+        return self.item(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[T]:
+        return (self.item(i) for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(
+            a == b
+            for a, b in zip(self, other, strict=True)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        )
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+class Origins(LazySequence[Origin]):
+    """Places of rows. path[n]: number of the file; line[n]."""
+
+    def __init__(self, files: Sequence[str], path: Array, line: Array) -> None:
+        self.files, self.path, self.line = files, path, line
+
+    def __len__(self) -> int:
+        return len(self.path)
+
+    def item(self, index: int) -> Origin:
+        return Origin(self.files[int(self.path[index])], int(self.line[index]))
+
+    def select(self, indices: Array) -> Origins:
+        return Origins(self.files, self.path[indices], self.line[indices])
+
+    def isin(self, others: Origins) -> NDArray[np.bool_]:
+        """Whether each is among the others, which have the same list of files."""
+        places, wanted = (
+            np.stack([each.path, each.line], axis=1, dtype=np.int64) for each in (self, others)
+        )
+        pairs = np.concatenate([places, wanted])
+        _, numbers = np.unique(pairs, axis=0, return_inverse=True)
+        numbers = numbers.reshape(-1)
+        return np.isin(numbers[: len(self)], numbers[len(self) :])
+
+
+def token_digest(ids: Sequence[int]) -> int:
+    """A number that equal token ids have in common, and no others."""
+    return int.from_bytes(hashlib.blake2b(array("i", ids), digest_size=8).digest(), "little")
+
+
+def fingerprint(unit: TokenizedExample) -> int:
+    """A hash of all that training reads of a row: its tokens, which of them are trained on, and its
+    verdict. Run folders store it, so it must not change.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for ids, mask in (
+        (unit.prompt_ids, unit.prompt_mask),
+        *((answer.ids, answer.mask) for answer in unit.answers),
+    ):
+        digest.update(array("q", ids).tobytes() + b"|" + bytes(mask) + b"|")
+    columns = tuple(answer.columns for answer in unit.answers)
+    rest = (
+        unit.id,
+        unit.kind,
+        unit.label,
+        unit.scores,
+        unit.attributes,
+        unit.margin,
+        unit.soft,
+        unit.weight,
+    )
+    digest.update(repr((*rest, columns) if any(columns) else rest).encode())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+class TokenizedColumns:
+    """Examples as columns, while they are collected."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self.names = {name: Names() for name in {*NAMES.values()}}
+
+    def add(self, unit: TokenizedExample) -> None:
+        add, number = self._add, self._number
+        add("id", int(unit.id, 16))
+        add("path", number("path", unit.origin.path))
+        add("line", unit.origin.line)
+        add("source", number("source", unit.source))
+        add("kind", KINDS.index(unit.kind))
+        add("label", -1 if unit.label is None else int(unit.label))
+        add("margin", unit.margin)
+        add("soft", np.nan if unit.soft is None else unit.soft)
+        add("weight", unit.weight)
+        add("margin_is_int", isinstance(unit.margin, int))
+        add("soft_is_int", isinstance(unit.soft, int))
+        add("fingerprint", fingerprint(unit))
+        add("num_answers", len(unit.answers))
+        add("num_scores", len(unit.scores))
+        add("num_attributes", len(unit.attributes))
+        for score in unit.scores:
+            add("scores", score)
+            add("score_is_int", isinstance(score, int))
+        for name, score in unit.attributes:
+            add("attribute", number("attribute", name))
+            add("attribute_scores", score)
+            add("attribute_is_int", isinstance(score, int))
+        self._add_part(TokenizedCompletion(unit.prompt_ids, unit.prompt_mask))
+        for answer in unit.answers:
+            self._add_part(answer)
+
+    def _add_part(self, part: TokenizedCompletion) -> None:
+        self._add("num_tokens", len(part.ids))
+        self._add("num_trained", sum(part.mask))
+        self._add("digest", token_digest(part.ids))
+        self._add("complete", part.complete)
+        self._add("ends_trained", bool(part.mask) and part.mask[-1])
+        names = tuple(name for name, _ in part.columns)
+        self._add("column_names", self._number("column_names", names))
+        self.values["tokens"] += part.ids
+        self.values["mask"] += part.mask
+        for _, values in part.columns:
+            self.values["token_columns"] += values
+
+    def _add(self, name: str, value: object) -> None:
+        self.values[name].append(value)
+
+    def _number(self, column: str, name: object) -> int:
+        return self.names[NAMES[column]].number(name)
+
+    def arrays(self) -> dict[str, Array]:
+        return {name: np.array(self.values[name], dtype) for name, dtype in COLUMNS.items()}
+
+
+def dataset_of(units: Iterable[TokenizedExample]) -> TokenizedDataset:
+    """These examples in arrays. Their ids are hexadecimal numbers."""
+    columns = TokenizedColumns()
+    for unit in units:
+        columns.add(unit)
+    names = {name: each.names for name, each in columns.names.items()}
+    return TokenizedDataset(columns.arrays(), names)
+
+
+def offsets(counts: Array) -> NDArray[np.int64]:
+    """Where each of consecutive groups of these sizes starts, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+class TokenizedDataset(LazySequence[TokenizedExample]):
+    """Tokenized examples in arrays. columns: see ``COLUMNS``; names: the lists of ``NAMES``."""
+
+    def __init__(self, columns: Mapping[str, Array], names: Mapping[str, Sequence[Any]]) -> None:
+        self.columns, self.names = columns, names
+        self._first_part = offsets(columns["num_answers"] + 1)
+        self._first_token = offsets(columns["num_tokens"])
+        self._first_score = offsets(columns["num_scores"])
+        self._first_attribute = offsets(columns["num_attributes"])
+
+    @cached_property
+    def _first_value(self) -> NDArray[np.int64]:
+        """Where the token columns of each part start."""
+        num_names = np.array([len(each) for each in self.names["columns"]], np.int64)
+        columns = self.columns
+        if not num_names.any():
+            return np.zeros(len(columns["num_tokens"]) + 1, np.int64)
+        return offsets(columns["num_tokens"] * num_names[columns["column_names"]])
+
+    def __len__(self) -> int:
+        return len(self.columns["id"])
+
+    def item(self, index: int) -> TokenizedExample:
+        columns = self.columns
+        first, last = int(self._first_part[index]), int(self._first_part[index + 1])
+        prompt, *answers = self._parts(first, last)
+        scores = slice(int(self._first_score[index]), int(self._first_score[index + 1]))
+        label, soft = int(columns["label"][index]), float(columns["soft"][index])
+        margin = float(columns["margin"][index])
+        return TokenizedExample(
+            id=f"{int(columns['id'][index]):016x}",
+            origin=self.origins.item(index),
+            kind=KINDS[columns["kind"][index]],
+            prompt_ids=prompt.ids,
+            prompt_mask=prompt.mask,
+            answers=tuple(answers),
+            label=None if label < 0 else bool(label),
+            scores=_numbers(columns["scores"][scores], columns["score_is_int"][scores]),
+            attributes=self._attributes(index),
+            margin=int(margin) if columns["margin_is_int"][index] else margin,
+            soft=None if soft != soft else int(soft) if columns["soft_is_int"][index] else soft,
+            weight=float(columns["weight"][index]),
+            source=self.names["files"][columns["source"][index]],
+        )
+
+    def _parts(self, first: int, last: int) -> list[TokenizedCompletion]:
+        """The parts from ``first`` to before ``last``."""
+        columns = self.columns
+        starts = self._first_token[first : last + 1].tolist()
+        tokens = columns["tokens"][starts[0] : starts[-1]].tolist()
+        mask = columns["mask"][starts[0] : starts[-1]].tolist()
+        names = columns["column_names"][first:last].tolist()
+        complete = columns["complete"][first:last].tolist()
+        parts: list[TokenizedCompletion] = []
+        for i in range(last - first):
+            span = slice(starts[i] - starts[0], starts[i + 1] - starts[0])
+            token_columns = self.names["columns"][names[i]]
+            parts.append(
+                TokenizedCompletion(
+                    tuple(tokens[span]),
+                    tuple(mask[span]),
+                    complete[i],
+                    self._token_columns(first + i, token_columns) if token_columns else (),
+                )
+            )
+        return parts
+
+    def _token_columns(
+        self, part: int, names: Sequence[str]
+    ) -> tuple[tuple[str, tuple[float, ...]], ...]:
+        start, end = self._first_value[part : part + 2].tolist()
+        table = self.columns["token_columns"][start:end].reshape(len(names), -1)
+        return tuple(
+            (name, tuple(values.tolist())) for name, values in zip(names, table, strict=True)
+        )
+
+    def _attributes(self, index: int) -> tuple[tuple[str, float], ...]:
+        start, end = self._first_attribute[index : index + 2].tolist()
+        if start == end:
+            return ()
+        columns, names = self.columns, self.names["attributes"]
+        numbers = _numbers(
+            columns["attribute_scores"][start:end], columns["attribute_is_int"][start:end]
+        )
+        names = [names[number] for number in columns["attribute"][start:end]]
+        return tuple(zip(names, numbers, strict=True))
+
+    # Columns
+
+    @cached_property
+    def origins(self) -> Origins:
+        return Origins(self.names["files"], self.columns["path"], self.columns["line"])
+
+    @property
+    def ids(self) -> Iterator[str]:
+        """Content ids."""
+        return (f"{number:016x}" for number in self.columns["id"].tolist())
+
+    def has_kind(self, kind: Kind) -> NDArray[np.bool_]:
+        """Whether each example is of this kind."""
+        return self.columns["kind"] == KINDS.index(kind)
+
+    @property
+    def is_prompt(self) -> NDArray[np.bool_]:
+        """Whether each part is a prompt."""
+        found = np.zeros(len(self.columns["num_tokens"]), np.bool_)
+        found[self._first_part[:-1]] = True
+        return found
+
+    @property
+    def example_of_answer(self) -> NDArray[np.int64]:
+        """The example that each answer belongs to."""
+        return np.repeat(np.arange(len(self)), self.columns["num_answers"])
+
+    @property
+    def answer_classes(self) -> NDArray[np.str_]:
+        """The class of each answer: chosen, rejected, up, down, or all."""
+        owner, label = self.example_of_answer, self.columns["label"]
+        is_first = np.diff(owner, prepend=-1) != 0
+        is_pair, is_judgement = (self.has_kind(kind)[owner] for kind in ("preference", "judgement"))
+        return np.select(
+            [is_pair & is_first, is_pair, is_judgement & (label[owner] == 1),
+             is_judgement & (label[owner] == 0)],
+            ["chosen", "rejected", "up", "down"],
+            "all",
+        )  # fmt: skip
+
+    def of_prompts(self, name: str) -> Array:
+        """A column of the parts for the prompts alone: one number for each example."""
+        return self.columns[name][self._first_part[:-1]]
+
+    def of_answers(self, name: str) -> Array:
+        """A column of the parts for the answers alone: one number for each answer."""
+        return self.columns[name][~self.is_prompt]
+
+    @property
+    def last_tokens(self) -> set[int]:
+        """The different tokens that answers end with."""
+        ends = self._first_token[1:][~self.is_prompt] - 1
+        return set(np.unique(self.columns["tokens"][ends]).tolist())
+
+    @property
+    def num_sequence_tokens(self) -> NDArray[np.int64]:
+        """Tokens of the sequences of each example: its prompt once for each answer."""
+        answers = np.zeros(len(self), np.int64)
+        np.add.at(answers, self.example_of_answer, self.of_answers("num_tokens"))
+        return answers + self.columns["num_answers"].astype(np.int64) * self.of_prompts(
+            "num_tokens"
+        )
+
+    @property
+    def longest(self) -> NDArray[np.int64]:
+        """Tokens of the longest answer of each example, 0 where there is none."""
+        found = np.zeros(len(self), np.int64)
+        np.maximum.at(found, self.example_of_answer, self.of_answers("num_tokens"))
+        return found
+
+    @property
+    def num_unique_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each example: its prompt once, and its answers."""
+        return np.diff(self._first_token[self._first_part])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        own = (self._first_part, self._first_token, self._first_score, self._first_attribute)
+        return sum(each.nbytes for each in (*self.columns.values(), *own))
+
+    # Changed
+
+    def with_scores(self, scores: Sequence[Sequence[float]]) -> TokenizedDataset:
+        """The same examples with other scores."""
+        flat = np.array([score for each in scores for score in each], np.float64)
+        counts = np.array([len(each) for each in scores], np.int32)
+        changed = {
+            "scores": flat, "num_scores": counts, "score_is_int": np.zeros(len(flat), np.bool_)
+        }  # fmt: skip
+        return TokenizedDataset({**self.columns, **changed}, self.names)._with_fingerprints()
+
+    def without_token_columns(self) -> TokenizedDataset:
+        """The same examples with none of the columns of tokens."""
+        changed = {
+            "column_names": np.zeros_like(self.columns["column_names"]),
+            "token_columns": np.zeros(0),
+        }
+        names = {**self.names, "columns": ((),)}
+        return TokenizedDataset({**self.columns, **changed}, names)._with_fingerprints()
+
+    def _with_fingerprints(self) -> TokenizedDataset:
+        fingerprints = np.fromiter(map(fingerprint, self), np.int64, len(self))
+        return TokenizedDataset({**self.columns, "fingerprint": fingerprints}, self.names)
+
+
+def _numbers(values: Array, is_int: Array) -> tuple[float, ...]:
+    numbers = values.tolist()
+    if is_int.any():
+        numbers = [int(n) if whole else n for n, whole in zip(numbers, is_int, strict=True)]
+    return tuple(numbers)
