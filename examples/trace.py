@@ -52,6 +52,9 @@ ROW_DATA = (
 )  # fmt: skip
 """The forms that a row takes on its way."""
 
+STORAGE = ("ExampleStore.item", "TokenizedDataset.item", "TokenizedDataset._parts")
+"""These give back a row in the form in which it was stored."""
+
 SAMPLED = "HFGenerator._completion"
 """Here a completion comes into being."""
 
@@ -113,7 +116,7 @@ class Trace:
         while self._frames[-1][0] is not frame:
             self._frames.pop()
         _, branch = self._frames.pop()
-        if self._new_objects(result) and "<" not in name:
+        if self._new_objects(result) and "<" not in name and name not in STORAGE:
             file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
             files = self.branches.setdefault(branch, {}) if branch else self.files
             if name == SAMPLED and "the prompt" not in self.branches:
@@ -137,7 +140,7 @@ class Trace:
     def _row_data(self, value: Any, depth: int) -> Iterator[Any]:
         if isinstance(value, ROW_DATA) or (self._num_steps and isinstance(value, torch.Tensor)):
             yield value
-        elif depth and isinstance(value, Mapping):
+        elif depth and isinstance(value, dict):
             for item in list(value.values())[:8]:
                 yield from self._row_data(item, depth - 1)
         elif depth and isinstance(value, list | tuple):

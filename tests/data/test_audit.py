@@ -21,6 +21,7 @@ from valence.data.audit import Audit, Finding, Spread, WeightAdvice, advised_wei
 from valence.data.audit_text import REMARKS, WARNINGS, render, warnings_of
 from valence.data.encode import Encoder
 from valence.data.encoded_set import RowFacts
+from valence.data.example_store import ExampleStore
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
 from valence.data.values import NUMBER
@@ -56,7 +57,7 @@ def loaded(examples: Sequence[Example], bad: Sequence[BadRow] = (), **more: Any)
     rows = Counter(e.origin.path for e in examples) + Counter(b.origin.path for b in bad)
     refused = Counter(b.origin.path for b in bad)
     files = (File(path=p, format="judged", rows=n, bad=refused[p], **more) for p, n in rows.items())
-    return Loaded(examples=tuple(examples), files=tuple(files), bad=tuple(bad))
+    return Loaded(examples=ExampleStore(examples), files=tuple(files), bad=tuple(bad))
 
 
 def facts(examples: Sequence[Example]) -> RowFacts:

@@ -10,15 +10,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from valence.data.encoded_set import (
+    FACTS,
     EncodedChunk,
     EncodedColumns,
     EncodedSet,
     Length,
+    Lengths,
+    Parts,
+    RowFacts,
     Unusable,
-    encoded_set,
 )
 from valence.data.template import (
     AsChat,
@@ -29,6 +33,7 @@ from valence.data.template import (
     has_no_weight,
     renders_as_chat,
 )
+from valence.data.tokenized_dataset import COLUMNS, Origins, TokenizedDataset
 from valence.data.vocab import Marked, RowError, Vocab, any_of
 from valence.errors import UserError
 from valence.types import (
@@ -141,6 +146,19 @@ class Encoder:
         self.stop_ids = tuple(i for i in stop_ids if 0 <= i < len(tokenizer))
         self.template = ChatTemplate(tokenizer, chat_template_kwargs, self.stop_ids)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the tokens depend on besides the tokenizer and its template."""
+        return {
+            "max_length": self.max_length,
+            "answers": self.answers,
+            "long_rows": self.long_rows,
+            "train_on": self.train_on,
+            "as_chat": self.as_chat,
+            "chat_template_kwargs": self.template.kwargs,
+            "stop_ids": self.stop_ids,
+        }
+
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens at which generation stops: the template's end-of-turn, the tokenizer's
@@ -170,7 +188,7 @@ class Encoder:
         self, examples: Sequence[Example], sources: Sequence[str] | None = None
     ) -> EncodedSet:
         """All examples as tokens. ``sources``: the file that each example came from."""
-        return encoded_set(self.encode_chunk(examples, sources), examples, one_per_turn)
+        return encoded_set(self.encode_chunk(examples, sources), examples)
 
     def encode_chunk(
         self, examples: Iterable[Example], sources: Sequence[str] | None = None
@@ -183,7 +201,7 @@ class Encoder:
             results = [self._encode(example, source, rows[0])]
             turns: list[Example] = []
             if rows[0].rewritten and isinstance(example, Demonstration):
-                turns = one_per_turn(example)
+                turns = _one_per_turn(example)
                 rows = [_Row(whole=False) for _ in turns]
                 results = [
                     self._encode(part, source, row) for part, row in zip(turns, rows, strict=True)
@@ -516,7 +534,7 @@ def _check_turns(completion: Chat) -> None:
             raise _empty_answer()
 
 
-def one_per_turn(example: Demonstration) -> list[Example]:
+def _one_per_turn(example: Demonstration) -> list[Example]:
     """A conversation as one example for each assistant turn, with all that precedes it as the
     prompt.
     """
@@ -563,6 +581,45 @@ def _cut(answer: TokenizedCompletion, room: int) -> TokenizedCompletion:
         False,
         tuple((name, each[:room]) for name, each in answer.columns),
     )
+
+
+def encoded_set(chunk: EncodedChunk, examples: Sequence[Example]) -> EncodedSet:
+    """The encoded examples. chunk: all of their columns."""
+    columns, names = chunk.columns, chunk.names
+    units = TokenizedDataset({name: columns[name] for name in COLUMNS}, names)
+    origins = Origins(names["files"], columns["row_path"], columns["row_line"])
+    units, lacking = _all_or_none(units)
+    notes = {
+        name: origins.select(columns["noted"][columns["note"] == number])
+        for number, name in enumerate(names["notes"])
+    }
+    notes |= {"logps_missing": lacking} if lacking else {}
+    return EncodedSet(
+        units,
+        tuple(chunk.unusable),
+        {name: notes[name] for name in sorted(notes)},
+        Lengths(columns["prompt_length"], columns["num_lengths"], columns["answer_length"]),
+        RowFacts({name: columns[name] for name in FACTS}, origins),
+        Parts(examples, columns["split"], columns["num_parts"], _one_per_turn),
+    )
+
+
+def _all_or_none(units: TokenizedDataset) -> tuple[TokenizedDataset, Origins | None]:
+    """The units, without the columns of tokens unless all answers of all rankings have them; and
+    the rankings that lack them.
+    """
+    has_names = np.array([bool(each) for each in units.names["columns"]], np.bool_)
+    if not has_names.any():
+        return units, None
+    is_ranking = units.has_kind("ranking")
+    has_columns = has_names[units.of_answers("column_names")]
+    owner = units.example_of_answer
+    lacks = np.zeros(len(units), np.bool_)
+    lacks[owner[~has_columns]] = True
+    lacks &= is_ranking
+    if not lacks.any() or not (has_columns & is_ranking[owner]).any():
+        return units, None
+    return units.without_token_columns(), units.origins.select(np.flatnonzero(lacks))
 
 
 def _cut_prompt(tokens: _Tokens, max_length: int) -> _Tokens | None:

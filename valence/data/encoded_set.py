@@ -262,50 +262,6 @@ class EncodedColumns:
         )
 
 
-def encoded_set(
-    chunk: EncodedChunk,
-    examples: Sequence[Example],
-    divide: Callable[[Any], Sequence[Example]],
-) -> EncodedSet:
-    """The encoded examples. divide: a conversation into one example for each assistant turn."""
-    columns, names = chunk.columns, chunk.names
-    units = TokenizedDataset({name: columns[name] for name in COLUMNS}, names)
-    origins = Origins(names["files"], columns["row_path"], columns["row_line"])
-    units, lacking = _all_or_none(units)
-    notes = {
-        name: origins.select(columns["noted"][columns["note"] == number])
-        for number, name in enumerate(names["notes"])
-    }
-    notes |= {"logps_missing": lacking} if lacking else {}
-    return EncodedSet(
-        units,
-        tuple(chunk.unusable),
-        {name: notes[name] for name in sorted(notes)},
-        Lengths(columns["prompt_length"], columns["num_lengths"], columns["answer_length"]),
-        RowFacts({name: columns[name] for name in FACTS}, origins),
-        Parts(examples, columns["split"], columns["num_parts"], divide) if len(columns["split"])
-        else (),
-    )  # fmt: skip
-
-
-def _all_or_none(units: TokenizedDataset) -> tuple[TokenizedDataset, Origins | None]:
-    """The units, without the columns of tokens unless all answers of all rankings have them; and
-    the rankings that lack them.
-    """
-    has_names = np.array([bool(each) for each in units.names["columns"]], np.bool_)
-    if not has_names.any():
-        return units, None
-    is_ranking = units.has_kind("ranking")
-    has_columns = has_names[units.of_answers("column_names")]
-    owner = units.example_of_answer
-    lacks = np.zeros(len(units), np.bool_)
-    lacks[owner[~has_columns]] = True
-    lacks &= is_ranking
-    if not lacks.any() or not (has_columns & is_ranking[owner]).any():
-        return units, None
-    return units.without_token_columns(), units.origins.select(np.flatnonzero(lacks))
-
-
 def verdict_of(example: Example) -> tuple[str, bool] | None:
     """What was judged, and which way."""
     if isinstance(example, Judgement) and example.label is not None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from valence.errors import UserError
 from valence.types import content_id
@@ -112,7 +112,26 @@ class Vocab:
                 f"the text is not valid Unicode (a lone surrogate, character {error.start + 1})",
                 "write the character as itself, in UTF-8, or as both halves of its surrogate pair",
             ) from error
+        if self._is_plain and self._backend.truncation is self._backend.padding is None:
+            # The same ids without the places of their characters, in two thirds of the time.
+            return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _backend(self) -> Any:
+        return self._tokenizer.backend_tokenizer
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether the tokenizer adds nothing of its own to what its backend does."""
+        own, plain = type(self._tokenizer), PreTrainedTokenizerFast
+        names = ("encode", "_encode_plus", "_batch_encode_plus", "__call__", "_call_one")
+        return (
+            isinstance(self._tokenizer, PreTrainedTokenizerFast)
+            and all(getattr(own, name, None) is getattr(plain, name, None) for name in names)
+            and hasattr(self._backend, "encode_batch_fast")
+            and not getattr(self._tokenizer, "split_special_tokens", False)
+        )
 
     def checked(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The same ids. Raises RowError for one that is not in the vocabulary."""

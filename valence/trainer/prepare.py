@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from valence.batching.kl_pairs import check_kl_pairs
@@ -21,11 +22,13 @@ from valence.config.schema import Data, Recipe
 from valence.data.audit import Audit, audit, overlap
 from valence.data.encode import Encoder
 from valence.data.encoded_set import CHAT_PROMPT, TEXT_PROMPT, EncodedSet
+from valence.data.example_store import ExamplesById, ExampleStore
 from valence.data.load import Loaded, load, sources_from
 from valence.data.objects import Rows
 from valence.data.sampler import Sampler, canonical_order
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
 from valence.data.template import with_template
+from valence.data.tokenize import tokenize
 from valence.data.tokenized_dataset import LazySequence, TokenizedDataset
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
@@ -33,10 +36,11 @@ from valence.models.build import generation_stops, load_tokenizer, stops_of
 from valence.models.loading import must_exist
 from valence.models.quantized import check_library
 from valence.models.speed import automatic_dtype
+from valence.reports.console import Progress
 from valence.rewards.build import check_rewards
 from valence.trainer.methods import Method, method_in, method_of, reads_reference
 from valence.trainer.optim import check_optimizer, up
-from valence.types import Example, TokenizedCompletion, TokenizedExample
+from valence.types import TokenizedCompletion, TokenizedExample
 
 KEYS_CODES = ("keys-missing-column", "keys-unknown-column")
 """Mistakes in the ``keys`` of a file, which are often the same for all files of a recipe."""
@@ -57,9 +61,10 @@ class Corpus:
         return self.encoded.units
 
     @cached_property
-    def examples(self) -> dict[str, Example]:
+    def examples(self) -> ExamplesById:
         """The examples by content id."""
-        return {example.id: example for example in (*self.loaded.examples, *self.encoded.parts)}
+        ids = self.encoded.facts.columns["row_id"]
+        return ExamplesById(self.loaded.examples, ids, self.encoded.parts)
 
 
 class _WithAnswers(LazySequence[TokenizedExample]):
@@ -287,14 +292,15 @@ def prepare(
     policy: Any = None,
     rewards: bool = True,
     training: bool = False,
+    console: Console | None = None,
 ) -> Prepared:
     """Read, encode and audit all rows of a recipe.
 
     given: rows in memory that replace the recipe's train or eval files. policy: a model that
     replaces the recipe's, for the tokens at which it stops. rewards: False leaves the recipe's
     reward functions out; nothing of them is imported, and they cannot be called later. training:
-    whether the run is to be trained; otherwise its optimizer is not imported. Raises UserError for
-    a mistake in the recipe or the data.
+    whether the run is to be trained; otherwise its optimizer is not imported. console: for the
+    progress of tokenization. Raises UserError for a mistake in the recipe or the data.
     """
     with source.placing():
         source = with_dtype(source)
@@ -332,8 +338,9 @@ def prepare(
             if rows is not None or getattr(data, name):
                 try:
                     corpora[name] = read_corpus(
-                        rows if rows is not None else getattr(data, name), method, data, encoder
-                    )
+                        rows if rows is not None else getattr(data, name), method, data, encoder,
+                        console,
+                    )  # fmt: skip
                 except UserError as error:
                     if error.code not in KEYS_CODES and not wrong_keys:
                         raise
@@ -351,6 +358,7 @@ def prepare(
                 method_of(part.method),
                 own,
                 Encoder(tokenizer, max_length=data.max_length, **how),
+                console,
             )
         corpora = {
             name: _with_advice(corpus, source.recipe, name) for name, corpus in corpora.items()
@@ -497,7 +505,9 @@ def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
     return corpus
 
 
-def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
+def read_corpus(
+    rows: Any, method: Method, data: Data, encoder: Encoder, console: Console | None = None
+) -> Corpus:
     """Rows of files (``Source`` sections or paths) or in memory, as examples of the method's kind,
     as tokens, audited.
     """
@@ -505,7 +515,7 @@ def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corp
     how |= {"mask_truncated": data.mask_truncated}
     how |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
     loaded = load(sources_from(rows), method.kind, **how)
-    encoded = encoder.encode_all(loaded.examples, loaded.sources)
+    encoded = _tokenize(encoder, loaded.examples, console)
     bad = [row for row in encoded.unusable if not row.dropped]
     if bad and data.on_bad_row == "stop":
         raise UserError(
@@ -522,6 +532,13 @@ def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corp
             fix=encoded.unusable[0].fix or "see the audit (`valence check RECIPE`)",
         )
     return Corpus(loaded, encoded, audit(loaded, encoded, encoder))
+
+
+def _tokenize(encoder: Encoder, examples: ExampleStore, console: Console | None) -> EncodedSet:
+    if console is None:
+        return tokenize(encoder, examples)
+    with Progress(console, "tokenizing", len(examples), brief=True) as bar:
+        return tokenize(encoder, examples, lambda done, tokens: bar.update(done, tokens=tokens))
 
 
 def _compared(corpus: Corpus, train: Corpus) -> Corpus:
