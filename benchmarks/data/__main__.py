@@ -34,6 +34,8 @@ BYTES = 8.0
 """Most bytes per token of the prompts and completions, with all columns."""
 MINUTES = 20.0
 """Most minutes for a million rows with an empty cache, at the rate of the largest file."""
+CPU = 2.0
+"""Most milliseconds of processor time per row of all processes with an empty cache."""
 WARM = 0.5
 """Most time with a filled cache, against that with an empty one."""
 STEP = 1.5
@@ -101,7 +103,7 @@ def main() -> int:
     sizes = given.rows or (SIZES[:-1] if given.quick else SIZES)
     model = assets.smollm2()
     columns = ("rows", "cache", "seconds", "load", "tokens", "audit", "rows/s", "tokens/s",
-               "peak MB", "worker MB", "bytes/token")  # fmt: skip
+               "cpu s", "peak MB", "worker MB", "bytes/token")  # fmt: skip
     print("".join(f"{name:>12}" for name in columns), flush=True)
     figures: dict[str, tuple[float, float, bool]] = {}
     with TemporaryDirectory() as place:
@@ -112,22 +114,23 @@ def main() -> int:
             write_rows(file, size, words)
         measured = measure(model, files, folder)
         for size in sizes:
-            seconds: dict[str, float] = {}
+            seconds, cpus = dict[str, float](), dict[str, float]()
             for cache in ("empty", "filled"):
                 ranks = next(measured)
                 total = max(rank["seconds"] for rank in ranks)
                 slowest = max(ranks, key=lambda rank: rank["seconds"])
                 peak = max(rank["peak"] for rank in ranks)
                 workers = max(rank["workers"] for rank in ranks)
+                cpu = sum(rank["cpu"] for rank in ranks)
                 num_tokens, num_bytes = ranks[0]["tokens"], ranks[0]["bytes"]
                 row = (
                     f"{size:>12,}{cache:>12}{total:12.1f}{slowest['load']:12.1f}"
                     f"{slowest['tokenize']:12.1f}{slowest['audit']:12.1f}{size / total:12,.0f}"
-                    f"{num_tokens / total:12,.0f}{peak:12,.0f}{workers:12,.0f}"
+                    f"{num_tokens / total:12,.0f}{cpu:12.1f}{peak:12,.0f}{workers:12,.0f}"
                     f"{num_bytes / num_tokens:12.2f}"
                 )
                 print(row, flush=True)
-                seconds[cache] = total
+                seconds[cache], cpus[cache] = total, cpu
                 for name, value, bar in (
                     ("memory", max(peak, workers), MEMORY),
                     ("bytes", num_bytes / num_tokens, BYTES),
@@ -137,6 +140,8 @@ def main() -> int:
                     figures[name] = worst, bar, worst <= bar
             minutes = seconds["empty"] / size * 1e6 / 60
             warm = seconds["filled"] / seconds["empty"]
+            milliseconds = 1000 * cpus["empty"] / size
+            figures["cpu"] = milliseconds, CPU, milliseconds <= CPU
             figures["minutes"] = minutes, MINUTES, minutes <= MINUTES
             figures["warm"] = warm, WARM, warm <= WARM
     line = " ".join(

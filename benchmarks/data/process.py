@@ -37,6 +37,12 @@ def peak() -> float:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
+def cpu_seconds() -> float:
+    """Time on processors of this process and of those that it has started."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 def step_ratio(units: TokenizedDataset) -> float:
     """Time to make the micro-batches of a step from the arrays, against that from tuples."""
     sampler = Sampler(units, BATCH_SIZE)
@@ -60,6 +66,7 @@ def step_ratio(units: TokenizedDataset) -> float:
 
 def measure(encoder: Encoder, path: str) -> dict[str, Any]:
     reset_peak()
+    cpu = cpu_seconds()
     times = [time.perf_counter()]
     loaded = load([DataFile(path)], "judgement")
     times.append(time.perf_counter())
@@ -67,8 +74,10 @@ def measure(encoder: Encoder, path: str) -> dict[str, Any]:
     times.append(time.perf_counter())
     audit(loaded, encoded, encoder)
     times.append(time.perf_counter())
+    cpu = cpu_seconds() - cpu
     units = encoded.units
     return {
+        "cpu": cpu,
         "seconds": times[3] - times[0],
         "load": times[1] - times[0],
         "tokenize": times[2] - times[1],

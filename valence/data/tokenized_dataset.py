@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, get_args, overload
 
@@ -109,7 +109,7 @@ class Origins(LazySequence[Origin]):
         return len(self.path)
 
     def item(self, index: int) -> Origin:
-        return Origin(self.files[int(self.path[index])], int(self.line[index]))
+        return Origin(self.files[int(self.path.item(index))], self.line.item(index))
 
     def select(self, indices: Array) -> Origins:
         return Origins(self.files, self.path[indices], self.line[indices])
@@ -250,49 +250,62 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
         return len(self.columns["id"])
 
     def item(self, index: int) -> TokenizedExample:
+        kind, label, margin, soft, weight, source, has_scores, has_attributes, content = (
+            read(index) for read in self._readers
+        )
+        prompt, *answers = self._parts(index)
         columns = self.columns
-        first, last = int(self._first_part[index]), int(self._first_part[index + 1])
-        prompt, *answers = self._parts(first, last)
-        scores = slice(int(self._first_score[index]), int(self._first_score[index + 1]))
-        label, soft = int(columns["label"][index]), float(columns["soft"][index])
-        margin = float(columns["margin"][index])
         return TokenizedExample(
-            id=f"{int(columns['id'][index]):016x}",
+            id=f"{content:016x}",
             origin=self.origins.item(index),
-            kind=KINDS[columns["kind"][index]],
+            kind=KINDS[kind],
             prompt_ids=prompt.ids,
             prompt_mask=prompt.mask,
             answers=tuple(answers),
             label=None if label < 0 else bool(label),
-            scores=_numbers(columns["scores"][scores], columns["score_is_int"][scores]),
-            attributes=self._attributes(index),
+            scores=self._scores(index) if has_scores else (),
+            attributes=self._attributes(index) if has_attributes else (),
             margin=int(margin) if columns["margin_is_int"][index] else margin,
             soft=None if soft != soft else int(soft) if columns["soft_is_int"][index] else soft,
-            weight=float(columns["weight"][index]),
-            source=self.names["files"][columns["source"][index]],
+            weight=weight,
+            source=self.names["files"][source],
         )
 
-    def _parts(self, first: int, last: int) -> list[TokenizedCompletion]:
-        """The parts from ``first`` to before ``last``."""
-        columns = self.columns
-        starts = self._first_token[first : last + 1].tolist()
-        tokens = columns["tokens"][starts[0] : starts[-1]].tolist()
-        mask = columns["mask"][starts[0] : starts[-1]].tolist()
-        names = columns["column_names"][first:last].tolist()
-        complete = columns["complete"][first:last].tolist()
-        parts: list[TokenizedCompletion] = []
-        for i in range(last - first):
-            span = slice(starts[i] - starts[0], starts[i + 1] - starts[0])
-            token_columns = self.names["columns"][names[i]]
+    @cached_property
+    def _readers(self) -> list[Callable[[int], Any]]:
+        """Functions that read a number of an example as a Python number."""
+        names = ("kind", "label", "margin", "soft", "weight", "source", "num_scores",
+                 "num_attributes", "id")  # fmt: skip
+        return [self.columns[name].item for name in names]
+
+    def _parts(self, index: int) -> list[TokenizedCompletion]:
+        """The prompt and the answers of an example."""
+        columns, parts = self.columns, list[TokenizedCompletion]()
+        first, last = self._first_part.item(index), self._first_part.item(index + 1)
+        start = self._first_token.item(first)
+        for part in range(first, last):
+            end = self._first_token.item(part + 1)
+            num_trained = columns["num_trained"].item(part)
+            if num_trained in (0, end - start):
+                mask = (num_trained > 0,) * (end - start)
+            else:
+                mask = tuple(columns["mask"][start:end].tolist())
+            names = self.names["columns"][columns["column_names"].item(part)]
             parts.append(
                 TokenizedCompletion(
-                    tuple(tokens[span]),
-                    tuple(mask[span]),
-                    complete[i],
-                    self._token_columns(first + i, token_columns) if token_columns else (),
+                    tuple(columns["tokens"][start:end].tolist()),
+                    mask,
+                    columns["complete"].item(part),
+                    self._token_columns(part, names) if names else (),
                 )
             )
+            start = end
         return parts
+
+    def _scores(self, index: int) -> tuple[float, ...]:
+        start, end = self._first_score[index : index + 2].tolist()
+        columns = self.columns
+        return _numbers(columns["scores"][start:end], columns["score_is_int"][start:end])
 
     def _token_columns(
         self, part: int, names: Sequence[str]
@@ -305,8 +318,6 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
 
     def _attributes(self, index: int) -> tuple[tuple[str, float], ...]:
         start, end = self._first_attribute[index : index + 2].tolist()
-        if start == end:
-            return ()
         columns, names = self.columns, self.names["attributes"]
         numbers = _numbers(
             columns["attribute_scores"][start:end], columns["attribute_is_int"][start:end]
