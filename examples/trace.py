@@ -53,7 +53,7 @@ ROW_DATA = (
 """The forms that a row takes on its way."""
 
 STORAGE = ("ExampleStore.item", "TokenizedDataset.item", "TokenizedDataset._parts")
-"""These give back a row in the form in which it was stored."""
+"""Functions that return a row in the form in which it was stored."""
 
 SAMPLED = "HFGenerator._completion"
 """Here a completion comes into being."""

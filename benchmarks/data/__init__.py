@@ -1,1 +1,1 @@
-"""How long rows take to be read, tokenized and audited, and in how much memory."""
+"""Time and memory to read, tokenize and audit rows."""

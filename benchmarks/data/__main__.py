@@ -1,9 +1,9 @@
-"""python -m benchmarks.data [--quick]: judgements of about 300 tokens, 1,000 to 1,000,000 of them.
+"""python -m benchmarks.data [--quick]: 1,000 to 1,000,000 judgements of about 300 tokens.
 
-Two processes read, tokenize and audit the same file at once, as the ranks of a run with
-``--nproc 2`` do: first with an empty cache of tokens, then with the cache filled. The rows are
-random words of a real tokenizer's vocabulary (SmolLM2). Exit status: 0 all figures held, 1 some
-fell short.
+Two processes read, tokenize and audit the same file at once, like the ranks of a run with
+``--nproc 2``: first with an empty token cache, then with a filled one. The rows are random words of
+the vocabulary of a real tokenizer (SmolLM2). The last line has every figure with its bar. Exit
+status: 0 if all bars are met, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from examples.demo import assets
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 PROCESSES = 2
-PROMPT, COMPLETION = (40, 120), (120, 240)
-"""Fewest and most words."""
-MEMORY = 2000
-"""Most resident memory of a process, in MB."""
-BYTES = 8.0
-"""Most bytes per token of the prompts and completions, with all columns."""
-MINUTES = 20.0
-"""Most minutes for a million rows with an empty cache, at the rate of the largest file."""
-CPU = 2.0
-"""Most milliseconds of processor time per row of all processes with an empty cache."""
-WARM = 0.5
-"""Most time with a filled cache, against that with an empty one."""
-STEP = 1.5
-"""Most time to make the micro-batches of a step from the arrays, against that from tuples."""
+PROMPT_WORDS, COMPLETION_WORDS = (40, 120), (120, 240)
+"""Minimum and maximum."""
+MAX_MEMORY = 2000
+"""Resident memory of a process, in MB."""
+MAX_BYTES = 8.0
+"""Bytes per token of the prompts and completions, including all columns."""
+MAX_MINUTES = 20.0
+"""Minutes for a million rows with an empty cache, at the rate of the largest file."""
+MAX_CPU = 2.0
+"""Milliseconds of processor time per row, of all processes, with an empty cache."""
+MAX_WARM = 0.5
+"""Time with a filled cache, relative to an empty one."""
+MAX_STEP = 1.5
+"""Time to build the micro-batches of a step from the arrays, relative to tuples."""
 
 
 def write_rows(path: Path, number: int, words: Sequence[str]) -> None:
-    """Judgements of random words, of which a few are frequent, as in a text."""
-    draw = random.Random(number)
+    """Write judgements of random words, some of them frequent, as in natural text."""
+    generator = random.Random(number)
     weights = list(accumulate(1 / (rank + 10) for rank in range(len(words))))
 
     def text(bounds: tuple[int, int]) -> str:
-        return " ".join(draw.choices(words, cum_weights=weights, k=draw.randint(*bounds)))
+        return " ".join(generator.choices(words, cum_weights=weights, k=generator.randint(*bounds)))
 
     with path.open("w", encoding="utf-8") as file:
         for _ in range(number):
             row = {
-                "prompt": text(PROMPT),
-                "completion": text(COMPLETION),
-                "label": draw.random() < 0.5,
+                "prompt": text(PROMPT_WORDS),
+                "completion": text(COMPLETION_WORDS),
+                "label": generator.random() < 0.5,
             }
             file.write(json.dumps(row) + "\n")
 
 
 def words_of(model: Path) -> list[str]:
-    """Lower-case words that are one token."""
+    """The lower-case words that are one token."""
     vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     words = [piece[1:] for piece in pieces if piece.startswith("\u0120")]
@@ -69,7 +69,7 @@ def words_of(model: Path) -> list[str]:
 
 
 def measure(model: Path, files: Sequence[Path], folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """What all processes measured, for each file with an empty cache and then with a filled one."""
+    """Yield the measurements of all processes, twice per file: with an empty cache, then filled."""
     command = [sys.executable, "-m", "benchmarks.data.process", str(model), *map(str, files)]
     environment = {**os.environ, "VALENCE_TOKEN_CACHE": str(folder / "cache")}
     workers = [
@@ -80,7 +80,7 @@ def measure(model: Path, files: Sequence[Path], folder: Path) -> Iterator[list[d
     ]
     try:
         for _ in range(2 * len(files)):
-            for worker in workers:  # all begin together
+            for worker in workers:  # all start together
                 assert worker.stdin is not None
                 worker.stdin.write("\n")
                 worker.stdin.flush()
@@ -99,24 +99,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="up to 100,000 rows")
     parser.add_argument("--rows", type=int, nargs="+", help="other numbers of rows")
-    given = parser.parse_args()
-    sizes = given.rows or (SIZES[:-1] if given.quick else SIZES)
+    arguments = parser.parse_args()
+    sizes = arguments.rows or (SIZES[:-1] if arguments.quick else SIZES)
     model = assets.smollm2()
     columns = ("rows", "cache", "seconds", "load", "tokens", "audit", "rows/s", "tokens/s",
                "cpu s", "peak MB", "worker MB", "bytes/token")  # fmt: skip
     print("".join(f"{name:>12}" for name in columns), flush=True)
     figures: dict[str, tuple[float, float, bool]] = {}
-    with TemporaryDirectory() as place:
-        folder = Path(place)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
         words = words_of(model)
         files = [folder / f"{size}.jsonl" for size in sizes]
         for size, file in zip(sizes, files, strict=True):
             write_rows(file, size, words)
-        measured = measure(model, files, folder)
+        results = measure(model, files, folder)
         for size in sizes:
             seconds, cpus = dict[str, float](), dict[str, float]()
             for cache in ("empty", "filled"):
-                ranks = next(measured)
+                ranks = next(results)
                 total = max(rank["seconds"] for rank in ranks)
                 slowest = max(ranks, key=lambda rank: rank["seconds"])
                 peak = max(rank["peak"] for rank in ranks)
@@ -132,18 +132,18 @@ def main() -> int:
                 print(row, flush=True)
                 seconds[cache], cpus[cache] = total, cpu
                 for name, value, bar in (
-                    ("memory", max(peak, workers), MEMORY),
-                    ("bytes", num_bytes / num_tokens, BYTES),
-                    ("step", max(rank["step"] for rank in ranks), STEP),
+                    ("memory", max(peak, workers), MAX_MEMORY),
+                    ("bytes", num_bytes / num_tokens, MAX_BYTES),
+                    ("step", max(rank["step"] for rank in ranks), MAX_STEP),
                 ):
                     worst = max(value, figures[name][0]) if name in figures else value
                     figures[name] = worst, bar, worst <= bar
             minutes = seconds["empty"] / size * 1e6 / 60
             warm = seconds["filled"] / seconds["empty"]
             milliseconds = 1000 * cpus["empty"] / size
-            figures["cpu"] = milliseconds, CPU, milliseconds <= CPU
-            figures["minutes"] = minutes, MINUTES, minutes <= MINUTES
-            figures["warm"] = warm, WARM, warm <= WARM
+            figures["cpu"] = milliseconds, MAX_CPU, milliseconds <= MAX_CPU
+            figures["minutes"] = minutes, MAX_MINUTES, minutes <= MAX_MINUTES
+            figures["warm"] = warm, MAX_WARM, warm <= MAX_WARM
     line = " ".join(
         f"{name} {value:.2f} (bar {bar:g}) {'held' if held else 'short'}"
         for name, (value, bar, held) in figures.items()

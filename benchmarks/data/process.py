@@ -1,4 +1,4 @@
-"""One process of the benchmark: reads each file twice, and writes what it measured as JSON."""
+"""One process of the benchmark: reads each file twice and prints its measurements as JSON."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def reset_peak() -> None:
 
 
 def peak() -> float:
-    """Largest resident memory since it was reset, in MB."""
+    """Largest resident memory since the last reset, in MB."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
 def cpu_seconds() -> float:
-    """Time on processors of this process and of those that it has started."""
+    """Processor time of this process and its child processes."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def step_ratio(units: TokenizedDataset) -> float:
-    """Time to make the micro-batches of a step from the arrays, against that from tuples."""
+    """Time to build the micro-batches of a step from the arrays, relative to tuples."""
     sampler = Sampler(units, BATCH_SIZE)
     steps = [sampler.step(k)[0] for k in range(min(REPEATS, sampler.steps_per_epoch))]
     tuples = [[units[i] for i in indices] for indices in steps]
@@ -56,11 +56,11 @@ def step_ratio(units: TokenizedDataset) -> float:
 
     ratios: list[float] = []
     for indices, examples in zip(steps, tuples, strict=True):
-        began = time.process_time()
+        start = time.process_time()
         pack(examples)
-        between = time.process_time()
+        middle = time.process_time()
         pack([units[i] for i in indices])
-        ratios.append((time.process_time() - between) / (between - began))
+        ratios.append((time.process_time() - middle) / (middle - start))
     return median(ratios)
 
 

@@ -240,7 +240,7 @@ def test_turns_that_render_differently_later_are_trained_on_one_by_one() -> None
         "d<|im_end|>",
     ]
     assert found.notes == {"split_turns": (HERE,)}
-    assert [part.id for part in found.parts] == [unit.id for unit in found.units]
+    assert [turn.id for turn in found.turn_examples] == [unit.id for unit in found.units]
     greeting = Chat((turn("assistant", "welcome"), turn("user", "a")))
     # a greeting answers nothing, and is not trained on
     unit = encoded(enc, replace(row, prompt=greeting))

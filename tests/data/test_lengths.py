@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from valence.data.lengths import BINS, distributions
-from valence.data.tokenized_dataset import dataset_of
+from valence.data.tokenized_dataset import build_dataset
 from valence.types import Origin, TokenizedCompletion, TokenizedExample
 
 
@@ -28,7 +28,7 @@ def unit(
 
 
 def distributions_of(units: list[TokenizedExample]) -> dict[str, Any]:
-    return distributions(dataset_of(units))
+    return distributions(build_dataset(units))
 
 
 def test_classes_are_told_apart() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.units import sampled, units
 from valence.batching.kl_pairs import check_kl_pairs, make_kl_pairs
 from valence.data.sampler import Sampler, canonical_order
-from valence.data.tokenized_dataset import dataset_of, fingerprint
+from valence.data.tokenized_dataset import build_dataset, fingerprint
 from valence.errors import UserError
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample, content_id
 
@@ -36,7 +36,7 @@ ROWS[-1] = replace(ROWS[-1], prompt_mask=(False,) * (len(ROWS[-1].prompt_ids) - 
 
 
 def test_examples_come_back_as_they_were() -> None:
-    dataset = dataset_of(ROWS)
+    dataset = build_dataset(ROWS)
     assert dataset == ROWS
     assert repr(list(dataset)) == repr(ROWS)  # also whether a number is an integer
     assert dataset[-1] == ROWS[-1]
@@ -47,18 +47,18 @@ def test_examples_come_back_as_they_were() -> None:
 
 
 def test_columns_say_what_the_examples_say() -> None:
-    dataset = dataset_of(ROWS)
+    dataset = build_dataset(ROWS)
     assert list(dataset.ids) == [row.id for row in ROWS]
     assert dataset.num_sequence_tokens.tolist() == [row.tokens for row in ROWS]
     assert dataset.num_unique_tokens.tolist() == [
         len(row.prompt_ids) + sum(len(a.ids) for a in row.answers) for row in ROWS
     ]
-    assert dataset.longest.tolist() == [
+    assert dataset.longest_answer.tolist() == [
         max((len(a.ids) for a in row.answers), default=0) for row in ROWS
     ]
     assert dataset.last_tokens == {a.ids[-1] for row in ROWS for a in row.answers}
     assert dataset.columns["fingerprint"].tolist() == [fingerprint(row) for row in ROWS]
-    digests = dataset.of_prompts("digest").tolist()
+    digests = dataset.prompt_column("digest").tolist()
     assert len(set(digests)) == len({row.prompt_ids for row in ROWS})
     assert dataset.nbytes / dataset.num_unique_tokens.sum() < 60  # rows of some ten tokens
 
@@ -93,7 +93,7 @@ def test_fingerprints_are_those_that_run_folders_have() -> None:
 
 
 def test_scores_and_columns_of_tokens_can_be_replaced() -> None:
-    dataset = dataset_of(ROWS)
+    dataset = build_dataset(ROWS)
     scores = [(float(i), float("inf")) if i % 3 else () for i in range(len(ROWS))]
     expected = [replace(row, scores=each) for row, each in zip(ROWS, scores, strict=True)]
     changed = dataset.with_scores(scores)
@@ -109,10 +109,10 @@ def test_scores_and_columns_of_tokens_can_be_replaced() -> None:
 @pytest.mark.parametrize("kind", ["judgement", "preference"])
 def test_the_sampler_reads_arrays_as_it_reads_examples(kind: Kind) -> None:
     rows = with_ids(units(kind, 23))
-    assert canonical_order(dataset_of(rows), 3, 1) == canonical_order(rows, 3, 1)
+    assert canonical_order(build_dataset(rows), 3, 1) == canonical_order(rows, 3, 1)
     for stratify in (False, True):
         ours, theirs = (
-            Sampler(each, 4, seed=1, stratify=stratify) for each in (dataset_of(rows), rows)
+            Sampler(each, 4, seed=1, stratify=stratify) for each in (build_dataset(rows), rows)
         )
         for number in range(7):
             assert ours.step(number) == theirs.step(number)
@@ -138,11 +138,11 @@ def test_the_check_of_kl_pairs_raises_what_making_them_raises(
         for i, (prompt, answer) in enumerate(rows)
     ]
     places: list[str | None] = []
-    dataset = dataset_of(step)
+    dataset = build_dataset(step)
     for check in (
         lambda: make_kl_pairs(step, max_length=9),
         lambda: check_kl_pairs(
-            dataset.of_prompts("digest"), dataset.of_answers("digest"), dataset.origins
+            dataset.prompt_column("digest"), dataset.answer_column("digest"), dataset.origins
         ),
     ):
         try:

@@ -46,7 +46,7 @@ def make_kl_pairs(
 
 
 def _reread(before: list[T], rest: Iterator[T]) -> Iterator[T]:
-    """Yield the items that were read before, then further ones, which are added to these."""
+    """Yield the items in ``before``, then those of ``rest``, and add these to ``before``."""
     yield from before
     for item in rest:
         before.append(item)
@@ -58,15 +58,15 @@ def check_kl_pairs(
 ) -> None:
     """Raise the UserError that ``make_kl_pairs`` raises for these examples as one step.
 
-    prompts[S], completions[S]: numbers that equal tokens have in common. origins: of the examples.
+    prompts[S], completions[S]: hashes of the tokens. origins: of the examples.
     """
     pairs = np.stack([prompts, completions], axis=1)
-    differs = np.full(len(prompts), len(prompts))  # number of others that differ in both
+    num_partners = np.full(len(prompts), len(prompts))  # examples that differ in both
     for values, sign in ((prompts[:, None], -1), (completions[:, None], -1), (pairs, 1)):
-        _, numbers, counts = np.unique(values, axis=0, return_inverse=True, return_counts=True)
-        differs += sign * counts[numbers.reshape(-1)]
-    if not differs.all():
-        raise _no_partner(origins[int(np.flatnonzero(differs == 0)[0])])
+        _, groups, counts = np.unique(values, axis=0, return_inverse=True, return_counts=True)
+        num_partners += sign * counts[groups.reshape(-1)]
+    if not num_partners.all():
+        raise _no_partner(origins[int(np.flatnonzero(num_partners == 0)[0])])
 
 
 def _no_partner(origin: Origin) -> UserError:

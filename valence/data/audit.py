@@ -19,10 +19,10 @@ from valence.data.encoded_set import (
     EQUAL_SIDES,
     TEXT_PROMPT,
     TIED_SCORES,
+    AuditColumns,
     EncodedSet,
-    RowFacts,
     Unusable,
-    verdict_of,
+    rated_content,
 )
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
@@ -200,23 +200,23 @@ def audit(loaded: Loaded, encoded: EncodedSet, encoder: Encoder) -> Audit:
         answer_length=_spread(encoded.lengths.answers),
         mean_answer=_mean_answer(units),
         truncation=_truncation(encoded, encoder),
-        distinct_prompts=len(np.unique(units.of_prompts("digest"))),
-        distinct_answers=len(np.unique(units.of_answers("digest"))),
+        distinct_prompts=len(np.unique(units.prompt_column("digest"))),
+        distinct_answers=len(np.unique(units.answer_column("digest"))),
         findings=_findings(encoded, encoder),
         ignored_columns=dict(sorted(loaded.ignored_columns.items())),
         weights=advised_weights(up, down) if up + down else None,
     )
 
 
-def overlap(train: RowFacts, other: RowFacts) -> dict[str, Finding]:
-    """Rows of another list that are training rows too, and those that share only their prompt with
-    one. Findings of that list.
+def overlap(train: AuditColumns, other: AuditColumns) -> dict[str, Finding]:
+    """Findings for another list: its rows that are training rows too, and other rows with the
+    prompt of a training row.
     """
     is_row = np.isin(other.columns["row_id"], train.columns["row_id"])
     has_prompt = np.isin(other.columns["prompt_id"], train.columns["prompt_id"])
-    found = {"rows_in_train": is_row, "prompts_in_train": has_prompt & ~is_row}
-    return _found(
-        {name: other.origins.select(np.flatnonzero(each)) for name, each in found.items()}
+    masks = {"rows_in_train": is_row, "prompts_in_train": has_prompt & ~is_row}
+    return _make_findings(
+        {name: other.origins.select(np.flatnonzero(mask)) for name, mask in masks.items()}
     )
 
 
@@ -257,14 +257,14 @@ def advised_weights(
 
 
 def _class(kind: int, label: int) -> str:
-    """The class of a row, from the numbers in the columns of a TokenizedDataset."""
+    """The class of a row, from its values in the columns of a TokenizedDataset."""
     if KINDS[kind] == "judgement":
         return {1: "up", 0: "down", -1: "scored"}[label]
     return f"{KINDS[kind]}s"
 
 
 def _count_classes(units: TokenizedDataset, rows: Array | slice = slice(None)) -> Counter[str]:
-    """How many of these rows each class has, in the order in which the classes appear."""
+    """Count these rows by class, in the order in which the classes first appear."""
     pairs = np.stack([units.columns["kind"][rows], units.columns["label"][rows]], axis=1)
     values, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
     classes = Counter[str]()
@@ -367,26 +367,26 @@ def _truncation(encoded: EncodedSet, encoder: Encoder) -> Truncation | None:
     longest = np.sort(encoded.lengths.longest).tolist()
     tokens, units = encoded.lengths.num_tokens, encoded.units
     without_answer = units.columns["num_answers"] == 0
-    kept = units.num_sequence_tokens.sum() + units.num_unique_tokens[without_answer].sum()
+    remaining = units.num_sequence_tokens.sum() + units.num_unique_tokens[without_answer].sum()
     return Truncation(
         max_length=encoder.max_length + encoder.answers,
         long_rows=encoder.long_rows,
         rows=len(longest),
         too_long=sum(n > encoder.max_length for n in longest),
         tokens=tokens,
-        tokens_lost=tokens - int(kept),
+        tokens_lost=tokens - int(remaining),
         keeps_99=_rank(longest, 0.99) + encoder.answers,
     )
 
 
 def _mean_answer(units: TokenizedDataset) -> dict[str, float]:
-    """Mean tokens of an answer as it is trained on, for classes that are set against each other."""
-    trained, classes = units.of_answers("num_trained"), units.answer_classes
+    """Mean trained tokens of an answer, for classes that a loss compares."""
+    trained, classes = units.answer_column("num_trained"), units.answer_classes
     lengths = {name: trained[classes == name] for name in ("up", "down", "chosen", "rejected")}
     return {
-        name: int(each.sum(dtype=np.int64)) / len(each)
-        for name, each in lengths.items()
-        if len(each)
+        name: int(values.sum(dtype=np.int64)) / len(values)
+        for name, values in lengths.items()
+        if len(values)
     }
 
 
@@ -394,132 +394,139 @@ def _mean_answer(units: TokenizedDataset) -> dict[str, float]:
 
 
 def _findings(encoded: EncodedSet, encoder: Encoder) -> dict[str, Finding]:
-    """Only what was found, by name (``audit_text.py`` says what each means)."""
-    facts = encoded.facts
+    """All findings by name. ``audit_text.py`` has their texts."""
+    columns = encoded.audit_columns
     rows: dict[str, Sequence[object]] = {
-        "contradictions": _Pairs(facts, _contradictions(facts), " against "),
-        "duplicates": _Pairs(facts, _duplicates(facts), " = "),
-        "equal_sides": facts.origins.select(facts.with_flag(EQUAL_SIDES)),
-        "tied_scores": facts.origins.select(facts.with_flag(TIED_SCORES)),
+        "contradictions": _Pairs(columns, _contradictions(columns), " against "),
+        "duplicates": _Pairs(columns, _duplicates(columns), " = "),
+        "equal_sides": columns.origins.select(columns.indices_with_flag(EQUAL_SIDES)),
+        "tied_scores": columns.origins.select(columns.indices_with_flag(TIED_SCORES)),
         "missing_attributes": _missing_attributes(encoded.units),
         **encoded.notes,
         **_ends(encoded),
     }
     if encoder.template.exists and not encoder.as_chat:
-        rows["text_on_chat_model"] = facts.origins.select(facts.with_flag(TEXT_PROMPT))
-    return _found(rows) | {name: Finding(1) for name in _of_the_whole(encoded, encoder)}
+        rows["text_on_chat_model"] = columns.origins.select(columns.indices_with_flag(TEXT_PROMPT))
+    return _make_findings(rows) | {name: Finding(1) for name in _dataset_findings(encoded, encoder)}
 
 
-def _found(rows: Mapping[str, Sequence[object]]) -> dict[str, Finding]:
+def _make_findings(rows: Mapping[str, Sequence[object]]) -> dict[str, Finding]:
+    """A finding for each name that has rows. rows: their places, by name."""
     return {
-        name: Finding(len(where), _first(map(str, where))) for name, where in rows.items() if where
+        name: Finding(len(places), _first(map(str, places)))
+        for name, places in rows.items()
+        if places
     }
 
 
 class _Pairs(LazySequence[str]):
-    """The places of pairs of rows as text."""
+    """The places of pairs of rows as text. separator: text between the two places."""
 
-    def __init__(self, facts: RowFacts, pairs: Sequence[tuple[int, int]], between: str) -> None:
-        self._origins, self._pairs, self._between = facts.origins, pairs, between
+    def __init__(
+        self, columns: AuditColumns, pairs: Sequence[tuple[int, int]], separator: str
+    ) -> None:
+        self._origins, self._pairs, self._separator = columns.origins, pairs, separator
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def item(self, index: int) -> str:
         a, b = self._pairs[index]
-        return f"{self._origins[a]}{self._between}{self._origins[b]}"
+        return f"{self._origins[a]}{self._separator}{self._origins[b]}"
 
 
-def _of_the_whole(encoded: EncodedSet, encoder: Encoder) -> list[str]:
-    """Names of what no single row shows."""
-    found: list[str] = []
+def _dataset_findings(encoded: EncodedSet, encoder: Encoder) -> list[str]:
+    """Names of findings about the rows as a set, not about single rows."""
+    names: list[str] = []
     units = encoded.units
-    is_judged = units.columns["label"] >= 0
-    labels = units.columns["label"][is_judged]
+    is_labelled = units.columns["label"] >= 0
+    labels = units.columns["label"][is_labelled]
     ups = int(labels.sum(dtype=np.int64))
     if len(labels) and ups in (0, len(labels)):
-        found.append("one_class")
+        names.append("one_class")
     if (np.diff(labels) != 0).sum() == 1 and min(ups, len(labels) - ups) >= BLOCK_ROWS:
-        found.append("blocks")
+        names.append("blocks")
     means = list(_mean_answer(units).values())
     if len(means) == 2 and max(means) >= LENGTH_BIAS * min(means):
-        found.append("length_bias")
-    prompts = units.of_prompts("digest")[is_judged]
-    answers = units.of_answers("digest")[is_judged[units.example_of_answer]]
+        names.append("length_bias")
+    prompts = units.prompt_column("digest")[is_labelled]
+    answers = units.answer_column("digest")[is_labelled[units.answer_examples]]
     if len(labels) and min(len(np.unique(prompts)), len(np.unique(answers))) < 2:
-        found.append("no_mismatch")
-    chats = CHAT_PROMPT | (TEXT_PROMPT if encoder.as_chat else 0)
+        names.append("no_mismatch")
+    chat_flags = CHAT_PROMPT | (TEXT_PROMPT if encoder.as_chat else 0)
     is_dated = encoder.template.exists and "strftime_now" in encoder.template.source()
-    if is_dated and len(encoded.facts.with_flag(chats)):
-        found.append("dated_template")
-    return found
+    if is_dated and len(encoded.audit_columns.indices_with_flag(chat_flags)):
+        names.append("dated_template")
+    return names
 
 
 def _missing_attributes(units: TokenizedDataset) -> Origins:
-    """Rows with some attributes that lack one which others have."""
+    """Rows that have some of the attributes, but not all."""
     counts = units.columns["num_attributes"]
     num_names = len(np.unique(units.columns["attribute"]))
     return units.origins.select(np.flatnonzero((counts > 0) & (counts < num_names)))
 
 
-def _duplicates(facts: RowFacts) -> list[tuple[int, int]]:
-    """Each further row with the content of an earlier one, and the first of these."""
-    _, first, inverse = np.unique(facts.columns["row_id"], return_index=True, return_inverse=True)
-    earlier = first[inverse]
-    again = np.flatnonzero(earlier != np.arange(len(facts)))
-    return list(zip(again.tolist(), earlier[again].tolist(), strict=True))
+def _duplicates(columns: AuditColumns) -> list[tuple[int, int]]:
+    """Each row with the content of an earlier row, and the first row with this content."""
+    _, first, inverse = np.unique(columns.columns["row_id"], return_index=True, return_inverse=True)
+    first_rows = first[inverse]
+    duplicates = np.flatnonzero(first_rows != np.arange(len(columns)))
+    return list(zip(duplicates.tolist(), first_rows[duplicates].tolist(), strict=True))
 
 
-def _contradictions(facts: RowFacts) -> list[tuple[int, int]]:
-    """As ``contradictions``, with indices of the examples."""
-    keys, verdicts = facts.columns["verdict_id"], facts.columns["verdict"]
-    both = np.intersect1d(keys[verdicts == 1], keys[verdicts == 0])
-    indices = np.flatnonzero((verdicts >= 0) & np.isin(keys, both))
-    rows = zip(keys[indices].tolist(), verdicts[indices].tolist(), strict=True)
-    return _opposites(
-        (i, (key, bool(verdict))) for i, (key, verdict) in zip(indices.tolist(), rows, strict=True)
-    )
+def _contradictions(columns: AuditColumns) -> list[tuple[int, int]]:
+    """The pairs that ``contradictions`` returns, as indices of examples."""
+    ids, ratings = columns.columns["rated_id"], columns.columns["rating"]
+    contradictory_ids = np.intersect1d(ids[ratings == 1], ids[ratings == 0])
+    indices = np.flatnonzero((ratings >= 0) & np.isin(ids, contradictory_ids))
+    rated = zip(ids[indices].tolist(), (ratings[indices] == 1).tolist(), strict=True)
+    return _opposites(zip(indices.tolist(), rated, strict=True))
 
 
 def contradictions(examples: Iterable[Example]) -> list[tuple[Example, Example]]:
-    """Each example with the first one that says the opposite: an answer judged up here and down
-    there, or a pair preferred both ways.
+    """Each example with the first one that has the opposite rating: an answer with both labels, or
+    a pair with both sides preferred.
     """
-    return _opposites((example, verdict_of(example)) for example in examples)
+    return _opposites((example, rated_content(example)) for example in examples)
 
 
-def _opposites(
-    verdicts: Iterable[tuple[T, tuple[Hashable, bool] | None]],
-) -> list[tuple[T, T]]:
-    """Each row with the first one that has the opposite verdict on the same content."""
+def _opposites(rows: Iterable[tuple[T, tuple[Hashable, bool] | None]]) -> list[tuple[T, T]]:
+    """Each row with the first one that has the opposite rating of the same content.
+
+    rows: the rows, each with its result of ``rated_content``.
+    """
     first: dict[tuple[Hashable, bool], T] = {}
-    found: list[tuple[T, T]] = []
-    for row, verdict in verdicts:
-        if verdict is None:
+    pairs: list[tuple[T, T]] = []
+    for row, rated in rows:
+        if rated is None:
             continue
-        first.setdefault(verdict, row)
-        other = first.get((verdict[0], not verdict[1]))
-        if other is not None:
-            found.append((row, other))
-    return found
+        content, rating = rated
+        first.setdefault(rated, row)
+        opposite = first.get((content, not rating))
+        if opposite is not None:
+            pairs.append((row, opposite))
+    return pairs
 
 
 def _ends(encoded: EncodedSet) -> dict[str, Origins]:
-    """Whole answers without an end-of-turn token, and end-of-turn tokens outside the mask: neither
-    teaches to stop.
+    """Rows with an answer that is not truncated and that does not teach to stop, because its
+    end-of-turn token is missing or outside the loss mask.
     """
     units = encoded.units
-    cut = encoded.notes.get("cut_completion")
-    is_cut = np.zeros(len(units), np.bool_) if cut is None else units.origins.isin(cut)
-    found: dict[str, Origins] = {}
+    truncated = encoded.notes.get("cut_completion")
+    is_truncated = (
+        np.zeros(len(units), np.bool_) if truncated is None else units.origins.isin(truncated)
+    )
+    rows: dict[str, Origins] = {}
     for name, column in (
         ("end_of_turn_missing", "complete"),
         ("end_of_turn_unmasked", "ends_trained"),
     ):
-        lacks = np.zeros(len(units), np.bool_)
-        lacks[units.example_of_answer[~units.of_answers(column)]] = True
-        found[name] = units.origins.select(np.flatnonzero(lacks & ~is_cut))
-    return found
+        is_affected = np.zeros(len(units), np.bool_)
+        is_affected[units.answer_examples[~units.answer_column(column)]] = True
+        rows[name] = units.origins.select(np.flatnonzero(is_affected & ~is_truncated))
+    return rows
 
 
 def _inside(low: float, high: float) -> str:

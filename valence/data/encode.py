@@ -14,14 +14,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from valence.data.encoded_set import (
-    FACTS,
+    AUDIT_DTYPES,
+    AuditColumns,
     EncodedChunk,
-    EncodedColumns,
+    EncodedChunkBuilder,
     EncodedSet,
     Length,
     Lengths,
-    Parts,
-    RowFacts,
+    TurnExamples,
     Unusable,
 )
 from valence.data.template import (
@@ -33,7 +33,7 @@ from valence.data.template import (
     has_no_weight,
     renders_as_chat,
 )
-from valence.data.tokenized_dataset import COLUMNS, Origins, TokenizedDataset
+from valence.data.tokenized_dataset import DTYPES, Origins, TokenizedDataset
 from valence.data.vocab import Marked, RowError, Vocab, any_of
 from valence.errors import UserError
 from valence.types import (
@@ -148,7 +148,7 @@ class Encoder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the tokens depend on besides the tokenizer and its template."""
+        """The settings that tokens depend on, without the tokenizer and its template."""
         return {
             "max_length": self.max_length,
             "answers": self.answers,
@@ -187,14 +187,14 @@ class Encoder:
     def encode_all(
         self, examples: Sequence[Example], sources: Sequence[str] | None = None
     ) -> EncodedSet:
-        """All examples as tokens. ``sources``: the file that each example came from."""
-        return encoded_set(self.encode_chunk(examples, sources), examples)
+        """Tokenize all examples. ``sources``: the file of each example."""
+        return build_encoded_set(self.encode_chunk(examples, sources), examples)
 
     def encode_chunk(
         self, examples: Iterable[Example], sources: Sequence[str] | None = None
     ) -> EncodedChunk:
-        """Consecutive examples as columns of tokens, and what happened on the way."""
-        columns = EncodedColumns()
+        """Tokenize consecutive examples into columns."""
+        builder = EncodedChunkBuilder()
         for i, example in enumerate(examples):
             source = sources[i] if sources else ""
             rows = [_Row()]
@@ -204,13 +204,13 @@ class Encoder:
                 turns = _one_per_turn(example)
                 rows = [_Row(whole=False) for _ in turns]
                 results = [
-                    self._encode(part, source, row) for part, row in zip(turns, rows, strict=True)
+                    self._encode(turn, source, row) for turn, row in zip(turns, rows, strict=True)
                 ]
                 rows[0].notes.add("split_turns")
             notes = sorted({note for row in rows for note in row.notes})
             lengths = [row.length for row in rows if row.length is not None]
-            columns.add(example, results, notes, lengths, len(turns))
-        return columns.chunk()
+            builder.add(example, results, notes, lengths, len(turns))
+        return builder.chunk()
 
     def _encode(self, example: Example, source: str, row: _Row) -> TokenizedExample | Unusable:
         completions, verdict = _parts(example)
@@ -583,43 +583,46 @@ def _cut(answer: TokenizedCompletion, room: int) -> TokenizedCompletion:
     )
 
 
-def encoded_set(chunk: EncodedChunk, examples: Sequence[Example]) -> EncodedSet:
-    """The encoded examples. chunk: all of their columns."""
+def build_encoded_set(chunk: EncodedChunk, examples: Sequence[Example]) -> EncodedSet:
+    """Build the result for ``examples`` from a chunk with all of their columns."""
     columns, names = chunk.columns, chunk.names
-    units = TokenizedDataset({name: columns[name] for name in COLUMNS}, names)
+    units = TokenizedDataset({name: columns[name] for name in DTYPES}, names)
     origins = Origins(names["files"], columns["row_path"], columns["row_line"])
-    units, lacking = _all_or_none(units)
+    units, without_logps = _drop_partial_token_columns(units)
     notes = {
-        name: origins.select(columns["noted"][columns["note"] == number])
+        name: origins.select(columns["note_example"][columns["note"] == number])
         for number, name in enumerate(names["notes"])
     }
-    notes |= {"logps_missing": lacking} if lacking else {}
+    notes |= {"logps_missing": without_logps} if without_logps else {}
     return EncodedSet(
         units,
         tuple(chunk.unusable),
         {name: notes[name] for name in sorted(notes)},
         Lengths(columns["prompt_length"], columns["num_lengths"], columns["answer_length"]),
-        RowFacts({name: columns[name] for name in FACTS}, origins),
-        Parts(examples, columns["split"], columns["num_parts"], _one_per_turn),
+        AuditColumns({name: columns[name] for name in AUDIT_DTYPES}, origins),
+        TurnExamples(examples, columns["conversation"], columns["num_turns"], _one_per_turn),
     )
 
 
-def _all_or_none(units: TokenizedDataset) -> tuple[TokenizedDataset, Origins | None]:
-    """The units, without the columns of tokens unless all answers of all rankings have them; and
-    the rankings that lack them.
+def _drop_partial_token_columns(
+    units: TokenizedDataset,
+) -> tuple[TokenizedDataset, Origins | None]:
+    """Drop the token columns if some answers of rankings have them and others do not.
+
+    Also returns the rankings without them, or None if nothing was dropped.
     """
-    has_names = np.array([bool(each) for each in units.names["columns"]], np.bool_)
+    has_names = np.array([bool(names) for names in units.names["columns"]], np.bool_)
     if not has_names.any():
         return units, None
     is_ranking = units.has_kind("ranking")
-    has_columns = has_names[units.of_answers("column_names")]
-    owner = units.example_of_answer
-    lacks = np.zeros(len(units), np.bool_)
-    lacks[owner[~has_columns]] = True
-    lacks &= is_ranking
-    if not lacks.any() or not (has_columns & is_ranking[owner]).any():
+    has_columns = has_names[units.answer_column("column_names")]
+    examples = units.answer_examples
+    is_incomplete = np.zeros(len(units), np.bool_)
+    is_incomplete[examples[~has_columns]] = True
+    is_incomplete &= is_ranking
+    if not is_incomplete.any() or not (has_columns & is_ranking[examples]).any():
         return units, None
-    return units.without_token_columns(), units.origins.select(np.flatnonzero(lacks))
+    return units.without_token_columns(), units.origins.select(np.flatnonzero(is_incomplete))
 
 
 def _cut_prompt(tokens: _Tokens, max_length: int) -> _Tokens | None:

@@ -18,21 +18,22 @@ def distributions(units: TokenizedDataset) -> dict[str, Any]:
     """Tokens of prompts and of answers, by class: ``{"prompt tokens": {"edges": [n + 1], "counts":
     {"all": [n]}}, ...}``. A bin counts the lengths from its edge to below the next one.
     """
-    lengths, classes = units.of_answers("num_tokens"), units.answer_classes
+    lengths, classes = units.answer_column("num_tokens"), units.answer_classes
     answers = {name: lengths[classes == name] for name in np.unique(classes).tolist()}
-    found = {"prompt tokens": {"all": units.of_prompts("num_tokens")}, "answer tokens": answers}
+    tables = {"prompt tokens": {"all": units.prompt_column("num_tokens")}, "answer tokens": answers}
     return {
-        name: _binned(lengths)
-        for name, lengths in found.items()
-        if any(each.any() for each in lengths.values())
+        name: _binned(table)
+        for name, table in tables.items()
+        if any(values.any() for values in table.values())
     }
 
 
 def _binned(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, Any]:
-    width = int(max(each.max() for each in lengths.values())) // BINS + 1
-    last = max(int(each.max()) // width for each in lengths.values())
+    longest = int(max(values.max() for values in lengths.values()))
+    width = longest // BINS + 1
+    last = longest // width
     counts = {
-        name: np.bincount(each // width, minlength=last + 1).tolist()
-        for name, each in sorted(lengths.items())
+        name: np.bincount(values // width, minlength=last + 1).tolist()
+        for name, values in sorted(lengths.items())
     }
     return {"edges": [place * width for place in range(last + 2)], "counts": counts}

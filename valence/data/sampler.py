@@ -29,7 +29,7 @@ def _ids(units: Sequence[TokenizedExample]) -> Iterable[str]:
 
 
 def _labels(units: Sequence[TokenizedExample]) -> NDArray[np.int8]:
-    """1 for up, 0 for down, -1 for units without a label."""
+    """1 for True, 0 for False, -1 for units without a label."""
     if isinstance(units, TokenizedDataset):
         return units.columns["label"]
     return np.array([-1 if unit.label is None else int(unit.label) for unit in units], np.int8)
@@ -37,7 +37,7 @@ def _labels(units: Sequence[TokenizedExample]) -> NDArray[np.int8]:
 
 def _order_of_ids(ids: Iterable[str], seed: int, epoch: int) -> NDArray[np.int64]:
     hashes = b"".join(
-        hashlib.blake2b(f"{seed}/{epoch}/{each}".encode(), digest_size=8).digest() for each in ids
+        hashlib.blake2b(f"{seed}/{epoch}/{id}".encode(), digest_size=8).digest() for id in ids
     )
     return np.argsort(np.frombuffer(hashes, ">u8"), kind="stable")
 
@@ -65,10 +65,12 @@ class Sampler:
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """Indices of all units in the order of this epoch."""
-        if epoch not in self._orders:
+        order = self._orders.get(epoch)
+        if order is None:  # another thread may read the order of another epoch at the same time
+            order = self._order(epoch)
             self._orders.clear()
-            self._orders[epoch] = self._order(epoch)
-        return self._orders[epoch]
+            self._orders[epoch] = order
+        return order
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         order = _order_of_ids(_ids(self.units), self.seed, epoch)
@@ -76,11 +78,11 @@ class Sampler:
             return order
         # Spread each class evenly over the epoch: the k-th of n goes to (k + 1/2) / n of the way.
         labels = _labels(self.units)[order]
-        place = np.empty(len(order))
+        positions = np.empty(len(order))
         for label in (1, 0, -1):
             rows = np.flatnonzero(labels == label)
-            place[rows] = (np.arange(len(rows)) + 0.5) / max(1, len(rows))
-        return order[np.argsort(place, kind="stable")]
+            positions[rows] = (np.arange(len(rows)) + 0.5) / max(1, len(rows))
+        return order[np.argsort(positions, kind="stable")]
 
     def step(self, number: int) -> tuple[list[int], Following]:
         """The units of optimizer step ``number`` (from 0) in canonical order, and those that follow
@@ -89,15 +91,16 @@ class Sampler:
         epoch, index = divmod(number, self.steps_per_epoch)
         order = self.epoch(epoch)
         start, end = index * self.batch_size, (index + 1) * self.batch_size
-        ours = order[start:end].tolist()
-        chosen = canonical_order([self.units[i] for i in ours], self.seed, epoch)
-        return [ours[i] for i in chosen], Following(order, start, end)
+        indices = order[start:end].tolist()
+        step_order = canonical_order([self.units[i] for i in indices], self.seed, epoch)
+        return [indices[i] for i in step_order], Following(order, start, end)
 
 
 class Following(LazySequence[int]):
-    """Indices of the units of an epoch that are not in a step: those after it, then those before.
+    """Indices of the units of an epoch that are not in a step: first those after it, then those
+    before it.
 
-    order: of the epoch; start, end: of the step in it.
+    order: of the epoch. start, end: of the step in this order.
     """
 
     def __init__(self, order: NDArray[np.int64], start: int, end: int) -> None:

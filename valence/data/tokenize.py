@@ -1,4 +1,4 @@
-"""Tokenize many examples: in several processes, and once, with what comes out in a cache."""
+"""Tokenize many examples: in several processes, and once, because the results are cached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
@@ -24,90 +24,118 @@ from typing import Any
 
 import numpy as np
 
-from valence.data.column_files import ColumnWriter, load_entry, locked, prune
-from valence.data.encode import Encoder, encoded_set
+from valence.data.column_files import (
+    ColumnWriter,
+    Progress,
+    StorageError,
+    load_entry,
+    locked,
+    prune,
+    remove_incomplete,
+)
+from valence.data.encode import Encoder, build_encoded_set
 from valence.data.encoded_set import (
-    ALL_COLUMNS,
-    ALL_NAMES,
+    ALL_DTYPES,
+    ALL_NAME_LISTS,
     EXAMPLE_INDICES,
     EncodedChunk,
     EncodedSet,
     Unusable,
 )
 from valence.data.example_store import ExampleStore
-from valence.data.tokenized_dataset import Names
+from valence.data.tokenized_dataset import NameTable
 from valence.types import Origin
 
-CHUNK = 256
+CHUNK_SIZE = 256
 """Examples that a process tokenizes at once."""
-MANY = 2000
-"""Examples from which on several processes and the cache are used."""
-MOST_PROCESSES = 32
-
-Progress = Callable[[int, int], None]
-"""Called with the numbers of examples and of tokens so far."""
+MIN_EXAMPLES = 2000
+"""Number of examples from which several processes and the cache are used."""
+MAX_PROCESSES = 32
 
 
 def tokenize(
-    encoder: Encoder, examples: ExampleStore, progress: Progress = lambda done, tokens: None
+    encoder: Encoder,
+    examples: ExampleStore,
+    progress: Progress = lambda num_examples, num_tokens: None,
 ) -> EncodedSet:
-    """The examples as tokens, as ``Encoder.encode_all`` gives them.
+    """Tokenize examples, with the result of ``Encoder.encode_all``.
 
-    Other processes that tokenize the same wait for the first one, and read what it has written.
-    ``VALENCE_TOKEN_CACHE`` names the folder of the cache, or is 0 to use none.
+    The environment variable ``VALENCE_TOKEN_CACHE`` is the folder of the cache, or 0 to turn it
+    off. Processes that tokenize the same examples wait for the first one, show its progress, and
+    read its result. If files cannot be written, the tokens stay in memory.
     """
     folder = _cache_folder()
-    key = _key(encoder, examples) if folder is not None and len(examples) >= MANY else None
-    if folder is None or key is None:
-        return _tokenize(encoder, examples, progress, None)
-    try:
-        with locked(folder / key):
-            return _tokenize(encoder, examples, progress, folder / key)
-    except OSError as error:
-        warnings.warn(f"the cache of tokens cannot be used ({error})", stacklevel=2)
-        return _tokenize(encoder, examples, progress, None)
-
-
-def _tokenize(
-    encoder: Encoder, examples: ExampleStore, progress: Progress, entry: Path | None
-) -> EncodedSet:
-    """entry: of the cache, which is read or else written. Raises OSError when it cannot be."""
-    loaded = load_entry(entry, ALL_COLUMNS) if entry else None
-    if loaded is None:
-        merger = _Merger(entry.parent if entry else None)
+    key = _key(encoder, examples) if folder and len(examples) >= MIN_EXAMPLES else None
+    if folder and key:
         try:
-            for chunk in _chunks(encoder, examples):
-                merger.add(chunk)
-                progress(merger.num_examples, merger.num_tokens)
-            if entry is None:
-                return encoded_set(merger.chunk(), examples)
-            merger.save(entry)
-        finally:
-            merger.discard()
-        prune(entry.parent, entry)
-        loaded = load_entry(entry, ALL_COLUMNS)
-        if loaded is None:
-            raise OSError(f"{entry} cannot be read back")
-    columns, facts = loaded
-    names = facts["names"] | {"columns": [tuple(each) for each in facts["names"]["columns"]]}
-    unusable = [Unusable(**row | {"origin": Origin(**row["origin"])}) for row in facts["unusable"]]
-    chunk = EncodedChunk(columns, names, unusable, len(examples))
-    return encoded_set(chunk, examples)
+            with locked(folder / key, progress) as publish:
+
+                def report(num_examples: int, num_tokens: int) -> None:
+                    publish(num_examples, num_tokens)
+                    progress(num_examples, num_tokens)
+
+                chunk = _cached_chunk(encoder, examples, report, folder / key)
+            return build_encoded_set(chunk, examples)
+        except StorageError as error:
+            warnings.warn(
+                f"tokens are not cached: {error}; set VALENCE_TOKEN_CACHE to a folder with free "
+                f"space, or to 0 to turn the cache off",
+                stacklevel=2,
+            )
+    try:
+        with ColumnWriter(ALL_DTYPES) as writer:
+            merger = _merge_chunks(writer, encoder, examples, progress)
+            return build_encoded_set(merger.chunk(), examples)
+    except StorageError as error:
+        warnings.warn(
+            f"tokens stay in memory: {error}; set TMPDIR to a folder with free space",
+            stacklevel=2,
+        )
+    with ColumnWriter(ALL_DTYPES, in_memory=True) as writer:
+        merger = _merge_chunks(writer, encoder, examples, progress)
+        return build_encoded_set(merger.chunk(), examples)
+
+
+def _cached_chunk(
+    encoder: Encoder, examples: ExampleStore, progress: Progress, entry: Path
+) -> EncodedChunk:
+    """Read the columns of all examples from the cache, after writing them if they are missing.
+
+    Raises StorageError.
+    """
+    stored = load_entry(entry, ALL_DTYPES)
+    if stored is None:
+        remove_incomplete(entry)
+        with ColumnWriter(ALL_DTYPES, entry) as writer:
+            _merge_chunks(writer, encoder, examples, progress, is_alone=True).save()
+        prune(entry)
+        stored = load_entry(entry, ALL_DTYPES)
+        if stored is None:
+            raise StorageError(f"{entry} cannot be read back")
+    columns, metadata = stored
+    progress(len(examples), len(columns["tokens"]))
+    names = metadata["names"] | {
+        "columns": [tuple(names) for names in metadata["names"]["columns"]]
+    }
+    unusable = [
+        Unusable(**row | {"origin": Origin(**row["origin"])}) for row in metadata["unusable"]
+    ]
+    return EncodedChunk(columns, names, unusable, len(examples))
 
 
 class _Merger:
-    """Puts the columns of chunks together."""
+    """Concatenates the columns of chunks."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._writer = ColumnWriter(ALL_COLUMNS, folder)
-        self._names = {name: Names() for name in {*ALL_NAMES.values()}}
+    def __init__(self, writer: ColumnWriter) -> None:
+        self._writer = writer
+        self._tables = {name: NameTable() for name in {*ALL_NAME_LISTS.values()}}
         self._unusable: list[Unusable] = []
         self.num_examples = self.num_tokens = 0
 
     def add(self, chunk: EncodedChunk) -> None:
         columns = dict(chunk.columns)
-        for column, name in ALL_NAMES.items():
-            numbers = [self._names[name].number(each) for each in chunk.names[name]]
+        for column, list_name in ALL_NAME_LISTS.items():
+            numbers = [self._tables[list_name].number(name) for name in chunk.names[list_name]]
             columns[column] = np.array(numbers, np.int32)[columns[column]]
         for column in EXAMPLE_INDICES:
             columns[column] = columns[column] + self.num_examples
@@ -116,59 +144,77 @@ class _Merger:
         self.num_examples += chunk.num_examples
         self.num_tokens += len(columns["tokens"])
 
+    @property
+    def _names(self) -> dict[str, list[Any]]:
+        return {name: table.names for name, table in self._tables.items()}
+
     def chunk(self) -> EncodedChunk:
-        names = {name: each.names for name, each in self._names.items()}
-        return EncodedChunk(self._writer.columns(), names, self._unusable, self.num_examples)
+        return EncodedChunk(self._writer.columns(), self._names, self._unusable, self.num_examples)
 
-    def save(self, entry: Path) -> None:
-        names = {name: each.names for name, each in self._names.items()}
-        self._writer.save(entry, {"names": names, "unusable": list(map(asdict, self._unusable))})
+    def save(self) -> None:
+        """Complete the cache entry of the writer."""
+        unusable = list(map(asdict, self._unusable))
+        self._writer.save({"names": self._names, "unusable": unusable})
 
-    def discard(self) -> None:
-        self._writer.discard()
+
+def _merge_chunks(
+    writer: ColumnWriter,
+    encoder: Encoder,
+    examples: ExampleStore,
+    progress: Progress,
+    *,
+    is_alone: bool = False,
+) -> _Merger:
+    """Tokenize all examples. is_alone: whether the other ranks on this machine only wait."""
+    merger = _Merger(writer)
+    for chunk in _chunks(encoder, examples, is_alone):
+        merger.add(chunk)
+        progress(merger.num_examples, merger.num_tokens)
+    return merger
 
 
 # Processes
 
 
-def _chunks(encoder: Encoder, examples: ExampleStore) -> Iterator[EncodedChunk]:
-    """The examples as columns, in order."""
-    starts = range(0, len(examples), CHUNK)
-    processes = min(_usable_cores(), len(starts), MOST_PROCESSES)
-    done = 0
-    if len(examples) >= MANY and processes > 1 and _may_fork():
+def _chunks(encoder: Encoder, examples: ExampleStore, is_alone: bool) -> Iterator[EncodedChunk]:
+    """Encode the examples chunk by chunk, in order."""
+    starts = range(0, len(examples), CHUNK_SIZE)
+    num_processes = min(_num_processes(is_alone), len(starts))
+    num_chunks = 0
+    if len(examples) >= MIN_EXAMPLES and num_processes > 1:
         try:
-            for chunk in _in_processes(encoder, examples, starts, processes):
+            for chunk in _chunks_from_workers(encoder, examples, starts, num_processes):
                 yield chunk
-                done += 1
+                num_chunks += 1
             return
-        except BrokenProcessPool as error:
+        except (BrokenProcessPool, OSError) as error:  # OSError: a process cannot be forked
             warnings.warn(
-                f"a process that tokenizes has ended ({error}); going on in this one", stacklevel=2
+                f"a tokenizing process ended early ({error}); tokenizing in one process",
+                stacklevel=2,
             )
-    for start in starts[done:]:
+    for start in starts[num_chunks:]:
         yield _encode_chunk(encoder, examples, start)
 
 
-def _in_processes(
-    encoder: Encoder, examples: ExampleStore, starts: Sequence[int], processes: int
+def _chunks_from_workers(
+    encoder: Encoder, examples: ExampleStore, starts: Sequence[int], num_processes: int
 ) -> Iterator[EncodedChunk]:
-    """Forked processes have the tokenizer and the examples without any of it being copied."""
+    """Encode in forked processes, which share the tokenizer and the examples without a copy."""
     pool = ProcessPoolExecutor(
-        processes,
+        num_processes,
         mp_context=multiprocessing.get_context("fork"),
         initializer=_start_worker,
         initargs=(encoder, examples, os.getpid()),
     )
     try:
-        waiting: deque[Future[EncodedChunk]] = deque()
-        rest = iter(starts)
-        for start in islice(rest, 4 * processes):
-            waiting.append(pool.submit(_encode_in_worker, start))
-        while waiting:
-            yield waiting.popleft().result()
-            for start in islice(rest, 1):
-                waiting.append(pool.submit(_encode_in_worker, start))
+        remaining = iter(starts)
+        pending: deque[Future[EncodedChunk]] = deque()
+        for start in islice(remaining, 4 * num_processes):
+            pending.append(pool.submit(_encode_in_worker, start))
+        while pending:
+            yield pending.popleft().result()
+            for start in islice(remaining, 1):
+                pending.append(pool.submit(_encode_in_worker, start))
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -177,12 +223,12 @@ _worker: tuple[Encoder, ExampleStore] | None = None
 
 
 def _start_worker(encoder: Encoder, examples: ExampleStore, parent: int) -> None:
-    """End with the parent, however that ends, and leave signals to it."""
+    """Leave signals to the parent process, and end when it ends, even if it is killed."""
     global _worker
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -195,37 +241,44 @@ def _encode_in_worker(start: int) -> EncodedChunk:
 
 
 def _encode_chunk(encoder: Encoder, examples: ExampleStore, start: int) -> EncodedChunk:
-    span = slice(start, start + CHUNK)
+    span = slice(start, start + CHUNK_SIZE)
     return encoder.encode_chunk(examples[span], examples.sources[span])
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-
-
-def _may_fork() -> bool:
-    return sys.platform == "linux" and not multiprocessing.current_process().daemon
+def _num_processes(is_alone: bool) -> int:
+    """Number of processes to fork; 1 where this process cannot fork safely."""
+    if sys.platform != "linux" or multiprocessing.current_process().daemon:
+        return 1
+    num_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    num_cores = len(os.sched_getaffinity(0))
+    return min(num_cores if is_alone else max(1, num_cores // int(num_ranks)), MAX_PROCESSES)
 
 
 # Cache
 
 
 def _cache_folder() -> Path | None:
-    chosen = os.environ.get("VALENCE_TOKEN_CACHE")
-    if chosen == "0":
+    setting = os.environ.get("VALENCE_TOKEN_CACHE")
+    if setting == "0":
         return None
-    if chosen:
-        return Path(chosen)
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "valence" / "tokens"
+    try:
+        if setting:
+            return Path(setting).expanduser()
+        root = os.environ.get("XDG_CACHE_HOME")
+        return (Path(root) if root else Path.home() / ".cache") / "valence" / "tokens"
+    except RuntimeError:  # there is no home folder
+        return None
 
 
 def _key(encoder: Encoder, examples: ExampleStore) -> str | None:
-    """A name for all that the tokens depend on: the examples, the tokenizer and its template, the
-    settings, and the program. None if that cannot be said.
+    """Hash of everything that the tokens depend on: examples, tokenizer, template, settings, code.
+
+    None if a part cannot be hashed: an example that cannot be pickled, or a tokenizer with Python
+    code outside transformers.
     """
     tokenizer: Any = encoder.tokenizer
-    if examples.digest is None or not tokenizer.is_fast:
+    in_transformers = type(tokenizer).__module__.startswith("transformers.")
+    if examples.digest is None or not (in_transformers and encoder.vocab.is_backend_only):
         return None
     is_dated = "strftime_now" in str(tokenizer.chat_template)
     parts = {
@@ -236,15 +289,15 @@ def _key(encoder: Encoder, examples: ExampleStore) -> str | None:
         "template": tokenizer.chat_template,
         "day": date.today().isoformat() if is_dated else "",
         "settings": encoder.settings,
-        "program": _program(),
+        "code": _code_digest(),
     }
     content = json.dumps(parts, sort_keys=True, default=repr)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 @cache
-def _program() -> str:
-    """A digest of the code that reads and tokenizes rows, and of the libraries that it uses."""
+def _code_digest() -> str:
+    """Hash of the code that reads and tokenizes rows, and of the versions of its libraries."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
     for path in sorted([*folder.glob("*.py"), folder.parent / "types.py"]):

@@ -1,7 +1,7 @@
 """Tokenized examples as flat arrays: 5 bytes per token and about 100 bytes per example.
 
-A ``TokenizedExample`` with its tuples of Python integers takes ten times as much. It is made when
-it is read, so only the examples of a step exist as such.
+A ``TokenizedExample`` has tuples of Python integers, which take ten times as much memory. It is
+created when it is read, so only the examples of a step are in memory in that form.
 """
 
 from __future__ import annotations
@@ -22,41 +22,49 @@ T = TypeVar("T")
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-EXAMPLE = {
+EXAMPLE_DTYPES = {
     "id": np.uint64, "path": np.int32, "line": np.int64, "source": np.int32, "kind": np.int8,
     "label": np.int8, "margin": np.float64, "soft": np.float64, "weight": np.float64,
     "num_answers": np.int32, "num_scores": np.int32, "num_attributes": np.int32,
     "margin_is_int": np.bool_, "soft_is_int": np.bool_, "fingerprint": np.int64,
 }  # fmt: skip
-"""Columns with a number for each example.
+"""Columns with one value per example.
 
-``path``, ``source``: numbers of names. ``label``: -1 for None. ``soft``: NaN for None.
-``*_is_int``: the number was a Python integer, which a fingerprint tells from 1.0.
+``path``, ``source``: indices into the file names. ``label``: 1 for True, 0 for False, -1 for None.
+``soft``: NaN for None. ``*_is_int``: whether the value was a Python integer, because fingerprints
+differ for 1 and 1.0.
 """
-PART = {
+PART_DTYPES = {
     "num_tokens": np.int32, "num_trained": np.int32, "digest": np.uint64, "complete": np.bool_,
     "ends_trained": np.bool_, "column_names": np.int32,
 }  # fmt: skip
-"""Columns with a number for each part of an example: its prompt, then its answers.
+"""Columns with one value per part of an example. The parts are its prompt, then its answers.
 
-``num_trained``: tokens that a loss reads. ``digest``: of its tokens. ``ends_trained``: whether a
-loss reads the last one. ``column_names``: number of a tuple of names.
+``num_trained``: number of tokens in the loss mask. ``digest``: hash of the tokens.
+``ends_trained``: whether the last token is in the loss mask. ``column_names``: index of the tuple
+of names of its token columns.
 """
-TOKEN = {"tokens": np.int32, "mask": np.bool_}
-OTHER = {
+TOKEN_DTYPES = {"tokens": np.int32, "mask": np.bool_}
+RAGGED_DTYPES = {
     "scores": np.float64, "attribute": np.int32, "attribute_scores": np.float64,
     "token_columns": np.float64, "score_is_int": np.bool_, "attribute_is_int": np.bool_,
 }  # fmt: skip
-"""``scores``, ``attribute``, ``attribute_scores``: end to end for all examples. ``token_columns``:
-for each part the columns of its tokens, one after the other.
+"""Columns with any number of values per example, concatenated for all examples.
+
+``token_columns``: for each part, all values of its first token column, then of the next one.
 """
-COLUMNS = EXAMPLE | PART | TOKEN | OTHER
-NAMES = {"path": "files", "source": "files", "attribute": "attributes", "column_names": "columns"}
-"""Columns whose numbers stand for names -> the list of these names."""
+DTYPES = EXAMPLE_DTYPES | PART_DTYPES | TOKEN_DTYPES | RAGGED_DTYPES
+NAME_LISTS = {
+    "path": "files",
+    "source": "files",
+    "attribute": "attributes",
+    "column_names": "columns",
+}
+"""Columns that contain indices of names -> the list of these names."""
 
 
-class Names:
-    """Numbers for names, in the order in which these are first used."""
+class NameTable:
+    """Numbers names consecutively, in the order of their first use."""
 
     def __init__(self, names: Iterable[Any] = ()) -> None:
         self._numbers = {name: number for number, name in enumerate(names)}
@@ -70,7 +78,7 @@ class Names:
 
 
 class LazySequence(Sequence[T]):
-    """A sequence whose items are made when they are read. It equals a sequence of equal items."""
+    """A sequence that creates an item when it is read. It equals any sequence of equal items."""
 
     def item(self, index: int) -> T:
         """The item at an index from 0."""
@@ -100,7 +108,7 @@ class LazySequence(Sequence[T]):
 
 
 class Origins(LazySequence[Origin]):
-    """Places of rows. path[n]: number of the file; line[n]."""
+    """The file and line of each row. path[n]: index of the file in ``files``; line[n]."""
 
     def __init__(self, files: Sequence[str], path: Array, line: Array) -> None:
         self.files, self.path, self.line = files, path, line
@@ -114,25 +122,25 @@ class Origins(LazySequence[Origin]):
     def select(self, indices: Array) -> Origins:
         return Origins(self.files, self.path[indices], self.line[indices])
 
-    def isin(self, others: Origins) -> NDArray[np.bool_]:
-        """Whether each is among the others, which have the same list of files."""
-        places, wanted = (
-            np.stack([each.path, each.line], axis=1, dtype=np.int64) for each in (self, others)
+    def isin(self, origins: Origins) -> NDArray[np.bool_]:
+        """Whether each origin is one of ``origins``, which must have the same list of files."""
+        pairs = np.concatenate(
+            [np.stack([rows.path, rows.line], axis=1, dtype=np.int64) for rows in (self, origins)]
         )
-        pairs = np.concatenate([places, wanted])
-        _, numbers = np.unique(pairs, axis=0, return_inverse=True)
-        numbers = numbers.reshape(-1)
-        return np.isin(numbers[: len(self)], numbers[len(self) :])
+        _, indices = np.unique(pairs, axis=0, return_inverse=True)
+        indices = indices.reshape(-1)
+        return np.isin(indices[: len(self)], indices[len(self) :])
 
 
 def token_digest(ids: Sequence[int]) -> int:
-    """A number that equal token ids have in common, and no others."""
+    """64-bit hash of token ids."""
     return int.from_bytes(hashlib.blake2b(array("i", ids), digest_size=8).digest(), "little")
 
 
 def fingerprint(unit: TokenizedExample) -> int:
-    """A hash of all that training reads of a row: its tokens, which of them are trained on, and its
-    verdict. Run folders store it, so it must not change.
+    """64-bit hash of everything that training reads of a row: tokens, masks, labels and weight.
+
+    Run folders store these hashes, so the definition must not change.
     """
     digest = hashlib.blake2b(digest_size=8)
     for ids, mask in (
@@ -155,12 +163,12 @@ def fingerprint(unit: TokenizedExample) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-class TokenizedColumns:
-    """Examples as columns, while they are collected."""
+class DatasetBuilder:
+    """Collects tokenized examples as columns."""
 
     def __init__(self) -> None:
-        self.values: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-        self.names = {name: Names() for name in {*NAMES.values()}}
+        self.values: dict[str, list[Any]] = {name: [] for name in DTYPES}
+        self.tables = {name: NameTable() for name in {*NAME_LISTS.values()}}
 
     def add(self, unit: TokenizedExample) -> None:
         add, number = self._add, self._number
@@ -207,28 +215,31 @@ class TokenizedColumns:
         self.values[name].append(value)
 
     def _number(self, column: str, name: object) -> int:
-        return self.names[NAMES[column]].number(name)
+        return self.tables[NAME_LISTS[column]].number(name)
+
+    @property
+    def name_lists(self) -> dict[str, list[Any]]:
+        return {name: table.names for name, table in self.tables.items()}
 
     def arrays(self) -> dict[str, Array]:
-        return {name: np.array(self.values[name], dtype) for name, dtype in COLUMNS.items()}
+        return {name: np.array(self.values[name], dtype) for name, dtype in DTYPES.items()}
 
 
-def dataset_of(units: Iterable[TokenizedExample]) -> TokenizedDataset:
-    """These examples in arrays. Their ids are hexadecimal numbers."""
-    columns = TokenizedColumns()
+def build_dataset(units: Iterable[TokenizedExample]) -> TokenizedDataset:
+    """Store these examples in arrays. Their ids must be hexadecimal numbers."""
+    builder = DatasetBuilder()
     for unit in units:
-        columns.add(unit)
-    names = {name: each.names for name, each in columns.names.items()}
-    return TokenizedDataset(columns.arrays(), names)
+        builder.add(unit)
+    return TokenizedDataset(builder.arrays(), builder.name_lists)
 
 
 def offsets(counts: Array) -> NDArray[np.int64]:
-    """Where each of consecutive groups of these sizes starts, and where the last ends."""
+    """Start of each of consecutive groups of these sizes, then the end of the last group."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
 class TokenizedDataset(LazySequence[TokenizedExample]):
-    """Tokenized examples in arrays. columns: see ``COLUMNS``; names: the lists of ``NAMES``."""
+    """Tokenized examples in arrays. columns: see ``DTYPES``. names: the lists of ``NAME_LISTS``."""
 
     def __init__(self, columns: Mapping[str, Array], names: Mapping[str, Sequence[Any]]) -> None:
         self.columns, self.names = columns, names
@@ -239,8 +250,8 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
 
     @cached_property
     def _first_value(self) -> NDArray[np.int64]:
-        """Where the token columns of each part start."""
-        num_names = np.array([len(each) for each in self.names["columns"]], np.int64)
+        """Index in ``token_columns`` where each part starts."""
+        num_names = np.array([len(names) for names in self.names["columns"]], np.int64)
         columns = self.columns
         if not num_names.any():
             return np.zeros(len(columns["num_tokens"]) + 1, np.int64)
@@ -273,7 +284,7 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
 
     @cached_property
     def _readers(self) -> list[Callable[[int], Any]]:
-        """Functions that read a number of an example as a Python number."""
+        """Functions that read a value of an example as a Python number."""
         names = ("kind", "label", "margin", "soft", "weight", "source", "num_scores",
                  "num_attributes", "id")  # fmt: skip
         return [self.columns[name].item for name in names]
@@ -337,88 +348,88 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
         return (f"{number:016x}" for number in self.columns["id"].tolist())
 
     def has_kind(self, kind: Kind) -> NDArray[np.bool_]:
-        """Whether each example is of this kind."""
+        """Whether each example has this kind."""
         return self.columns["kind"] == KINDS.index(kind)
 
     @property
     def is_prompt(self) -> NDArray[np.bool_]:
         """Whether each part is a prompt."""
-        found = np.zeros(len(self.columns["num_tokens"]), np.bool_)
-        found[self._first_part[:-1]] = True
-        return found
+        is_prompt = np.zeros(len(self.columns["num_tokens"]), np.bool_)
+        is_prompt[self._first_part[:-1]] = True
+        return is_prompt
 
     @property
-    def example_of_answer(self) -> NDArray[np.int64]:
-        """The example that each answer belongs to."""
+    def answer_examples(self) -> NDArray[np.int64]:
+        """Index of the example of each answer."""
         return np.repeat(np.arange(len(self)), self.columns["num_answers"])
 
     @property
     def answer_classes(self) -> NDArray[np.str_]:
         """The class of each answer: chosen, rejected, up, down, or all."""
-        owner, label = self.example_of_answer, self.columns["label"]
-        is_first = np.diff(owner, prepend=-1) != 0
-        is_pair, is_judgement = (self.has_kind(kind)[owner] for kind in ("preference", "judgement"))
+        examples = self.answer_examples
+        is_first, label = np.diff(examples, prepend=-1) != 0, self.columns["label"][examples]
+        is_pair = self.has_kind("preference")[examples]
+        is_judgement = self.has_kind("judgement")[examples]
         return np.select(
-            [is_pair & is_first, is_pair, is_judgement & (label[owner] == 1),
-             is_judgement & (label[owner] == 0)],
+            [is_pair & is_first, is_pair, is_judgement & (label == 1), is_judgement & (label == 0)],
             ["chosen", "rejected", "up", "down"],
             "all",
         )  # fmt: skip
 
-    def of_prompts(self, name: str) -> Array:
-        """A column of the parts for the prompts alone: one number for each example."""
+    def prompt_column(self, name: str) -> Array:
+        """A column of the parts for prompts only: one value per example."""
         return self.columns[name][self._first_part[:-1]]
 
-    def of_answers(self, name: str) -> Array:
-        """A column of the parts for the answers alone: one number for each answer."""
+    def answer_column(self, name: str) -> Array:
+        """A column of the parts for answers only: one value per answer."""
         return self.columns[name][~self.is_prompt]
 
     @property
     def last_tokens(self) -> set[int]:
-        """The different tokens that answers end with."""
+        """The distinct last tokens of answers."""
         ends = self._first_token[1:][~self.is_prompt] - 1
         return set(np.unique(self.columns["tokens"][ends]).tolist())
 
     @property
     def num_sequence_tokens(self) -> NDArray[np.int64]:
-        """Tokens of the sequences of each example: its prompt once for each answer."""
+        """Tokens of the sequences of each example, with the prompt counted once per answer."""
         answers = np.zeros(len(self), np.int64)
-        np.add.at(answers, self.example_of_answer, self.of_answers("num_tokens"))
-        return answers + self.columns["num_answers"].astype(np.int64) * self.of_prompts(
+        np.add.at(answers, self.answer_examples, self.answer_column("num_tokens"))
+        return answers + self.columns["num_answers"].astype(np.int64) * self.prompt_column(
             "num_tokens"
         )
 
     @property
-    def longest(self) -> NDArray[np.int64]:
-        """Tokens of the longest answer of each example, 0 where there is none."""
-        found = np.zeros(len(self), np.int64)
-        np.maximum.at(found, self.example_of_answer, self.of_answers("num_tokens"))
-        return found
+    def longest_answer(self) -> NDArray[np.int64]:
+        """Tokens of the longest answer of each example, 0 without answers."""
+        longest = np.zeros(len(self), np.int64)
+        np.maximum.at(longest, self.answer_examples, self.answer_column("num_tokens"))
+        return longest
 
     @property
     def num_unique_tokens(self) -> NDArray[np.int64]:
-        """Tokens of each example: its prompt once, and its answers."""
+        """Tokens of each example, with the prompt counted once."""
         return np.diff(self._first_token[self._first_part])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        own = (self._first_part, self._first_token, self._first_score, self._first_attribute)
-        return sum(each.nbytes for each in (*self.columns.values(), *own))
+        starts = (self._first_part, self._first_token, self._first_score, self._first_attribute)
+        return sum(array.nbytes for array in (*self.columns.values(), *starts))
 
-    # Changed
+    # Modified copies
 
     def with_scores(self, scores: Sequence[Sequence[float]]) -> TokenizedDataset:
         """The same examples with other scores."""
-        flat = np.array([score for each in scores for score in each], np.float64)
-        counts = np.array([len(each) for each in scores], np.int32)
+        flat = np.array([score for row in scores for score in row], np.float64)
+        counts = np.array([len(row) for row in scores], np.int32)
         changed = {
             "scores": flat, "num_scores": counts, "score_is_int": np.zeros(len(flat), np.bool_)
         }  # fmt: skip
         return TokenizedDataset({**self.columns, **changed}, self.names)._with_fingerprints()
 
     def without_token_columns(self) -> TokenizedDataset:
-        """The same examples with none of the columns of tokens."""
+        """The same examples without token columns."""
         changed = {
             "column_names": np.zeros_like(self.columns["column_names"]),
             "token_columns": np.zeros(0),
@@ -434,5 +445,5 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
 def _numbers(values: Array, is_int: Array) -> tuple[float, ...]:
     numbers = values.tolist()
     if is_int.any():
-        numbers = [int(n) if whole else n for n, whole in zip(numbers, is_int, strict=True)]
+        numbers = [int(n) if integer else n for n, integer in zip(numbers, is_int, strict=True)]
     return tuple(numbers)

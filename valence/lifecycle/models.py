@@ -345,8 +345,8 @@ def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
     longest: list[tuple[int, Origin]] = []
     for corpus in prepared.corpora.values():
         units = corpus.units
-        completions = np.where(units.columns["num_answers"] > 0, units.longest, new_tokens)
-        lengths = units.of_prompts("num_tokens") + completions
+        completions = np.where(units.columns["num_answers"] > 0, units.longest_answer, new_tokens)
+        lengths = units.prompt_column("num_tokens") + completions
         longest.append((int(lengths.max()), units.origins[int(lengths.argmax())]))
     length, origin = max(longest, key=lambda row: row[0])
     check_positions(

@@ -63,26 +63,26 @@ class Corpus:
     @cached_property
     def examples(self) -> ExamplesById:
         """The examples by content id."""
-        ids = self.encoded.facts.columns["row_id"]
-        return ExamplesById(self.loaded.examples, ids, self.encoded.parts)
+        ids = self.encoded.audit_columns.columns["row_id"]
+        return ExamplesById(self.loaded.examples, ids, self.encoded.turn_examples)
 
 
-class _WithAnswers(LazySequence[TokenizedExample]):
-    """Prompts with these answers, ``times`` for each prompt."""
+class _RepeatedPrompts(LazySequence[TokenizedExample]):
+    """Each prompt with the same answers, ``num_repeats`` times in a row."""
 
     def __init__(
         self,
         prompts: Sequence[TokenizedExample],
         answers: tuple[TokenizedCompletion, ...],
-        times: int,
+        num_repeats: int,
     ) -> None:
-        self._prompts, self._answers, self._times = prompts, answers, times
+        self._prompts, self._answers, self._num_repeats = prompts, answers, num_repeats
 
     def __len__(self) -> int:
-        return len(self._prompts) * self._times
+        return len(self._prompts) * self._num_repeats
 
     def item(self, index: int) -> TokenizedExample:
-        return replace(self._prompts[index // self._times], answers=self._answers)
+        return replace(self._prompts[index // self._num_repeats], answers=self._answers)
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,12 @@ class Prepared:
         """
         if not self.encoder.template.exists:
             return False
-        facts = [corpus.encoded.facts for corpus in self.corpora.values()]
-        if any(len(each.with_flag(CHAT_PROMPT)) for each in facts):
+        columns = [corpus.encoded.audit_columns for corpus in self.corpora.values()]
+        if any(len(table.indices_with_flag(CHAT_PROMPT)) for table in columns):
             return True
         return self.encoder.as_chat and (
-            not any(map(len, facts)) or any(len(each.with_flag(TEXT_PROMPT)) for each in facts)
+            not any(map(len, columns))
+            or any(len(table.indices_with_flag(TEXT_PROMPT)) for table in columns)
         )
 
     @property
@@ -175,7 +176,7 @@ class Prepared:
         each = {"rejection": rollout.top_n}.get(
             self.method.name, 1 if sides == 2 else rollout.num_rollouts
         )
-        units = _WithAnswers(self.corpora["train"].units, (most,) * sides, each)
+        units = _RepeatedPrompts(self.corpora["train"].units, (most,) * sides, each)
         return Sampler(
             units, each * -(-self.recipe.train.batch_size // rollout.steps), self.recipe.train.seed
         )
@@ -196,7 +197,7 @@ class Prepared:
         if not self.method.online or rollout.engine != "hf" or "train" not in self.corpora:
             return None
         prompts = min(self.recipe.train.batch_size, max(1, rollout.at_once // rollout.num_rollouts))
-        longest = int(self.corpora["train"].units.of_prompts("num_tokens").max())
+        longest = int(self.corpora["train"].units.prompt_column("num_tokens").max())
         return prompts * rollout.num_rollouts, longest, rollout.max_new_tokens
 
     @property
@@ -234,14 +235,14 @@ class Prepared:
     def origins(self, ids: Sequence[str]) -> str:
         """Where training rows with these content ids are from, the first eight by name."""
         trained_on = (corpus for name, corpus in self.corpora.items() if name.endswith("train"))
-        wanted = np.array([int(each, 16) for each in ids], np.uint64)
-        found = [
+        id_numbers = np.array([int(id, 16) for id in ids], np.uint64)
+        origins = [
             str(units.origins[i])
             for units in (corpus.units for corpus in trained_on)
-            for i in np.flatnonzero(np.isin(units.columns["id"], wanted)).tolist()
+            for i in np.flatnonzero(np.isin(units.columns["id"], id_numbers)).tolist()
         ]
-        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-        return ", ".join(found[:8]) + more
+        more = f" and {len(origins) - 8} more" if len(origins) > 8 else ""
+        return ", ".join(origins[:8]) + more
 
     @property
     def steps_per_epoch(self) -> int:
@@ -535,15 +536,20 @@ def read_corpus(
 
 
 def _tokenize(encoder: Encoder, examples: ExampleStore, console: Console | None) -> EncodedSet:
+    """Tokenize the examples and show progress."""
     if console is None:
         return tokenize(encoder, examples)
     with Progress(console, "tokenizing", len(examples), brief=True) as bar:
-        return tokenize(encoder, examples, lambda done, tokens: bar.update(done, tokens=tokens))
+        return tokenize(
+            encoder,
+            examples,
+            lambda num_examples, num_tokens: bar.update(num_examples, tokens=num_tokens),
+        )
 
 
 def _compared(corpus: Corpus, train: Corpus) -> Corpus:
     """The same with the audit also saying which of the rows are trained on."""
-    shared = overlap(train.encoded.facts, corpus.encoded.facts)
+    shared = overlap(train.encoded.audit_columns, corpus.encoded.audit_columns)
     return replace(
         corpus, audit=replace(corpus.audit, findings={**corpus.audit.findings, **shared})
     )
@@ -598,7 +604,9 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             most = prepared.recipe.eval.max_examples if name == "eval" else None
             units = corpus.units
             check_kl_pairs(
-                units.of_prompts("digest")[:most], units.of_answers("digest")[:most], units.origins
+                units.prompt_column("digest")[:most],
+                units.answer_column("digest")[:most],
+                units.origins,
             )
     if "train" in prepared.corpora and prepared.total_steps == 0:
         raise UserError(
