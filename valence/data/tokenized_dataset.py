@@ -421,11 +421,11 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
 
     def with_scores(self, scores: Sequence[Sequence[float]]) -> TokenizedDataset:
         """The same examples with other scores."""
-        flat = np.array([score for row in scores for score in row], np.float64)
+        values = [score for row in scores for score in row]
+        flat = np.array(values, np.float64)
+        is_int = np.fromiter((isinstance(score, int) for score in values), np.bool_, len(values))
         counts = np.array([len(row) for row in scores], np.int32)
-        changed = {
-            "scores": flat, "num_scores": counts, "score_is_int": np.zeros(len(flat), np.bool_)
-        }  # fmt: skip
+        changed = {"scores": flat, "num_scores": counts, "score_is_int": is_int}
         return TokenizedDataset({**self.columns, **changed}, self.names)._with_fingerprints()
 
     def without_token_columns(self) -> TokenizedDataset:
