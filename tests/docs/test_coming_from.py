@@ -229,6 +229,68 @@ def _turns(role: str, said: str) -> list[dict[str, str]]:
             "judgement",
             {},
         ),
+        (
+            {"messages": _turns("user", "a") + _turns("assistant", "b"), "label": True},
+            "judgement",
+            {},
+        ),
+        (
+            {
+                "conversations": [{"from": "human", "value": "a"}],
+                "chosen": {"from": "gpt", "value": "b"},
+                "rejected": {"from": "gpt", "value": "c"},
+            },
+            "preference",
+            {},
+        ),
+        ({"instruction": "a", "input": "", "output": "b"}, "demonstration", {}),
+        (
+            {"question": "a", "answer": "b"},
+            "demonstration",
+            {"keys": {"prompt": "question", "completion": "answer"}},
+        ),
+        (
+            {"system_prompt": "s", "question": "a", "response": "b"},
+            "demonstration",
+            {
+                "format": "alpaca",
+                "keys": {
+                    "instruction": "question",
+                    "output": "response",
+                    "system": "system_prompt",
+                },
+            },
+        ),
+        (
+            {"question": "a", "completion": "b", "label": True},
+            "judgement",
+            {"keys": {"prompt": "question"}},
+        ),
+        (
+            {"system": "s", "instruction": "a", "completion": "b", "label": True},
+            "judgement",
+            {"format": "alpaca_kto", "keys": {"output": "completion", "kto_tag": "label"}},
+        ),
+        (
+            {"completion": _turns("user", "a") + _turns("assistant", "b"), "label": True},
+            "judgement",
+            {"keys": {"messages": "completion"}},
+        ),
+        (
+            {"system": "s", "question": "a", "chosen": "b", "rejected": "c"},
+            "preference",
+            {"format": "alpaca_preference", "keys": {"instruction": "question"}},
+        ),
+        ({"input": "a", "chosen": "b", "rejected": "c"}, "preference", {}),
+        (
+            {
+                "messages": _turns("user", "a"),
+                "chosen": {"role": "assistant", "content": "b"},
+                "rejected": {"role": "assistant", "content": "c"},
+            },
+            "preference",
+            {"keys": {"prompt": "messages"}},
+        ),
     ],
     ids=[
         "nemo dpo",
@@ -239,6 +301,17 @@ def _turns(role: str, said: str) -> list[dict[str, str]]:
         "colossal prompts",
         "colossal kto",
         "halos",
+        "llama-factory kto demo",
+        "llama-factory dpo demo",
+        "llama-factory alpaca demo",
+        "llama-factory columns",
+        "axolotl open orca",
+        "axolotl kto intel",
+        "axolotl kto argilla",
+        "axolotl kto argilla chat",
+        "axolotl dpo intel",
+        "axolotl dpo icr",
+        "axolotl dpo chat template",
     ],
 )
 def test_rows_are_read_as_the_guides_say(
