@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
+from examples.demo import assets
 from tests.arch.source import tree
 from tests.docs.blocks import ROOT
 from tests.docs.settings import is_setting
@@ -320,3 +321,24 @@ def test_rows_are_read_as_the_guides_say(
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert len(load([SourceSettings(path=str(path), **how)], kind).examples) == 1
+
+
+@pytest.mark.real
+def test_the_data_sets_of_llama_factory_load_without_a_setting() -> None:
+    """The files of the table in the guide, from the published archive."""
+    try:
+        folder = assets.llamafactory_data()
+    except (OSError, RuntimeError) as error:
+        pytest.skip(f"the archive cannot be fetched: {error}")
+    [rows] = [
+        rows
+        for header, rows in tables(ROOT / "docs" / "coming-from" / "llama-factory.md")
+        if header == ["file in `data/`", "rows", "format"]
+    ]
+    assert len(rows) == 3
+    for file, count, name in rows:
+        format_name = name.strip("`")
+        kind: Any = FORMATS[format_name].gives
+        loaded = load([SourceSettings(path=str(folder / file.strip("`")))], kind)
+        assert loaded.files[0].format == format_name
+        assert len(loaded.examples) == loaded.files[0].rows == int(count)
