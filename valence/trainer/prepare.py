@@ -165,21 +165,19 @@ class Prepared:
 
     @cached_property
     def planned(self) -> Sampler:
-        """The steps of the run as they are known beforehand: of own answers that there will be,
-        each as long as it may be.
-        """
+        """The steps of the run for estimates. Completions to be sampled have the maximum length."""
         if not self.method.online:
             return self.sampler
         rollout = self.recipe.rollout
-        most = TokenizedCompletion((0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens)
+        num_tokens = rollout.max_new_tokens
+        completion = TokenizedCompletion((0,) * num_tokens, (True,) * num_tokens)
         sides = 2 if self.method.loss.view == "pair" else 1
-        each = {"rejection": rollout.top_n}.get(
+        num_repeats = {"rejection": rollout.top_n}.get(
             self.method.name, 1 if sides == 2 else rollout.num_rollouts
         )
-        units = _RepeatedPrompts(self.corpora["train"].units, (most,) * sides, each)
-        return Sampler(
-            units, each * -(-self.recipe.train.batch_size // rollout.steps), self.recipe.train.seed
-        )
+        units = _RepeatedPrompts(self.corpora["train"].units, (completion,) * sides, num_repeats)
+        prompts_per_step = -(-self.recipe.train.batch_size // rollout.steps)
+        return Sampler(units, num_repeats * prompts_per_step, self.recipe.train.seed)
 
     @property
     def values_apart(self) -> bool:
@@ -601,11 +599,11 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             and not method.online
             and _loss_of(recipe, name)["z0_scope"] == "step"
         ):
-            most = prepared.recipe.eval.max_examples if name == "eval" else None
+            limit = prepared.recipe.eval.max_examples if name == "eval" else None
             units = corpus.units
             check_kl_pairs(
-                units.prompt_column("digest")[:most],
-                units.answer_column("digest")[:most],
+                units.prompt_column("digest")[:limit],
+                units.answer_column("digest")[:limit],
                 units.origins,
             )
     if "train" in prepared.corpora and prepared.total_steps == 0:
@@ -627,17 +625,17 @@ def _loss_of(recipe: Recipe, corpus: str) -> Mapping[str, Any]:
 
 
 def _check_columns(method: Method, units: TokenizedDataset) -> None:
-    """No row has a column that the method would ignore."""
+    """Raise UserError for the first row with a column that the method does not read."""
     soft = units.columns["soft"]
-    for column, reads, has in (
+    for column, reads, has_column in (
         ("margin", "margin", units.columns["margin"] != 0),
         ("soft label", "wrong", ~np.isnan(soft)),
     ):
-        if has.any() and reads not in method.loss.reads:
+        if has_column.any() and reads not in method.loss.reads:
             raise UserError(
                 f"the row has a {column}, which {method.name} does not read",
                 code="row-column-unused",
-                where=str(units.origins[int(has.argmax())]),
+                where=str(units.origins[int(has_column.argmax())]),
                 fix="remove the column, or use a method that reads it (dpo)",
             )
     is_even = soft == 0.5
