@@ -165,9 +165,7 @@ class Prepared:
 
     @cached_property
     def planned(self) -> Sampler:
-        """The steps of the run as they are known beforehand: of own answers that there will be,
-        each as long as it may be.
-        """
+        """The steps of the run for estimates. Completions to be sampled have the maximum length."""
         if not self.method.online:
             return self.sampler
         rollout = self.recipe.rollout
@@ -644,17 +642,17 @@ def _loss_of(recipe: Recipe, corpus: str) -> Mapping[str, Any]:
 
 
 def _check_columns(method: Method, units: TokenizedDataset) -> None:
-    """No row has a column that the method would ignore."""
+    """Raise UserError for the first row with a column that the method does not read."""
     soft = units.columns["soft"]
-    for column, reads, has in (
+    for column, reads, has_column in (
         ("margin", "margin", units.columns["margin"] != 0),
         ("soft label", "wrong", ~np.isnan(soft)),
     ):
-        if has.any() and reads not in method.loss.reads:
+        if has_column.any() and reads not in method.loss.reads:
             raise UserError(
                 f"the row has a {column}, which {method.name} does not read",
                 code="row-column-unused",
-                where=str(units.origins[int(has.argmax())]),
+                where=str(units.origins[int(has_column.argmax())]),
                 fix="remove the column, or use a method that reads it (dpo)",
             )
     is_even = soft == 0.5
