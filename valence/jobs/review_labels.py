@@ -327,7 +327,7 @@ def check_review_path(out: Path) -> Path:
 class LabelReview:
     """The decisions on the suspicious rows of an audit, and the file with the reviewed rows.
 
-    Methods may be called from several threads. cases: in the order of the review. num_lost: earlier
+    Methods may be called from several threads. cases: in the order of the review. num_obsolete: earlier
     decisions on rows that are not in the files any more; they have no effect.
 
     Raises UserError when ``out`` is not a file that this review can write, or its rows have
@@ -361,7 +361,7 @@ class LabelReview:
         with ExitStack() as failing:
             failing.callback(self._log.close)
             self._check_unedited()
-            self.num_lost = 0
+            self.num_obsolete = 0
             for number, line in enumerate(self._log.lines, 1):
                 if "undo" in line:
                     self._apply_undo(line["undo"])
@@ -371,7 +371,7 @@ class LabelReview:
                     )
                     self._apply(index_of[line["row"]], decision)
                 elif "choice" in line:
-                    self.num_lost += 1
+                    self.num_obsolete += 1
             self._lines = [self._line(index) for index in range(len(self._rows))]
             self._last_write = (0.0, 0.0)
             self.flush()
