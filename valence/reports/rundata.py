@@ -84,10 +84,10 @@ def read_run(run_dir: Path) -> RunData:
     """
     if not run_dir.is_dir():
         raise UserError(
-            "there is no such run folder",
+            "the run folder does not exist",
             code="run-not-found",
             where=str(run_dir),
-            fix="name the run.dir of a run",
+            fix="use the run.dir of a run",
         )
     problems: list[str] = []
     first, last, bands = _evaluations(run_dir / "eval", problems)
