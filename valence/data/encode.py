@@ -263,7 +263,7 @@ class Encoder:
         if marker := next((name for name in sorted(self.template.markers) if name in prompt), None):
             raise RowError(
                 "template_in_text",
-                f"the prompt is plain text that already holds {marker}, a token of the chat "
+                f"the prompt is plain text that already contains {marker}, a token of the chat "
                 f"template",
                 "set data.as_chat: false if the rows are rendered with the template already; "
                 f"or remove {marker} from them, to make each prompt a user message",
@@ -309,7 +309,7 @@ class Encoder:
                     "the tokens of an earlier turn merge with the text around it, or its "
                     "prompt differs"
                 )
-                raise RewrittenTurnError("not_a_prefix", what, "leave data.train_on at completion")
+                raise RewrittenTurnError("not_a_prefix", what, "set data.train_on: completion")
         answers: list[TokenizedCompletion] = []
         for each in rendered:
             # Answers share the shortest context; what others have more of it precedes their own
@@ -372,7 +372,7 @@ class Encoder:
             raise RowError(
                 "empty_prompt",
                 "the prompt has no tokens",
-                "start it with the model's BOS token at least",
+                "add at least the model's BOS token",
             )
         answers: list[TokenizedCompletion] = []
         for completion in completions:
@@ -397,8 +397,8 @@ class Encoder:
             raise RowError(
                 "another_vocabulary",
                 "its tokens are those of another tokenizer",
-                "train the model that gave the answers, or set format: scored (or demonstration) "
-                "to read them as text",
+                "train the model that sampled the answers, or set format: scored (or "
+                "demonstration) to read them as text",
             )
         if sampled is None or not sampled.logps or not row.follows:
             return ()
@@ -467,8 +467,8 @@ class Encoder:
         what = {
             "drop": f"{length.longest} tokens",
             "cut_completion": f"the prompt alone has {length.prompt} tokens",
-            "cut_prompt": f"{length.longest} tokens, and too many still when the prompt is cut "
-            f"as far as it may be",
+            "cut_prompt": f"{length.longest} tokens, too many even with "
+            f"the shortest possible prompt",
         }[self.long_rows]
         kept = (
             f", of which {self.answers} are for the answer (rollout.max_new_tokens)"

@@ -366,7 +366,7 @@ def _read_scores(row: Columns, count: int) -> tuple[float, ...]:
         return numbers
     if any(rank < 1 or rank != int(rank) for rank in numbers):
         raise UserError(
-            f"{name} is {values.shown(value)}, and must hold whole numbers from 1",
+            f"{name} is {values.shown(value)}, and must contain whole numbers from 1",
             code="row-rank-invalid",
             fix="rank the best 1",
         )
