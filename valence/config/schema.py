@@ -373,7 +373,7 @@ class Model(Section):
         if not trains_adapter:
             yield conflict(
                 "quantize",
-                "4-bit weights are not trained, only an adapter on them",
+                "4-bit weights cannot be trained, only an adapter on them",
                 "set model.lora, or remove model.quantize",
             )
         if self.gguf_file is not None:
@@ -1074,5 +1074,7 @@ class Recipe(Section):
         names = [reward.log_name for reward in self.reward]
         if len(set(names)) < len(names):
             yield conflict(
-                "reward", "two rewards have the same name in the log", "change the `name` of one"
+                "reward",
+                "two rewards have the same name in the log",
+                "set a different `name` for one of them",
             )

@@ -206,8 +206,8 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
         fix=(
             f"set {', or '.join(ways)}; or choose a method for such rows{_method_for(e)}"
             if ways
-            else f"choose a method for such rows{_method_for(e)}, or other data: no conversion "
-            f"makes such rows usable"
+            else f"choose a method for such rows{_method_for(e)}, or use other data: "
+            f"these rows cannot be converted"
         ),
     )
 

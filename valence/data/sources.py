@@ -520,7 +520,7 @@ def _header(path: str, line: int, cells: list[str]) -> list[str]:
             f"the header names a column twice: {', '.join(twice[:5])}",
             code="column-duplicate",
             where=f"{path}:{line}",
-            fix="give every column a name of its own",
+            fix="give every column a unique name",
         )
     return header
 
@@ -547,7 +547,7 @@ def _parquet(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | Ba
                 "two columns have the same name",
                 code="column-duplicate",
                 where=path,
-                fix="give every column a name of its own",
+                fix="give every column a unique name",
             )
         for batch in table.iter_batches():
             for value in _batch_rows(batch):

@@ -157,14 +157,14 @@ def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Pa
                 "the run has not recorded a best checkpoint",
                 code="checkpoint-not-found",
                 where=str(run_dir),
-                fix="set run.keep_best before training",
+                fix="use --step N; for the best checkpoint, train with run.keep_best",
             )
     if step not in steps:
         raise UserError(
             f"the run has no checkpoint of step {step}",
             code="checkpoint-not-found",
             where=str(run_dir),
-            fix=f"use one of {', '.join(map(str, steps))}",
+            fix=f"use one of these steps: {', '.join(map(str, steps))}",
         )
     return check(checkpoints.path(step))
 

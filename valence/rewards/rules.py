@@ -280,7 +280,8 @@ def setting_error_code(error: Mapping[str, Any]) -> str:
 
 def setting_error_message(error: Mapping[str, Any]) -> str:
     """The message of pydantic's error of a setting."""
-    return "unknown setting" if error["type"] == "extra_forbidden" else str(error["msg"])
+    messages = {"extra_forbidden": "unknown setting", "missing": "the setting is missing"}
+    return messages.get(error["type"], str(error["msg"]))
 
 
 def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:

@@ -257,7 +257,7 @@ def _check_arguments(
         where = f"train.optimizer_settings.{name}"
         if name in SET_ELSEWHERE:
             raise UserError(
-                f"{name} has a setting of its own",
+                f"{name} has a separate setting",
                 code="optimizer-setting",
                 where=where,
                 fix=f"set {SET_ELSEWHERE[name]} instead",
