@@ -98,7 +98,7 @@ def output_errors() -> tuple[str, ...]:
 
 
 class ResilientStream:
-    """A text stream whose write errors do not end the program.
+    """A text stream that tolerates write errors.
 
     Characters that its encoding lacks are written as backslash escapes. After an ``OSError`` (disk
     full, device error, closed pipe) the text is lost, the error is in ``output_errors()``, and

@@ -97,7 +97,7 @@ class FormAudit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspectRow:
-    """A row whose label the model contradicts.
+    """A row with a label that the model contradicts.
 
     score: 1 minus the cross-fitted probability of the given label. given, predicted: for thumbs the
     label, otherwise the name of the class.
@@ -115,7 +115,7 @@ class HiddenStateAudit:
     """Labels that a classifier on the model's hidden states contradicts.
 
     auc: of cross-fitted probabilities against the given labels. rows: number of rows with hidden
-    states. num_suspects: rows whose label is contradicted; suspects: the first of them, most
+    states. num_suspects: rows with a contradicted label; suspects: the first of them, most
     suspicious first. Both are empty unless ``can_tell``.
     """
 
@@ -260,7 +260,7 @@ class RowAudit:
     """The audit of all rows, and what it says about each of them.
 
     probabilities: of the given label, by the row's index; empty for a kind where the model cannot
-    tell the labels apart. votes: of the raters of these rows, if they are known.
+    separate the labels. votes: of the raters of these rows, if they are known.
     """
 
     audit: LabelAudit
@@ -719,7 +719,7 @@ def _suspects(items: Sequence[RatedRow], states: _States, top: int) -> HiddenSta
 
 
 def _verdict(item: RatedRow, probability: float) -> dict[str, Any]:
-    """The entries of a report on a row whose given label has this probability."""
+    """The entries of a report on a row with this probability of its label."""
     predicted = item.label if probability >= 0.5 else not item.label
     return {
         "score": round(1 - probability, 4),

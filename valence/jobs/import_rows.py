@@ -72,7 +72,7 @@ class RowsFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSummary:
-    """What an import did.
+    """The result of an import.
 
     votes: read now, each of which is in ``counts``; total: in all imports into the same --out.
     skipped: by reason, most frequent first. models: how many of the votes that were read are on

@@ -68,7 +68,7 @@ def find_suspicions(result: RowAudit) -> dict[int, list[Suspicion]]:
     """The suspicious rows of an audit by their index, each with all reasons.
 
     Rows with the opposite label of a row with the same content, or with nearly the same completion;
-    rows whose label the model contradicts; rows whose raters disagree.
+    rows with a label that the model contradicts; rows with disagreeing raters.
     """
     suspicions: dict[int, list[Suspicion]] = defaultdict(list)
     groups: dict[str, list[RatedRow]] = defaultdict(list)
@@ -129,9 +129,9 @@ def _label_text(label: bool | str) -> str:
 def _verdict_text(votes: Mapping[tuple[str, str], Any], row: RatedRow) -> dict[str, str]:
     """The verdict of each rater of a row, as far as the votes are known."""
     info = row.example.info
-    listed = info.get("votes")
+    vote_ids = info.get("votes")
     verdicts: dict[str, str] = {}
-    for id in listed if isinstance(listed, list) else ():
+    for id in vote_ids if isinstance(vote_ids, list) else ():
         vote = votes.get((str(info.get("source")), str(id)))
         if vote is None:
             continue

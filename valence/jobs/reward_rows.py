@@ -126,11 +126,11 @@ def list_rewards(
     those of the target.
     """
     if rewards:
-        listed = ", ".join(
+        entries = ", ".join(
             r if r.lstrip().startswith("{") else json.dumps(r, ensure_ascii=False) for r in rewards
         )
         recipe = load_recipe(
-            BARE, [f"reward=[{listed}]"], method_of=method_of, training=False
+            BARE, [f"reward=[{entries}]"], method_of=method_of, training=False
         ).recipe
         return list(recipe.reward)
     specs = list(load_target(target, overrides).recipe.reward) if target is not None else []

@@ -49,8 +49,10 @@ def figure(
 
     note: a line under its title. legend: by default if it distinguishes lines. height: in rem.
     """
-    shown = sum(trace.get("showlegend", True) for trace in traces) > 1 if legend is None else legend
-    layout = {"showlegend": shown, **layout}
+    has_legend = (
+        sum(trace.get("showlegend", True) for trace in traces) > 1 if legend is None else legend
+    )
+    layout = {"showlegend": has_legend, **layout}
     return {"data": list(traces), "layout": layout, "note": note, "height": height}
 
 
@@ -200,11 +202,11 @@ def by_source(rows: Sequence[Json]) -> dict[str, dict[str, list[float]]]:
     for row in rows:
         rows_of.setdefault(source(row), []).append(row)
     ordered = sorted(rows_of.items(), key=lambda item: -len(item[1]))
-    shown = dict(ordered[:MAX_SOURCES])
+    drawn_sources = dict(ordered[:MAX_SOURCES])
     if rest := [row for _, group in ordered[MAX_SOURCES:] for row in group]:
-        shown[f"{len(ordered) - MAX_SOURCES} other sources"] = rest
-    titles = _short_titles(list(shown))
-    rewards = (rewards_by_class(group) for group in shown.values())
+        drawn_sources[f"{len(ordered) - MAX_SOURCES} other sources"] = rest
+    titles = _short_titles(list(drawn_sources))
+    rewards = (rewards_by_class(group) for group in drawn_sources.values())
     return {title: by_class for title, by_class in zip(titles, rewards, strict=True) if by_class}
 
 

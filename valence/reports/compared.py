@@ -71,11 +71,11 @@ class ComparedRun:
             sections = ("reward",)
         else:
             return True
-        mine, theirs = (
+        settings, other_settings = (
             {n: exact(v) for n, v in run.settings.items() if n.split(".")[0] in sections}
             for run in (self, other)
         )
-        return bool(self.settings and other.settings) and mine == theirs
+        return bool(self.settings and other.settings) and settings == other_settings
 
 
 def has_same_scale(runs: Sequence[ComparedRun], name: str) -> bool:

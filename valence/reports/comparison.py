@@ -81,8 +81,8 @@ def gaps(runs: Sequence[ComparedRun]) -> list[str]:
         )
     steps = {max(run.evaluations) for run in runs if run.evaluations}
     if len(steps) > 1:
-        shown = ", ".join(map(text, sorted(steps)))
-        messages.append(f"The last evaluations of the runs are at different steps ({shown}).")
+        step_list = ", ".join(map(text, sorted(steps)))
+        messages.append(f"The last evaluations of the runs are at different steps ({step_list}).")
     if has_untrained(runs):
         messages.append(
             "Some runs were only evaluated before their first step: the best value is marked "

@@ -426,9 +426,9 @@ class TextBudget:
     def take(self, text: str, file: str) -> TextBox:
         """As much of a text as the page has space for."""
         limit = min(MAX_TEXT, max(0, self.left))
-        shown = text[:limit]
-        self.left -= len(escape(visible(shown)).encode("utf-8"))
-        return TextBox(shown, max(0, len(text) - limit), file)
+        beginning = text[:limit]
+        self.left -= len(escape(visible(beginning)).encode("utf-8"))
+        return TextBox(beginning, max(0, len(text) - limit), file)
 
 
 def _start_of(text: str, limit: int) -> str:

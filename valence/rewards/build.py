@@ -123,7 +123,7 @@ def identities(reward: Combined) -> list[Mapping[str, Any] | None]:
 
 def digests(reward: Combined) -> dict[str, str]:
     """For each part a digest of everything besides the completions that its scores depend on, such
-    as a function's source; without parts whose identity is unknown.
+    as a function's source; without parts of unknown identity.
     """
     return {
         calls.name: digest(identity)

@@ -44,7 +44,7 @@ class RewardError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FailedCall(Score):
-    """The score of a completion whose call failed as a whole.
+    """The score of a completion after its whole call failed.
 
     ``error`` may be about another completion of the same call. ``late``: the call exceeded its time
     limit.

@@ -181,7 +181,7 @@ class Servers:
         return parse_scores(reply, number)
 
     async def _post(self, url: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body of the reply, whose length is limited."""
+        """Status, headers and body of the reply, up to a maximum length."""
         headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {self.token}"} if self.token else {}
         )

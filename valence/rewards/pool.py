@@ -36,7 +36,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 START_SECONDS = 600.0
 """Time limit for a replacement to import the function."""
 MAX_REPEATS = 2
-"""Repetitions of a call whose process, which it shared with other calls, ended."""
+"""Repetitions of a call after the end of its process, which other calls shared."""
 MAX_LINE_BYTES = 2000
 """Maximum bytes of a worker's output per line of the log."""
 START = (
@@ -51,7 +51,9 @@ class WorkerEnded(Exception):
 
 @dataclass(eq=False)
 class Worker:
-    """One process. ``num_calls``: running calls; ``lifeline``: a pipe whose closing ends it."""
+    """One process. ``num_calls``: running calls; ``lifeline``: a pipe; closing it ends the
+    process.
+    """
 
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader

@@ -268,7 +268,7 @@ class Batcher:
         """Call the reward and settle the completions.
 
         Returns those that are not settled: their call failed, and it had completions of other
-        requests. Does nothing for requests whose client is gone.
+        requests. Does nothing for requests of disconnected clients.
         """
         items = [item for item in items if not item[0].gone]
         if not items:

@@ -29,7 +29,7 @@ class Sampling:
     max_new_tokens: int = 128
     """Maximum tokens of a completion, including its end token."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens whose probability reaches this."""
+    """Sample from the smallest set of most likely tokens with at least this total probability."""
     seed: int = 0
     """The same seed gives the same completions."""
 

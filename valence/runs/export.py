@@ -330,7 +330,7 @@ class _WeightFiles:
         self.folder, self.max_bytes = folder, max_bytes
         self._open: dict[str, Tensor] = {}
         self._size = 0
-        self._written: list[list[str]] = []
+        self._weight_names: list[list[str]] = []
         self._total = 0
 
     def add(self, weights: Mapping[str, Tensor]) -> None:
@@ -343,7 +343,7 @@ class _WeightFiles:
     def close(self) -> None:
         """Rename the files to include their number, and add the index if there are several."""
         self._write()
-        count = len(self._written)
+        count = len(self._weight_names)
         file_names = (
             ["model.safetensors"]
             if count == 1
@@ -354,7 +354,7 @@ class _WeightFiles:
         if count > 1:
             weight_map = {
                 weight: file_names[i]
-                for i, weights in enumerate(self._written)
+                for i, weights in enumerate(self._weight_names)
                 for weight in weights
             }
             index = {
@@ -370,7 +370,7 @@ class _WeightFiles:
 
     def _write(self) -> None:
         weights = without_shared_memory(self._open)
-        save_file(weights, self._path(len(self._written)), metadata={"format": "pt"})
-        self._written.append(list(self._open))
+        save_file(weights, self._path(len(self._weight_names)), metadata={"format": "pt"})
+        self._weight_names.append(list(self._open))
         self._total += self._size
         self._open, self._size = {}, 0

@@ -229,7 +229,7 @@ class Checkpoints:
     def _write_manifest(
         self, folder: Path, step: int, files: dict[str, Any], facts: Mapping[str, Any]
     ) -> None:
-        """Add the manifest. files: those whose sizes and checksums are known."""
+        """Add the manifest. files: those with known sizes and checksums."""
         for name, description in files.items():
             if (folder / name).stat().st_size != description["bytes"]:
                 raise OSError(f"{name} is not the file that another process wrote")

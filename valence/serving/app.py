@@ -121,7 +121,7 @@ class StreamOptions(Body):
 
 
 class CompletionRequest(Body):
-    """What `POST /v1/chat/completions` reads. Fields that it cannot honour are refused."""
+    """The body of `POST /v1/chat/completions`. Unsupported fields are refused."""
 
     messages: Messages
     model: str | None = None
@@ -167,7 +167,7 @@ def log_error(error: BaseException) -> None:
 
 
 class WebService:
-    """A service whose raters open secret links.
+    """A service with raters who open secret links.
 
     tokens: rater by secret token; a request without one of them is refused. Empty: every client is
     the rater "". log: called with server errors. command: prints the links. destination: message
@@ -218,7 +218,7 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 class FeedbackService(WebService):
     """The service of `valence collect`.
 
-    rival: a second model, whose answers are compared with those of the first one; the page then
+    rival: a second model to compare answers with; the page then
     shows neither name before a vote. tokens: rater by secret token; without tokens, every client is
     the rater "", who owns the service and may see results. sampling: the default of requests.
     """
