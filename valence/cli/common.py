@@ -39,7 +39,10 @@ RecipeArg = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.", autocompletion=complete.recipes)
 ]
 RunArg = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=complete.run_folders)
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run folder, such as runs/first.", autocompletion=complete.run_folders
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -88,8 +91,8 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Execute Python files that come with the model. Also needed for a run that was "
-        "trained with them.",
+        help="Allow Python files that come with the model to run. "
+        "Also needed for a run that was trained with them.",
     ),
 ]
 Host = Annotated[

@@ -20,7 +20,7 @@ def doctor(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RECIPE]",
+            metavar="RECIPE",
             help="Also check what this recipe needs.",
             autocompletion=complete.recipes,
         ),

@@ -53,7 +53,9 @@ def inspect(
 def losses(
     name: Annotated[
         str | None,
-        typer.Argument(help="Loss or method to explain.", autocompletion=complete.methods),
+        typer.Argument(
+            metavar="NAME", help="Loss or method to explain.", autocompletion=complete.methods
+        ),
     ] = None,
 ) -> None:
     """List the losses, or explain one loss or online method."""

@@ -97,8 +97,8 @@ def evaluate(
         bool,
         typer.Option(
             "--trust-reward",
-            help="For an online run: execute the reward functions, or send completions to the "
-            "reward servers, that the run's recipe names.",
+            help="For an online run: allow the reward functions of its "
+            "recipe to run, and its reward servers to receive completions.",
         ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,

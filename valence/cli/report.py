@@ -39,7 +39,7 @@ def report(
     """Rewrite the report of a run, or compare several runs: metrics, settings that differ, curves,
     and rows on which the runs disagree.
 
-    Unfinished runs are reported as far as they are.
+    Unfinished runs are reported with the data so far.
     """
     from valence.reports.compared import find_runs, read_runs
     from valence.reports.comparison import (

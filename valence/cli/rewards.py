@@ -16,7 +16,7 @@ from valence.terminal import print_message
 def rewards(
     name: Annotated[
         str | None,
-        typer.Argument(help="Rule to explain.", autocompletion=complete.rules),
+        typer.Argument(metavar="NAME", help="Rule to explain.", autocompletion=complete.rules),
     ] = None,
 ) -> None:
     """List the built-in reward rules, or explain one with its settings.

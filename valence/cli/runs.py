@@ -167,7 +167,7 @@ def resume(
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder to search.")] = Path(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to search.")] = Path(
         "runs"
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run.")] = False,

@@ -284,7 +284,7 @@ def _text(text: str, where: str) -> str:
             "half of a surrogate pair is not a character",
             code="text-encoding",
             where=where,
-            fix="write the whole character",
+            fix="write the complete character",
         )
     return text
 

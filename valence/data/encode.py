@@ -326,7 +326,7 @@ class Encoder:
         ids, mask = marked
         if not any(mask):
             raise RowError(
-                "no_weight", "all assistant turns of the answer have weight 0", "leave this row out"
+                "no_weight", "all assistant turns of the answer have weight 0", "remove this row"
             )
         if self._stops.issuperset(i for i, trained in zip(ids, mask, strict=True) if trained):
             raise _empty_answer()
@@ -525,7 +525,7 @@ def _check_turns(completion: Chat) -> None:
         raise RowError(
             "not_an_answer",
             "the completion does not start and end with an assistant turn",
-            "put the turns before the answer into the prompt, and leave out those after it",
+            "put the turns before the answer into the prompt, and remove those after it",
         )
     for message in messages:
         content = message.get("content")
@@ -551,9 +551,7 @@ def _one_per_turn(example: Demonstration) -> list[Example]:
 
 
 def _empty_answer() -> RowError:
-    return RowError(
-        "empty_answer", "the answer is empty", "leave this row out, or write the answer"
-    )
+    return RowError("empty_answer", "the answer is empty", "remove this row, or write the answer")
 
 
 def _mixed(wanted: str, found: Content) -> RowError:

@@ -604,7 +604,7 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
         return BadRow(
             row.origin,
             error.what + hint,
-            error.fix or "correct the row or leave it out",
+            error.fix or "correct or remove the row",
             error.code,
         )
     if other is not None:
@@ -631,7 +631,7 @@ def _given(example: Example, source: Source) -> Example | BadRow:
         _check_numbers(example)
     except UserError as error:
         return BadRow(
-            example.origin, error.what, error.fix or "correct the row or leave it out", error.code
+            example.origin, error.what, error.fix or "correct or remove the row", error.code
         )
     return _weighted(example, source.weight)
 
@@ -669,7 +669,7 @@ def _weighted(example: Example, weight: float) -> Example | BadRow:
         return replace(example, weight=values.weight(example.weight, "weight") * weight)
     except UserError as error:
         return BadRow(
-            example.origin, error.what, error.fix or "correct the row or leave it out", error.code
+            example.origin, error.what, error.fix or "correct or remove the row", error.code
         )
 
 

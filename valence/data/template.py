@@ -557,7 +557,7 @@ class ChatTemplate:
                 raise RowError(
                     "not_printed",
                     f"the chat template leaves out turn {i + 1} ({message['role']})",
-                    "leave that turn out of the data, or use a model whose template prints it",
+                    "remove that turn from the data, or use a model whose template prints it",
                 )
 
 

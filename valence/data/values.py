@@ -140,7 +140,7 @@ def number(value: object, name: str) -> float:
             code="row-decimal-comma" if comma else "row-number-invalid",
             fix="write a decimal point instead of the comma"
             if comma
-            else f"correct {name} or leave the row out",
+            else f"correct {name} or remove the row",
         )
     return result
 
@@ -203,7 +203,7 @@ def attributes(value: object, name: str) -> dict[str, float]:
         raise UserError(
             f"{name} has no score",
             code="row-scores-empty",
-            fix="give at least one attribute a score, or leave the row out",
+            fix="give at least one attribute a score, or remove the row",
         )
     return found
 
@@ -247,7 +247,7 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
         raise UserError(
             f"{name} is {shown(value)}, and must be an object",
             code="row-value-type",
-            fix=f"correct {name} or leave it out",
+            fix=f"correct or remove {name}",
         )
     return value
 
@@ -365,7 +365,7 @@ def parts_as_text(parts: Sequence[object], name: str) -> str:
             raise UserError(
                 f"part {number} of {name} has type {shown(kind)}, and only text can be trained on",
                 code="row-content-parts",
-                fix="leave out rows with images, audio or files, or replace these parts by text",
+                fix="remove rows with images, audio or files, or replace these parts by text",
             )
         if not isinstance(text_of, str):
             raise UserError(
@@ -480,7 +480,7 @@ def exchange(
 def _check_not_empty(given: str, name: str) -> str:
     if not given.strip():
         raise UserError(
-            f"{name} is empty", code="row-completion-empty", fix="leave out rows without an answer"
+            f"{name} is empty", code="row-completion-empty", fix="remove rows without an answer"
         )
     return given
 

@@ -81,7 +81,7 @@ def cannot_load(what: str, name: str, error: Exception) -> UserError:
         f"cannot load the {what} {name!r}: {first}",
         code="model-not-loadable",
         where="model",
-        fix="check that the folder or hub id holds a causal language model, and that you have "
+        fix="check that the folder or hub id contains a causal language model, and that you have "
         "access to it",
     )
 

@@ -468,7 +468,8 @@ def _little_signal(run: RunData) -> Iterable[Diagnosis]:
     if tied and (share := _tenths(tied)[2]) >= TIED:
         yield Diagnosis(
             "tied",
-            f"{share:.0%} of the prompts have completions with equal rewards, which teach nothing.",
+            f"{share:.0%} of the prompts have completions with equal rewards, which give no "
+            f"gradient.",
             "Sample more (rollout.num_rollouts) or at a higher rollout.temperature, use dapo, or "
             "a finer-grained reward.",
         )

@@ -289,7 +289,7 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[Json, ...]:
                 if place == len(lines)
                 else ""
             )
-            problems.append(f"{path.name}:{place} is not a whole record and was left out{last}")
+            problems.append(f"{path.name}:{place} is not a complete record and was left out{last}")
     return tuple(by_step[step] for step in sorted(by_step))
 
 

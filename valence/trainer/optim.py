@@ -214,7 +214,7 @@ def _import_class(path: str) -> Any:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         is_missing = missing is not None and module_name.startswith(missing)
         raise UserError(
-            f"there is no module {missing!r}, neither installed nor in {folder}"
+            f"no module named {missing!r}, neither installed nor in {folder}"
             if is_missing
             else f"importing {module_name} failed: {describe_error(error)}",
             code="optimizer-not-found",

@@ -646,7 +646,7 @@ def _check_columns(method: Method, units: TokenizedDataset) -> None:
             "a soft label of 0.5 expresses no preference, and robust_dpo would divide by 0",
             code="row-soft-label-even",
             where=str(units.origins[int(is_even.argmax())]),
-            fix="leave the row out",
+            fix="remove the row",
         )
 
 
