@@ -129,7 +129,7 @@ def collect(
     ):
         models: list[ChatModel] = []
         for name, folder in zip(names, filter(None, (target, rival)), strict=True):
-            print_message(console, f"loading model {folder}")
+            print_message(console, f"loading {folder}")
             checkpoint = None if models else checkpoint_of(step)
             trainer = open_run(
                 folder, allowed, group=SingleProcess(), at=checkpoint, console=console

@@ -253,7 +253,8 @@ class RowJob:
         if tally.failed:
             ellipsis = ["  ..."] if tally.failed > len(tally.first) else []
             errors = [*(f"  {error}" for error in tally.first), *ellipsis]
-            failures = "\n".join([f"{tally.failed:,} have an error instead:", *errors])
+            verb = "has" if tally.failed == 1 else "have"
+            failures = "\n".join([f"{tally.failed:,} {verb} an error instead:", *errors])
             if self.quiet:
                 warn_on_stderr(self.console, f"{self.out}: of {tally.rows:,} rows {failures}")
             else:

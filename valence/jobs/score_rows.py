@@ -84,7 +84,7 @@ def score_rows(
                 "window": WINDOW,
             }
         )
-        job.print_status(f"{num_rows:,} rows; loading and checking model {target}")
+        job.print_status(f"{num_rows:,} rows; loading and checking {target}")
         no_rows = [f"data.{name}=[]" for name in LISTS]
         scorer = load_scorer(
             source,

@@ -131,7 +131,7 @@ def select_prompts(
             "--rated",
         )
     if not quiet:
-        print_message(console, f"loading and checking model {model}")
+        print_message(console, f"loading and checking {model}")
     policy, encoder = load_policy(model, source, overrides)
     setting = source.recipe.train.micro_batch_tokens
     tokens = setting if isinstance(setting, int) else TOKENS
