@@ -215,7 +215,8 @@ class ServerClient:
                     f"the server is still unavailable after {self.timeout:g} s ({error})",
                     code="rollout-server-lost",
                     where=self.url,
-                    fix="check the address, read the end of the server's log, or raise rollout.timeout",
+                    fix="check the address and the end of the server's log, or raise "
+                    "rollout.timeout",
                 )
             time.sleep(POLL_SECONDS)
 
