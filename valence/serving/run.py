@@ -91,7 +91,7 @@ def serve(
             print_line(f"{rater}: {link}" if rater else link)
         else:
             print_line(f"results (only for you): {link}")
-    print_line(f"{service.destination}; press Ctrl-C to stop")
+    print_line(f"{service.destination}; stop with Ctrl-C")
     app = service.application(lifespan)
     logging.getLogger("uvicorn.error").addFilter(_is_not_logged)
     config = uvicorn.Config(
