@@ -21,9 +21,9 @@ from valence.types import Completion, Score
 from valence.version import __version__
 
 HEADER = "scores of"
-"""Key of the first line of a file: everything besides the completions that scores depend on."""
+"""Key of the first line of a file: everything that scores depend on besides the completions."""
 MAX_SCORES = 2**16
-"""Scores of one reward in memory: about 32 MB if each has one part."""
+"""Maximum number of scores of a reward in memory: about 32 MB if each has one part."""
 
 
 class ScoreCache:
@@ -54,9 +54,8 @@ class ScoreCache:
                     about = {HEADER: identity, "by": f"valence {__version__}"}
                     self._append(json.dumps(add_checksum(about)))
             except OSError as error:
-                what = f"scores cannot be cached here ({error.strerror})"
                 raise UserError(
-                    what,
+                    f"the score cache cannot be written ({error.strerror})",
                     code="reward-cache-not-writable",
                     where=str(self.path.parent),
                     fix="free disk space, or choose another folder",
@@ -90,7 +89,8 @@ class ScoreCache:
         except OSError as error:
             if not self.trouble:
                 self.trouble = (
-                    f"{self.path}: scores cannot be written ({error.strerror}); they stay in memory"
+                    f"{self.path}: scores cannot be written ({error.strerror}); they are only "
+                    f"cached in memory"
                 )
                 warnings.warn(self.trouble, stacklevel=2)
 
@@ -117,7 +117,7 @@ class ScoreCache:
     def _warn_of_damage(self) -> None:
         if not self._warned:
             warnings.warn(
-                f"{self.path}:{self._num_lines}: this line is damaged (its checksum is wrong); its "
+                f"{self.path}:{self._num_lines}: the line is damaged (wrong checksum); its "
                 f"score is recomputed",
                 stacklevel=4,
             )

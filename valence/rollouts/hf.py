@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 MAX_LOGITS = 512
-"""Rows of logits in memory at a time when completions are scored."""
+"""Maximum rows of logits in memory while completions are scored."""
 BLOCK = 256
 """Vocabulary entries per partial sum of probabilities."""
 
@@ -224,7 +224,7 @@ class HFGenerator:
         if not hasattr(extended, "batch_select_indices"):
             # a recurrent model, which would also read the left padding as part of the prompt
             raise UserError(
-                f"{type(self.model).__name__} has no key-value cache, which sampling requires",
+                f"{type(self.model).__name__} has no key-value cache, which sampling needs",
                 code="sampling-unsupported",
                 where="model.name",
                 fix="set run.samples.prompts: 0, and sample from the exported model",

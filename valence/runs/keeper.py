@@ -38,7 +38,7 @@ MIN_BACKGROUND_BYTES = 2**22
 
 
 class Damaged(UserError):
-    """A checkpoint whose files are missing or have changed."""
+    """A checkpoint with missing or changed files."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Checkpoints:
             self._writing.join()
             self._writing = None
             if self._saving_step is not None:
-                self._record_end(self._saving_step, "the thread that wrote it has failed")
+                self._record_end(self._saving_step, "the thread that wrote it failed")
 
     def _record_end(self, step: int, error: str = "") -> None:
         self._saving_step = None
@@ -207,7 +207,7 @@ class Checkpoints:
     def _open_folder(self, target: Path) -> AbstractContextManager[Path]:
         """The folder that becomes a checkpoint."""
         if not self.folder.parent.is_dir():
-            raise FileNotFoundError(2, "the run's folder is gone", str(self.folder.parent))
+            raise FileNotFoundError(2, "the run's folder no longer exists", str(self.folder.parent))
         refuse_links(self.folder, self.folder.parent)
         if not self.folder.is_dir():
             self.folder.mkdir()
@@ -229,10 +229,10 @@ class Checkpoints:
     def _write_manifest(
         self, folder: Path, step: int, files: dict[str, Any], facts: Mapping[str, Any]
     ) -> None:
-        """Add the manifest. files: those whose sizes and checksums are known."""
+        """Add the manifest. files: those with known sizes and checksums."""
         for name, description in files.items():
             if (folder / name).stat().st_size != description["bytes"]:
-                raise OSError(f"{name} differs from the file that another process wrote")
+                raise OSError(f"{name} is not the file that another process wrote")
         for path in sorted(folder.rglob("*")):
             if path.is_file() and (name := path.relative_to(folder).as_posix()) not in files:
                 files[name] = _describe(path)
@@ -253,7 +253,9 @@ class Checkpoints:
                 raise
             for path in set(folder.iterdir()) - before:
                 shutil.rmtree(path, ignore_errors=True)
-            self.messages.append(f"no model was written into checkpoint {folder.name}: {error!r}")
+            self.messages.append(
+                f"the model could not be written into checkpoint {folder.name}: {error!r}"
+            )
 
     def prune(self, spare: int | None) -> None:
         """Remove all but the newest checkpoints and the one to spare."""
@@ -263,7 +265,7 @@ class Checkpoints:
             _remove(self.path(step))
 
     def tidy(self) -> None:
-        """Remove what a killed process left incomplete.
+        """Remove incomplete folders of a killed process.
 
         Raises UserError if the folder is a symbolic link.
         """
@@ -291,8 +293,8 @@ class Checkpoints:
                 continue
             for path, problem in damaged.items():
                 say(
-                    f"{path}: {problem}; it is kept as {_rename_damaged(path).name}, and "
-                    f"{saved.path.name} is used instead"
+                    f"{path}: {problem}; renamed it to {_rename_damaged(path).name}, and using "
+                    f"{saved.path.name}"
                 )
             return saved
         if damaged:
@@ -304,7 +306,7 @@ class Checkpoints:
                 f"all checkpoints are damaged ({problems})",
                 code="checkpoint-damaged",
                 where=str(self.folder),
-                fix="restore an undamaged one, or start over with --fresh",
+                fix="restore an undamaged checkpoint, or start over with --fresh",
             )
         return None
 
@@ -324,7 +326,7 @@ def check(path: Path) -> Saved:
             f"this checkpoint is damaged: {problem}",
             code="checkpoint-damaged",
             where=str(path),
-            fix="use another one",
+            fix="use another checkpoint",
         )
 
     try:
@@ -339,13 +341,13 @@ def check(path: Path) -> Saved:
         raise damaged(f"{MANIFEST} has changed (its sha256 differs)")
     if form != FORMAT:
         raise UserError(
-            f"its format is {form}, and this version reads {FORMAT}",
+            f"the checkpoint has format {form}, but this version of Valence reads format {FORMAT}",
             code="checkpoint-format",
             where=str(path),
-            fix="use the version that saved it",
+            fix="use the version of Valence that saved it",
         )
     if path.name != f"step-{step}":
-        raise damaged(f"its manifest is of step {step}")
+        raise damaged(f"{MANIFEST} is that of step {step}")
     for name, described in files.items():
         try:
             actual = _describe(path / name)
@@ -385,10 +387,10 @@ def _rename_damaged(path: Path) -> Path:
         path.rename(free)
     except OSError as error:
         raise UserError(
-            f"this checkpoint is damaged, and cannot be renamed ({error.strerror})",
+            f"this checkpoint is damaged and cannot be renamed ({error.strerror})",
             code="folder-not-writable",
             where=str(path),
-            fix="make the folder writable, or move the checkpoint away",
+            fix="make the folder writable, or move the checkpoint to another folder",
         ) from error
     return free
 

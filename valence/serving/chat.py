@@ -1,4 +1,4 @@
-"""Answer chat messages with a policy, token by token, for a service that many people use."""
+"""Answer chat messages with a policy, token by token, for a service with many users."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from valence.trainer.trainer import Trainer
 from valence.types import Chat, Completion, Demonstration, Message, Origin, TokenizedExample
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes the first bytes of a character to."""
+"""The decoded text of the first bytes of a character."""
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Chat messages and tools, and the tokens that they are for a model."""
+    """Chat messages and tools, and their tokens for a model."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
@@ -35,7 +35,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion that the service has sampled, with everything that feedback on it needs.
+    """A completion that the service has sampled, with all data that feedback on it needs.
 
     vocabulary: digest of the tokenizer.
     """
@@ -55,16 +55,16 @@ class Answer:
 
 
 def new_id() -> str:
-    """An id for an answer, which nobody can guess."""
+    """An id for an answer that cannot be guessed."""
     return secrets.token_hex(8)
 
 
 class _CancelledError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the answer."""
 
 
 class TextStream:
-    """Turns tokens into pieces of text; a character is held back until all its bytes are there."""
+    """Decodes tokens into pieces of text; a character is returned when all its bytes are known."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._tokens, self._text = tokenizer, list[int](), ""
@@ -82,11 +82,11 @@ class TextStream:
 class ChatModel:
     """Answers with the policy of a run, one request at a time.
 
-    name: shown to clients. num_requests: those that are answered or wait for it.
+    name: shown to clients. num_requests: running and waiting requests.
     """
 
     def __init__(self, trainer: Trainer, name: str, *, max_context: int | None = None) -> None:
-        """max_context: most tokens of a prompt and its completion. Raises UserError for a reward
+        """max_context: maximum tokens of a prompt and its completion. Raises UserError for a reward
         model, or a model without a chat template.
         """
         if trainer.prepared.method.is_reward_model:
@@ -94,7 +94,7 @@ class ChatModel:
                 "reward models cannot generate text",
                 code="reward-model-cannot-generate",
                 where=name,
-                fix="name a language model",
+                fix="use a language model",
             )
         self.encoder = trainer.prepared.encoder
         if not self.encoder.template.exists:
@@ -102,7 +102,7 @@ class ChatModel:
                 "the model has no chat template",
                 code="chat-template-missing",
                 where=name,
-                fix="name a chat model, or set data.chat_template: chatml",
+                fix="use a chat model, or add data.chat_template=chatml",
             )
         self.name, self.trainer = name, trainer
         self.max_context = max_context or position_limit_of(trainer)
@@ -117,7 +117,7 @@ class ChatModel:
     def encode(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> ChatPrompt:
-        """Return a prompt with its tokens. Long prompts take long; any thread may call this.
+        """Return a prompt with its tokens. Safe to call from any thread.
 
         Raises UserError when the chat template cannot render it, or it leaves no room for a
         completion.
@@ -126,7 +126,7 @@ class ChatModel:
             ids = self.encoder.encode_prompt(Chat(tuple(messages), tuple(tools)))
         if self.max_context is not None and len(ids) >= self.max_context:
             raise UserError(
-                f"the conversation has {len(ids)} tokens, and the model reads at most "
+                f"the conversation has {len(ids)} tokens, but the maximum of the model is "
                 f"{self.max_context}",
                 code="prompt-too-long",
                 where="messages",
@@ -201,7 +201,7 @@ class ChatModel:
                 yield piece
             completion = await task
             if completion.text.startswith(sent) and completion.text != sent:
-                yield completion.text[len(sent) :]  # what was held back
+                yield completion.text[len(sent) :]  # an incomplete character
             yield Answer(
                 id=id or new_id(),
                 model=self.name,
@@ -236,7 +236,7 @@ class ChatModel:
         return batch[0][0]
 
     async def answer(self, prompt: ChatPrompt, sampling: Sampling) -> Answer:
-        """Return the whole answer."""
+        """Return the complete answer."""
         async with aclosing(self.stream(prompt, sampling)) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
@@ -250,11 +250,11 @@ class ChatModel:
 
 
 def _stopped() -> UserError:
-    return UserError("the server is being stopped", code="server-stopped", fix="ask again later")
+    return UserError("the server is shutting down", code="server-stopped", fix="retry later")
 
 
 def position_limit_of(trainer: Trainer) -> int | None:
-    """Most tokens that the model has positions for; None when it does not say."""
+    """Maximum number of positions of the model; None if it is unknown."""
     from valence.models.build import position_limit
 
     limit = position_limit(trainer.policy.causal)

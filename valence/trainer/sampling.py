@@ -80,7 +80,7 @@ class PolicySampler:
         self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
     ) -> Future[list[list[Completion]]]:
         raise UserError(
-            "the process that trains samples too, and cannot do both at once",
+            "the training process also samples, and cannot do both at the same time",
             code="rollout-ahead-unsupported",
             where="rollout.ahead",
             fix="remove it",
