@@ -40,6 +40,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         JUDGE,
         "valence select prompts.jsonl --rated feedback.jsonl --model runs/first --out next.jsonl",
     ),
+    "serve": (JUDGE, "valence serve runs/first --out feedback.jsonl"),
+    "ab": (JUDGE, "valence ab feedback.jsonl"),
     "score": (JUDGE, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
     "rewards": (JUDGE, "valence rewards exact_match"),
     "serve-reward": (JUDGE, "valence serve-reward exact_match --port 5000"),

@@ -210,6 +210,10 @@ class ChatModel:
             )
         return tuple(encoded.answers[0].ids)
 
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token alone; a part of a character is a replacement character."""
+        return [str(self.encoder.tokenizer.decode([token])) for token in tokens]
+
     async def stream(
         self, prompt: ChatPrompt, sampling: Sampling, *, id: str = "", stops: Sequence[str] = ()
     ) -> AsyncGenerator[str | Answer, None]:

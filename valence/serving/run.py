@@ -31,16 +31,18 @@ def open_socket(
     *,
     has_tokens: bool,
     danger: str = "other machines could chat with the model, and vote",
+    fix: str = "leave out --no-token or --host",
 ) -> socket.socket:
     """A socket that takes connections. Raises UserError when the port cannot be used, or when other
-    machines could reach the service without a token. danger: what these could do then.
+    machines could reach the service without a token. danger: what these could do then. fix: how to
+    prevent it.
     """
     return listening(
         host,
         port,
         guarded=has_tokens,
         danger=danger,
-        fix="leave out --no-token or --host",
+        fix=fix,
     )
 
 
@@ -64,10 +66,12 @@ def serve(
     host: str,
     allowed_hosts: Sequence[str] = (),
     print_line: Callable[[str], None] = print,
+    shutdown_seconds: int = SHUTDOWN_SECONDS,
 ) -> None:
     """Serve at a socket until a signal comes, then close the service.
 
-    host: the name that the socket was asked for.
+    host: the name that the socket was asked for. shutdown_seconds: time for running requests to
+    finish after a signal.
     """
     import uvicorn
 
@@ -84,12 +88,8 @@ def serve(
 
     address, port, *_ = place.getsockname()
     links = links_of(service, address.partition("%")[0], port)
-    for rater, link in links:
-        if rater or len(links) == 1:
-            print_line(f"{rater}: {link}" if rater else link)
-        else:
-            print_line(f"results, for you alone: {link}")
-    print_line(f"{service.destination}; stop with Ctrl-C")
+    for line in service.greeting(links):
+        print_line(line)
     app = service.application(lifespan)
     logging.getLogger("uvicorn.error").addFilter(_is_not_logged)
     config = uvicorn.Config(
@@ -103,7 +103,7 @@ def serve(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=shutdown_seconds,
     )
     asyncio.run(uvicorn.Server(config).serve(sockets=[place]))
 
