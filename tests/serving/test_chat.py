@@ -207,6 +207,21 @@ def test_a_short_answer_does_not_wait_for_a_long_one(model: ChatModel) -> None:
     run(work())
 
 
+def test_a_client_that_reads_slowly_does_not_hold_up_others(model: ChatModel) -> None:
+    async def work() -> None:
+        prompt = model.encode(HELLO)
+        async with aclosing(model.stream(prompt, LONG)) as parts:
+            await anext(parts)  # and nothing more for a while
+            for seed in range(3):
+                answer = await model.answer(prompt, replace(SAMPLING, seed=seed))
+                assert answer.completion.tokens
+            *_, slow = [part async for part in parts]
+        assert isinstance(slow, Answer)
+        assert len(slow.completion.tokens) == 200
+
+    run(work())
+
+
 def test_a_prompt_that_fails_leaves_the_other_requests(
     model: ChatModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,11 +224,10 @@ def ab(
 
 def _table(result: AbResult) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("side", "model", "step", "share", "thumbs up", "down"):
-        table.add_column(column, justify="left" if column in ("side", "model") else "right")
-    table.add_column("voters", justify="right")
-    table.add_column("up", justify="right")
-    table.add_column("95 % interval", justify="right")
+    table.add_column("side")
+    table.add_column("model", overflow="fold")
+    for column in ("step", "share", "thumbs up", "down", "voters", "up", "95 % interval"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, side, share in (
         ("A", result.a, 1 - result.share),
         ("B", result.b, result.share),
