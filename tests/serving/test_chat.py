@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,52 @@ def test_answers_are_those_of_valence_sample(model: ChatModel) -> None:
         answer = run(model.answer(prompt, sampling))
         ((expected,),) = sampler.generate([prompt.ids], 1, sampling)
         assert answer.completion == expected
+
+
+def test_an_adapter_run_answers_as_its_merged_model(tmp_path: Path) -> None:
+    """Greedily, as the library samples; with random numbers, as the run itself does."""
+    folder = str(save_model(tmp_path / "model"))
+    opened = open_run(
+        folder, ["model.lora={rank: 4}", "data.max_length=256"], group=SingleProcess()
+    )
+    policy: Any = opened.policy.model
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+    merged = deepcopy(policy).merge_and_unload()
+    merged.set_attn_implementation("sdpa")
+    model = ChatModel(opened, "adapter")
+    sampler = PolicySampler(opened.policy, model.encoder, version=lambda: opened.step)
+    prompts = [
+        model.encode([{"role": "user", "content": text}]) for text in ("hello", "a longer question")
+    ]
+
+    async def answers(sampling: Sampling) -> list[Answer]:
+        return await asyncio.gather(*(model.answer(prompt, sampling) for prompt in prompts))
+
+    greedy = run(answers(Sampling(max_new_tokens=20, temperature=0)))
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    changed = False
+    for prompt, answer in zip(prompts, greedy, strict=True):
+        ids = torch.tensor([prompt.ids])
+        settings: Any = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+        settings["eos_token_id"] = sorted(model.encoder.end_ids)
+        mask = torch.ones_like(ids)
+        expected, base = (
+            each.generate(input_ids=ids, attention_mask=mask, **settings)[0, ids.shape[1] :]
+            for each in (merged, plain)
+        )
+        assert list(answer.completion.tokens) == expected.tolist()
+        changed |= expected.tolist() != base.tolist()
+    assert changed
+    random = Sampling(max_new_tokens=20, seed=5)
+    for prompt, answer in zip(prompts, run(answers(random)), strict=True):
+        ((expected_completion,),) = sampler.generate([prompt.ids], 1, random)
+        assert answer.completion.tokens == expected_completion.tokens
+        assert answer.completion.logps == pytest.approx(expected_completion.logps, abs=1e-5)
+    model.close()
 
 
 def test_at_most_max_batch_completions_are_sampled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
