@@ -110,7 +110,7 @@ def test_votes_on_answers_of_another_test_do_not_count(tmp_path: Path) -> None:
         assert experiment.result.a.thumbs_up + experiment.result.b.thumbs_up == 0
 
 
-def test_a_difference_is_said_to_be_established(tmp_path: Path) -> None:
+def test_an_established_difference_is_reported(tmp_path: Path) -> None:
     with opened(tmp_path) as experiment:
         for number in range(400):
             assignment = experiment.plan.assign(f"user/{number}")

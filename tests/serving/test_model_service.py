@@ -19,6 +19,7 @@ from valence.distributed.process_group import SingleProcess
 from valence.lifecycle.restore import open_run
 from valence.rewards.http_limits import RequestGuard, host_names
 from valence.rollouts import Sampling
+from valence.serving.app import MAX_BODY
 from valence.serving.chat import ChatModel
 from valence.serving.experiment import Experiment, ServedRun, ab_path, read_result
 from valence.serving.feedback import FeedbackStore
@@ -256,6 +257,21 @@ def test_rows_name_the_run_and_its_step(api: Api) -> None:
     assert (info["run"], info["step"], info["comment"]) == ("runs/first", 26, "good")
     assert "side" not in info
     assert api.get("/ab").status_code == 404
+
+
+def test_malformed_and_huge_requests_are_refused(api: Api) -> None:
+    json_body = {"content-type": "application/json"}
+    for path in ("/v1/chat/completions", "/feedback"):
+        for content in (b"{", b"[]", b"\xff"):
+            response = api.request("POST", path, content=content, headers=json_body)
+            assert response.status_code in (400, 422)
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        huge = {**json_body, "content-length": str(MAX_BODY + 1)}
+        assert api.request("POST", path, content=b"", headers=huge).status_code == 413
+        assert api.request("POST", path, content=b"a=1").status_code == 415
+        assert api.post(path, {}, host="evil.example").status_code == 421
+    assert api.post("/feedback", {"id": "chatcmpl-0", "label": True}).status_code == 404
+    assert api.rows() == []
 
 
 # A/B tests

@@ -31,13 +31,13 @@ def votes(
 
 
 def blocks(sides: list[int]) -> list[range]:
-    """The blocks, found vote by vote."""
-    found, start = list[range](), 0
+    """The blocks, vote by vote."""
+    ranges, start = list[range](), 0
     for index in range(len(sides)):
         if len(set(sides[start : index + 1])) == 2:
-            found.append(range(start, index + 1))
+            ranges.append(range(start, index + 1))
             start = index + 1
-    return found
+    return ranges
 
 
 def e_values(sides: list[int], labels: list[bool]) -> list[tuple[float, float]]:
