@@ -19,7 +19,7 @@ from valence.terminal import Terminal, escape_control, print_message, print_trac
 
 # Each module registers its commands.
 from valence.cli import runs, report, models, look  # isort: skip
-from valence.cli import imports, collect, audit, rewards, serve, doctor  # isort: skip
+from valence.cli import imports, collect, audit, serve_model, rewards, serve, doctor  # isort: skip
 
 arrange(app)
 
@@ -128,4 +128,5 @@ __all__ = [
     "rewards",
     "runs",
     "serve",
+    "serve_model",
 ]

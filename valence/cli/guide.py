@@ -28,6 +28,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": (MODELS, "valence evaluate runs/first --data held_out.jsonl --out metrics.json"),
     "sample": (MODELS, 'valence sample runs/first --prompt "Why is the sky blue?" -n 2'),
     "export": (MODELS, "valence export runs/first my-model"),
+    "serve": (MODELS, "valence serve runs/first --out feedback.jsonl"),
+    "ab": (MODELS, "valence ab feedback.jsonl"),
     "import": (DATA, "valence import open-webui export.json --out feedback.jsonl"),
     "collect": (DATA, "valence collect runs/first --out feedback.jsonl"),
     "audit": (DATA, "valence audit feedback.jsonl --model runs/first --out review.jsonl"),

@@ -124,7 +124,7 @@ def serve_reward(
         rate=rate,
     )
     service = reward_service(
-        reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept
+        reward, overrides or [], limits, token=token_of(token_env), ends=end, keep=max_kept
     )
     serve(
         service,
@@ -212,7 +212,8 @@ def _log(line: str) -> None:
         write_line(escape_control(line), sys.stderr)
 
 
-def _token(variable: str | None) -> str | None:
+def token_of(variable: str | None) -> str | None:
+    """The value of an environment variable. Raises UserError when it is empty."""
     if variable is None:
         return None
     token = os.environ.get(variable)

@@ -108,16 +108,23 @@ class Comparison(Body):
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
-    "logprobs": False,
-    "store": False,
+    "logit_bias": {},
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
     "response_format": {"type": "text"},
+    "service_tier": "auto",
+    "store": False,
     "tool_choice": "auto",
+    "top_logprobs": 0,
 }
 """Values of fields that change nothing. Other values of these fields are refused."""
 
 
 class StreamOptions(Body):
     include_usage: bool = False
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class CompletionRequest(Body):
@@ -131,11 +138,17 @@ class CompletionRequest(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=8)] = 1
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=4)] = []
+    logprobs: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     tools: Tools = []
-    user: str | None = None
+    user: Annotated[str, Field(max_length=1000)] | None = None
     metadata: dict[str, str] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @model_validator(mode="before")
     @classmethod
@@ -194,6 +207,21 @@ class WebService:
         return result
 
     @property
+    def token_fix(self) -> str:
+        """What a client without a valid token can do."""
+        return f"open the link that `{self.command}` printed when it was started last"
+
+    def greeting(self, links: Sequence[tuple[str, str]]) -> list[str]:
+        """What is printed when the service starts. links: the raters, and the link of each."""
+        lines = [
+            (f"{rater}: {link}" if rater else link)
+            if rater or len(links) == 1
+            else f"results, for you alone: {link}"
+            for rater, link in links
+        ]
+        return [*lines, f"{self.destination}; stop with Ctrl-C"]
+
+    @property
     def destination(self) -> str:
         raise NotImplementedError
 
@@ -241,6 +269,19 @@ class FeedbackService(WebService):
     def model_by_name(self, name: str | None) -> ChatModel:
         """The model with this name, or the first one if there is none."""
         return next((model for model in self.models if model.name == name), self.model)
+
+    @property
+    def public_names(self) -> list[str]:
+        """The names of the models that clients can ask for."""
+        return [model.name for model in self.models]
+
+    def public_name(self, model: ChatModel) -> str:
+        """The name of a model in responses."""
+        return model.name
+
+    def route(self, request: CompletionRequest) -> tuple[ChatModel, Mapping[str, Any]]:
+        """The model that answers a request, and columns for the rows of votes on the answer."""
+        return self.model_by_name(request.model), {}
 
     @property
     def results(self) -> ComparisonResults | None:
@@ -292,20 +333,34 @@ class FeedbackService(WebService):
         return [(model, await self.encode(ask.messages, ask.tools, model)) for model in models]
 
     async def stream(
-        self, model: ChatModel, prompt: ChatPrompt, sampling: Sampling, *, id: str = ""
+        self,
+        model: ChatModel,
+        prompt: ChatPrompt,
+        sampling: Sampling,
+        *,
+        id: str = "",
+        stops: Sequence[str] = (),
+        info: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[str | Answer, None]:
-        """Yield the pieces of an answer's text, then the answer, which is stored."""
-        async with aclosing(model.stream(prompt, sampling, id=id)) as parts:
+        """Yield the pieces of an answer's text, then the answer, which is stored. info: columns for
+        the rows of votes on it.
+        """
+        async with aclosing(model.stream(prompt, sampling, id=id, stops=stops)) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
+                    part = replace(part, info=info or {})
                     await asyncio.to_thread(self.store.add, part)
                 yield part
 
-    async def answer(self, model: ChatModel, prompt: ChatPrompt, sampling: Sampling) -> Answer:
-        """Return a complete answer, which is stored."""
-        answer = await model.answer(prompt, sampling)
-        await asyncio.to_thread(self.store.add, answer)
-        return answer
+    async def answer(
+        self, model: ChatModel, prompt: ChatPrompt, sampling: Sampling, **options: Any
+    ) -> Answer:
+        """Return a complete answer, which is stored. options: those of ``stream``."""
+        async with aclosing(self.stream(model, prompt, sampling, **options)) as parts:
+            async for part in parts:
+                if isinstance(part, Answer):
+                    return part
+        raise AssertionError("a stream ends with its answer")
 
     def rate(self, answer: Answer, rater: str, *, correction: str | None, **verdict: Any) -> None:
         """Record a verdict on an answer."""
@@ -407,8 +462,7 @@ class Gate:
         if rater is None:
             response = error_response(
                 401,
-                "the token is missing or no longer valid; open the link that "
-                f"`{self.service.command}` printed at its last start",
+                f"the token is missing or no longer valid; {self.service.token_fix}",
             )
         elif "transfer-encoding" in names or not length.isdecimal() or int(length) > MAX_BODY:
             response = error_response(413, f"the request has more than {MAX_BODY} bytes")
@@ -439,6 +493,7 @@ def message_of(error: UserError) -> str:
 
 STATUS = {
     "file-not-writable": 507,
+    "model-not-found": 404,
     "output-line-foreign": 500,
     "sampling-failed": 500,
     "server-busy": 503,
@@ -458,16 +513,16 @@ def application(service: FeedbackService, *, lifespan: Lifespan | None = None) -
         service, "page.html", " and ".join(model.name for model in service.models), lifespan
     )
     _add_page_requests(app, service)
-    _add_openai_interface(app, service)
+    add_openai_interface(app, service)
     return app
 
 
 def base_application(
-    service: WebService, page: str, name: str, lifespan: Lifespan | None = None
+    service: WebService, page: str | None, name: str, lifespan: Lifespan | None = None
 ) -> "FastAPI":
     """A web application with a page, which needs no token, and no other routes yet.
 
-    page: file of the page. name: of the model or file that the service is about.
+    page: file of the page, if there is one. name: of the model or file that the service is about.
     """
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
@@ -509,7 +564,8 @@ def base_application(
     async def health() -> dict[str, str]:
         return {"status": "alive", "model": name, "version": __version__}
 
-    _add_page(app, page)
+    if page is not None:
+        _add_page(app, page)
     return app
 
 
@@ -613,7 +669,7 @@ def _add_page_requests(app: "FastAPI", service: FeedbackService) -> None:
         return asdict(results)
 
 
-def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
+def add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
     """Add the routes of OpenAI's chat completions API, and of feedback on completions."""
     from fastapi import Request
     from fastapi.responses import StreamingResponse
@@ -623,13 +679,13 @@ def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
     @app.get("/v1/models")
     async def models(_: str = known_rater) -> dict[str, Any]:
         fields = {"object": "model", "owned_by": "valence", "created": 0}
-        return {"object": "list", "data": [{"id": model.name} | fields for model in service.models]}
+        return {"object": "list", "data": [{"id": name} | fields for name in service.public_names]}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def completions(
         body: CompletionRequest, request: Request, _: str = known_rater
     ) -> StreamingResponse | dict[str, Any]:
-        model = service.model_by_name(body.model)
+        model, info = service.route(body)
         prompt = await service.encode(body.messages, body.tools, model)
         sampling = service.request_sampling(
             temperature=body.temperature, top_p=body.top_p, seed=body.seed,
@@ -638,15 +694,16 @@ def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
         samplings = [
             replace(sampling, seed=(sampling.seed + index) % 2**63) for index in range(body.n)
         ]
+        options = {"stops": body.stops, "info": info}
         if body.stream:
-            has_usage = body.stream_options.include_usage
-            chunks = _chunks(service, model, prompt, samplings, has_usage=has_usage)
-            return _stream(service, chunks)
+            return _stream(service, _chunks(service, model, prompt, samplings, body, options))
 
         async def answer_all() -> list[Answer]:
-            return [await service.answer(model, prompt, sampling) for sampling in samplings]
+            work = [service.answer(model, prompt, each, **options) for each in samplings]
+            return await asyncio.gather(*work)
 
-        return _completion(await _while_connected(request, answer_all()))
+        answers = await _while_connected(request, answer_all())
+        return _completion(answers, service.public_name(model), model if body.logprobs else None)
 
     @app.post("/feedback")
     def feedback(request: FeedbackRequest, rater: str = known_rater) -> dict[str, int]:
@@ -720,7 +777,7 @@ async def _page_events(
     yield _event({"done": "-".join(ids)})
 
 
-FINISH = {"eos": "stop", "length": "length"}
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:
@@ -729,13 +786,28 @@ def _usage(answers: Sequence[Answer]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def _completion(answers: Sequence[Answer]) -> dict[str, Any]:
-    """The response of OpenAI's API. Each choice also has an id, for feedback."""
+def _logprobs(answer: Answer, model: ChatModel) -> dict[str, Any]:
+    """The log-probability of each token, in the distribution that it was sampled from."""
+    texts = model.token_texts(answer.completion.tokens)
+    content = [
+        {"token": text, "logprob": logp, "bytes": None, "top_logprobs": []}
+        for text, logp in zip(texts, answer.completion.logps, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _completion(
+    answers: Sequence[Answer], name: str, logprobs_of: ChatModel | None
+) -> dict[str, Any]:
+    """The response of OpenAI's API. Each choice also has an id, for feedback.
+
+    name: of the model. logprobs_of: the model, if the response has log-probabilities.
+    """
     return {
         "id": f"chatcmpl-{answers[0].id}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": answers[0].model,
+        "model": name,
         "choices": [
             {
                 "index": index,
@@ -745,7 +817,7 @@ def _completion(answers: Sequence[Answer]) -> dict[str, Any]:
                     "content": answer.completion.text,
                     "refusal": None,
                 },
-                "logprobs": None,
+                "logprobs": None if logprobs_of is None else _logprobs(answer, logprobs_of),
                 "finish_reason": FINISH[answer.completion.stop],
             }
             for index, answer in enumerate(answers)
@@ -759,11 +831,14 @@ async def _chunks(
     model: ChatModel,
     prompt: ChatPrompt,
     samplings: Sequence[Sampling],
-    *,
-    has_usage: bool,
+    body: CompletionRequest,
+    options: Mapping[str, Any],
 ) -> AsyncGenerator[str, None]:
-    """The streamed response of OpenAI's API, one choice after the other."""
+    """The streamed response of OpenAI's API, one choice after the other. The last chunk of a
+    choice has its log-probabilities.
+    """
     created, ids = int(time.time()), [new_id() for _ in samplings]
+    has_usage, name = body.stream_options.include_usage, service.public_name(model)
     answers: list[Answer] = []
 
     def chunk(choices: list[dict[str, Any]], **fields: Any) -> str:
@@ -771,22 +846,29 @@ async def _chunks(
             "id": f"chatcmpl-{ids[0]}",
             "object": "chat.completion.chunk",
             "created": created,
-            "model": model.name,
+            "model": name,
             "choices": choices,
         }
         return _event(record | ({"usage": None} if has_usage else {}) | fields)
 
-    def choice(index: int, delta: dict[str, Any], finish: str | None = None) -> str:
+    def choice(
+        index: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
         identity = {"index": index, "id": f"chatcmpl-{ids[index]}"}
-        return chunk([{**identity, "delta": delta, "logprobs": None, "finish_reason": finish}])
+        return chunk([{**identity, "delta": delta, "logprobs": logprobs, "finish_reason": finish}])
 
     for index, sampling in enumerate(samplings):
         yield choice(index, {"role": "assistant", "content": ""})
-        async with aclosing(service.stream(model, prompt, sampling, id=ids[index])) as parts:
+        stream = service.stream(model, prompt, sampling, id=ids[index], **options)
+        async with aclosing(stream) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
                     answers.append(part)
-                    yield choice(index, {}, FINISH[part.completion.stop])
+                    logprobs = _logprobs(part, model) if body.logprobs else None
+                    yield choice(index, {}, FINISH[part.completion.stop], logprobs)
                 else:
                     yield choice(index, {"content": part})
     if has_usage:

@@ -290,6 +290,7 @@ class FeedbackStore:
             comment=comment,
             tags=tuple(tags),
             tokens=tokens,
+            info=answer.info,
         )
 
     def compare(
@@ -397,6 +398,7 @@ def _answer_line(answer: Answer) -> dict[str, Any]:
         "stop": completion.stop,
         "version": completion.version,
         **_tokens(answer),
+        **({"info": dict(answer.info)} if answer.info else {}),
         "time": time.time(),
     }
 
@@ -420,4 +422,5 @@ def _read_answer(line: Mapping[str, Any]) -> Answer:
             version=line["version"],
         ),
         sampling=Sampling(temperature=line["temperature"], top_p=line["top_p"]),
+        info=line.get("info", {}),
     )

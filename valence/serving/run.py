@@ -31,18 +31,19 @@ def open_socket(
     *,
     has_tokens: bool,
     danger: str = "other machines could use the model and vote",
+    fix: str = "remove --no-token or --host",
 ) -> socket.socket:
     """Open a listening socket.
 
-    danger: what other machines could do without a token. Raises UserError if the port cannot be
-    used, or if other machines could connect without a token.
+    danger: what other machines could do without a token. fix: how to prevent that. Raises UserError
+    if the port cannot be used, or if other machines could connect without a token.
     """
     return listening(
         host,
         port,
         guarded=has_tokens,
         danger=danger,
-        fix="remove --no-token or --host",
+        fix=fix,
     )
 
 
@@ -66,10 +67,12 @@ def serve(
     host: str,
     allowed_hosts: Sequence[str] = (),
     print_line: Callable[[str], None] = print,
+    shutdown_seconds: int = SHUTDOWN_SECONDS,
 ) -> None:
     """Serve on a socket until a signal arrives, then close the service.
 
-    host: the name that was passed to ``open_socket``.
+    host: the name that was passed to ``open_socket``. shutdown_seconds: time for running requests
+    to finish after a signal.
     """
     import uvicorn
 
@@ -86,12 +89,8 @@ def serve(
 
     address, port, *_ = listener.getsockname()
     links = links_of(service, address.partition("%")[0], port)
-    for rater, link in links:
-        if rater or len(links) == 1:
-            print_line(f"{rater}: {link}" if rater else link)
-        else:
-            print_line(f"results (only for you): {link}")
-    print_line(f"{service.destination}; stop with Ctrl-C")
+    for line in service.greeting(links):
+        print_line(line)
     app = service.application(lifespan)
     logging.getLogger("uvicorn.error").addFilter(_is_not_logged)
     config = uvicorn.Config(
@@ -105,7 +104,7 @@ def serve(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=shutdown_seconds,
     )
     asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
 
