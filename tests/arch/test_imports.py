@@ -65,6 +65,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lifecycle": (*LAYERS, "trainer", "online", "planning"),
     "jobs": (*LAYERS, "trainer", "lifecycle"),
     "serving": (*LAYERS, "trainer", "lifecycle", "jobs"),
+    "sweeps": (*LAYERS, "trainer"),
     "api": (*LAYERS, "trainer", "lifecycle"),
     "cli": (
         *LAYERS,
@@ -75,6 +76,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "lifecycle",
         "jobs",
         "serving",
+        "sweeps",
         "api",
     ),
     "__main__": ("cli",),
@@ -110,6 +112,7 @@ HEAVY = (
     "fastapi",
     "starlette",
     "uvicorn",
+    "optuna",
 )
 COME_WITH = {
     "pydantic_core": "pydantic",

@@ -26,6 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": (TRAIN, "valence check recipes/kto.yaml train.batch_size=8"),
     "train": (TRAIN, "valence train recipes/kto.yaml run.dir=runs/first"),
     "resume": (TRAIN, "valence resume runs/first"),
+    "sweep": (
+        TRAIN,
+        "valence sweep recipes/kto.yaml --over loss.beta=0.03,0.1,0.3 --out sweeps/beta",
+    ),
     "runs": (LOOK, "valence runs"),
     "report": (LOOK, "valence report runs/first runs/second"),
     "inspect": (LOOK, "valence inspect recipes/kto.yaml --row 2"),
