@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.arch.source import ROOT
 from valence.cli.sweep import repeat_over
 from valence.config.grids import LEARNING_RATE_FACTORS, RECOMMENDED_GRIDS, recommended_grid
 from valence.errors import UserError
@@ -107,6 +108,18 @@ def test_ranges(recipe: Path) -> None:
     grid = Grid(recipe, [], ["train.learning_rate=1e-7:1e-5:log", "train.batch_size=8:64"])
     assert grid.axes["train.learning_rate"] == ValueRange(1e-7, 1e-5, True, False)
     assert grid.axes["train.batch_size"] == ValueRange(8, 64, False, True)
+
+
+def test_the_page_shows_the_recommended_grids() -> None:
+    page = (ROOT / "docs/tasks/sweep.md").read_text(encoding="utf-8")
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in grid.methods)} | `{setting}` | "
+        f"{', '.join(f'{value:g}' for value in values)} | {grid.source} |"
+        for grid in RECOMMENDED_GRIDS
+        for setting, values in grid.settings.items()
+    ]
+    table = page.split("| Methods | Setting |")[1].partition("\n\n")[0].splitlines()[2:]
+    assert table == rows
 
 
 def test_names_distinguish_settings_and_are_files() -> None:
