@@ -27,6 +27,9 @@ RECOMMENDED = "recommended"
 SHORT_NAMES = {"learning_rate": "lr"}
 """Names of settings in the names of trials, where they are not the last part of the setting."""
 
+OF_THE_RECIPE = "recipe"
+"""Stands for the recipe's own value of a section or a list, such as ``data.train``."""
+
 FIXED = {
     "run": "it decides where and how often a run is saved, not what is trained",
     "eval": "it decides what is measured, and trials are compared by the same measure",
@@ -97,14 +100,15 @@ class Grid:
         """
         overrides = tuple(f"{name}={json.dumps(value)}" for name, value in raw.items())
         loaded = load(self.recipe, [*self.overrides, *overrides]) if raw else self.base
-        values = {
-            name: loaded.settings[name].value if name in loaded.settings else raw.get(name)
-            for name in self.axes
-        }
-        defaults = {
-            name: self.base.settings[name].value if name in self.base.settings else None
-            for name in self.axes
-        }
+        values, defaults = (
+            {
+                name: source.settings[name].value
+                if name in source.settings
+                else written.get(name, OF_THE_RECIPE)
+                for name in self.axes
+            }
+            for source, written in ((loaded, raw), (self.base, dict[str, Any]()))
+        )
         return Configuration(values, overrides, key_of(values) == key_of(defaults), _caches(loaded))
 
     def expand(self) -> list[Configuration]:

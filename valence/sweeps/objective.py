@@ -78,6 +78,7 @@ class Objectives:
             return self._requested, self._sign
         for name in VERDICT_METRICS:
             if name in metrics:
+                self._check_scale(name)
                 return name, 1
         if self._imitates and LIKELIHOOD in metrics:
             return LIKELIHOOD, 1

@@ -190,8 +190,9 @@ def _held_out_interval(state: SweepState, best: Candidate | None) -> dict[str, A
     """The interval of the best configuration's objective over held-out rows, for its first seed."""
     if best is None or state.objective not in VERDICT_METRICS[1:]:
         return None
-    verdict = run_verdict(read_run(state.run_dir(best.trials[0])))
-    if verdict.low is None:
+    run_dir = state.run_dir(best.trials[0])
+    verdict = run_verdict(read_run(run_dir)) if run_dir.is_dir() else None
+    if verdict is None or verdict.low is None:
         return None
     return {"low": verdict.low, "high": verdict.high, "rows": verdict.count}
 
@@ -231,7 +232,9 @@ def conclusions(state: SweepState, ranked: Sequence[Candidate]) -> list[str]:
     lines = [f"Best: {best.label}, with {state.objective} {number(best.mean)} ({seeds})."]
     if num_equal := sum(other.mean == best.mean for other in others):
         lines.append(f"{num_equal} other configurations have exactly the same value.")
-    if best.is_default:
+    if len(complete) < len(ranked):
+        lines.append(f"Only {len(complete)} of {len(ranked)} configurations have finished.")
+    if best.is_default and others:
         lines.append("These are the values of the recipe: the sweep gives no reason to change it.")
     differences = [
         (other, difference(best.by_seed(), other.by_seed(), state.sign, len(others)))

@@ -206,9 +206,10 @@ class SweepRunner:
             return
         trial.state, trial.reason = "running", ""
         self.state.save()
-        title = self._title(trial)
+        place = f"trial {self._place(trial)} of {len(self.state.included)}"
         if not self.options.quiet:
-            print_message(self.console, f"{title}{self._time_left()}")
+            name = f"{label_of(trial.values)}, seed {trial.seed}"
+            print_message(self.console, f"{place}: {name}{self._time_left()}")
         began, is_resumed = time.monotonic(), (run_dir / "metrics.jsonl").exists()
         log = self.state.folder / LOGS / f"{trial.name}.log"
         log.parent.mkdir(exist_ok=True)
@@ -272,15 +273,8 @@ class SweepRunner:
                     process.kill()
                 if "step" not in record:
                     continue
-                if bar is None:
-                    total = _read_facts(run_dir).get("total_steps") or 0
-                    bar = bars.enter_context(
-                        Progress(
-                            self.console, "  training", total, start=record["step"],
-                            quiet=self.options.quiet or not total, brief=True,
-                        )
-                    )  # fmt: skip
-                bar.record({k.removeprefix("eval/"): v for k, v in record.items()})
+                bar = bar or bars.enter_context(self._progress(trial, record["step"], run_dir))
+                bar.record(record)
                 bar.update(record["step"])
                 if stopped_early or requested:
                     continue
@@ -361,9 +355,10 @@ class SweepRunner:
         if not self.options.stops_early or not total * MIN_SHARE <= step < total:
             return False
         for other in self.state.included:
-            if other.state == "done" and other.name not in self._histories:
-                run = read_run(self.state.run_dir(other))
-                self._histories[other.name] = self._history(run)
+            other_dir = self.state.run_dir(other)
+            is_known = other.name in self._histories or not other_dir.is_dir()
+            if other.state == "done" and not is_known:
+                self._histories[other.name] = self._history(read_run(other_dir))
         values = [
             history[step]
             for name, history in self._histories.items()
@@ -411,10 +406,19 @@ class SweepRunner:
                 has_printed = True
             time.sleep(POLL_SECONDS)
 
-    def _title(self, trial: Trial) -> str:
-        included = self.state.included
-        place = next(i for i, other in enumerate(included, 1) if other is trial)
-        return f"trial {place} of {len(included)}: {label_of(trial.values)}, seed {trial.seed}"
+    def _progress(self, trial: Trial, step: int, run_dir: Path) -> Progress:
+        total = _read_facts(run_dir).get("total_steps") or 0
+        return Progress(
+            self.console,
+            f"  trial {self._place(trial)}",
+            total,
+            start=step,
+            quiet=self.options.quiet or not total,
+            brief=True,
+        )
+
+    def _place(self, trial: Trial) -> int:
+        return next(i for i, other in enumerate(self.state.included, 1) if other is trial)
 
     def _time_left(self) -> str:
         """The estimated time for the trials that are left; empty before the first one is done."""
