@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from valence.cli import complete
-from valence.cli.common import MISTAKE, AsJson, Quiet, RecipeArg, app, command_line, console
+from valence.cli.common import MISTAKE, Quiet, RecipeArg, app, command_line, console
 from valence.cli.stream import must_be_open, stdout_to_stderr
 from valence.errors import UserError
-from valence.terminal import json_line, print_message, write_line
+from valence.terminal import json_line, print_message, warn_on_stderr, write_line
 
 if TYPE_CHECKING:
     from valence.sweeps.state import SweepState, Trial
@@ -85,7 +87,7 @@ def sweep(
     ] = None,
     search: Annotated[
         str | None,
-        typer.Option("--search", help="optuna: choose values by their results so far."),
+        typer.Option("--search", help="`optuna`: choose values by the results so far."),
     ] = None,
     trials: Annotated[
         int | None,
@@ -107,7 +109,14 @@ def sweep(
         ),
     ] = False,
     quiet: Quiet = False,
-    as_json: AsJson = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print a JSON object for each trial, and a last one with the results; all else "
+            "goes to stderr.",
+        ),
+    ] = False,
     nproc: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Run each trial in N processes.")
     ] = None,
@@ -119,6 +128,37 @@ def sweep(
     whether differences exceed the noise of seeds.
     """
     must_be_open(as_json)
+    how = {
+        "num_seeds": seeds,
+        "objective": objective,
+        "num_trials": (trials or 20) if search else None,
+        "has_baseline": baseline,
+        "command": command_line(),
+    }
+    options = {"nproc": nproc, "stops_early": stop_early, "quiet": quiet}
+    with stdout_to_stderr(as_json) as stream, _mistakes_as_json(stream):
+        _check_options(search, trials)
+        status = _sweep(recipe, overrides or [], over or [], out, stream, options, how)
+    raise typer.Exit(status)
+
+
+@contextmanager
+def _mistakes_as_json(stream: IO[str] | None) -> Iterator[None]:
+    """Write the last line, if lines are wanted, for an error that ends the block."""
+    try:
+        yield
+    except Exception as error:
+        line: dict[str, Any] = {"event": "done", "status": "failed", "exit_status": 1}
+        line |= {"error": "a defect; see standard error"}
+        if isinstance(error, UserError):
+            line |= {"exit_status": MISTAKE, "error": str(error), "code": error.code}
+        if stream:
+            write_line(json_line(line), stream)
+        raise
+
+
+def _check_options(search: str | None, trials: int | None) -> None:
+    """Raise UserError for options that do not fit together."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             "a sweep starts the processes of its trials itself",
@@ -140,18 +180,6 @@ def sweep(
             where="--trials",
             fix="remove it, or add --search optuna",
         )
-    num_trials = (trials or 20) if search else None
-    how = {
-        "num_seeds": seeds,
-        "objective": objective,
-        "num_trials": num_trials,
-        "has_baseline": baseline,
-        "command": command_line(),
-    }
-    options = {"nproc": nproc, "stops_early": stop_early, "quiet": quiet}
-    with stdout_to_stderr(as_json) as stream:
-        status = _sweep(recipe, overrides or [], over or [], out, stream, options, how)
-    raise typer.Exit(status)
 
 
 def _sweep(
@@ -159,7 +187,7 @@ def _sweep(
     overrides: list[str],
     over: list[str],
     out: Path,
-    stream: Any,
+    stream: IO[str] | None,
     options: dict[str, Any],
     how: dict[str, Any],
 ) -> int:
@@ -175,32 +203,25 @@ def _sweep(
             line = {"event": "trial", **record, "run": str(state.run_dir(trial))}
             write_line(json_line(line), stream)
 
-    try:
-        state, stopped = run_sweep(
-            recipe,
-            overrides,
-            over,
-            out,
-            console,
-            options=SweepOptions(**options),
-            on_trial=print_trial,
-            **how,
-        )
-    except UserError as error:
-        if stream:
-            line = {"status": "failed", "exit_status": MISTAKE}
-            line |= {"error": str(error), "code": error.code}
-            write_line(json_line({"event": "done", **line}), stream)
-        raise
+    state, stopped = run_sweep(
+        recipe,
+        overrides,
+        over,
+        out,
+        console,
+        options=SweepOptions(**options),
+        on_trial=print_trial,
+        **how,
+    )
     failed = state.results["failed"]
     status = stopped.status if stopped else MISTAKE if failed else 0
     if not options["quiet"]:
         console.print(terminal_table(state))
         for line in conclusions_of(state):
             print_message(console, line)
-        for trial in failed:
-            print_message(console, f"failed: {trial['trial']}: {trial['reason']}", "red")
         print_message(console, f"report  {out / 'sweep.html'}")
+    for trial in failed:
+        warn_on_stderr(console, f"failed: {trial['trial']}: {trial['reason']}")
     if stopped:
         done = sum(trial.state == "done" for trial in state.included)
         message = f"{stopped.reason}: {done} of {len(state.included)} trials are done; the same "
