@@ -43,7 +43,7 @@ def sweep(*words: str) -> int:
 
 
 def start(*words: str, **fake: Any) -> subprocess.Popen[bytes]:
-    """A sweep in a process of its own."""
+    """A sweep in another process."""
     launch = str(ROOT / "tests/sweeps/launch.py")
     return subprocess.Popen(
         [sys.executable, launch, "sweep", "recipe.yaml", *words],

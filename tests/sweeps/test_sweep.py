@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.command import command_error
 from tests.sweeps.conftest import GRID, num_logged, read, start, starts, states, sweep, wait_for
 from tests.sweeps.trial_program import STEPS, objective
+from valence.errors import UserError
 from valence.runs.lock import Lock, holder
 from valence.sweeps import run
 from valence.sweeps.run import SweepRunner
+from valence.sweeps.sweep import run_sweep
 
 
 def test_every_combination_runs_once_with_every_seed(place: Path) -> None:
@@ -185,6 +188,18 @@ def test_other_settings_of_the_recipe_are_refused(place: Path) -> None:
     assert error.code == "sweep-differs"
     assert "train.batch_size" in error.what
     assert sweep("run.save_every=7", *GRID) == 0  # changes no result
+
+
+def test_a_recipe_that_is_edited_between_two_trials_ends_the_sweep(place: Path) -> None:
+    def edit(*_: object) -> None:
+        text = Path("recipe.yaml").read_text()
+        Path("recipe.yaml").write_text(text.replace("train: {", "train: {batch_size: 3, "))
+
+    over = ["loss.beta=0.03,0.1,0.3"]
+    with pytest.raises(UserError) as caught:
+        run_sweep(Path("recipe.yaml"), [], over, Path("sweep"), Console(), on_trial=edit)
+    assert caught.value.code == "sweep-differs"
+    assert list(states().values()) == ["done", "waiting", "waiting"]
 
 
 def test_folders_of_others_are_refused(place: Path) -> None:

@@ -97,7 +97,7 @@ def sweep(
         bool,
         typer.Option(
             "--baseline/--no-baseline",
-            help="Also try the recipe's own values, if the grid lacks them.",
+            help="Also try the recipe's values, if the grid lacks them.",
         ),
     ] = True,
     stop_early: Annotated[

@@ -28,7 +28,7 @@ SHORT_NAMES = {"learning_rate": "lr"}
 """Names of settings in the names of trials, where they are not the last part of the setting."""
 
 OF_THE_RECIPE = "recipe"
-"""Stands for the recipe's own value of a section or a list, such as ``data.train``."""
+"""Stands for the recipe's value of a section or a list, such as ``data.train``."""
 
 FIXED = {
     "run": "it decides where and how often a run is saved, not what is trained",
@@ -84,7 +84,7 @@ class Configuration:
 class Grid:
     """The settings that a sweep varies, on top of a recipe with fixed overrides.
 
-    axes: values by setting. default: the configuration of the recipe's own values.
+    axes: values by setting. default: the configuration of the recipe's values.
     """
 
     def __init__(self, recipe: Path, overrides: Sequence[str], over: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ class Grid:
         self.default = self.configuration({})
 
     def configuration(self, raw: Mapping[str, Any]) -> Configuration:
-        """The configuration with these values, as they are written; the recipe's own for settings
+        """The configuration with these values, as they are written; that of the recipe for settings
         that are left out. Raises UserError with every mistake.
         """
         overrides = tuple(f"{name}={json.dumps(value)}" for name, value in raw.items())

@@ -131,7 +131,7 @@ def candidates(state: SweepState) -> list[Candidate]:
     groups: dict[tuple[int | None, str], list[Trial]] = {}
     for trial in state.included:  # a search may suggest the same values twice
         groups.setdefault((trial.number, trial.key), []).append(trial)
-    found = [
+    unsorted = [
         Candidate(trials[0].values, tuple(trials), trials[0].is_default)
         for trials in groups.values()
     ]
@@ -141,7 +141,7 @@ def candidates(state: SweepState) -> list[Candidate]:
         is_default = candidate.is_default and value is not None
         return value is None, 0.0 if value is None else -state.sign * value, not is_default
 
-    return sorted(found, key=place)
+    return sorted(unsorted, key=place)
 
 
 def compute_results(state: SweepState) -> dict[str, Any]:
@@ -252,7 +252,8 @@ def conclusions(state: SweepState, ranked: Sequence[Candidate]) -> list[str]:
         lines.append(_against_default(default))
     elif not best.is_default:
         lines.append(
-            "The recipe's own values were not tried, or have not finished: add --baseline."
+            "The recipe's values were not tried (--no-baseline), or have not finished, so that the "
+            "best is not compared with them."
         )
     if others:
         lines.append(
@@ -290,7 +291,7 @@ def _against_noise(differences: Sequence[tuple[Candidate, Difference]]) -> list[
 
 
 def _against_default(behind: Difference) -> str:
-    middle = f"{number(behind.mean)} better than the recipe's own values"
+    middle = f"{number(behind.mean)} better than the recipe's values"
     if behind.low is None or behind.high is None:
         return f"The best is {middle}; whether that is more than noise is unknown."
     interval = f"({_interval(behind)}, for all comparisons together)"
@@ -428,7 +429,7 @@ def _charts_by_setting(state: SweepState, ranked: Sequence[Candidate]) -> dict[s
         if len({exact(value) for value in values}) < 2:
             continue
         is_numeric = all(finite(value) for value in values)
-        is_log = is_numeric and min(values) > 0 and max(values) >= 5 * min(values)
+        is_log = is_numeric and min(values) > 0 and max(values) >= 3 * min(values)
         axis = {"title": {"text": esc(name)}, "type": "log" if is_log else None}
         places = values if is_numeric else [esc(exact(value)) for value in values]
         points = [

@@ -1,4 +1,4 @@
-"""Run the trials of a sweep one after the other, each in a process of its own.
+"""Run the trials of a sweep one after the other, each in a separate process.
 
 A trial is an ordinary run: ``valence train --json`` with a folder below ``trials/``. Its process
 can crash or run out of memory without ending the sweep, and it can be resumed like any run. This
@@ -32,7 +32,7 @@ from valence.reports.formatting import duration, number
 from valence.reports.rundata import RunData, read_run
 from valence.reports.stats import finite
 from valence.runs.lock import holder
-from valence.sweeps.grid import Grid, label_of
+from valence.sweeps.grid import Grid, label_of, load
 from valence.sweeps.objective import Objectives
 from valence.sweeps.state import LOGS, REFERENCE, SweepState, Trial
 from valence.terminal import print_message
@@ -139,6 +139,8 @@ class SweepRunner:
                     self.state.save()
                     continue
                 self._check_stop()
+                source = load(self.grid.recipe, self.grid.overrides)  # edited in the meantime?
+                self.state.check_settings(source, list(self.grid.axes))
                 self._attempted.add(trial.name)
                 self._run_trial(trial)
                 self.state.save()

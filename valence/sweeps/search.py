@@ -2,7 +2,7 @@
 
 ``sweep.json`` decides which trials exist. Optuna's journal in the same folder is brought up to date
 with it at each start, so that the tools of Optuna can show the study. Each suggestion has a sampler
-with a seed of its own, so that a search that was killed suggests what it would have suggested.
+with another seed, so that a killed search continues with the same suggestions.
 """
 
 from __future__ import annotations

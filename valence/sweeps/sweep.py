@@ -36,7 +36,7 @@ def run_sweep(
     """Run the trials of a sweep that are not done yet, and write ``sweep.json`` and ``sweep.html``.
 
     num_trials: of a search with Optuna; None for a complete grid. has_baseline: also try the
-    recipe's own values. Returns the state, and why it ended before the last trial, if it did.
+    recipe's values. Returns the state, and why it ended before the last trial, if it did.
 
     Raises UserError for mistakes in the grid or the recipe, for a folder that is in use or holds
     something else, and for a sweep with other settings in the folder.
