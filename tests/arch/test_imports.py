@@ -315,7 +315,13 @@ STARTING = (
     "export . model",
 )
 """Commands that with --nproc only start processes."""
-READING = ("check recipe.yaml", "train recipe.yaml", "train recipe.yaml --json", "resume .")
+READING = (
+    "check recipe.yaml",
+    "train recipe.yaml",
+    "train recipe.yaml --json",
+    "resume .",
+    "sweep recipe.yaml --over train.epochs=1,2 --out sweep",
+)
 """Commands that a mistake in the recipe ends."""
 MISTAKES: dict[str, dict[str, Any]] = {
     "an unknown setting": {"train": {"learning_rte": 1e-5}},

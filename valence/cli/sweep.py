@@ -145,16 +145,16 @@ def sweep(
 @contextmanager
 def _mistakes_as_json(stream: IO[str] | None) -> Iterator[None]:
     """Write the last line, if lines are wanted, for an error that ends the block."""
+    line: dict[str, Any] | None = {"exit_status": 1, "error": "a defect; see standard error"}
     try:
         yield
-    except Exception as error:
-        line: dict[str, Any] = {"event": "done", "status": "failed", "exit_status": 1}
-        line |= {"error": "a defect; see standard error"}
-        if isinstance(error, UserError):
-            line |= {"exit_status": MISTAKE, "error": str(error), "code": error.code}
-        if stream:
-            write_line(json_line(line), stream)
+        line = None
+    except UserError as error:
+        line = {"exit_status": MISTAKE, "error": str(error), "code": error.code}
         raise
+    finally:
+        if stream and line:
+            write_line(json_line({"event": "done", "status": "failed", **line}), stream)
 
 
 def _check_options(search: str | None, trials: int | None) -> None:

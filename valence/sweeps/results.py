@@ -230,8 +230,8 @@ def conclusions(state: SweepState, ranked: Sequence[Candidate]) -> list[str]:
     num_seeds = len(best.trials)
     seeds = f"mean of {num_seeds} seeds" if num_seeds > 1 else "one seed"
     lines = [f"Best: {best.label}, with {state.objective} {number(best.mean)} ({seeds})."]
-    if num_equal := sum(other.mean == best.mean for other in others):
-        lines.append(f"{num_equal} other configurations have exactly the same value.")
+    if equal := [other.label for other in others if other.mean == best.mean]:
+        lines.append(f"Exactly the same value: {'; '.join(equal)}.")
     if len(complete) < len(ranked):
         lines.append(f"Only {len(complete)} of {len(ranked)} configurations have finished.")
     if best.is_default and others:
