@@ -216,17 +216,17 @@ class SweepRunner:
         log = self.state.folder / LOGS / f"{trial.name}.log"
         log.parent.mkdir(exist_ok=True)
         process = _TrialProcess(self._command(trial, run_dir), log)
-        requested = stopped_early = False
+        request, stopped_early = None, False
         try:
-            requested, stopped_early = self._follow(trial, process, run_dir)
+            request, stopped_early = self._follow(trial, process, run_dir)
         finally:
             process.end()
         self._last_error = process.error
-        if requested is not False:
+        if request is not None:
             if process.status == 0:  # it ended before the signal reached it
                 self._collect(trial, run_dir)
                 self.state.save()
-            raise StopRequestedError(*requested)
+            raise request
         if stopped_early:
             return
         if process.status == 0:
@@ -252,25 +252,28 @@ class SweepRunner:
         words += ["--nproc", str(self.options.nproc)] if self.options.nproc else []
         return [*PROGRAM, *words]
 
-    def _follow(self, trial: Trial, process: _TrialProcess, run_dir: Path) -> tuple[Any, bool]:
+    def _follow(
+        self, trial: Trial, process: _TrialProcess, run_dir: Path
+    ) -> tuple[StopRequestedError | None, bool]:
         """Read the log of a running trial until its end.
 
-        Returns the status and the reason of a request to stop the sweep, or False, and whether the
-        trial was stopped early.
+        Returns the request to stop the sweep, if there was one, and whether the trial was stopped
+        early.
         """
-        requested: tuple[int, str] | bool = False
+        first: StopRequestedError | None = None
         kill_at, stopped_early = float("inf"), False
         with ExitStack() as bars:
             bar: Progress | None = None
             while (record := process.read(POLL_SECONDS)) is not None:
                 if request := self._stop_request():
-                    if requested:
+                    if first:
                         kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
                     elif not self.options.quiet:
-                        message = f"{request[1]}: the trial finishes its step and is saved"
+                        message = f"{request.reason}: the trial finishes its step and is saved"
                         print_message(self.console, f"{message}; a second signal ends at once")
-                    requested = requested or request
-                    process.send(signal.SIGTERM if request[0] == OUT_OF_TIME else request[0] - 128)
+                    first = first or request
+                    is_clock = request.status == OUT_OF_TIME
+                    process.send(signal.SIGTERM if is_clock else request.status - 128)
                 if time.monotonic() > kill_at:
                     process.kill()
                 if "step" not in record:
@@ -278,13 +281,13 @@ class SweepRunner:
                 bar = bar or bars.enter_context(self._progress(trial, record["step"], run_dir))
                 bar.record(record)
                 bar.update(record["step"])
-                if stopped_early or requested:
+                if stopped_early or first:
                     continue
                 if (value := self._measured(record)) is not None:
                     stopped_early = self._stop_early(trial, record["step"], value, run_dir)
                     if stopped_early:
                         process.send(signal.SIGTERM)
-        return requested, stopped_early
+        return first, stopped_early
 
     def _measured(self, record: Mapping[str, Any]) -> float | None:
         """The objective in a record of the log, if it has one."""
@@ -383,19 +386,19 @@ class SweepRunner:
 
     # Signals, time, messages
 
-    def _stop_request(self) -> tuple[int, str] | None:
-        """The exit status and the reason of a request to stop the sweep."""
+    def _stop_request(self) -> StopRequestedError | None:
+        """The next request to stop the sweep, if there is one."""
         if self._signals.pending:
             name = signal.Signals(self._signals.pending.pop(0))
-            return 128 + name, name.name
+            return StopRequestedError(128 + name, name.name)
         if time.monotonic() > self._deadline:
             self._deadline = float("inf")
-            return OUT_OF_TIME, "run.max_time is over"
+            return StopRequestedError(OUT_OF_TIME, "run.max_time is over")
         return None
 
     def _check_stop(self) -> None:
         if request := self._stop_request():
-            raise StopRequestedError(*request)
+            raise request
 
     def _wait_for_earlier_process(self, run_dir: Path) -> None:
         """Wait until a trial whose sweep was killed has saved its state and ended."""
