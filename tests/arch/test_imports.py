@@ -65,6 +65,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lifecycle": (*LAYERS, "trainer", "online", "planning"),
     "jobs": (*LAYERS, "trainer", "lifecycle"),
     "serving": (*LAYERS, "trainer", "lifecycle", "jobs"),
+    "sweeps": (*LAYERS, "trainer"),
     "api": (*LAYERS, "trainer", "lifecycle"),
     "cli": (
         *LAYERS,
@@ -75,6 +76,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "lifecycle",
         "jobs",
         "serving",
+        "sweeps",
         "api",
     ),
     "__main__": ("cli",),
@@ -110,6 +112,7 @@ HEAVY = (
     "fastapi",
     "starlette",
     "uvicorn",
+    "optuna",
 )
 COME_WITH = {
     "pydantic_core": "pydantic",
@@ -312,7 +315,13 @@ STARTING = (
     "export . model",
 )
 """Commands that with --nproc only start processes."""
-READING = ("check recipe.yaml", "train recipe.yaml", "train recipe.yaml --json", "resume .")
+READING = (
+    "check recipe.yaml",
+    "train recipe.yaml",
+    "train recipe.yaml --json",
+    "resume .",
+    "sweep recipe.yaml --over train.epochs=1,2 --out sweep",
+)
 """Commands that a mistake in the recipe ends."""
 MISTAKES: dict[str, dict[str, Any]] = {
     "an unknown setting": {"train": {"learning_rte": 1e-5}},

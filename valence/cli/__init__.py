@@ -18,7 +18,7 @@ from valence.errors import UserError
 from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
 # Each module registers its commands.
-from valence.cli import runs, report, models, look  # isort: skip
+from valence.cli import runs, sweep, report, models, look  # isort: skip
 from valence.cli import imports, collect, audit, serve_model, rewards, serve, doctor  # isort: skip
 
 arrange(app)
@@ -129,4 +129,5 @@ __all__ = [
     "runs",
     "serve",
     "serve_model",
+    "sweep",
 ]

@@ -23,6 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": (TRAIN, "valence check recipes/kto.yaml train.batch_size=8"),
     "train": (TRAIN, "valence train recipes/kto.yaml run.dir=runs/first"),
     "resume": (TRAIN, "valence resume runs/first"),
+    "sweep": (
+        TRAIN,
+        "valence sweep recipes/kto.yaml --over loss.beta=0.03,0.1,0.3 --out sweeps/beta",
+    ),
     "runs": (REPORTS, "valence runs"),
     "report": (REPORTS, "valence report runs/first runs/second"),
     "evaluate": (MODELS, "valence evaluate runs/first --data held_out.jsonl --out metrics.json"),

@@ -152,6 +152,21 @@ def _stdout_to_stderr() -> Iterator[IO[str]]:
         os.close(duplicate)
 
 
+@contextmanager
+def stdout_to_stderr(wanted: bool) -> Iterator[IO[str] | None]:
+    """A file that writes to standard output, if one is wanted. Inside the block everything else
+    that is printed goes to standard error."""
+    if not wanted:
+        yield None
+        return
+    console.plain = sys.stdout.isatty()
+    try:
+        with _stdout_to_stderr() as file:
+            yield file
+    finally:
+        console.plain = False
+
+
 def _descriptor(file: IO[str]) -> int | None:
     try:
         return file.fileno()

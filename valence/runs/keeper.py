@@ -73,6 +73,7 @@ class Checkpoints:
         self.failed = 0
         self.messages: list[str] = []
         self._writing: threading.Thread | None = None
+        self._has_ended = threading.Event()
         self._saving_step: int | None = None
 
     def steps(self) -> list[int]:
@@ -141,13 +142,26 @@ class Checkpoints:
         if at_once or snapshot is None or snapshot.size < MIN_BACKGROUND_BYTES:
             write()
         else:
-            self._writing = threading.Thread(target=write, name=f"save step-{step}", daemon=True)
+            self._has_ended.clear()
+
+            def write_in_background() -> None:
+                try:
+                    write()
+                finally:
+                    self._has_ended.set()
+
+            name = f"save step-{step}"
+            self._writing = threading.Thread(target=write_in_background, name=name, daemon=True)
             self._writing.start()
 
     def wait(self) -> None:
-        """Block until no save is in progress."""
+        """Block until no save is in progress.
+
+        If a signal's handler raises here, the save goes on, and the next call waits for it. After
+        such an exception in ``Thread.join``, Python before 3.13 takes the thread for ended.
+        """
         if self._writing is not None:
-            self._writing.join()
+            self._has_ended.wait()
             self._writing = None
             if self._saving_step is not None:
                 self._record_end(self._saving_step, "the thread that wrote it failed")

@@ -136,7 +136,7 @@ class ChatModel:
         max_batch: int = MAX_BATCH,
     ) -> None:
         """max_context: maximum tokens of a prompt and its completion. max_batch: completions that
-        are sampled at once. Raises UserError for a reward model, or a model without a chat template.
+        are sampled at once. Raises UserError for a reward model or a model without a chat template.
         """
         if trainer.prepared.method.is_reward_model:
             raise UserError(
