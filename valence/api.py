@@ -123,7 +123,7 @@ def train(
             reference=reference,
             optimizer=optimizer,
             scheduler=scheduler,
-            given=rows,
+            rows=rows,
             sinks=sinks,
             callbacks=callbacks,
             fresh=fresh,
