@@ -238,7 +238,7 @@ class FeedbackService(WebService):
     def models(self) -> tuple[ChatModel, ...]:
         return (self.model,) if self.rival is None else (self.model, self.rival)
 
-    def model_by_name(self, name: str | None) -> ChatModel:
+    def model_named(self, name: str | None) -> ChatModel:
         """The model with this name, or the first one if there is none."""
         return next((model for model in self.models if model.name == name), self.model)
 
@@ -309,7 +309,7 @@ class FeedbackService(WebService):
 
     def rate(self, answer: Answer, rater: str, *, correction: str | None, **verdict: Any) -> None:
         """Record a verdict on an answer."""
-        model = self.model_by_name(answer.model)
+        model = self.model_named(answer.model)
         ids = model.encode_correction(answer, correction) if correction else ()
         self.store.rate(answer, rater, correction=correction, correction_ids=ids, **verdict)
 
@@ -629,7 +629,7 @@ def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
     async def completions(
         body: CompletionRequest, request: Request, _: str = known_rater
     ) -> StreamingResponse | dict[str, Any]:
-        model = service.model_by_name(body.model)
+        model = service.model_named(body.model)
         prompt = await service.encode(body.messages, body.tools, model)
         sampling = service.request_sampling(
             temperature=body.temperature, top_p=body.top_p, seed=body.seed,
