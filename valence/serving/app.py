@@ -266,7 +266,7 @@ class FeedbackService(WebService):
     def models(self) -> tuple[ChatModel, ...]:
         return (self.model,) if self.rival is None else (self.model, self.rival)
 
-    def model_named(self, name: str | None) -> ChatModel:
+    def model_by_name(self, name: str | None) -> ChatModel:
         """The model with this name, or the first one if there is none."""
         return next((model for model in self.models if model.name == name), self.model)
 
@@ -364,7 +364,7 @@ class FeedbackService(WebService):
 
     def rate(self, answer: Answer, rater: str, *, correction: str | None, **verdict: Any) -> None:
         """Record a verdict on an answer."""
-        model = self.model_named(answer.model)
+        model = self.model_by_name(answer.model)
         ids = model.encode_correction(answer, correction) if correction else ()
         self.store.rate(answer, rater, correction=correction, correction_ids=ids, **verdict)
 
