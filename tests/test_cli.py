@@ -332,7 +332,7 @@ def test_inspect_counts_bad_rows_and_says_why_they_are_bad(
     check_error(command_error(*words, "2"), "json-syntax", where="rows[1].jsonl:2")
     error = command_error(*words, "3")
     check_error(error, "row-label-invalid", where="rows[1].jsonl:3")
-    assert "maybe" in error.what
+    assert "maybe" in error.message
     assert "maybe" in capsys.readouterr().out
 
 
@@ -507,7 +507,7 @@ def test_a_second_run_in_the_same_folder_needs_a_word(
     assert (place / "runs/first/metrics.jsonl").read_bytes() == log
     error = command_error("train", "recipe.yaml", "train.learning_rate=3e-3")
     check_error(error, "run-differs", where="runs/first", fix="--allow train.learning_rate")
-    assert "0.001 -> 0.003" in error.what
+    assert "0.001 -> 0.003" in error.message
     assert valence("train", "recipe.yaml", "--quiet", "--fresh") == 0
     (aside,) = [path for path in (place / "runs").iterdir() if path.name != "first"]
     assert (aside / "metrics.jsonl").read_bytes() == log

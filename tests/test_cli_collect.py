@@ -52,7 +52,7 @@ def test_a_library_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(common, "find_spec", lambda each: None if each == name else each)
     error = command_error("collect", "model")
     check_error(error, "library-missing", where="collect", fix="valence-align[serve]")
-    assert name in error.what
+    assert name in error.message
 
 
 REFUSED: list[tuple[list[str], str, str]] = [

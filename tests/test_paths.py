@@ -71,7 +71,7 @@ def test_a_home_folder_that_is_not_there_is_an_error() -> None:
     given = {"method": "kto", "model": {"name": "m"}, "run": {"dir": "~nobody-of-this-name/run"}}
     with raises_error("path-no-home", where="run.dir") as raised:
         load_recipe(given, method_of=method_of, training=False)
-    assert "~nobody-of-this-name" in raised.error.what
+    assert "~nobody-of-this-name" in raised.error.message
 
 
 @pytest.mark.parametrize(("bad", "code"), BAD.values(), ids=BAD)

@@ -111,4 +111,4 @@ def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyP
     for words, where in ((("runs/first",), "runs/first"), (("runs",), "comparison.html")):
         error = command_error("report", *words)
         check_error(error, "file-not-writable", where=where)
-        assert "Permission denied" in error.what
+        assert "Permission denied" in error.message

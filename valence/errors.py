@@ -21,7 +21,7 @@ class UserError(Exception):
 
     The command line prints it and exits with status 2.
 
-    what: the problem, in one sentence.
+    message: the problem, in one sentence.
     code: a short name of the mistake, such as ``setting-unknown``. Messages may change, codes do
     not. where: the place, such as ``feedback.jsonl:12`` or ``recipe.yaml:3 (train.batch_size)``.
     fix: how to fix it, in one sentence.
@@ -29,18 +29,18 @@ class UserError(Exception):
 
     def __init__(
         self,
-        what: str,
+        message: str,
         *,
         code: str,
         where: str | None = None,
         fix: str | None = None,
         problems: Sequence[UserError] = (),
     ) -> None:
-        self.what, self.code, self.where, self.fix = what, code, where, fix
+        self.message, self.code, self.where, self.fix = message, code, where, fix
         self._problems = tuple(problems)
         place = f"{where}: ".replace("\n", "\N{SYMBOL FOR NEWLINE}") if where else ""
         # indented, so that no line of the text looks like a separate message
-        lines = [place + what.replace("\n", "\n  ")]
+        lines = [place + message.replace("\n", "\n  ")]
         if fix:
             lines.append(f"  to fix it: {fix}")
         super().__init__("\n".join(lines))
@@ -53,4 +53,4 @@ class UserError(Exception):
     @property
     def facts(self) -> dict[str, str | None]:
         """The arguments to create the error in another process, without ``problems``."""
-        return {"what": self.what, "code": self.code, "where": self.where, "fix": self.fix}
+        return {"message": self.message, "code": self.code, "where": self.where, "fix": self.fix}

@@ -107,11 +107,11 @@ def load_error(source: object, *overrides: str) -> UserError:
 def check_recipe_error(error: UserError, where: str, code: str, value: str, fix: str) -> None:
     """value: what the error quotes. fix: the setting or value that the remedy names, or MEANING."""
     assert (error.code, error.where) == (code, where), error
-    assert value in error.what, error
+    assert value in error.message, error
     assert error.problems == (error,)
     setting = SETTINGS.get(re.sub(r"\.\d+\b", ".N", where.rpartition("(")[2].rstrip(")")))
     if code == "setting-type" and setting is not None:
-        assert setting.type in error.what, error
+        assert setting.type in error.message, error
     if fix == MEANING:
         assert setting is not None
         fix = setting.meaning

@@ -601,7 +601,7 @@ def test_bad_mappings(make: Callable[[], dict[str, object]], where: str, code: s
     source = {"method": "kto", "model": {"name": "m"}, "data": {"train": "feedback.jsonl"}}
     error = load_error({**source, **make()})
     assert (error.code, error.where) == (code, where)
-    assert value in error.what
+    assert value in error.message
 
 
 # Several at once
@@ -620,8 +620,8 @@ def test_all_problems_come_in_one_message(folder: Path):
     }
     assert len(error.problems) == 4
     for problem in error.problems:
-        assert f"{problem.where}: {problem.what}" in error.what
-        assert str(problem.fix) in error.what
+        assert f"{problem.where}: {problem.message}" in error.message
+        assert str(problem.fix) in error.message
 
 
 def test_senseless_settings_and_missing_files_come_together(folder: Path):

@@ -221,7 +221,7 @@ def test_methods_with_a_ratio_of_probabilities_sample_from_the_whole_vocabulary(
     overrides = ("rollout.top_p=0.9", f"loss.correction={correction}")
     with raises_error("setting-conflict", where="rollout.top_p", fix="online_dpo") as raised:
         load_top_p(method, *overrides)
-    assert method in raised.error.what
+    assert method in raised.error.message
     assert load_top_p(method, f"loss.correction={correction}") == 1
 
 

@@ -162,7 +162,7 @@ def test_all_checkpoints_damaged_is_an_error_and_nothing_is_done(
     for _ in range(2):  # and again, since nothing has changed
         error = place.error(CASE[KTO_LORA], run)
         check_error(error, "checkpoint-damaged", where=str(run / "checkpoints"), fix="--fresh")
-        assert all(f"step-{step}" in error.what for step in steps(run))
+        assert all(f"step-{step}" in error.message for step in steps(run))
         assert (run / "metrics.jsonl").read_bytes() == log
 
 
@@ -366,7 +366,7 @@ def test_a_folder_that_cannot_be_read_is_no_fresh_start(
         unreadable(patch, run / name, fault)
         error = place.error(CASE[KTO_LORA], run)
     check_error(error, code, where=str(run / name))
-    assert str(fault.strerror) in error.what
+    assert str(fault.strerror) in error.message
     assert (run / "metrics.jsonl").read_bytes() == log
 
 

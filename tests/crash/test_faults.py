@@ -199,7 +199,7 @@ def test_saves_that_fail_in_a_row_end_the_run_and_leave_the_last_good_one(
         mistake = place.error(KTO, run, **more)
     disk.rest()
     check_error(mistake, "checkpoint-not-saved", where=str(run / "checkpoints"))
-    assert "step-3" in mistake.what
+    assert "step-3" in mistake.message
     printed = capfd.readouterr().out
     assert "step-6" in printed
     assert "step-9" in printed

@@ -121,7 +121,7 @@ def test_other_files_may_stand_beside_an_export(tmp_path: Path) -> None:
 def test_an_export_without_rows_of_the_kind_says_why(tmp_path: Path) -> None:
     with raises_error("no-usable-rows", where="log.jsonl") as raised:
         read_log(tmp_path, "judgement", entry(1, None), entry(2, None))
-    assert "without a vote" in raised.error.what
+    assert "without a vote" in raised.error.message
 
 
 @pytest.mark.parametrize(

@@ -568,8 +568,8 @@ def test_content_that_is_not_text_is_named(part: dict):
     turns = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
     with raises_error("row-content-parts") as raised:
         read_example("judgement", {"prompt": turns, "completion": "a", "label": True}, HERE)
-    assert "part 2 of content of turn 1 of prompt" in raised.error.what
-    assert ("'image_url'" in raised.error.what) == (part["type"] == "image_url")
+    assert "part 2 of content of turn 1 of prompt" in raised.error.message
+    assert ("'image_url'" in raised.error.message) == (part["type"] == "image_url")
 
 
 def test_a_conversation_of_which_no_turn_is_to_be_learnt_is_refused():
@@ -586,8 +586,8 @@ def test_a_conversation_of_which_no_turn_is_to_be_learnt_is_refused():
         with raises_error("row-weight-invalid") as raised:
             row = {"messages": [ASK, turn("assistant", "Hi!", weight=wrong)]}
             read_example("messages", row, HERE)
-        assert "turn 2 of messages" in raised.error.what
-        assert repr(wrong) in raised.error.what
+        assert "turn 2 of messages" in raised.error.message
+        assert repr(wrong) in raised.error.message
 
 
 # Detection
@@ -625,7 +625,7 @@ def test_unknown_columns_are_listed_with_the_nearest_formats():
                 }
             ]
         )
-    assert "'answer', 'prompt', 'score', 'verdict'" in raised.error.what
+    assert "'answer', 'prompt', 'score', 'verdict'" in raised.error.message
     nearest = str(raised.error.fix).partition("keys:")[2]
     assert "scored" in nearest
     assert "completion" in nearest
@@ -690,7 +690,7 @@ def test_keys_name_places_inside_columns():
     ):
         with raises_error("row-column-missing") as raised:
             read_example("judgement", row, HERE, {**keys, "prompt": path})
-        assert path in raised.error.what
+        assert path in raised.error.message
 
 
 def test_turns_inside_an_object_are_answered_with_the_place_to_name():
@@ -704,15 +704,15 @@ def test_messages_of_a_fault_use_the_names_of_the_file():
     row = {"prompt": "a", "answer": " ", "label": True}
     with raises_error("row-completion-empty") as raised:
         read_example("judgement", row, HERE, {"completion": "answer"})
-    assert "answer" in raised.error.what
-    assert "completion" not in raised.error.what
+    assert "answer" in raised.error.message
+    assert "completion" not in raised.error.message
 
 
 def test_keys_of_columns_that_the_format_does_not_have_are_errors():
     row = {"x": "a", "completion": "b", "label": True}
     with raises_error("keys-unknown-column", fix="prompt, completion, label") as raised:
         read_example("judgement", row, HERE, {"promt": "x"})
-    assert "'promt'" in raised.error.what
+    assert "'promt'" in raised.error.message
 
 
 # Labels and numbers
@@ -833,7 +833,7 @@ def test_labels_that_mean_down(down: object):
 def test_everything_else_is_no_label(wrong: object):
     with raises_error("row-label-invalid", fix="thumbs_up") as raised:
         values.label(wrong, "thumbs")
-    assert "thumbs" in raised.error.what
+    assert "thumbs" in raised.error.message
     assert "score" in str(raised.error.fix)  # where a graded label belongs
 
 
@@ -859,7 +859,7 @@ def test_numbers_are_written_in_ascii_digits_without_separators(wrong: str):
     for read in (values.number, values.weight):
         with raises_error("row-number-invalid") as raised:
             read(wrong, "weight")
-        assert "weight" in raised.error.what
+        assert "weight" in raised.error.message
     row = {"prompt": "a", "completion": "b", "label": True, "weight": wrong, "score": wrong}
     with raises_error("row-number-invalid"):
         read_example("judgement", row, HERE)
@@ -875,7 +875,7 @@ def test_numbers_that_a_table_holds_as_text(text: str, value: float):
 def test_a_decimal_comma_is_named():
     with raises_error("row-decimal-comma") as raised:
         values.number("0,5", "score")
-    assert "'0,5'" in raised.error.what
+    assert "'0,5'" in raised.error.message
 
 
 @pytest.mark.parametrize(
@@ -884,4 +884,4 @@ def test_a_decimal_comma_is_named():
 def test_what_is_not_a_finite_number_is_an_error(wrong: object):
     with raises_error("row-number-invalid") as raised:
         values.number(wrong, "score")
-    assert "score" in raised.error.what
+    assert "score" in raised.error.message

@@ -154,7 +154,7 @@ def test_keys_of_a_column_that_no_row_has_are_refused(tmp_path: Path):
         row = {"prompt": "p", "answer": "a", "label": True, "completion": "c"}
         with raises_error("keys-missing-column", where="rows.jsonl", fix="prompt") as raised:
             load_rows(tmp_path, "judgement", row, keys=keys)
-        assert repr(*keys.values()) in raised.error.what
+        assert repr(*keys.values()) in raised.error.message
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_the_nearest_column_is_suggested(
     row = {"question": "q", "answer": "a", "thumb": True}
     with raises_error(code, where="rows.jsonl", fix=f"{near}?") as raised:
         load_rows(tmp_path, "judgement", row, keys=keys)
-    assert columns in raised.error.what
+    assert columns in raised.error.message
 
 
 # Bad rows
@@ -195,8 +195,8 @@ def test_a_row_without_a_rating_is_no_row_of_another_format(empty: str | None, t
     keys = {"prompt": "q", "completion": "a", "label": "thumb"}
     with raises_error("row-rating-missing", where="rows.jsonl:1", fix="on_bad_row: skip") as raised:
         load_rows(tmp_path, "judgement", *rows, keys=keys)
-    assert "thumb" in raised.error.what
-    assert "demonstration" not in raised.error.what
+    assert "thumb" in raised.error.message
+    assert "demonstration" not in raised.error.message
     loaded = load_rows(tmp_path, "judgement", *rows, keys=keys, on_bad_row="skip")
     assert judgements(loaded) == [("c", True)]
     assert len(loaded.bad) == 3
@@ -273,7 +273,7 @@ def test_the_method_that_is_suggested_reads_such_rows(kind: Kind, name: str):
 def test_a_conversion_must_make_what_the_method_needs(tmp_path: Path):
     with raises_error("conversion-mismatch", where="data.convert") as raised:
         load_rows(tmp_path, "preference", JUDGED, convert="pairs_to_judgements")
-    assert "pairs_to_judgements" in raised.error.what
+    assert "pairs_to_judgements" in raised.error.message
     with raises_error("conversion-unknown", where="data.convert", fix=", ".join(CONVERSIONS)):
         load_rows(tmp_path, "preference", JUDGED, convert="pairs")
 
@@ -450,8 +450,8 @@ def test_chosen_to_demonstrations(tmp_path: Path):
 def test_a_conversion_that_leaves_nothing_says_why(tmp_path: Path):
     with raises_error("no-usable-rows", where="rows.jsonl:1") as raised:
         load_rows(tmp_path, "preference", up("a"), up("b"), convert="judgements_to_pairs")
-    assert "of 2 rows" in raised.error.what
-    assert f"2 x {Unused.NO_OTHER_DOWN}" in raised.error.what
+    assert "of 2 rows" in raised.error.message
+    assert f"2 x {Unused.NO_OTHER_DOWN}" in raised.error.message
 
 
 texts = st.sampled_from(["a", "b", "c", "d"])

@@ -39,7 +39,7 @@ def check_row_error(error: UserError, place: str, code: str, *names: str) -> Non
     assert error.where == place
     assert error.fix
     for name in names:
-        assert name in f"{error.what}\n{error.fix}", error
+        assert name in f"{error.message}\n{error.fix}", error
     assert len(str(error)) < 1500
 
 

@@ -86,7 +86,7 @@ def test_what_rows_may_not_be(wrong: Any, code: str) -> None:
 def test_two_columns_of_one_name_are_refused() -> None:
     with raises_error("column-duplicate", where="rows") as raised:
         rows_from(pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"]))
-    assert "'prompt'" in raised.error.what
+    assert "'prompt'" in raised.error.message
 
 
 def test_paths_are_read_as_files(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_rankings_are_read_encoded_audited_and_ordered(tmp_path: Path):
 def test_a_score_that_is_no_number_is_a_bad_row(tmp_path: Path, score: str | None):
     with raises_error("row-number-invalid", where="rows.jsonl:2") as raised:
         load_rows(tmp_path, "ranking", ranked(1, 2), ranked(1, score))
-    assert "number 2 of scores" in raised.error.what
+    assert "number 2 of scores" in raised.error.message
     loaded = load_rows(tmp_path, "ranking", ranked(1, 2), ranked(1, score), on_bad_row="skip")
     assert (len(loaded.examples), len(loaded.bad)) == (1, 1)
 
@@ -210,7 +210,7 @@ def test_labels_and_scores_are_not_ranked_together(tmp_path: Path):
     ]
     with raises_error("rows-rated-differently", where="b.jsonl:1") as raised:
         load([Source(path) for path in files], "ranking", convert="scores_to_rankings")
-    assert re.search(r"\blabel\b.*\bscore\b", raised.error.what)
+    assert re.search(r"\blabel\b.*\bscore\b", raised.error.message)
 
 
 def test_pairs_to_rankings(tmp_path: Path):

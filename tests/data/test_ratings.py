@@ -92,7 +92,7 @@ def test_a_1_of_a_scale_is_no_thumb_however_late_the_scale_shows(tmp_path: Path)
 def test_one_rating_alone_is_not_guessed(rating: Any, tmp_path: Path) -> None:
     with raises_error("rating-ambiguous", where="rows.jsonl", fix="label: rating") as raised:
         load_rows(tmp_path, "judgement", *rated(rating, rating))
-    assert f"{float(rating):g}" in raised.error.what
+    assert f"{float(rating):g}" in raised.error.message
     assert "score: rating" in str(raised.error.fix)
     assert labels(load_rows(tmp_path, "judgement", *rated(rating), keys={"label": "rating"})) == [
         bool(int(rating))
@@ -116,8 +116,8 @@ def test_what_is_neither_is_a_bad_row(
 ) -> None:
     with raises_error(code, where=f"rows.jsonl:{line}") as raised:
         load_rows(tmp_path, kind, *rated(*ratings))
-    assert "rating" in raised.error.what
-    assert value in raised.error.what
+    assert "rating" in raised.error.message
+    assert value in raised.error.message
 
 
 def test_a_rating_beside_a_label_a_score_or_a_pair_is_not_read(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_0_beside_a_minus_1_is_no_label(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "completion": "a", "label": label} for label in (1, 0, 1, -1)]
     with raises_error("label-zero-ambiguous", where="rows.jsonl:2") as raised:
         load_rows(tmp_path, "judgement", *rows)
-    assert "rows.jsonl:4" in raised.error.what
+    assert "rows.jsonl:4" in raised.error.message
     assert labels(load_rows(tmp_path, "judgement", *rows[:3])) == [True, False, True]
     assert labels(load_rows(tmp_path, "judgement", *rows[2:])) == [True, False]
 

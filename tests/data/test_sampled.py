@@ -132,7 +132,7 @@ def test_what_is_no_record_of_sampling_is_a_bad_row(
 ) -> None:
     with raises_error(code, where="rows.jsonl:2") as raised:
         load_rows(tmp_path, "scored", answer(1, 5, score=1), answer(1, 5, 6, score=1) | change)
-    assert all(name in raised.error.what for name in names), raised.error
+    assert all(name in raised.error.message for name in names), raised.error
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_failures_are_counted_and_never_read_as_scores(
 def test_when_every_reward_failed_nothing_is_trained_on(tmp_path: Path) -> None:
     with raises_error("no-usable-rows") as raised:
         load_rows(tmp_path, "scored", answer(1, 5, error="x"), answer(1, 6, error="y"))
-    assert f"2 x {Unused.ALL_REWARDS_FAILED}" in raised.error.what
+    assert f"2 x {Unused.ALL_REWARDS_FAILED}" in raised.error.message
 
 
 def test_text_rows_may_have_failed_too(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_a_soft_label_reaches_the_tokens(tmp_path: Path, soft: Any):
 def test_a_soft_label_is_a_probability(tmp_path: Path, soft: float):
     with raises_error("row-number-range", where="rows.jsonl:2", fix="from 0 to 1") as raised:
         load_rows(tmp_path, "preference", PAIR, {**PAIR, "soft": soft})
-    assert "soft" in raised.error.what
-    assert f"{soft:g}" in raised.error.what
+    assert "soft" in raised.error.message
+    assert f"{soft:g}" in raised.error.message
     loaded = load_rows(tmp_path, "preference", PAIR, {**PAIR, "soft": soft}, on_bad_row="skip")
     assert [bad.origin.line for bad in loaded.bad] == [2]
 
@@ -64,7 +64,7 @@ def test_a_soft_label_is_a_probability(tmp_path: Path, soft: float):
 def test_a_soft_label_is_a_finite_number(tmp_path: Path, soft: Any):
     with raises_error("row-number-invalid", where="rows.jsonl:1") as raised:
         load_rows(tmp_path, "preference", {**PAIR, "soft": soft})
-    assert "soft" in raised.error.what
+    assert "soft" in raised.error.message
 
 
 def test_the_soft_label_of_token_ids_and_of_another_name(tmp_path: Path):
@@ -194,8 +194,8 @@ def test_helpsteer_has_a_column_for_each_attribute(tmp_path: Path):
 def test_attributes_that_cannot_be_read(tmp_path: Path, scores: Any, code: str, value: str):
     with raises_error(code, where="rows.jsonl:1") as raised:
         load_rows(tmp_path, "scored", {**ANSWER, "scores": scores}, format="attributes")
-    assert "scores" in raised.error.what
-    assert value in raised.error.what
+    assert "scores" in raised.error.message
+    assert value in raised.error.message
     assert raised.error.fix
 
 
@@ -226,11 +226,11 @@ def test_labels_and_scores_are_not_mixed(tmp_path: Path):
     files = [write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", STARS)]
     with raises_error("rows-rated-differently", where="b.jsonl:1") as raised:
         load([Source(path) for path in files], "scored")
-    assert re.search(r"\bscore\b.*\blabel\b", raised.error.what)
+    assert re.search(r"\bscore\b.*\blabel\b", raised.error.message)
     files = [write(tmp_path / "c.jsonl", STARS), write(tmp_path / "d.jsonl", RATED)]
     with raises_error("rows-rated-differently", where="d.jsonl:1") as raised:
         load([Source(path) for path in files], "scored")
-    assert re.search(r"\battributes\b.*\bscore\b", raised.error.what)
+    assert re.search(r"\battributes\b.*\bscore\b", raised.error.message)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_rows_without_a_verdict_of_their_own_are_refused_with_the_remedy(
 def test_rows_without_a_label_are_refused_where_one_is_needed(tmp_path: Path):
     with raises_error("kind-mismatch") as raised:
         load_rows(tmp_path, "judgement", RATED)
-    assert "attributes" in raised.error.what
+    assert "attributes" in raised.error.message
     with raises_error("kind-mismatch"):
         load([InMemory([Judgement(prompt="p", completion="a", origin=HERE)])], "scored")
     with raises_error("kind-mismatch", fix="format: demonstration"):
@@ -308,4 +308,4 @@ def test_numbers_of_examples_in_memory_are_checked(
 ):
     with raises_error(code, where="rows.jsonl:1") as raised:
         load([InMemory([example])], kind)
-    assert all(name in raised.error.what for name in names), raised.error
+    assert all(name in raised.error.message for name in names), raised.error

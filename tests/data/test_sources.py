@@ -182,7 +182,7 @@ def test_a_hub_data_set_with_several_splits_asks_for_one(monkeypatch: pytest.Mon
         list(read_rows("owner/name"))
     with raises_error("hub-dataset", where="owner/name", fix="set split") as raised:
         list(read_rows("owner/name", split="dev"))
-    assert "['train', 'test']" in raised.error.what  # what the hub answers
+    assert "['train', 'test']" in raised.error.message  # what the hub answers
 
 
 def test_a_hub_data_set_with_subsets(monkeypatch: pytest.MonkeyPatch):
@@ -201,7 +201,7 @@ def test_a_hub_data_set_with_subsets(monkeypatch: pytest.MonkeyPatch):
     assert row.value == {"a": "owner/name/main"}
     with raises_error("hub-dataset", where="owner/name", fix="set subset") as raised:
         list(read_rows("owner/name"))
-    assert "'main', 'socratic'" in raised.error.what
+    assert "'main', 'socratic'" in raised.error.message
 
 
 def test_a_file_has_no_subsets(tmp_path: Path):
@@ -217,7 +217,7 @@ def test_what_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
     use_hub(monkeypatch, refuse)
     with raises_error("hub-dataset", where="owner/name", fix="access") as raised:
         list(read_rows("owner/name"))
-    assert "Access denied." in raised.error.what
+    assert "Access denied." in raised.error.message
 
 
 def test_a_hub_that_refuses_the_connection_is_said_at_once(monkeypatch: pytest.MonkeyPatch):

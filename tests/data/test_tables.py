@@ -121,7 +121,7 @@ def test_a_hundred_thousand_columns_are_read_and_messages_stay_short(tmp_path: P
     assert len(str(raised.error)) < 2000
     with raises_error("column-duplicate") as raised:
         load([Source(write_wide(tmp_path, [*wide, wide[-1]]))], "judgement")
-    assert "column 99999" in raised.error.what
+    assert "column 99999" in raised.error.message
 
 
 def write_wide(folder: Path, header: list[str]) -> str:
@@ -167,7 +167,7 @@ def test_dates_out_of_range_are_errors_only_where_they_are_used(tmp_path: Path) 
         with raises_error(code, where="a.parquet:") as raised:
             load([Source(path, keys={"prompt": name})], "judgement")
         assert str(raised.error.where).rpartition(":")[2] in ("1", "2")
-        assert name in raised.error.what
+        assert name in raised.error.message
         rows = {"prompt": ["p", "q"], name: column}
         assert (
             len(load([Source(write_parquet(tmp_path / "b.parquet", rows))], "prompt").examples) == 2
@@ -202,5 +202,5 @@ def test_a_flipped_bit_of_a_page_is_found_by_its_checksum(compression: str, tmp_
     file.write_bytes(content)
     with raises_error("file-damaged", where="a.parquet") as raised:
         load([Source(str(file))], "judgement")
-    assert re.search(r"\brow \d+", raised.error.what)
+    assert re.search(r"\brow \d+", raised.error.message)
     assert raised.error.fix

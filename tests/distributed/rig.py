@@ -92,7 +92,7 @@ def _received(pipe: Connection) -> tuple[Any, UserError | None]:
         value, mistake = pickle.loads(pipe.recv_bytes())
     except EOFError:  # it ended before it could say anything
         return None, None
-    return value, UserError(mistake.pop("what"), **mistake) if mistake else None
+    return value, UserError(mistake.pop("message"), **mistake) if mistake else None
 
 
 def _rank(
@@ -128,5 +128,10 @@ def _rank(
         value = job(group, *args)
         group.close()
     except UserError as error:
-        mistake = {"what": error.what, "code": error.code, "where": error.where, "fix": error.fix}
+        mistake = {
+            "message": error.message,
+            "code": error.code,
+            "where": error.where,
+            "fix": error.fix,
+        }
     pipe.send_bytes(pickle.dumps((value, mistake)))  # not as memory that it would share

@@ -32,7 +32,7 @@ def mistake(action: Callable[[], Any]) -> tuple[str, str, str] | None:
     try:
         action()
     except UserError as error:
-        return error.code, error.where or "", error.what
+        return error.code, error.where or "", error.message
     return None
 
 

@@ -438,7 +438,7 @@ def test_hosts_with_other_folders_are_told_what_differs(
     for each in found:
         assert each.mistake is not None
         check_error(each.mistake, "ranks-differ", where="rank 1")
-        assert f"{file} of model.name" in each.mistake.what
+        assert f"{file} of model.name" in each.mistake.message
 
 
 # ---------------------------------------------------------------- memory

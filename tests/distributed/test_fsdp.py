@@ -321,7 +321,7 @@ def test_processes_that_cannot_go_on_without_each_other_say_why_they_end() -> No
     assert second.mistake is not None
     check_error(second.mistake, "out-of-memory", where="train.micro_batch_tokens")
     assert first.mistake.code in ("rank-lost", "rank-late")
-    assert "rank 1" in first.mistake.what
+    assert "rank 1" in first.mistake.message
 
 
 def test_a_process_that_runs_out_of_memory_alone_raises_its_own_error() -> None:

@@ -325,7 +325,7 @@ def test_whether_processes_are_to_be_started(monkeypatch: pytest.MonkeyPatch) ->
     assert not needs_launch(4)
     with raises_error("nproc-conflict", where="--nproc") as raised:
         needs_launch(2)
-    assert re.findall(r"\d+", raised.error.what) == ["2", "4"]
+    assert re.findall(r"\d+", raised.error.message) == ["2", "4"]
 
 
 COUNTS = """

@@ -118,7 +118,7 @@ def lost(ended: rig.Ended, code: str, *parts: str) -> None:
     """A process ended with this mistake, whose text names these ranks and collectives."""
     assert ended.mistake is not None
     check_error(ended.mistake, code)
-    assert [part for part in parts if part not in ended.mistake.what] == []
+    assert [part for part in parts if part not in ended.mistake.message] == []
 
 
 @slow
@@ -223,7 +223,7 @@ def test_many_missing_are_counted() -> None:
         )
     mistake = tracker.error(Collective(5, "sum"), 600.0)
     check_error(mistake, "rank-late", where="rank 0")
-    named, _, places = mistake.what.partition("`sum` #5")
+    named, _, places = mistake.message.partition("`sum` #5")
     assert re.findall(r"\d+", named) == [*map(str, range(1, 16, 2)), "7"]  # 7 more
     assert re.findall(r"rank (\d+) .*?`sum` #4", places) == [*map(str, range(1, 16, 2))]
     assert tracker.error(Collective(5, "sum"), None).code == "rank-lost"
@@ -233,7 +233,7 @@ def test_many_missing_are_counted() -> None:
         Collective(5, "gather"), None
     )
     check_error(parted, "ranks-parted")
-    assert "`gather` #5" in parted.what
+    assert "`gather` #5" in parted.message
 
 
 def test_the_norm_of_a_large_gradient_is_exact_on_a_cpu() -> None:

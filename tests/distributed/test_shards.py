@@ -179,7 +179,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_not_there_is_named(rows: Path, into: dict[str, Tensor], parts: list[str]) -> None:
     with raises_error("checkpoint-damaged", where=str(rows)) as raised:
         sharded_checkpoint.read(rows, into)
-    assert [part for part in parts if part not in raised.error.what] == []
+    assert [part for part in parts if part not in raised.error.message] == []
 
 
 @pytest.mark.parametrize("damage", ["a file is gone", "a file is cut"])
@@ -214,7 +214,7 @@ def one_cannot(group: Group, folder: str) -> list[tuple[str, str]]:
         try:
             sharded_checkpoint.write(Path(folder), placed(tensors(), "rows"))
         except UserError as error:
-            mistakes.append((error.code, error.what))
+            mistakes.append((error.code, error.message))
     group.barrier("end")
     return mistakes
 

@@ -410,7 +410,7 @@ def mistakes(world: Group) -> list[tuple[str, str, str]]:
     def mistake(action: Callable[..., Any], *args: Any) -> tuple[str, str, str]:
         with pytest.raises(UserError) as raised:
             action(*args)
-        return raised.value.code, raised.value.where or "", raised.value.what
+        return raised.value.code, raised.value.where or "", raised.value.message
 
     _, group = world.split(4)
     models = (
@@ -496,4 +496,6 @@ def test_who_is_missing_in_a_part_is_named_by_its_own_rank(tmp_path: Path) -> No
     mistake = ended[2].mistake
     assert mistake is not None
     check_error(mistake, "rank-late", where="rank 2")
-    assert [part for part in ("rank 3 ", "`sum` #2", "`sum` #1") if part not in mistake.what] == []
+    assert [
+        part for part in ("rank 3 ", "`sum` #2", "`sum` #1") if part not in mistake.message
+    ] == []

@@ -411,7 +411,7 @@ def test_nothing_is_written_where_nothing_is_imported(
 ) -> None:
     with raises_error("nothing-imported", where="log.jsonl", fix=fix) as raised:
         do_import(*log, **how)
-    assert reason in raised.error.what
+    assert reason in raised.error.message
     assert contents() == {}
 
 

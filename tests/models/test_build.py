@@ -109,7 +109,7 @@ def test_a_continued_adapter_trains_without_dropout(tmp_path: Path) -> None:
 def test_a_target_that_is_no_layer_is_named_with_near_ones() -> None:
     with raises_error("lora-targets", where="model.lora.targets", fix="q_proj") as raised:
         build_policy(tiny(), dtype=F64, lora=lora(targets=["v_proj", "q_porj"]))
-    assert "q_porj" in raised.error.what
+    assert "q_porj" in raised.error.message
 
 
 def test_an_adapter_for_another_base_is_warned_of(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_damaged_weights_file_is_a_mistake_in_the_folder(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:1000])
     with raises_error("model-not-loadable", where="model") as raised:
         load_model(str(tmp_path), dtype=F32)
-    assert str(tmp_path) in raised.error.what
+    assert str(tmp_path) in raised.error.message
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])

@@ -299,7 +299,7 @@ def test_values_can_be_checked(tmp_path: Path) -> None:
     assert CachedReference(reference, tmp_path).check(batch) == (3, pytest.approx(0, abs=1e-12))
     with raises_error("reference-cache-stale", where="reference.cache") as raised:
         CachedReference(Counted(reference, plus=0.01), tmp_path).check(batch)
-    assert {"0.01", "3"} <= set(raised.error.what.split())
+    assert {"0.01", "3"} <= set(raised.error.message.split())
 
 
 def test_a_value_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:

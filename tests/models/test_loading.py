@@ -45,8 +45,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(requests: list[str]) -> None
         with raises_error("model-not-found", fix="HF_HOME") as raised:
             load("nobody/nothing")
         assert raised.error.where == setting
-        assert "nobody/nothing" in raised.error.what
-        assert constants.ENDPOINT in raised.error.what
+        assert "nobody/nothing" in raised.error.message
+        assert constants.ENDPOINT in raised.error.message
         assert "HF_ENDPOINT" in (raised.error.fix or "")
     assert requests == [constants.ENDPOINT]
 

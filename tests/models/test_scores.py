@@ -231,7 +231,7 @@ def test_what_cannot_be_a_reward_model_is_said(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "less")
     with raises_error("model-incomplete", where=str(tmp_path / "less")) as raised:
         load_model(str(tmp_path / "less"), dtype=F32, attributes=("reward",))
-    assert "model.layers.2" in raised.error.what
+    assert "model.layers.2" in raised.error.message
 
 
 def test_an_adapter_of_a_language_model_would_freeze_the_head(tmp_path: Path) -> None:

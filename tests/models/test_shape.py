@@ -68,7 +68,7 @@ def test_a_folder_without_a_model_is_a_mistake_that_names_it(
     for load in (skeleton, partial(load_model, dtype=torch.float32)):
         with raises_error("model-not-loadable", where="model") as raised:
             load(str(tmp_path))
-        assert str(tmp_path) in raised.error.what
+        assert str(tmp_path) in raised.error.message
 
 
 @pytest.mark.parametrize(

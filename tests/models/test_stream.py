@@ -217,7 +217,7 @@ def test_a_damaged_or_missing_file_is_a_mistake_in_the_folder(what: str, tmp_pat
     }[what]()
     with raises_error("model-not-loadable", where="model") as raised:
         outline(name, dtype=F32, device=CPU)
-    assert str(tmp_path) in raised.error.what
+    assert str(tmp_path) in raised.error.message
 
 
 # ---------------------------------------------------------------- parts

@@ -356,7 +356,7 @@ def test_an_import_whose_error_cannot_be_shown_is_a_mistake(write: Any) -> None:
     """)
     with raises_error("reward-import-failed", where="reward.0.reward") as raised:
         reward(f"{module}:f")
-    assert has_words(raised.error.what, "BrokenError")
+    assert has_words(raised.error.message, "BrokenError")
 
 
 @pytest.mark.parametrize("is_private", [True, False])
@@ -581,7 +581,7 @@ def test_what_cannot_be_called_is_a_mistake(
     module = write(source)
     with raises_error(code, where="reward.0.reward", fix=fix.replace("@", module)) as raised:
         reward(target.replace("@", module))
-    assert has_words(raised.error.what, *(word.replace("@", module) for word in words))
+    assert has_words(raised.error.message, *(word.replace("@", module) for word in words))
 
 
 def test_settings_that_a_function_does_not_take_are_refused(write: Any) -> None:
@@ -590,7 +590,7 @@ def test_settings_that_a_function_does_not_take_are_refused(write: Any) -> None:
         "reward-setting-unknown", where="reward.0.settings", fix="completions, scale"
     ) as raised:
         reward(f"{module}:f", settings={"sale": 1})
-    assert has_words(raised.error.what, "'sale'")
+    assert has_words(raised.error.message, "'sale'")
 
 
 def test_the_current_folder_hides_nothing_afterwards(write: Any) -> None:

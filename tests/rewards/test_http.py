@@ -139,7 +139,7 @@ def test_a_token_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOKEN_OF_TEST")
     with raises_error("environment-variable-missing", where="reward.0.token_env") as raised:
         reward(told.url, token_env="TOKEN_OF_TEST")
-    assert "TOKEN_OF_TEST" in raised.error.what
+    assert "TOKEN_OF_TEST" in raised.error.message
 
 
 # Failures
@@ -501,7 +501,7 @@ def test_a_server_is_killed_and_started_again_while_answers_are_scored() -> None
 def test_addresses_that_are_none_are_mistakes(target: str, code: str, words: str) -> None:
     with raises_error(code, where="reward.0.reward") as raised:
         reward(target)
-    assert words in raised.error.what
+    assert words in raised.error.message
 
 
 def test_settings_of_a_client() -> None:

@@ -162,7 +162,7 @@ def test_wrong_settings_are_mistakes_before_anything_is_scored(
 ) -> None:
     with raises_error(code, where=f"reward.0.settings.{name}") as raised:
         reward(rule, settings=settings)
-    assert has_words(raised.error.what, *words)
+    assert has_words(raised.error.message, *words)
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
             "library-missing", where="reward.0.settings", fix=install_command("rewards")
         ) as raised:
             reward(rule, settings={"schema": {}} if rule == "json_schema" else {})
-        assert has_words(raised.error.what, rule)
+        assert has_words(raised.error.message, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -325,7 +325,7 @@ def test_a_function_that_cannot_be_imported_is_a_mistake_at_the_start(
         served_as_command("wrong_function:f"),
     ):
         pass
-    assert has_words(raised.error.what, *words)
+    assert has_words(raised.error.message, *words)
 
 
 @contextmanager

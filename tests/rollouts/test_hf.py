@@ -268,7 +268,7 @@ def test_a_model_without_a_cache_of_keys_is_refused() -> None:
         "sampling-unsupported", where="model.name", fix="run.samples.prompts"
     ) as raised:
         generator(model).generate(PROMPTS, 1, GREEDY)
-    assert type(model).__name__ in raised.error.what
+    assert type(model).__name__ in raised.error.message
 
 
 def test_no_prompts_no_answers() -> None:

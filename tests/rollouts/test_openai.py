@@ -95,7 +95,7 @@ def test_a_busy_server_is_asked_again(server: Completions) -> None:
     server.asked.clear()
     with raises_error("rollout-server-lost", where=server.url) as raised:
         sampler.generate([(5,)], 1, Sampling())
-    assert "slow down" in raised.error.what
+    assert "slow down" in raised.error.message
     assert server.paths().count("/v1/completions") == 8
 
 
@@ -103,11 +103,11 @@ def test_refusals(server: Completions) -> None:
     server.on["/v1/completions"] = lambda body: (401, {"error": {"message": "no key"}})
     with raises_error("rollout-server-refused", where=server.url, fix="OPENAI_API_KEY") as raised:
         generator(server).generate([(5,)], 1, Sampling())
-    assert "no key" in raised.error.what
+    assert "no key" in raised.error.message
     server.adapters = ["one", "two"]
     with raises_error("rollout-model-ambiguous", where=server.url, fix="rollout.url") as raised:
         generator(server).generate([(5,)], 1, Sampling())
-    assert "one, two" in raised.error.what
+    assert "one, two" in raised.error.message
     assert generator(server, model="two").model == "two"
 
 

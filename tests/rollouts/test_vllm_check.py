@@ -55,7 +55,7 @@ def test_the_fix_is_that_of_the_cause_that_fits(theirs: Any, evidence: Any, sett
         "rollout-logps-mismatch", where="rollout.max_mismatch", fix=setting
     ) as raised:
         compare(OURS, theirs, 0.01, evidence=Evidence(**evidence))
-    assert f"{difference(OURS, theirs):.3g}" in raised.error.what
+    assert f"{difference(OURS, theirs):.3g}" in raised.error.message
 
 
 class Server:

@@ -68,7 +68,7 @@ def test_a_server_that_goes_again_and_again_is_given_up(fake: Fake, sampler: VLL
     fake.on[ROUTE] = lambda body: (500, {"error": {"message": "EngineCore died"}})
     with raises_error("rollout-server-lost", where=fake.url) as raised:
         sampler.generate(PROMPTS[:1], 1, Sampling())
-    assert "EngineCore died" in raised.error.what
+    assert "EngineCore died" in raised.error.message
     assert fake.paths().count(ROUTE) == MAX_LOSSES
 
 
@@ -102,7 +102,7 @@ def test_a_server_that_stays_away(tmp_path: Path) -> None:
     sampler = generator(url, DiskTransfer(tmp_path), timeout=0.3)
     with raises_error("rollout-server-lost", where=url, fix="rollout.timeout") as raised:
         sampler.generate(PROMPTS, 1, Sampling())
-    assert "0.3 s" in raised.error.what
+    assert "0.3 s" in raised.error.message
 
 
 def test_a_server_that_takes_connections_and_never_answers(
@@ -118,8 +118,8 @@ def test_a_server_that_takes_connections_and_never_answers(
         ):
             with raises_error("rollout-server-hangs", where=url) as raised:
                 ask()
-            assert "0.4 s" in raised.error.what
-            assert f"{url}/health" in raised.error.what
+            assert "0.4 s" in raised.error.message
+            assert f"{url}/health" in raised.error.message
 
 
 def test_a_server_that_is_only_slow(fake: Fake, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_server_that_never_joins_has_a_deadline(fake: Fake, group: Group) -> N
     sampler = generator(fake.url, NcclTransfer(0.5, torch.device("cpu")))
     with raises_error("rollout-server-slow", where="/init_weight_transfer_engine") as raised:
         sampler.sync(1, WEIGHTS.items)
-    assert "0.5 s" in raised.error.what
+    assert "0.5 s" in raised.error.message
 
 
 @pytest.mark.vllm

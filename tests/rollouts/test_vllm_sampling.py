@@ -133,7 +133,7 @@ def test_refusals_are_passed_on(fake: Fake, sampler: VLLMGenerator) -> None:
     )
     with raises_error("rollout-server-refused", fix="rollout.max_new_tokens") as raised:
         sampler.generate(PROMPTS, 1, Sampling())
-    assert "longer than 512" in raised.error.what
+    assert "longer than 512" in raised.error.message
     fake.on["/inference/v1/generate"] = lambda body: (404, {"detail": "Not Found"})
     with raises_error("rollout-server-refused", fix="docs/vllm.md"):
         sampler.generate(PROMPTS, 1, Sampling())

@@ -396,7 +396,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_server_goes_on(sides: dict[
     ]
     with raises_error("rollout-weights-refused", where=side.server.url) as raised:
         side.generator.sync(99, lambda: lacking)
-    assert "down_proj" in raised.error.what
+    assert "down_proj" in raised.error.message
     side.step()
     assert side.furthest(side.generator.generate(PROMPTS, 1, FREE), FREE.temperature) < CLOSE
 
@@ -405,7 +405,7 @@ def test_what_the_server_refuses(sides: dict[str, Side], tmp_path: Path) -> None
     side = sides["disk"]
     with raises_error("rollout-server-refused", fix="rollout.max_new_tokens") as raised:
         side.generator.generate([(5,) * 600], 1, FREE)
-    assert "512" in raised.error.what
+    assert "512" in raised.error.message
     lora = VLLMGenerator(
         side.server.url, LoraTransfer(tmp_path), TOKENIZER, end_ids=[END], timeout=30
     )

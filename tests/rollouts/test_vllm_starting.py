@@ -109,8 +109,8 @@ def test_one_that_stops_while_starting_shows_the_end_of_its_log(
     where = str(folder / "vllm.log")
     with raises_error("rollout-server-stopped", where=where, fix="--enable-scale-out") as raised:
         Server("model", folder=folder, python=bad, timeout=120).start()
-    assert "status 3" in raised.error.what
-    assert "no such model: model" in raised.error.what
+    assert "status 3" in raised.error.message
+    assert "no such model: model" in raised.error.message
 
 
 def test_one_that_takes_too_long(
@@ -128,8 +128,8 @@ def test_one_that_takes_too_long(
     where = str(server.log)
     with raises_error("rollout-server-not-started", where=where, fix="rollout.timeout") as raised:
         server.start()
-    assert "30 s" in raised.error.what
-    assert "loading" in raised.error.what
+    assert "30 s" in raised.error.message
+    assert "loading" in raised.error.message
     assert gone(int((folder / "pid").read_text()))
 
 

@@ -83,7 +83,7 @@ def test_a_failed_update_never_leaves_the_server_paused(fake: Fake, sampler: VLL
     where = f"{fake.url}/update_weights"
     with raises_error("rollout-weights-refused", where=where, fix="docs/vllm.md") as raised:
         sampler.sync(1, weights)
-    assert "lm_head.weight" in raised.error.what
+    assert "lm_head.weight" in raised.error.message
     assert not fake.paused
     assert fake.version == FAILED
     assert "/abort_requests" in fake.paths()
@@ -272,5 +272,5 @@ def test_gloo_does_not_wait_for_a_server_that_refused(fake: Fake) -> None:
     sampler = generator(fake.url, GlooTransfer(3600.0), timeout=3600.0)
     with raises_error("rollout-weights-refused", where=fake.url) as raised:
         sampler.sync(1, weights)
-    assert "no such transport" in raised.error.what
+    assert "no such transport" in raised.error.message
     assert not fake.paused

@@ -30,7 +30,7 @@ sys.stdin.readline()
 try:
     print("taken:", lock.take(), flush=True)
 except UserError as error:
-    print(f"refused: {error.code}: {error.what}", flush=True)
+    print(f"refused: {error.code}: {error.message}", flush=True)
 sys.stdin.readline()
 """
 

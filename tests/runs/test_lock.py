@@ -38,7 +38,7 @@ def test_a_folder_in_use_is_refused_with_the_name_of_its_holder(
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits for a holder that is alive"))
     with raises_error("run-locked", where=str(tmp_path / NAME), fix="run.dir") as refused:
         Lock(tmp_path, patience=30).take()
-    assert f"pid {first.pid} on {socket.gethostname()}" in refused.error.what
+    assert f"pid {first.pid} on {socket.gethostname()}" in refused.error.message
     assert refused_by(started(tmp_path).take(), first.pid)
 
 
@@ -81,7 +81,7 @@ for line in sys.stdin:
         lock.take()
         print("taken", flush=True)
     except UserError as error:
-        print(f"refused: {error.code}: {error.what}", flush=True)
+        print(f"refused: {error.code}: {error.message}", flush=True)
     sys.stdin.readline()
     lock.release()
     print("released", flush=True)
@@ -224,7 +224,7 @@ def test_a_folder_that_is_read_only_is_said_to_be(
     monkeypatch.setattr(os, "open", refuses)
     with raises_error("file-not-writable", where=str(tmp_path / NAME), fix="run.dir") as refused:
         Lock(tmp_path).take()
-    assert os.strerror(number) in refused.error.what
+    assert os.strerror(number) in refused.error.message
 
 
 def test_no_room_and_no_folder_are_no_lock(
@@ -236,11 +236,11 @@ def test_no_room_and_no_folder_are_no_lock(
     monkeypatch.setattr(os, "pwrite", full)
     with raises_error("file-not-writable", where=str(tmp_path / NAME)) as no_room:
         Lock(tmp_path, **QUICK).take()
-    assert os.strerror(errno.ENOSPC) in no_room.error.what
+    assert os.strerror(errno.ENOSPC) in no_room.error.message
     assert started(tmp_path).take() == "taken: None"
     with raises_error("file-not-writable", where=str(tmp_path / "nowhere" / NAME)) as no_folder:
         Lock(tmp_path / "nowhere").take()
-    assert os.strerror(errno.ENOENT) in no_folder.error.what
+    assert os.strerror(errno.ENOENT) in no_folder.error.message
 
 
 def test_a_wait_that_is_broken_off_leaves_the_lock_to_others(tmp_path: Path, started: Any) -> None:

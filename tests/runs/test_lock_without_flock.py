@@ -50,7 +50,7 @@ def test_a_holder_on_another_host_that_touches_its_file_is_refused(tmp_path: Pat
     finally:
         ended.set()
         thread.join()
-    assert "pid 7 on elsewhere" in refused.error.what
+    assert "pid 7 on elsewhere" in refused.error.message
     assert len(said) == 1
     assert "pid 7 on elsewhere" in said[0]
     assert " 0.4 s" in said[0]
@@ -103,7 +103,7 @@ def test_the_one_who_wrote_last_has_it_where_no_flock_decides(
     for _ in range(2):  # what this process does not hold, it cannot take again
         with raises_error("run-locked", where=str(tmp_path / NAME)) as refused:
             Lock(tmp_path, **QUICK).take()
-        assert "pid 9 on a third one" in refused.error.what
+        assert "pid 9 on a third one" in refused.error.message
     assert json.loads((tmp_path / NAME).read_text())["pid"] == 9
 
 
@@ -136,7 +136,7 @@ def test_without_flock_a_living_process_is_refused(
     named(tmp_path, pid=other.pid, pid_started=lock.start_ticks(other.pid))
     with raises_error("run-locked", where=str(tmp_path / NAME)) as refused:
         Lock(tmp_path, **QUICK).take()
-    assert f"pid {other.pid} on" in refused.error.what
+    assert f"pid {other.pid} on" in refused.error.message
     found = holder(tmp_path)
     assert found is not None
     assert found.alive

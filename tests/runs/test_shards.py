@@ -285,7 +285,7 @@ def test_every_file_is_checked(saved: tuple[Path, list[dict[str, Any]]], name: s
     try:
         with raises_error("checkpoint-damaged", where=str(saved[0] / "step-5")) as damaged:
             check(saved[0] / "step-5")
-        assert f" {name} " in damaged.error.what
+        assert f" {name} " in damaged.error.message
     finally:
         file.write_bytes(before)
 
@@ -404,7 +404,7 @@ def exports(
                 **CASES["tied"].how,
             )
         except UserError as error:
-            said.append(error.what)
+            said.append(error.message)
         setattr(where, place, as_it_is)
     return {"said": said, "loaded": loads(group, saved, numbers)}
 

@@ -186,7 +186,7 @@ def test_other_settings_of_the_recipe_are_refused(place: Path) -> None:
     assert sweep(*GRID) == 0
     error = command_error("sweep", "recipe.yaml", "train.batch_size=4", *GRID)
     assert error.code == "sweep-differs"
-    assert "train.batch_size" in error.what
+    assert "train.batch_size" in error.message
     assert sweep("run.save_every=7", *GRID) == 0  # changes no result
 
 

@@ -147,7 +147,7 @@ def test_text_that_holds_the_templates_markup_is_an_error_with_both_choices(plac
         fix="data.as_chat: false",
     ) as raised:
         prepared(rows="rendered.jsonl")
-    assert "<|im_start|>" in raised.error.what
+    assert "<|im_start|>" in raised.error.message
     raw = prepared(rows="rendered.jsonl", as_chat=False).corpora["train"].units
     chats = prepared(rows="chats.jsonl").corpora["train"].units
     assert [(unit.prompt_ids, unit.answers) for unit in raw] == [
@@ -171,7 +171,7 @@ def test_a_resumed_run_keeps_its_choice(place: Path) -> None:
     longer = {**recipe(), "train": {"batch_size": 3, "max_steps": 2}}
     with raises_error("run-differs", where="run.dir") as raised:
         valence.train(longer, quiet=True)
-    assert "data.as_chat: true -> false" in raised.error.what
+    assert "data.as_chat: true -> false" in raised.error.message
 
 
 def test_check_inspect_and_train_say_what_was_chosen(
@@ -227,7 +227,7 @@ def test_a_template_that_is_none_is_an_error_at_its_place(place: Path) -> None:
     ):
         with raises_error(code, where="data.chat_template") as raised:
             load_recipe(recipe("base", chat_template=chosen), method_of=method_of)
-        assert chosen in raised.error.what
+        assert chosen in raised.error.message
 
 
 def test_the_templates_variables_reach_every_rendering(place: Path) -> None:
@@ -259,7 +259,7 @@ def test_the_templates_variables_reach_every_rendering(place: Path) -> None:
     assert with_it[0].logps != pytest.approx(without[0].logps, abs=1e-6)
     with raises_error("run-differs", where="run.dir") as raised:
         valence.train(recipe(), quiet=True)
-    assert 'data.chat_template_kwargs: {"think": true} -> {}' in raised.error.what
+    assert 'data.chat_template_kwargs: {"think": true} -> {}' in raised.error.message
 
 
 def test_variables_without_effect_are_errors(place: Path) -> None:

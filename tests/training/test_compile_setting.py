@@ -84,6 +84,6 @@ def test_asked_for_without_a_compiler_is_an_error(
         monkeypatch.setattr(module, "why_not", lambda device: "there is no C++ compiler")
     with raises_error("compile-unavailable", where="train.compile") as raised:
         build("train.compile=on")
-    assert raised.error.what == "there is no C++ compiler"
+    assert raised.error.message == "there is no C++ compiler"
     build()
     assert compiled == []

@@ -184,7 +184,7 @@ def test_memory_that_runs_out_again_ends_the_run_with_advice() -> None:
         fix="train.checkpointing",
     ) as raised:
         budget.halve(7, "evaluation")
-    assert re.findall(r"\d+", raised.error.what) == ["7", "50"]
+    assert re.findall(r"\d+", raised.error.message) == ["7", "50"]
 
 
 def test_the_best_is_the_first_best_and_a_number_that_is_not_finite_never_is() -> None:
@@ -269,7 +269,7 @@ def test_training_goes_on_with_a_full_disk_until_too_many_saves_failed(
     run = build_run(settings, quiet=True, callbacks=[fill])
     with raises_error("checkpoint-not-saved", where=str(tmp_path / "run/checkpoints")) as raised:
         run.fit()
-    assert "step-3" in raised.error.what
+    assert "step-3" in raised.error.message
     assert run.step == 6
     assert run.folder is not None
     run.folder.close()

@@ -103,7 +103,7 @@ def test_a_number_that_no_evaluation_has_is_named_at_the_first_one(
     settings["run"]["keep_best"] = {"metric": "eval/los"}
     with raises_error("metric-unknown", where="run.keep_best", fix="eval/loss") as raised:
         train(settings)
-    assert raised.error.what.endswith("eval/los")
+    assert raised.error.message.endswith("eval/los")
 
 
 def test_a_run_that_no_longer_gets_better_ends_early_until_made_longer(

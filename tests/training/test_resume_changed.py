@@ -49,7 +49,7 @@ def test_a_changed_setting_is_refused_with_the_difference(
     (name,) = [f"{section}.{key}" for key in change]
     with raises_error("run-differs", where=str(killed_run), fix=f"--allow {name}") as raised:
         train(settings)
-    assert difference in raised.error.what.replace(".0 ", " ")
+    assert difference in raised.error.message.replace(".0 ", " ")
     assert "--fresh" in str(raised.error.fix)
     assert (killed_run / "metrics.jsonl").read_bytes() == log
 
@@ -178,7 +178,7 @@ def test_changed_rows_are_refused_with_the_difference(
         fix="--allow data.train",
     ) as raised:
         train(settings)
-    line = raised.error.what.splitlines()[-1]
+    line = raised.error.message.splitlines()[-1]
     assert re.match(
         r" *data\.train: 12 .* 13 .* 2 .*train\.jsonl:12.* 1 ",
         line,
@@ -286,7 +286,7 @@ def test_rows_that_are_no_longer_there_are_noticed(
         fix="--allow data --allow eval",
     ) as raised:
         train(settings)
-    assert "data.eval: 5 " in raised.error.what
+    assert "data.eval: 5 " in raised.error.message
 
 
 def test_held_out_rows_in_another_order_are_others(

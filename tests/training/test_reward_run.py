@@ -183,7 +183,7 @@ def test_one_verdict_is_learnt_of_rows_that_have_several(
                 }
             ]
         )
-    assert re.search(rf"\b{verdict}\b", raised.error.what)
+    assert re.search(rf"\b{verdict}\b", raised.error.message)
     again = restore(tmp_path / "run", overrides=["data.train=[]"])
     assert again.evaluate().metrics == pytest.approx(run.evaluate().metrics, rel=1e-5)
 

@@ -206,13 +206,13 @@ def test_nothing_is_added_to_what_is_not_complete(place: Path) -> None:
     with raises_error("output-lines-missing", where="answers.jsonl") as raised:
         sample(seed=1, append=True)
     there = whole[: len(whole) // 2].count(b"\n")
-    assert re.findall(r"\d+", raised.error.what) == [f"{there}", "21"]
+    assert re.findall(r"\d+", raised.error.message) == [f"{there}", "21"]
     sample()
     sample(seed=1, append=True)
     Path("answers.jsonl").write_bytes(whole[: len(whole) // 2])
     with raises_error("output-lines-missing", where="answers.jsonl") as raised:
         sample(seed=1, append=True)
-    assert re.findall(r"\d+", raised.error.what) == [f"{21 - there}"]
+    assert re.findall(r"\d+", raised.error.message) == [f"{21 - there}"]
 
 
 def test_answers_of_another_model_do_not_mix(place: Path) -> None:
@@ -240,7 +240,7 @@ def test_answers_that_were_drawn_otherwise_do_not_mix(place: Path) -> None:
         where = f"answers.jsonl ({setting})"
         with raises_error("output-settings-differ", where=where, fix="--append") as raised:
             sample(**how)
-        assert str(how.popitem()[1]) in raised.error.what  # the value of this call
+        assert str(how.popitem()[1]) in raised.error.message  # the value of this call
 
 
 def test_prompts_that_changed_are_seen(place: Path) -> None:
@@ -249,11 +249,11 @@ def test_prompts_that_changed_are_seen(place: Path) -> None:
     write("prompts.jsonl", [rows[0], {"prompt": "something else "}, *rows[2:]])
     with raises_error("output-rows-changed", where="prompts.jsonl:2") as raised:
         sample()
-    assert "answers.jsonl:4" in raised.error.what
+    assert "answers.jsonl:4" in raised.error.message
     write("prompts.jsonl", rows[:5])
     with raises_error("output-lines-extra", where="answers.jsonl") as raised:
         sample()
-    assert re.findall(r"\d+", raised.error.what) == ["21", "15"]
+    assert re.findall(r"\d+", raised.error.message) == ["21", "15"]
 
 
 @pytest.mark.parametrize(("words", "code", "where"), [

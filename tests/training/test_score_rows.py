@@ -66,7 +66,7 @@ def test_what_is_written_is_data_again(place: Path) -> None:
     assert [example.id for example in after] == [example.id for example in before]
     with raises_error("row-column-taken", where="once.jsonl:1", fix="--column") as raised:
         score("once.jsonl")
-    assert "'valence'" in raised.error.what
+    assert "'valence'" in raised.error.message
     with raises_error("column-reserved", where="--column"):
         score("once.jsonl", column="scores")
     score("once.jsonl", column="second", target="other")
@@ -89,7 +89,7 @@ def test_columns_of_other_names_are_given_with_the_file(place: Path) -> None:
     assert [line["q"] for line in read()] == ["question 0", "question 1"]
     with raises_error("keys-missing-column", where="named.jsonl") as raised:
         score("{path: named.jsonl, keys: {prompt: q, completion: a, weight: b}}", out="2.jsonl")
-    assert "'b'" in raised.error.what
+    assert "'b'" in raised.error.message
     write("both.jsonl", [{"prompt": "1", "completion": "2", "chosen": "3", "rejected": "4"}])
     score("both.jsonl", out="3.jsonl", format="preference")
     assert len(read("3.jsonl")[0]["valence"]["answers"]) == 2

@@ -193,7 +193,7 @@ def test_another_beta_is_another_reward(place: Path) -> None:
     score("scored.jsonl", beta=0.2, **how)
     with raises_error("output-settings-differ", where="out.jsonl (beta)") as raised:
         score("scored.jsonl", **how)
-    assert re.findall(r"\d\.\d", raised.error.what) == ["0.2", "0.1"]
+    assert re.findall(r"\d\.\d", raised.error.message) == ["0.2", "0.1"]
     with raises_error("beta-needs-reference", where="--beta"):
         score("scored.jsonl", beta=0.2, out="new.jsonl")
 
@@ -208,11 +208,11 @@ def test_data_that_changed_is_seen(place: Path) -> None:
         write("scored.jsonl", [{**rows[0], "completion": completion}, *rows[1:]])
         with raises_error("output-rows-changed", where="scored.jsonl:1") as raised:
             score("scored.jsonl")
-        assert "out.jsonl:1" in raised.error.what
+        assert "out.jsonl:1" in raised.error.message
     write("scored.jsonl", rows[:2])
     with raises_error("output-lines-extra", where="out.jsonl") as raised:
         score("scored.jsonl")
-    assert re.findall(r"\d+", raised.error.what) == ["3", "2"]
+    assert re.findall(r"\d+", raised.error.message) == ["3", "2"]
 
 
 FOREIGN = (
@@ -286,7 +286,7 @@ def test_a_file_without_its_checksums_is_not_gone_on_with(place: Path) -> None:
     kept = Path("out.jsonl").read_bytes()
     with raises_error("output-foreign", where="out.jsonl", fix="--fresh") as raised:
         score("scored.jsonl")
-    assert "out.jsonl.crc" in raised.error.what
+    assert "out.jsonl.crc" in raised.error.message
     assert Path("out.jsonl").read_bytes() == kept
 
 

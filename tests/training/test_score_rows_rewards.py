@@ -137,7 +137,7 @@ def test_a_reward_that_is_down_stops_the_command_and_is_gone_on_with(place: Path
     Path("down").touch()
     with raises_error("reward-failures", where="answers.jsonl:13") as raised:
         judge("{reward: 'broken:fn', retries: 0}")
-    assert "the server is down" in raised.error.what  # what the reward raised
+    assert "the server is down" in raised.error.message  # what the reward raised
     assert len(read("scored.jsonl")) == 12
     Path("down").unlink()
     assert judge("{reward: 'broken:fn', retries: 0}").earlier == 12
@@ -200,7 +200,7 @@ def test_rows_are_judged_once(place: Path) -> None:
     judge()
     with raises_error("row-column-taken", where="scored.jsonl:1") as raised:
         judge(data=("scored.jsonl",), out="again.jsonl")
-    assert "'score'" in raised.error.what
+    assert "'score'" in raised.error.message
 
 
 # Stopping and going on
@@ -226,7 +226,7 @@ def test_other_rewards_and_other_rows_do_not_mix(place: Path) -> None:
     write("answers.jsonl", [rows[0], {**rows[1], "completion": "other"}, *rows[2:]])
     with raises_error("output-rows-changed", where="answers.jsonl:2") as raised:
         judge()
-    assert "scored.jsonl:2" in raised.error.what
+    assert "scored.jsonl:2" in raised.error.message
 
 
 def test_another_reward_model_or_schema_in_the_same_place_is_noticed(place: Path) -> None:

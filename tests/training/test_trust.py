@@ -89,7 +89,7 @@ def test_a_command_that_needs_no_reward_does_not_import_it(
 def test_evaluating_a_run_imports_its_reward_only_with_a_flag(online_run: Path) -> None:
     with raises_error("code-not-trusted", where="config.yaml", fix="--trust-reward") as raised:
         invoke("evaluate", "run")
-    assert "foreign_reward:score" in raised.error.what
+    assert "foreign_reward:score" in raised.error.message
     assert not Path("mark").exists()
     assert command("evaluate", "run", "--trust-reward") == 0
     assert Path("mark").exists()
@@ -103,7 +103,7 @@ def test_only_rewards_that_are_code_or_servers_need_the_flag(online_run: Path) -
         change(online_run, reward=[{"reward": reward}])
         with raises_error(code, where="config.yaml", fix="--trust-reward") as raised:
             restore(online_run, quiet=True, rewards=True)
-        assert reward in raised.error.what
+        assert reward in raised.error.message
     change(online_run, reward=[{"reward": "length"}])
     assert restore(online_run, quiet=True, rewards=True).evaluate().metrics
 
@@ -156,7 +156,7 @@ def test_files_of_a_model_are_not_executed_without_a_flag(run_with_code: Path) -
     for words in COMMANDS:
         with raises_error("code-not-trusted", fix="--trust-remote-code") as raised:
             invoke(*words.split())
-        assert "coded" in raised.error.what
+        assert "coded" in raised.error.message
         assert "config.yaml" in (raised.error.where or "")
     with raises_error("code-not-trusted", where="config.yaml"):
         reward_model(str(run_with_code), {}, "reward.0")

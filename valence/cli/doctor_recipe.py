@@ -69,7 +69,7 @@ def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Check]:
 
 
 def _where(error: UserError) -> str:
-    return f"{error.where}: {error.what}" if error.where else error.what
+    return f"{error.where}: {error.message}" if error.where else error.message
 
 
 def _models(recipe: Recipe) -> dict[str, str]:
@@ -90,7 +90,7 @@ def _model(setting: str, name: str) -> Check:
     try:
         must_exist(name, setting)
     except UserError as error:
-        return Check("recipe", setting, "problem", error.what, error.fix or "", needed=True)
+        return Check("recipe", setting, "problem", error.message, error.fix or "", needed=True)
     if Path(name).is_dir():
         return Check("recipe", setting, "ok", f"folder {name}")
     if is_cached(name, setting):
@@ -153,7 +153,7 @@ def _libraries(recipe: Recipe) -> Iterator[Check]:
                 "recipe",
                 f"run.sinks: {sink.kind}",
                 "problem",
-                error.what,
+                error.message,
                 error.fix or "",
                 needed=True,
             )

@@ -93,7 +93,7 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
         text = Path(locate_data(chosen, folder)).read_text(encoding="utf-8")
     except UserError as error:
         code = "template-not-found" if error.code == "file-not-found" else error.code
-        raise UserError(error.what, code=code, fix=f"{error.fix}; {fix}") from None
+        raise UserError(error.message, code=code, fix=f"{error.fix}; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{chosen} cannot be read ({error})", code="file-not-readable", fix=fix

@@ -95,7 +95,7 @@ class LoadedRecipe:
             names = [
                 name
                 for name, setting in written.items()
-                if isinstance(setting.value, str) and repr(setting.value) in error.what
+                if isinstance(setting.value, str) and repr(setting.value) in error.message
             ]
             names += [name for name in re.findall(r"\w+(?:\.\w+)+", where) if name in written]
             if not names or where.startswith(written[names[0]].origin):
@@ -188,7 +188,7 @@ def _updated(recipe: Recipe, section: str, **values: object) -> Recipe:
 
 def _located(error: UserError, where: str) -> UserError:
     """The error at another place."""
-    return UserError(error.what, code=error.code, where=where, fix=error.fix)
+    return UserError(error.message, code=error.code, where=where, fix=error.fix)
 
 
 # Short forms
@@ -432,13 +432,15 @@ def _find_issues(
     for prefix, issue in issues:
         for name in issue.settings:
             path = (*prefix, *(int(part) if part.isdecimal() else part for part in name.split(".")))
-            paths, message = [path], issue.what
+            paths, message = [path], issue.message
             if issue.code == "setting-no-effect":
                 inner = [key for key in settings if key[: len(path)] == path]
                 changed = [key for key in inner if not settings[key].is_default]
                 paths, message = (changed if inner else [path]) if training else [], ""
             for key in paths:
-                error = UserError(issue.what, code=issue.code, where=raw.where(key), fix=issue.fix)
+                error = UserError(
+                    issue.message, code=issue.code, where=raw.where(key), fix=issue.fix
+                )
                 problems.setdefault((key, message), error)
     order = list(Recipe.model_fields)
     return [problems[key] for key in sorted(problems, key=lambda k: order.index(str(k[0][0])))]

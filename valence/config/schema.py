@@ -119,7 +119,7 @@ class Issue:
     """
 
     settings: tuple[str, ...]
-    what: str
+    message: str
     fix: str
     code: Literal["setting-no-effect", "setting-conflict", "setting-duplicate"]
 
@@ -129,9 +129,9 @@ def no_effect(*settings: str, why: str, fix: str) -> Issue:
     return Issue(settings, f"has no effect: {why}", f"remove it, or {fix}", "setting-no-effect")
 
 
-def conflict(setting: str, what: str, fix: str) -> Issue:
+def conflict(setting: str, message: str, fix: str) -> Issue:
     """A setting that another one rules out or makes necessary."""
-    return Issue((setting,), what, fix, "setting-conflict")
+    return Issue((setting,), message, fix, "setting-conflict")
 
 
 class Section(BaseModel):
@@ -309,23 +309,23 @@ class LoraSettings(Section):
         initial = before.get("init_lora_weights")
         match info.field_name:
             case "init_lora_weights" if value == "orthogonal" and before.get("rank", 0) % 2:
-                what, fix = "needs an even rank", "set model.lora.rank to an even number"
+                message, fix = "needs an even rank", "set model.lora.rank to an even number"
             case "layers_to_transform" if (
                 value is not None and isinstance(targets, str) and targets != "all-linear"
             ):
-                what = "cannot be combined with targets that are a regular expression"
+                message = "cannot be combined with targets that are a regular expression"
                 fix = "list the names of the layers in model.lora.targets"
             case "layers_pattern" if (
                 value is not None and before.get("layers_to_transform") is None
             ):
-                what = "has no effect without layers_to_transform"
+                message = "has no effect without layers_to_transform"
                 fix = "set model.lora.layers_to_transform, or remove it"
             case "lora_bias" if value and (before.get("use_dora") or isinstance(initial, str)):
-                what = "cannot be combined with use_dora or a named init_lora_weights"
+                message = "cannot be combined with use_dora or a named init_lora_weights"
                 fix = "remove lora_bias, or use_dora and init_lora_weights"
             case _:
                 return value
-        raise PydanticCustomError("unsupported", "{what}", {"what": what, "fix": fix})
+        raise PydanticCustomError("unsupported", "{message}", {"message": message, "fix": fix})
 
 
 class Model(Section):

@@ -577,7 +577,7 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
             else error.fix
         )
         raise UserError(
-            error.what, code=error.code, where=error.where or source.path, fix=fix
+            error.message, code=error.code, where=error.where or source.path, fix=fix
         ) from error
     return _Layout(name, keys, source.weight, named, rating)
 
@@ -606,7 +606,7 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
         )
         return BadRow(
             row.origin,
-            error.what + hint,
+            error.message + hint,
             error.fix or "correct or remove the row",
             error.code,
         )
@@ -634,7 +634,7 @@ def _check_and_weight(example: Example, source: Source) -> Example | BadRow:
         _check_numbers(example)
     except UserError as error:
         return BadRow(
-            example.origin, error.what, error.fix or "correct or remove the row", error.code
+            example.origin, error.message, error.fix or "correct or remove the row", error.code
         )
     return _weighted(example, source.weight)
 
@@ -672,7 +672,7 @@ def _weighted(example: Example, weight: float) -> Example | BadRow:
         return replace(example, weight=values.weight(example.weight, "weight") * weight)
     except UserError as error:
         return BadRow(
-            example.origin, error.what, error.fix or "correct or remove the row", error.code
+            example.origin, error.message, error.fix or "correct or remove the row", error.code
         )
 
 

@@ -300,7 +300,7 @@ class SampleTransform:
             ids = self.run.prepared.encoder.encode_prompt(prompt.prompt)
         except UserError as error:
             raise UserError(
-                error.what, code=error.code, where=str(prompt.origin), fix=error.fix
+                error.message, code=error.code, where=str(prompt.origin), fix=error.fix
             ) from error
         return TokenizedPrompt(position, prompt, ids)
 

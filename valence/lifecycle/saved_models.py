@@ -185,7 +185,7 @@ def _newest_undamaged(checkpoints: Checkpoints, steps: Sequence[int]) -> Saved:
             continue
         for error in damaged:
             warnings.warn(
-                f"{error.where}: {error.what}; {saved.path.name} is used instead", stacklevel=2
+                f"{error.where}: {error.message}; {saved.path.name} is used instead", stacklevel=2
             )
         return saved
     raise damaged[0]

@@ -71,7 +71,10 @@ def placed_at_reward(target: str, where: str) -> Iterator[None]:
     except UserError as error:
         fix = error.fix if Path(target).exists() or "/" in target else f"use {KINDS}"
         raise UserError(
-            error.what, code=error.code, where=f"{where}.reward: {target} ({error.where})", fix=fix
+            error.message,
+            code=error.code,
+            where=f"{where}.reward: {target} ({error.where})",
+            fix=fix,
         ) from error
 
 

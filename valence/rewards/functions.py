@@ -359,7 +359,7 @@ def function_of(target: str, settings: Mapping[str, Any], seconds: float, where:
         return Function(fn, target, settings, seconds)
     except UserError as error:
         place = f"{where}.{error.where or f'reward: {target}'}"
-        raise UserError(error.what, code=error.code, where=place, fix=error.fix) from error
+        raise UserError(error.message, code=error.code, where=place, fix=error.fix) from error
 
 
 def _import(name: str, target: str, where: str) -> ModuleType:

@@ -357,7 +357,7 @@ class WorkerPool:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, UserError):
-        return error.what
+        return error.message
     if isinstance(error, TimeoutError):
         return "importing the function takes too long"
     return str(error) or "the process ended while importing the function"

@@ -305,7 +305,7 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
         return RULES[name](**{field: getattr(values, field) for field in type(values).model_fields})
     except UserError as error:
         raise UserError(
-            error.what, code=error.code, where=f"{where}.{error.where}", fix=error.fix
+            error.message, code=error.code, where=f"{where}.{error.where}", fix=error.fix
         ) from error
     except ImportError as error:
         raise UserError(

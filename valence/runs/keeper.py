@@ -303,7 +303,7 @@ class Checkpoints:
             try:
                 saved = check(self.path(step))
             except Damaged as error:
-                damaged[self.path(step)] = error.what
+                damaged[self.path(step)] = error.message
                 continue
             for path, problem in damaged.items():
                 say(

@@ -124,7 +124,7 @@ def agreed(group: Group | None) -> Iterator[None]:
     except (OSError, UserError, SafetensorError) as error:
         failed = error
     problems = gather_objects(
-        group, failed.what if isinstance(failed, UserError) else str(failed) if failed else None
+        group, failed.message if isinstance(failed, UserError) else str(failed) if failed else None
     )
     if isinstance(failed, UserError) and len(set(problems)) == 1:
         raise failed  # as all others do

@@ -488,7 +488,7 @@ def error_response(status: int, message: str, **facts: Any) -> Any:
 
 def message_of(error: UserError) -> str:
     """The message of an error for a client."""
-    return f"{error.what}; {error.fix}" if error.fix else error.what
+    return f"{error.message}; {error.fix}" if error.fix else error.message
 
 
 STATUS = {

@@ -218,7 +218,7 @@ def _read_values(name: str, text: str) -> tuple[Any, ...]:
         values = override(from_mapping({}), f"values=[{text}]").values["values"]
     except UserError as error:
         raise UserError(
-            error.what.replace(f"values=[{text}]", f"{name}={text}"),
+            error.message.replace(f"values=[{text}]", f"{name}={text}"),
             code="sweep-over-syntax",
             where=f"--over {name}",
             fix="separate values by commas, and put lists in brackets",

@@ -188,7 +188,7 @@ class SweepRunner:
         ):
             raise UserError(
                 f"the first {len(ended)} trials fail with the same mistake: "
-                f"{self._last_error.what}",
+                f"{self._last_error.message}",
                 code=self._last_error.code,
                 where=self._last_error.where or str(self.state.run_dir(trial)),
                 fix=self._last_error.fix or "fix it, then rerun the same command",
@@ -503,7 +503,7 @@ class _TrialProcess:
         """Why it ended without finishing, in one line."""
         status = self.status or 0
         if self.error is not None:
-            return self.error.what.partition("\n")[0]
+            return self.error.message.partition("\n")[0]
         if status < 0:
             name = signal.Signals(-status).name
             memory = ", which the system sends when there is no memory left"

@@ -266,7 +266,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         if error.code != "run-locked":
             raise
         raise UserError(
-            error.what.replace("another run", "another sweep"),
+            error.message.replace("another run", "another sweep"),
             code="run-locked",
             where=error.where,
             fix="wait for it to end, stop it, or choose another --out",

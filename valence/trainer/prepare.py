@@ -392,7 +392,7 @@ def _placed_at_keys(error: UserError, name: str, source: LoadedRecipe) -> UserEr
         if file.path == error.where and keys in source.settings:
             where = f"{source.settings[keys].origin} ({keys})"
             return UserError(
-                f"{error.where}: {error.what}", code=error.code, where=where, fix=error.fix
+                f"{error.where}: {error.message}", code=error.code, where=where, fix=error.fix
             )
     return error
 

@@ -277,7 +277,7 @@ class Trainer:
         except NothingToLearnError as error:
             if self.step == 0 or self.recipe.train.max_zero_gradient_steps is None:
                 raise
-            self.nothing_to_learn = f"{error.what} ({error.fix})"
+            self.nothing_to_learn = f"{error.message} ({error.fix})"
             return False
         return True
 

@@ -206,7 +206,7 @@ def test_a_wrong_key(status: int, mock: Mock, delays: Delays) -> None:
     with raises_error("import-unauthorized", where=EXPORT, fix="OPEN_WEBUI_API_KEY") as raised:
         webui(mock, delays.retry())
     assert SECRET not in str(raised.error)
-    assert "invalid key ***" in raised.error.what
+    assert "invalid key ***" in raised.error.message
     assert (len(mock.asked), delays.seconds) == (1, [])
 
 

@@ -60,7 +60,7 @@ def test_other_columns_are_a_change_of_the_rows(place: Path) -> None:
     prompts(place, [row | {"wanted": 1 - row["wanted"]} for row in PROMPTS])
     with raises_error("run-differs", fix="--allow data.train") as raised:
         train(settings)
-    (line,) = raised.error.what.splitlines()[1:]
+    (line,) = raised.error.message.splitlines()[1:]
     assert re.fullmatch(
         r" *data\.train: 7 .* 7 now: 7 .*prompts\.jsonl:1, 7 .*",
         line,

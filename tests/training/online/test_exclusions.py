@@ -146,8 +146,8 @@ def test_a_run_that_never_has_something_to_imitate_says_why(
     with raises_error("nothing-to-learn", where="step 0", fix=fix) as raised:
         train(settings)
     # Rounds, prompts without an example of all, excluded completions of all, those for this reason.
-    assert re.findall(r"\d+", raised.error.what) == ["2", "6", "6", "24", "24", "24"]
-    assert setting in raised.error.what
+    assert re.findall(r"\d+", raised.error.message) == ["2", "6", "6", "24", "24", "24"]
+    assert setting in raised.error.message
 
 
 @pytest.mark.slow

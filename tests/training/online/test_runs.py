@@ -313,8 +313,8 @@ def test_a_reward_that_fails_too_often_stops_the_run(
     )
     with raises_error(code, where="reward") as raised:
         train(settings)
-    assert setting in raised.error.what
-    assert "nan" in raised.error.what.lower()
+    assert setting in raised.error.message
+    assert "nan" in raised.error.message.lower()
 
 
 def test_whole_groups_are_left_out_where_that_is_asked(place: Path) -> None:
@@ -339,7 +339,7 @@ def test_rewards_that_are_all_the_same_teach_nothing(place: Path) -> None:
     settings = recipe_without_eval(place, "online_dpo", reward=same, rollout={"max_resample": 2})
     with raises_error("nothing-to-learn", where="step 0", fix="rollout.num_rollouts") as raised:
         train(settings, fresh=True)
-    assert raised.error.what.startswith("3 ")  # rounds in a row
+    assert raised.error.message.startswith("3 ")  # rounds in a row
 
 
 def test_other_columns_of_a_prompt_reach_the_reward(place: Path) -> None:

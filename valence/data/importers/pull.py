@@ -502,7 +502,7 @@ def pull(
             for record in reader([str(path)], options):
                 yield replace(record, origin=Origin(address, record.origin.line))
         except UserError as error:
-            raise UserError(error.what, code=error.code, where=address, fix=error.fix) from error
+            raise UserError(error.message, code=error.code, where=address, fix=error.fix) from error
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -64,7 +64,7 @@ class ImportedRows:
             ids = "_ids" if "prompt_ids" in row else ""
             example = read_example(f"{KIND_OF[kind]}{ids}", row, origin)
         except UserError as error:
-            self.unused.append(Skipped("shape_unknown", origin, error.what))
+            self.unused.append(Skipped("shape_unknown", origin, error.message))
             return
         self.rows[kind].append(row)
         self.examples[kind].append(example)
