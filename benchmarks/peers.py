@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HOW_TO = (
+NO_TRL = (
     "no environment with TRL: `make peers` builds one in .peers/trl, or VALENCE_PEER_TRL "
     "names one (its folder)"
 )

@@ -47,7 +47,7 @@ ROWS: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
     ("  seconds of a core", ".3f", lambda f: median(f.worked)),
     ("stall of a save in the background (s)", ".3f", lambda f: f.stall),
     ("  the call", ".3f", lambda f: median(f.call)),
-    ("  steps beside it, slower by", ".3f", lambda f: median(f.beside)),
+    ("  steps during the write, slower by", ".3f", lambda f: median(f.during_write)),
     ("  until it is written", ".2f", lambda f: median(f.written)),
     ("a copy into new memory (s)", ".3f", lambda f: f.fresh),
     ("  into memory that is there", ".3f", lambda f: f.warm),

@@ -1,6 +1,4 @@
-"""One run that saves in between: how long its steps take beside a save and without one, and where a
-save spends its time.
-"""
+"""A run with saves: step times during a save and without one, and the parts of a save."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ class Figures:
     """All of one case, in seconds and bytes. steps: those without a save; a number of each save in
     all other lists.
 
-    beside: by how much the steps until it was written took longer than as many without a save;
-    written: all of these steps.
+    during_write: additional seconds of the steps until the save was on disk, compared with as many
+    steps without a save; written: all seconds of these steps.
     at_once: a save that is waited for, with its parts, and ``worked`` its seconds of processors.
     peak: memory (MB) of a save in the background. resumed: checking the files, reading them, and
     taking them up. fresh, warm: a copy of as many bytes as the files have, into new memory and into
@@ -57,7 +55,7 @@ class Figures:
     size: int = 0
     steps: list[float] = field(default_factory=list[float])
     call: list[float] = field(default_factory=list[float])
-    beside: list[float] = field(default_factory=list[float])
+    during_write: list[float] = field(default_factory=list[float])
     written: list[float] = field(default_factory=list[float])
     at_once: list[float] = field(default_factory=list[float])
     worked: list[float] = field(default_factory=list[float])
@@ -70,7 +68,9 @@ class Figures:
     @property
     def stall(self) -> float:
         """By how much a save in the background delays training."""
-        return median(call + during for call, during in zip(self.call, self.beside, strict=True))
+        return median(
+            call + during for call, during in zip(self.call, self.during_write, strict=True)
+        )
 
 
 class Enough(Exception):
@@ -134,7 +134,7 @@ def _script(
         for name in PARTS:
             figures.parts[name] = figures.parts.get(name, 0.0) + parts[name] / rounds
     usual = median(figures.steps)
-    figures.beside = [sum(seconds) - len(seconds) * usual for seconds in slowed]
+    figures.during_write = [sum(seconds) - len(seconds) * usual for seconds in slowed]
     figures.written = [sum(seconds) for seconds in slowed]
     yield
     figures.peak = peak_above_idle(lambda: _in_background(run))[1]

@@ -185,7 +185,7 @@ def steps(shape: Shape, device: torch.device, rate: float, *, recomputed: bool) 
         duration = seconds(run, device)
         loss, peak = peak_above_idle(run, device)
         work = work_of(case, units)
-        parts = [speed.Work(work.layers[k], work.head[k], work.seen[k]) for k in (0, 1)]
+        parts = [speed.Work(work.layers[k], work.head[k], work.attended[k]) for k in (0, 1)]
         share = speed.step(shape_of(policy.causal), *parts) / rate / duration
         tokens = sum(work.layers) / duration
         kind = f"{shape.name}{', recomputed' if recomputed else ''}"

@@ -19,7 +19,7 @@ from benchmarks.parity.cases import CASES, Case
 from benchmarks.parity.intended import INTENDED
 from benchmarks.parity.sides import Figures, Here, theirs
 from benchmarks.parity.stages import Stage, real_stage, tiny_stage
-from benchmarks.peers import HOW_TO, peer_python
+from benchmarks.peers import NO_TRL, peer_python
 
 BAR = 1e-4
 SHOWN = tuple(row.case for row in INTENDED if row.case is not None)
@@ -114,7 +114,7 @@ def print_intended() -> None:
             f"\n{row.peer:6}"
             f"{row.case.name if row.case else 'not run: one side refuses it, or has no such thing'}"
         )
-        print(f"      what: {row.what}\n      why:  {row.reason}")
+        print(f"      what: {row.title}\n      why:  {row.reason}")
 
 
 def main() -> int:
@@ -123,7 +123,7 @@ def main() -> int:
     quick = parser.parse_args().quick
     python = peer_python()
     if python is None:
-        print(HOW_TO, file=sys.stderr)
+        print(NO_TRL, file=sys.stderr)
         return 2
     disable_progress_bar()
     differences_by_stage = {"tiny": run(tiny_stage, (*CASES, *SHOWN), python)}

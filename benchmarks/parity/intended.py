@@ -29,7 +29,7 @@ class Intended:
     """
 
     peer: Peer
-    what: str
+    title: str
     reason: str
     case: Case | None = None
 

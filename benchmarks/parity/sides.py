@@ -135,8 +135,8 @@ def theirs(cases: Sequence[Case], python: Path, stage: Stage, scratch: Path) -> 
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     output = json.loads(results.read_text())
-    for case, asked, got in zip(cases, jobs, output["cases"], strict=True):
-        _check_tokens(case, asked, got["rows"])
+    for case, job, got in zip(cases, jobs, output["cases"], strict=True):
+        _check_tokens(case, job, got["rows"])
     return Theirs(output["versions"], tuple(got["figures"] for got in output["cases"]))
 
 

@@ -126,9 +126,9 @@ def main(job: str, results: str) -> None:
         cases = json.load(file)
     versions = {module.__name__: module.__version__ for module in (trl, torch, transformers)}
     with tempfile.TemporaryDirectory() as scratch:
-        found = [step(case, scratch) for case in cases]
+        step_results = [step(case, scratch) for case in cases]
     with open(results, "w") as file:
-        json.dump({"versions": versions, "cases": found}, file)
+        json.dump({"versions": versions, "cases": step_results}, file)
 
 
 if __name__ == "__main__":

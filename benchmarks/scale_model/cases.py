@@ -89,8 +89,8 @@ def shape(model: str, lora: bool = False) -> Shape:
         tie_word_embeddings=tied,
     )
     with torch.device("meta"):
-        found = LlamaForCausalLM(config)
-    return shape_of(found, lora=LoraSettings(rank=16) if lora else None)
+        llama = LlamaForCausalLM(config)
+    return shape_of(llama, lora=LoraSettings(rank=16) if lora else None)
 
 
 def lengths(rows: int = ROWS) -> list[int]:

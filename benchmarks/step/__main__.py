@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.peers import HOW_TO, peer_python
+from benchmarks.peers import NO_TRL, peer_python
 from benchmarks.step.cases import CASES
 from benchmarks.step.peer import Peer
 
@@ -48,7 +48,7 @@ def main() -> int:
     )
     python = peer_python()
     if python is None and not arguments.alone:
-        print(HOW_TO, file=sys.stderr)
+        print(NO_TRL, file=sys.stderr)
     with TemporaryDirectory() as scratch, ExitStack() as stack:
         peer = None
         if python is not None and not arguments.alone:

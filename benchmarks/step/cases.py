@@ -48,7 +48,7 @@ class Case:
 
     bar: how many times as fast as TRL at its best it should be (None: reported, not held against
     anything).
-    apart: compared with Valence itself when every completion brings a prompt of its own that it
+    without_sharing: compared with Valence itself when every completion brings a prompt of its own that it
     shares with no other.
     """
 
@@ -61,7 +61,7 @@ class Case:
     shape: Shape = SMALL
     lora: bool = False
     bar: float | None = None
-    apart: bool = False
+    without_sharing: bool = False
     quick: bool = False
 
     @property
@@ -86,7 +86,7 @@ CASES = (
     Case("dpo 152k",           "dpo", answers=2, shape=LARGE_VOCABULARY),
     Case("grpo 8@100 152k",    "grpo", prompts=1, answers=8, shape=LARGE_VOCABULARY),
     Case("dpo long prompts",   "dpo", prompts=4, answers=2, prompt=PROMPT_1000),
-    Case("pairs @10",          "grpo", prompts=8, answers=2, prompt=PROMPT_10,         apart=True),
+    Case("pairs @10",          "grpo", prompts=8, answers=2, prompt=PROMPT_10,         without_sharing=True),
 )
 # fmt: on
 

@@ -28,15 +28,17 @@ RANK = 16  # of an adapter
 
 @dataclass(frozen=True)
 class Work:
-    """Necessary tokens of some steps: through the layers with a gradient and without, through the
-    head with and without (a reward model has none to speak of).
-    seen: pairs of a token with one that it sees (itself included), likewise. mean: length of a
-    sequence.
+    """The minimum number of tokens that some steps must process, with a gradient and without.
+
+    layers: tokens through the layers. head: tokens through the head (almost none for a reward
+    model).
+    attended: pairs of a token and a token that it attends to, which may be itself. mean: mean
+    length of a sequence.
     """
 
     layers: tuple[int, int]
     head: tuple[int, int]
-    seen: tuple[int, int]
+    attended: tuple[int, int]
     mean: int
 
 
@@ -65,7 +67,7 @@ def floor(case: Case, units: list[TokenizedExample]) -> float:
         )
     scores, mixed = attention_seconds(_rounded(work.mean), shape.heads, shape.head_dim)
     # Backward: the gradient of the scores' weights, and those of queries, keys and values.
-    attended, attended_no_grad = work.seen
+    attended, attended_no_grad = work.attended
     return total + shape.layers * (
         attended * (2 * scores + 4 * mixed) + attended_no_grad * (scores + mixed)
     )
@@ -84,7 +86,7 @@ def work_of(case: Case, units: list[TokenizedExample]) -> Work:
     return Work(
         layers=(sum(map(len, prompts)) + trained, measured),
         head=(0, 0) if case.is_reward_model else (trained, measured),
-        seen=(attended, sum(_pairs(p, n) for p, n in extra)),
+        attended=(attended, sum(_pairs(p, n) for p, n in extra)),
         mean=sum(p + n for p, n in answers) // len(answers),
     )
 

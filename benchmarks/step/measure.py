@@ -181,7 +181,7 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
     if plan.all_sides:
         sides["defaults"] = load(peer, "defaults", case, models, Way("mixed"), best=False)
         result.others["defaults"] = Side("TRL defaults")
-    if case.apart:
+    if case.without_sharing:
         split = [unshared(units) for units in sets]
         sides["apart"] = alone = Ours(
             case, models, split, cache, dtype=torch.bfloat16, checkpointing=False

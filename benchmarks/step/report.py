@@ -22,19 +22,19 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and its bar. ``least``: the bar is the least that it should be, else the most."""
+    """A figure and its bar. is_minimum: the bar is a minimum, not a maximum."""
 
     name: str
     value: float
     bar: float
-    least: bool = True
+    is_minimum: bool = True
 
     @property
     def held(self) -> bool:
-        return self.value >= self.bar if self.least else self.value <= self.bar
+        return self.value >= self.bar if self.is_minimum else self.value <= self.bar
 
     def __str__(self) -> str:
-        sign = (">=" if self.held else "<") if self.least else ("<=" if self.held else ">")
+        sign = (">=" if self.held else "<") if self.is_minimum else ("<=" if self.held else ">")
         return f"{self.name} {self.value:.2f}{sign}{self.bar:g}"
 
 
@@ -94,15 +94,18 @@ def figures(results: list[Result], preparations: list[Preparation]) -> list[Figu
     ):
         shares = [share for r in good if (share := r.memory(select)) is not None]
         if shares:
-            figures.append(Figure(name, max(shares), bar, least=False))
+            figures.append(Figure(name, max(shares), bar, is_minimum=False))
     figures += [
         Figure("sharing", r.ratio("apart").median, UNSHARED_BAR)
         for r in results
-        if r.case.apart and not r.differ
+        if r.case.without_sharing and not r.differ
     ]
     figures += [
         Figure(
-            f"waiting % ({preparation.case.name})", preparation.waiting, WAITING_BAR, least=False
+            f"waiting % ({preparation.case.name})",
+            preparation.waiting,
+            WAITING_BAR,
+            is_minimum=False,
         )
         for preparation in preparations
     ]

@@ -207,9 +207,9 @@ def _download(package: str, folder: Path, *options: str) -> Path:
 
 
 def _checked(content: bytes, digest: str, name: str) -> bytes:
-    found = hashlib.sha256(content).hexdigest()
-    if found != digest:
-        raise RuntimeError(f"{name} is not the file expected: its sha256 is {found}, not {digest}")
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != digest:
+        raise RuntimeError(f"{name}: expected the SHA-256 {digest}, got {actual}")
     return content
 
 

@@ -34,7 +34,7 @@ ROOT = HERE.parents[1]
 QUESTIONS = HERE.parent / "quickstart" / "prompts.jsonl"
 PYTHON = "VALENCE_OPEN_WEBUI_PYTHON"
 """Environment variable that names the interpreter of another environment with Open WebUI."""
-HOW_TO = (
+NO_OPEN_WEBUI = (
     f"there is no environment with Open WebUI: `make open-webui` builds one in .peers/open_webui "
     f"(about 800 MB), or {PYTHON} names its Python"
 )
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/open_webui"), help="folder to write")
     options = parser.parse_args()
     if not open_webui_python().exists():
-        sys.exit(HOW_TO)
+        sys.exit(NO_OPEN_WEBUI)
     model = (options.model or smollm2()).resolve()
     if options.out.exists():
         print(f"Removing the earlier results in {options.out}.")

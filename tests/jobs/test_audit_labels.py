@@ -302,7 +302,7 @@ def test_planted_flips_are_found(place: Path) -> None:
     scores = [each.score for each in states.suspects]
     assert scores == sorted(scores, reverse=True)
     assert min(scores) > 0.5
-    assert all(each.given is not each.predicted for each in states.suspects)
+    assert all(each.label is not each.predicted for each in states.suspects)
 
 
 def test_scores_count_as_high_or_low_and_planted_mistakes_are_found(place: Path) -> None:
@@ -320,7 +320,7 @@ def test_scores_count_as_high_or_low_and_planted_mistakes_are_found(place: Path)
     assert scores.states is not None
     lines = [int(each.origin.rpartition(":")[2]) - 1 for each in scores.states.suspects]
     assert len(set(lines) & {*FLIPPED, 0, 1, 60, 61}) >= 4
-    assert {each.given for each in scores.states.suspects} <= {"high", "low"}
+    assert {each.label for each in scores.states.suspects} <= {"high", "low"}
     written = [json.loads(line) for line in Path("sorted.jsonl").read_text().splitlines()]
     assert Counter(row["score"] for row in written) == {1: 31, 3: 1, 5: 31}
 
@@ -337,7 +337,7 @@ def test_planted_flips_of_pairs_are_found(place: Path) -> None:
     assert states is not None
     lines = [int(each.origin.rpartition(":")[2]) - 1 for each in states.suspects]
     assert len(set(lines) & set(FLIPPED)) >= 5
-    assert {(each.given, each.predicted) for each in states.suspects} == {("chosen", "rejected")}
+    assert {(each.label, each.predicted) for each in states.suspects} == {("chosen", "rejected")}
 
 
 def test_a_model_that_cannot_tell_labels_apart_lists_nothing(place: Path) -> None:

@@ -121,8 +121,8 @@ class Whole(Memory):
         super().__init__()
         self.told = []
 
-    def start(self, config, folder, taken_up):
-        self.told.append(("start", dict(config), folder, taken_up))
+    def start(self, config, folder, resumed):
+        self.told.append(("start", dict(config), folder, resumed))
 
     def table(self, name, step, rows):
         self.told.append((name, step, [dict(row) for row in rows]))

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 def holds_a_run(path: Path) -> bool:
     opened = RunFolder(path)
     try:
-        return opened.taken_up
+        return opened.is_resumed
     finally:
         opened.close()
 
@@ -42,7 +42,7 @@ def test_any_result_of_a_step_is_kept(name: str, folder: Path) -> None:
         (folder / name).mkdir()
     assert holds_a_run(folder)
     again = RunFolder(folder, fresh=True)
-    assert not again.taken_up
+    assert not again.is_resumed
     again.claim()
     again.close()
     moved = [path for path in folder.parent.iterdir() if path != folder]

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from examples.open_webui.__main__ import HOW_TO, NUM_QUESTIONS, PYTHON, open_webui_python
+from examples.open_webui.__main__ import NO_OPEN_WEBUI, NUM_QUESTIONS, PYTHON, open_webui_python
 from tests.arch.source import ROOT
 from tests.serving.kit import rows, saved_model
 
@@ -31,12 +31,12 @@ def test_a_missing_environment_is_named_before_anything_is_written(tmp_path: Pat
     out = tmp_path / "out"
     result = run_example("--out", str(out), **{PYTHON: str(tmp_path / "python")})
     assert result.returncode == 1
-    assert HOW_TO in result.stderr
+    assert NO_OPEN_WEBUI in result.stderr
     assert not out.exists()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not open_webui_python().exists(), reason=HOW_TO)
+@pytest.mark.skipif(not open_webui_python().exists(), reason=NO_OPEN_WEBUI)
 def test_votes_in_open_webui_become_a_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run_example("--model", saved_model().name, "--out", str(out))

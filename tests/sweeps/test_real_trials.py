@@ -74,8 +74,8 @@ def test_nine_trials_with_one_reference_pass_and_one_kill(place: Path) -> None:
     assert entries_of(store)[0] == 2 * (NUM_TRAIN + NUM_EVAL)
 
     facts = json.loads((trial / "run.json").read_text())
-    assert 0 < facts["taken_up"][0]["step"] < STEPS
-    assert not any("taken_up" in json.loads(p.read_text()) for p in others(place, trial))
+    assert 0 < facts["resumes"][0]["step"] < STEPS
+    assert not any("resumes" in json.loads(p.read_text()) for p in others(place, trial))
     undisturbed = ("loss.beta=0.1", "train.learning_rate=0.001", "run.dir=alone")
     alone_words = [*words[:3], "train", "recipe.yaml", *undisturbed, "--quiet"]
     assert subprocess.run(alone_words, env=environment, check=False).returncode == 0

@@ -75,7 +75,7 @@ def facts(path: Path) -> dict[str, Any]:
 
 def resumed_steps(path: Path) -> list[int]:
     """The steps from which the run in this folder was resumed."""
-    return [entry["step"] for entry in facts(path).get("taken_up", [])]
+    return [entry["step"] for entry in facts(path).get("resumes", [])]
 
 
 @dataclass(frozen=True)

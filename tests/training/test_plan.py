@@ -105,9 +105,9 @@ def test_the_number_is_written_down_and_kept(
     again.load_state_dict(store.load(tmp_path / "run/checkpoints/step-1"))
     assert again.state.budget.at(0, "training") == most
     assert restore(tmp_path / "run", quiet=True).state.budget.at(1, "evaluation") == most
-    taken_up = build_run(recipe, rows=GIVEN, quiet=True)
-    assert taken_up.step == 1
-    assert taken_up.state.budget.at(1, "training") == most
+    resumed = build_run(recipe, rows=GIVEN, quiet=True)
+    assert resumed.step == 1
+    assert resumed.state.budget.at(1, "training") == most
 
 
 OWN = {

@@ -65,7 +65,7 @@ def test_an_allowed_change_takes_effect_from_the_resumed_step_on(
         train(settings, allow=["train.warmup", "data"])
     train(settings, allow=["train.learning_rate"])
     assert [row["lr"] for row in records(tmp_path / "run") if row["step"]] == [1e-3] + [5e-4] * 5
-    (entry,) = facts(tmp_path / "run")["taken_up"]
+    (entry,) = facts(tmp_path / "run")["resumes"]
     assert (entry["step"], entry["with"]) == (2, ["train.learning_rate: 0.001 -> 0.0005"])
 
 

@@ -28,9 +28,9 @@ class EventStream:
         self._folder: Path | None = None
         self.has_ended = False
 
-    def start(self, config: Mapping[str, Any], folder: Path | None, taken_up: bool) -> None:
+    def start(self, config: Mapping[str, Any], folder: Path | None, resumed: bool) -> None:
         self._folder = folder
-        self._write({"event": "started", "run": _text(folder), "resumed": taken_up})
+        self._write({"event": "started", "run": _text(folder), "resumed": resumed})
 
     def log(self, record: Mapping[str, float | int | str]) -> None:
         from valence.runs.folder import finite  # imports torch, which the run has imported already

@@ -128,7 +128,7 @@ def sweep(
     whether differences exceed the noise of seeds.
     """
     must_be_open(as_json)
-    how = {
+    arguments = {
         "num_seeds": seeds,
         "objective": objective,
         "num_trials": (trials or 20) if search else None,
@@ -138,7 +138,7 @@ def sweep(
     options = {"nproc": nproc, "stops_early": stop_early, "quiet": quiet}
     with stdout_to_stderr(as_json) as stream, _mistakes_as_json(stream):
         _check_options(search, trials)
-        status = _sweep(recipe, overrides or [], over or [], out, stream, options, how)
+        status = _sweep(recipe, overrides or [], over or [], out, stream, options, arguments)
     raise typer.Exit(status)
 
 
@@ -189,7 +189,7 @@ def _sweep(
     out: Path,
     stream: IO[str] | None,
     options: dict[str, Any],
-    how: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> int:
     """Run the sweep, print its table or its JSON lines, and return the exit status."""
     from valence.sweeps.results import conclusions_of, terminal_table
@@ -211,7 +211,7 @@ def _sweep(
         console,
         options=SweepOptions(**options),
         on_trial=print_trial,
-        **how,
+        **arguments,
     )
     failed = state.results["failed"]
     status = stopped.status if stopped else MISTAKE if failed else 0

@@ -78,7 +78,7 @@ class _Row:
 
     notes: set[str] = field(default_factory=set[str])
     length: Length | None = None
-    whole: bool = True  # may earlier assistant turns be trained on?
+    earlier_turns_trainable: bool = True  # may earlier assistant turns be trained on?
     rewritten: bool = False  # could they not, because the template prints them differently?
     follows: bool = False  # does it matter how likely its answers were when they were sampled?
 
@@ -202,7 +202,7 @@ class Encoder:
             turns: list[Example] = []
             if rows[0].rewritten and isinstance(example, Demonstration):
                 turns = _one_per_turn(example)
-                rows = [_Row(whole=False) for _ in turns]
+                rows = [_Row(earlier_turns_trainable=False) for _ in turns]
                 results = [
                     self._encode(turn, source, row) for turn, row in zip(turns, rows, strict=True)
                 ]
@@ -216,7 +216,9 @@ class Encoder:
         completions, verdict = _parts(example)
         row.follows = isinstance(example, Ranking)
         trained_prompt = (
-            row.whole and isinstance(example, Demonstration) and self.train_on == "assistant"
+            row.earlier_turns_trainable
+            and isinstance(example, Demonstration)
+            and self.train_on == "assistant"
         )
         try:
             prompt = self._form(example.prompt, completions)

@@ -327,7 +327,7 @@ class ChatTemplate:
                         f"the conversation {name} turn {i + 1}",
                         RewrittenTurnError,
                     )
-            start = self._own_start(
+            start = self._body_start(
                 messages, i, tools, prompt_text, len(before), len(upto), ask=True
             )
             spans.append((start, self._with_next_token(prompt_text, len(upto))))
@@ -388,7 +388,7 @@ class ChatTemplate:
                     notes.add("another_header")
             end = self._turn_stop(messages, i, tools, text)
             aligned = text.startswith(prompt_text) if i == first else "another_header" not in notes
-            start = self._own_start(messages, i, tools, text, header, end, aligned=aligned)
+            start = self._body_start(messages, i, tools, text, header, end, aligned=aligned)
             closed = _CLOSING_TAG.search(prompt_text[len(context) :]) and not _OPENING_TAG.match(
                 completion_text
             )
@@ -429,7 +429,7 @@ class ChatTemplate:
         )
         if not verbatim or _ENDS_OPEN.search(prompt_text):
             raise _not_a_prefix(prompt_text, full_text, "the prompt alone")
-        start = self._own_start(
+        start = self._body_start(
             messages, len(messages) - 1, tools, text, 0, len(text), aligned=False
         )
         return RenderedAnswer(prompt_text, ((text[start:], True),), ("rewritten_prompt",))
@@ -458,7 +458,7 @@ class ChatTemplate:
         )
         return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
-    def _own_start(
+    def _body_start(
         self,
         messages: Sequence[Message],
         i: int,

@@ -105,7 +105,7 @@ class SuspectRow:
 
     origin: str
     score: float
-    given: bool | str
+    label: bool | str
     predicted: bool | str
     completion: str
 

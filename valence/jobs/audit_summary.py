@@ -186,11 +186,11 @@ def _print_states(audit: KindAudit, console: Console) -> None:
     for suspect in states.suspects:
         completion = " ".join(suspect.completion.split())
         text = f"{completion[:TEXT_LENGTH]}..." if len(completion) > TEXT_LENGTH else completion
-        given_label, predicted = (
+        shown_label, predicted = (
             SIDES["thumbs"][0 if label else 1] if isinstance(label, bool) else label
-            for label in (suspect.given, suspect.predicted)
+            for label in (suspect.label, suspect.predicted)
         )
-        table.add_row(suspect.origin, f"{suspect.score:.2f}", given_label, predicted, text)
+        table.add_row(suspect.origin, f"{suspect.score:.2f}", shown_label, predicted, text)
     console.print(table)
 
 

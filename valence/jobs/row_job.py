@@ -364,7 +364,7 @@ class OutputFile:
                 if self.stored_facts is not None and self.stored_facts != self.facts:
                     self._append_to(self.stored_facts)
                 self.num_appended_to = sum(part["lines"] for part in self.earlier)
-                self.num_kept = self._count_kept(num_lines)
+                self.num_kept = self._count_finished(num_lines)
                 self.num_expected = num_lines
                 on_failure.pop_all()
         except OSError as error:
@@ -434,7 +434,7 @@ class OutputFile:
             if old.exists():
                 old.rename(new)
 
-    def _count_kept(self, num_lines: int) -> int:
+    def _count_finished(self, num_lines: int) -> int:
         present = sum(1 for _ in self._lines()) - self.num_appended_to
         if present < 0:
             raise self._error(f"{-present} lines of the file are missing", "output-lines-missing")

@@ -89,7 +89,7 @@ def score(
     with stop.listening(), ExitStack() as ending:
         if folder:
             ending.callback(folder.close)
-            if folder.taken_up:
+            if folder.is_resumed:
                 raise UserError(
                     "the folder already contains a run",
                     code="run-exists",

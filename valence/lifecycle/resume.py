@@ -440,7 +440,7 @@ def record_start(
     facts: dict[str, Any] = {"command": command, "started": now()}
     if previous:
         resumed = {"at": now(), "step": previous.step, "with": list(previous.changed.values())}
-        facts = {"taken_up": [*folder.facts.get("taken_up", []), resumed], "ended_early": None}
+        facts = {"resumes": [*folder.facts.get("resumes", []), resumed], "ended_early": None}
     folder.state(
         **facts,
         status="running",

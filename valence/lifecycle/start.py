@@ -140,7 +140,7 @@ def build_run(
         check_ranks_agree(
             world, lambda: settings_of(prepared), "give all processes the same recipe"
         )
-        previous = find_previous_run(folder, prepared, allow) if folder.taken_up else None
+        previous = find_previous_run(folder, prepared, allow) if folder.is_resumed else None
         prepared = previous.prepared if previous else prepared
         tokens, sharded = _print_plan(prepared, model, previous, console, quiet, world)
         finished = _is_finished(previous, folder, stop, loads_finished)
@@ -213,7 +213,7 @@ def _starting_weights(trainer: Trainer, folder: RunFolder) -> str | None:
     if trainer.step > 0:
         return recorded
     digest = model_digest(trainer.policy, adapter=True)
-    if folder.taken_up and digest != recorded:
+    if folder.is_resumed and digest != recorded:
         raise UserError(
             "the model object has changed since this run began",
             code="model-changed",

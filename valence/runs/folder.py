@@ -41,7 +41,7 @@ IDENTITY = ("settings", "rows", "choices", "versions")
 class RunFolder:
     """The folder with config.yaml, run.json, metrics.jsonl, checkpoints/, model/ and others.
 
-    ``taken_up``: it contains a run to resume. ``facts``: the content of run.json. The folder is
+    ``is_resumed``: it contains a run to resume. ``facts``: the content of run.json. The folder is
     locked from its first inspection until ``close``.
     """
 
@@ -70,8 +70,8 @@ class RunFolder:
         self._has_warned = False
         self._guard = threading.Lock()
         self.lock = Lock(self.path)
-        self.taken_up = self._is_inspected = False
-        self.taken_up, self.facts = run_on_first_rank(self.group, partial(self._inspect, fresh))
+        self.is_resumed = self._is_inspected = False
+        self.is_resumed, self.facts = run_on_first_rank(self.group, partial(self._inspect, fresh))
 
     def _inspect(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
         """Whether there is a run to resume, and the content of its run.json.
@@ -141,7 +141,7 @@ class RunFolder:
                     where=f"run.dir: {path}",
                     fix="rerun the same command to resume that run",
                 )
-            if _has_progress(path) and not self.taken_up:
+            if _has_progress(path) and not self.is_resumed:
                 free = _free_name(path)
                 path.rename(free)
                 self.lock.release()

@@ -699,7 +699,7 @@ def add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
             return _stream(service, _chunks(service, model, prompt, samplings, body, options))
 
         async def answer_all() -> list[Answer]:
-            work = [service.answer(model, prompt, each, **options) for each in samplings]
+            work = [service.answer(model, prompt, sampling, **options) for sampling in samplings]
             return await asyncio.gather(*work)
 
         answers = await _while_connected(request, answer_all())

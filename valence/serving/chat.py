@@ -303,7 +303,7 @@ class ChatModel:
                 batch.draw()
                 for request in self._active:
                     self._send(request, batch)
-                self._active = [each for each in self._active if each.result is None]
+                self._active = [request for request in self._active if request.result is None]
                 batch.advance()
                 if batch.rows:  # otherwise the model must be left as it was before
                     self._end_completed()

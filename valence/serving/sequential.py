@@ -89,7 +89,7 @@ def log_e_values(sides: Array, labels: Array, ends: Array) -> Array:
     ratios = np.array(LOG_ODDS_RATIOS)[:, None]
     results: list[Array] = []
     for sign in (-1, 1):
-        p_a, p_b = _moved_apart(rate, share, sign * ratios)
+        p_a, p_b = _rates_around(rate, share, sign * ratios)
         p_0 = (num_a * p_a + num_b * p_b) / (num_a + num_b)
         log_s = (
             ups_a * np.log(p_a / p_0)
@@ -163,17 +163,17 @@ def _votes_left(sides: Array, labels: Array, logs: Array, threshold: float) -> i
     share = float(num[1] / num.sum())
     pooled = (float(labels.sum()) + 1) / (len(labels) + 2)
     sign = 1 if better else -1
-    p_a, p_b = _moved_apart(pooled, share, sign * np.array(LOG_ODDS_RATIOS))
+    p_a, p_b = _rates_around(pooled, share, sign * np.array(LOG_ODDS_RATIOS))
     p_0 = (1 - share) * p_a + share * p_b
     growth = (1 - share) * _mean_log_ratio(rates[0], p_a, p_0)
     growth = growth + share * _mean_log_ratio(rates[1], p_b, p_0)
     needed = math.log(threshold * len(LOG_ODDS_RATIOS)) - logs[better]
     estimates = [need / gain for need, gain in zip(needed, growth, strict=True) if gain > 0]
     missing = [MIN_VOTES - count for count in num]
-    least = max(missing[0] / (1 - share), missing[1] / share, 1.0)
+    minimum = max(missing[0] / (1 - share), missing[1] / share, 1.0)
     if not estimates or min(estimates) > MAX_LEFT:
         return None
-    return math.ceil(max(min(estimates), least))
+    return math.ceil(max(min(estimates), minimum))
 
 
 def _per_block(values: Array, ends: Array) -> Array:
@@ -186,7 +186,7 @@ def _before(values: Array) -> Array:
     return np.cumsum(values) - values
 
 
-def _moved_apart(rate: Array, share: Array, log_odds_ratio: Array) -> tuple[Array, Array]:
+def _rates_around(rate: Array, share: Array, log_odds_ratio: Array) -> tuple[Array, Array]:
     """Rates of both sides with a ratio of their odds, around a common rate. share: of B."""
     logit = np.log(rate / (1 - rate))
     p_a = 1 / (1 + np.exp(-(logit - log_odds_ratio * share)))

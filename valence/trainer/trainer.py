@@ -208,7 +208,7 @@ class Trainer:
         self.log.start(
             settings,
             self.folder.path if self.folder else None,
-            self.folder is not None and self.folder.taken_up,
+            self.folder is not None and self.folder.is_resumed,
         )
         counters = self.state.counters
         last: dict[str, Any] = {}
