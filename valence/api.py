@@ -70,16 +70,17 @@ def train(
 
     method, settings: settings that override those of ``recipe``; ``overrides`` (``"train.seed=1"``)
     override both. A section is a mapping (``data={"max_length": 512}``), and a single setting has
-    its full name (``**{"train.seed": 1}``). Mappings as ``model``, ``train`` or ``eval`` are these
-    sections. Unknown names and wrong types raise the same errors as in a recipe.
+    its full name (``**{"train.seed": 1}``). A mapping passed as ``model``, ``train`` or ``eval`` is
+    the section of that name (``train={"batch_size": 8}``). Unknown names and wrong types raise the
+    same errors as in a recipe.
 
     model: a name or folder, or a loaded model, which replaces ``model.name``. tokenizer: by default
-    that of the folder or name that the model was loaded from. train, eval: rows as a list of
-    dictionaries in any format that files may have, Examples, a pandas DataFrame, a
-    ``datasets.Dataset``, or the path of a file (or a list of paths); they replace ``data.train``
-    and ``data.eval``. optimizer: an object, or a function of the list of trained weights;
-    scheduler: an object, or a function of the optimizer. callbacks are called with the run and each
-    record of the log.
+    that of the folder or name that the model was loaded from. train, eval: rows that replace
+    ``data.train`` and ``data.eval``: a list of dictionaries in any row format, a list of
+    ``Example`` objects, a pandas DataFrame, a ``datasets.Dataset``, or one or more paths of files.
+    optimizer: an object, or a function that takes the list of trained weights. scheduler: an
+    object, or a function that takes the optimizer. callbacks: functions that take the run and a
+    record of the log; they are called for each record.
 
     If the folder (``run.dir``) already contains a run, it resumes from its last checkpoint; a
     finished run is only loaded.
@@ -90,8 +91,9 @@ def train(
     the same arguments. group: the processes; by default those of the environment. Only the sinks of
     rank 0 are used; callbacks are called on all ranks.
 
-    Raises UserError for a mistake in the recipe or the data, if possible before weights are loaded;
-    Interrupted (a KeyboardInterrupt) after a signal or run.max_time, when the state has been saved.
+    Raises UserError for a mistake in the recipe or the data, if possible before weights are loaded.
+    Raises Interrupted (a KeyboardInterrupt) after a signal or run.max_time, once the state has been
+    saved.
     """
     arguments = {
         name: value for name, value in (("method", method), *settings.items()) if value is not None
@@ -159,8 +161,10 @@ def name_of_model(model: nn.Module, has_tokenizer: bool) -> str:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-probabilities of one answer: ``tokens`` and ``logps`` (nats) of its trained tokens, and
-    their ``total``.
+    """Log-probabilities of one answer.
+
+    ``tokens``: ids of the tokens that the loss would read. ``logps``: their log-probabilities
+    (nats). ``total``: the sum of ``logps``. ``id``: id of the example.
     """
 
     id: str
@@ -184,11 +188,14 @@ def logprobs(
     as_chat: AsChat = "auto",
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[LogProbs]:
-    """Log-probabilities that a causal model gives to the answers of rows (any format; pairs have
-    two answers each), in order.
+    """Compute the log-probabilities of the answers of rows under a causal language model.
 
-    tokenizer: by default the one in the folder that the model was loaded from. as_chat,
-    chat_template_kwargs: as in a recipe's data section. Raises UserError if a row cannot be used.
+    Returns one item per answer, in the order of the rows. A pair has two answers, chosen and
+    rejected.
+
+    rows: in any data format of this kind. tokenizer: by default the one in the folder that the
+    model was loaded from. max_length, as_chat, chat_template_kwargs: as in the data section of a
+    recipe. micro_batch_tokens: tokens per forward pass. Raises UserError if a row cannot be used.
     """
     tokenizer = tokenizer or load_tokenizer(str(model.name_or_path))
     encoder = Encoder(

@@ -1,8 +1,10 @@
-"""The values that travel between the parts: a row becomes an Example, then a TokenizedExample, and
-several of these become a MicroBatch.
+"""Data types that the packages exchange.
 
-Letters used for axes everywhere: T tokens, S sequences, P pairs, V vocabulary.
-All of these are frozen: a data step returns new objects and never edits what it was given.
+A row becomes an ``Example``, then a ``TokenizedExample``. Several tokenized examples become a
+``MicroBatch``.
+
+Axes in shapes: T tokens, S sequences, P pairs, V vocabulary, A attributes.
+All of these types are frozen: a processing step returns new objects and never modifies its input.
 """
 
 from __future__ import annotations
@@ -18,31 +20,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Message = Mapping[str, Any]
-"""One chat turn: ``role``, ``content``, and whatever else the template reads (``tool_calls``,
-``name``, ...). An assistant turn with ``weight`` 0 is context only: it is not trained on.
+"""One chat turn: ``role``, ``content``, and any other keys that the chat template reads
+(``tool_calls``, ``name``, ...).
+
+An assistant turn with ``weight`` 0 is context: it is not trained on.
 """
 
 Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt", "scored"]
-"""What a method reads.
+"""The kind of examples that a method trains on.
 
-``judgement``: with a label; ``scored``: judgements with a label, a score or attributes, whichever.
+``judgement``: completions with a label. ``scored``: completions with a label, a score or
+attributes.
 """
 
 
 def noun(kind: str) -> str:
-    """What messages call a row of a kind."""
+    """The name of one row of this kind in messages."""
     return {"scored": "scored answer", "judgement": "rated answer"}.get(kind, kind)
 
 
 def plural(kind: str) -> str:
-    """What messages call several rows of a kind."""
+    """The name of several rows of this kind in messages."""
     return f"{noun(kind)}s"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a row came from: the file as the user named it, and its 1-based line (or record
-    number).
+    """The source of a row: the file as the user named it, and the line or record number in it
+    (from 1).
     """
 
     path: str
@@ -54,7 +59,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Chat messages, with the tools that the template may show.
+    """Chat messages, and the tools that the chat template may include.
 
     A prompt ends with a user or tool turn.
     """
@@ -65,11 +70,11 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """How an answer came about.
+    """How a completion was sampled.
 
-    ``logps``: of each token (nats, in the distribution that it was drawn from: at this temperature,
-    from the most likely tokens that have ``top_p`` together). ``vocabulary``: of the tokenizer, a
-    digest ("": unknown).
+    ``logps``: log-probability of each token (nats) in the distribution that it was sampled from,
+    which is that at this ``temperature``, truncated to ``top_p`` (nucleus sampling).
+    ``vocabulary``: digest of the tokenizer's vocabulary ("" if unknown).
     """
 
     logps: tuple[float, ...]
@@ -79,15 +84,15 @@ class Sampled:
 
     @property
     def plain(self) -> bool:
-        """Whether the log-probabilities are those of the model as it is."""
+        """Whether the log-probabilities are those at temperature 1 without top_p."""
         return self.temperature == self.top_p == 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """Text that was tokenised by someone else and is taken as it is.
+    """Token ids that were computed outside Valence and are used unchanged.
 
-    ``sampled``: known of an answer that a model gave.
+    ``sampled``: how a model sampled them, if known.
     """
 
     ids: tuple[int, ...]
@@ -98,7 +103,7 @@ class Ids:
 Content = str | Chat | Ids
 """A prompt or a completion.
 
-The completion of a ``Chat`` prompt is a ``Chat`` of the turns that follow it.
+The completion of a ``Chat`` prompt is a ``Chat`` with the turns that follow the prompt.
 """
 
 
@@ -121,10 +126,11 @@ def content_id(*parts: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One completion with a verdict: thumbs up (``label=True``) or down, a ``score``, scores of
-    several ``attributes`` by their names, or more than one of these. ``error``: why it has none,
-    where what was to judge it has failed. ``is_truncated``: it is known that sampling ended at the
-    length limit.
+    """One rated completion: thumbs up (``label=True``) or down, a ``score``, scores of several
+    ``attributes`` by name, or more than one of these.
+
+    ``error``: why the rating is missing, if the rater failed. ``is_truncated``: whether sampling is
+    known to have ended at the length limit.
     """
 
     prompt: Content
@@ -146,10 +152,10 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Two completions of one prompt, the first preferred.
+    """A chosen and a rejected completion of one prompt.
 
-    ``margin``: by how much (0 when unknown). ``soft``: the probability that the first is the better
-    one (None when unknown).
+    ``margin``: how much better the chosen one is (0 if unknown). ``soft``: the probability that the
+    chosen one is better (None if unknown).
     """
 
     prompt: Content
@@ -184,7 +190,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """k completions of one prompt with a score each (larger is better)."""
+    """k completions of one prompt, with one score each (larger is better)."""
 
     prompt: Content
     completions: tuple[Content, ...]
@@ -200,7 +206,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt to be answered; ``info`` travels with it."""
+    """A prompt for which completions are sampled. The reward reads its ``info``."""
 
     prompt: Content
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -215,10 +221,10 @@ class Prompt:
 
 
 Example = Judgement | Preference | Demonstration | Ranking | Prompt
-"""``info`` of each: metadata of the row (rater, comment, tags, model, ...).
+"""Every example has ``info``: metadata of the row (rater, comment, tags, model, ...).
 
-It is never trained on, and it is not part of the ``id``, except for a Prompt, whose reward reads
-it.
+Metadata is never trained on. It is only part of the ``id`` of a ``Prompt``, because the reward
+reads it.
 """
 
 
@@ -226,9 +232,9 @@ it.
 class TokenizedCompletion:
     """One completion as tokens.
 
-    ``mask[i]``: does a loss read token i. ``complete``: it ends with its end-of-turn token.
-    ``columns``: (name, a number for each token) of what was known of it when it was sampled: `old`,
-    `adv` and others of ``losses.views``.
+    ``mask[i]``: whether a loss reads token i. ``complete``: whether the completion ends with its
+    end-of-turn token. ``columns``: (name, one number per token), recorded when the completion was
+    sampled: ``old``, ``adv`` and other columns of ``losses.views``.
     """
 
     ids: tuple[int, ...]
@@ -239,13 +245,13 @@ class TokenizedCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedExample:
-    """One unit of training as tokens: a prompt and its answers, which stay together in one
+    """One training example as tokens: a prompt and its answers, which stay together in one
     micro-batch.
 
-    A judgement or demonstration has one answer; a preference has (chosen, rejected); a ranking k; a
-    prompt has none. ``prompt_mask`` is False throughout unless earlier assistant turns are trained
-    on too. ``scores``: one for each answer of a ranking, or that of a judgement, or none.
-    ``attributes``: (name, score), sorted by name. ``soft``: see Preference.
+    A judgement or demonstration has one answer, a preference two (chosen, rejected), a ranking k,
+    and a prompt none. ``prompt_mask`` is False everywhere unless earlier assistant turns are
+    trained on. ``scores``: one per answer of a ranking, the score of a judgement, or empty.
+    ``attributes``: (name, score), sorted by name. ``soft``: see ``Preference``.
     """
 
     id: str
@@ -264,12 +270,12 @@ class TokenizedExample:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all of its sequences: the prompt once per answer."""
+        """Number of tokens of all sequences. The prompt counts once per answer."""
         return sum(len(self.prompt_ids) + len(a.ids) for a in self.answers)
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """The same on the device, without waiting until that has done what it was given before."""
+    """Copy a tensor to the device without waiting for pending work of the device."""
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
@@ -286,32 +292,32 @@ def path_to(segments: Sequence[tuple[int, int, int]], segment: int) -> list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch: S sequences in T rows, and the columns that losses read.
+    """One micro-batch: S sequences, stored as T token rows, and the columns that losses read.
 
-    A prefix that several sequences share is stored once. A loss reads N of the rows.
+    A prefix that several sequences share is stored once. Losses read N of the T rows.
 
     tokens[T]            token ids
     position_ids[T]      position in the sequence
-    previous[T]          row of the token before, which predicts this one (-1: none)
-    sequence_ids[T]      the sequence that reads a row, else one that the row is part of
+    previous[T]          row of the preceding token, which predicts this one (-1: none)
+    sequence_ids[T]      the sequence for which a loss reads the row; if none, one that contains it
     loss_mask[T]         whether a loss reads the log-probability of the row
     scored[N]            rows where loss_mask is True, ascending
-    cpu_tokens[T]        tokens on the CPU, where reading them does not wait for a device
-    cpu_scored[2, N]     scored, and the sequence that reads each row, on the CPU
+    cpu_tokens[T]        copy of tokens in CPU memory: reading it needs no device synchronization
+    cpu_scored[2, N]     copy of scored in CPU memory, and the sequence that reads each row
     segments             (first row, last row + 1, parent or -1) of the prefix tree, parents first
-    leaves[S]            the segment that each sequence ends with
+    leaves[S]            last segment of each sequence
     requires_grad[S]     False for sequences without gradient
     unit[S]              index of the example in the step
     side[S]              0 for the only or the chosen completion, 1 for the rejected one
     label[S]             True desirable, False undesirable; None if the data has no labels
     weight[S]            weight of the example
     margin[S]            margin of the pair, the same on both sides
-    soft[S]              probability that the chosen side is the better one (NaN: not given)
-    target[S, A]         scores of the data (NaN: none) for each attribute; None if it has none
-    group[S]             index of the statistic of the step that a sequence belongs to
-    num_groups           number of such statistics
+    soft[S]              probability that the chosen side is the better one (NaN: missing)
+    target[S, A]         scores in the data for each attribute (NaN: missing); None without scores
+    group[S]             index of the reference point (z0 of KTO) that the sequence belongs to
+    num_groups           number of reference points
     ids[S]               content id of the example
-    token_columns[N]     by name: columns of ``TokenizedCompletion``, in the order of scored
+    token_columns[N]     columns of ``TokenizedCompletion`` by name, in the order of scored
     """
 
     tokens: Tensor
@@ -351,7 +357,7 @@ class MicroBatch:
         return self.tokens.new_tensor([row for start, end in spans for row in range(start, end)])
 
     def part(self, *, requires_grad: bool) -> MicroBatch:
-        """The same rows, of which losses read only the sequences with (or without) gradient."""
+        """The same rows, but losses only read the sequences with (or without) gradient."""
         sequences = [
             s for s, has_grad in enumerate(self.requires_grad) if has_grad is requires_grad
         ]
@@ -389,14 +395,16 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutput:
-    """What the engine returns.
+    """Output of ``PolicyModel``.
 
-    ``logp[T]``: natural log of p(token | everything before it in its sequence), float32 (or float64
-    when the model is), 0 where ``mask`` is False. When asked for, ``entropy[T]`` (nats),
-    ``sum_sq[T]``, the sum over the vocabulary of squared probabilities, and ``value[T]``, a value
-    head's estimate of the return from before the token on. ``score[S, A]``: of a reward model,
-    whose logp is 0 throughout. ``router_aux_loss``: the load-balancing loss of a mixture of experts
-    over the tokens of the sequences that train, a scalar.
+    ``logp[T]``: log-probability of each token given all tokens before it in its sequence (nats), in
+    float32 (float64 for float64 models); 0 where ``loss_mask`` is False. ``score[S, A]``: scores of
+    a reward model; its ``logp`` is 0 everywhere.
+
+    Only on request: ``entropy[T]`` (nats). ``sum_sq[T]``: sum over the vocabulary of the squared
+    probabilities. ``value[T]``: the value head's estimate of the return at the state before the
+    token. ``router_aux_loss``: scalar load-balancing loss of a mixture of experts, over the tokens
+    of the sequences with gradient.
     """
 
     logp: Tensor
@@ -409,9 +417,7 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that can be pooled: the sum of some numbers and how many they are (a count of zero: no
-    such number).
-    """
+    """A mean that can be pooled: the sum of some numbers, and their count (0: there are none)."""
 
     total: Tensor
     count: Tensor
@@ -419,10 +425,13 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Numbers [S] beside others [S] (NaN: none, such a row does not count), pooled into a statistic
-    of both columns: of classes (1 should rank higher) the area under the ROC curve or the
-    calibration error of probabilities, of numbers a correlation or the share of the others'
-    variance that is explained.
+    """Two columns of numbers, ``values[S]`` and ``others[S]``, that can be pooled into one
+    statistic. Rows with NaN in ``others`` do not count.
+
+    ``others`` are classes (1 should rank higher) for ``auc``, the area under the ROC curve, and for
+    ``calibration_error``, for which ``values`` are probabilities. They are numbers for the
+    correlations ``pearson`` and ``spearman``, and for ``explained``, the share of the variance of
+    ``others`` that ``values`` explain.
     """
 
     values: Tensor
@@ -432,13 +441,15 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled answer: its token ids (end-of-turn included when it stopped there), the sampler's
-    log-probability of each (nats, of the distribution sampled from), the text without special
-    tokens, why it stopped, and the policy version.
+    """One sampled completion.
 
-    What a reward is also given: ``prompt`` as its row has it (text, or chat messages), and its
-    ``tools``; ``rendered``: the text of the tokens that were answered, template and all; ``info``:
-    the other columns of its row. ``index``: which of the answers to its prompt.
+    ``tokens``: token ids, including the end-of-turn token if sampling ended with it. ``logps``:
+    log-probability of each token (nats) in the distribution that it was sampled from. ``text``:
+    without special tokens. ``stop``: why sampling ended. ``version``: of the policy.
+
+    Further fields for rewards: ``prompt`` (text or chat messages) and ``tools`` as in the row;
+    ``rendered``: the prompt as the model read it, with the chat template; ``info``: the other
+    columns of the row; ``index``: number of this completion among those of its prompt.
     """
 
     prompt_id: str
@@ -446,10 +457,12 @@ class Completion:
     logps: tuple[float, ...]
     text: str
     stop: Literal["eos", "length", "stop"]
-    """stop: at a string that the request named. Then ``text`` ends before this string."""
+    """``eos``: end-of-turn token. ``length``: token limit. ``stop``: a stop string of the request,
+    which ``text`` does not include.
+    """
     version: int = 0
     versions: tuple[int, ...] = ()
-    """Of each token, where the weights changed in the middle of an answer."""
+    """The version for each token, if the weights changed during sampling."""
     index: int = 0
     prompt: str | tuple[Message, ...] = ""
     rendered: str = ""
@@ -459,10 +472,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward says of a completion.
+    """The reward of one completion.
 
-    ``value``: None where it failed, and then ``error`` says why: a failure is never a number.
-    ``parts``: the numbers that it is made of, by name.
+    ``value``: None if the reward failed; ``error`` then has the reason. A failure never has a
+    number. ``parts``: the numbers that the value is computed from, by name.
     """
 
     value: float | None
@@ -471,10 +484,10 @@ class Score:
 
 
 class Reward(Protocol):
-    """Judges completions: one score each, in order.
+    """A callable that returns one score per completion, in order.
 
-    ``name``: of its numbers in the log. ``deterministic``: the same completion always has the same
-    score, so that scores may be kept.
+    ``name``: name of its scores in the log. ``deterministic``: whether the same completion always
+    has the same score, so that scores may be cached.
     """
 
     @property
@@ -483,5 +496,5 @@ class Reward(Protocol):
     def deterministic(self) -> bool: ...
     async def __call__(self, completions: Sequence[Completion]) -> list[Score]: ...
     async def close(self) -> None:
-        """Gives back connections and processes."""
+        """Release connections and processes."""
         ...

@@ -50,7 +50,7 @@ CONSTANTS = (
     (
         "fraction of this that a step reaches",
         f"{SHARE:.2f}",
-        "assumed, so that the prediction for 8 GPUs below is the published one",
+        "assumed: fitted so that the prediction for 8 GPUs below equals the published figure",
     ),
     ("memory", "80 GB at 3.35 TB/s (H200: 141 GB at 4.8 TB/s)", "vendor: the same data sheets"),
     ("links within a host", "450 GB/s each way", "vendor: NVLink 4, 900 GB/s both ways together"),

@@ -34,23 +34,25 @@ def _tables() -> Iterator[tuple[str, str, str]]:
     several = [f"{n} GPUs" for n in PROCESSES]
     yield (
         "Memory per GPU",
-        "GB, with `parallel.shard: off`, and with `full` on N GPUs. An H100 has 80, an H200 141.",
+        "Memory in GB with `parallel.shard: off`, and with `full` on N GPUs. An H100 has 80 GB, an "
+        "H200 141 GB.",
         _table(["model, method", "off", *several], _memory()),
     )
     yield (
         "Communication per step",
-        "GB that each GPU receives in a step of sft; it sends as many.",
+        "Data in GB that each GPU receives in a step of sft. It sends the same amount.",
         _table(["model, setting", *several], _volume()),
     )
     yield (
         "Throughput",
-        "Tokens per second and GPU; in brackets, seconds per step and the share of them in matrix "
-        "products. Weights are split as `parallel.shard: auto` would on an H100.",
+        "Tokens per second and GPU; in brackets, seconds per step and the share of that time spent "
+        "in matrix products. Weights are sharded as `parallel.shard: auto` would on an H100.",
         _table(["model, method", *several], _throughput()),
     )
     yield (
         "Balance",
-        "Mean work of a process divided by that of the slowest: the share of the ideal speed.",
+        "Mean work of a process divided by the work of the slowest process. This is the fraction "
+        "of the ideal speed.",
         _table(["rows per step", *several], _balance()),
     )
     yield (

@@ -34,7 +34,7 @@ LOG = (
 )
 TABLE = dict(SOURCES)
 """Without the tool of the tests."""
-LEFT_OUT = {"without a vote": 1, "scores of a model or program, which are not feedback": 1}
+LEFT_OUT = {"records without a vote": 1, "scores of a model or program, which are not feedback": 1}
 
 
 def read_log(

@@ -21,8 +21,8 @@ FOLDER = ROOT / "docs" / "losses"
 INDEX = """\
 # Losses
 
-Each method of Valence trains with one loss. These pages have its formula, source, inputs and settings, when to use it, and how its
-training curves look. `valence losses NAME` prints the same in a terminal. To choose a method step by step, read
+Each method of Valence trains with one loss. For each loss, these pages list the formula, source, inputs and settings, when to use it,
+and what its training curves look like. `valence losses NAME` prints the same in a terminal. To choose a method step by step, read
 [Choosing a method](../choosing.md).
 
 ## Which loss
@@ -33,10 +33,10 @@ training curves look. `valence losses NAME` prints the same in a terminal. To ch
 | pairs of a better and a worse completion | @dpo | @ipo or @hinge if it overfits |
 | pairs, some labelled the wrong way round | @dpo with @label_smoothing | @robust_dpo; a probability per row in the column `soft` |
 | pairs of completions with different lengths | @dpo_norm | @simpo; dpo with @ld_alpha |
-| pairs, and dpo made good completions unlikely | @dpo with @nll_weight | @nca, @apo_zero, @dpop for completions that are nearly alike |
-| pairs whose chosen completions are worse than those of the model | @apo_down | |
+| pairs, and dpo made good completions unlikely | @dpo with @nll_weight | @nca, @apo_zero, @dpop for completions that are nearly identical |
+| pairs with chosen completions that are worse than those of the model | @apo_down | |
 | pairs that another model sampled | @dpo with @wpo | |
-| pairs that the policy sampled, round after round | @sppo | @dpo |
+| pairs that the policy samples again in every round | @sppo | @dpo |
 | pairs, and no memory or time for a reference | @simpo | @cpo, @slic |
 | pairs, and a model that was never fine-tuned | @orpo | @sft on the chosen completions, then @dpo |
 | several scored completions per prompt | @grpo | @ppo if scores are comparable across prompts; @dpo with `data.convert` |
@@ -52,24 +52,26 @@ training curves look. `valence losses NAME` prints the same in a terminal. To ch
 
 | symbol | meaning |
 | --- | --- |
-| `logp`, `ref` | log-probability (nats) of a completion, summed over its tokens, under the policy and the reference; `_t`: of one token |
-| `_w`, `_l` | of the chosen and the rejected completion of a pair |
+| `logp`, `ref`, `old` | log-probability (nats) of a completion, summed over its tokens, under the policy, the reference, and the policy that sampled the completion |
+| `_t` | suffix: of one token |
+| `_w`, `_l` | suffixes: of the chosen and the rejected completion of a pair |
 | `n` | tokens of the completion, including its end-of-turn token |
 | `r` | log-ratio, `logp - ref` |
 | `d` | `r` of the chosen completion minus `r` of the rejected one |
 | `s` | sigmoid, `1/(1 + exp(-x))` |
 | `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` of the row |
-| `margin` | required advantage of the chosen completion, from the column `margin` of the row; 0 without one |
+| `margin` | required lead of the chosen completion, from the column `margin` of the row; 0 if the row has none |
 | `z0` | reference point of kto: the mean of `r` over mismatched completions of the step, at least 0 |
-| `delta` | threshold of bco: the running mean over steps of the midpoint of both classes' mean `beta*r`, saved with the run |
-| `A`, `rho` | advantage; probability ratio of a token to that at sampling |
-| `G`, `R` | completions per prompt; reward (or score) of one |
+| `delta` | threshold of bco. Each step computes the mean `beta*r` of both classes and takes the midpoint; `delta` is the running mean of these midpoints, saved with the run |
+| `A`, `rho` | advantage; ratio of the probability of a token (or completion) under the policy to that under the policy that sampled it |
+| `G`, `R` | number of completions per prompt; reward (or score) of a completion |
+| `mean_g`, `std_g` | mean and standard deviation of `R` over the completions of a prompt |
 | `score`, `target` | output of a reward model; the score in the row, or 1 for thumbs up and 0 for thumbs down |
 | `[S]`, `[P]`, `[T]`, `[A]` | one value per completion, pair, token, attribute |
 
-The loss of a step is the weighted sum over its examples, divided by their number (*Average*), never by the sum of weights. Every row
-can have a `weight`. *First step* is the direction in which a step moves the model while policy and reference are equal. For logged
-metrics, see [Metrics](../metrics.md).
+Every row can have a `weight`. The loss of a step is the weighted sum over its examples, divided by the number of examples and not by the
+sum of weights. *Average* says over what the loss is averaged. *First step* is the direction in which a step moves the model while policy
+and reference are equal. For logged metrics, see [Metrics](../metrics.md).
 """
 
 FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
@@ -80,12 +82,13 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
     ),
     "pairs": (
         "Losses for pairs",
-        "These losses train on pairs of a chosen and a rejected completion of one prompt.",
+        "These losses train on pairs of a chosen and a rejected completion of one prompt. "
+        "[Notation](index.md#notation) defines the symbols.",
         lambda m: m.kind == "preference" and not m.is_reward_model,
     ),
     "demonstrations": (
         "Losses for demonstrations",
-        "These losses train on completions to imitate.",
+        "These losses train a model to imitate the completions in the rows (demonstrations).",
         lambda m: m.kind == "demonstration",
     ),
     "policy-gradient": (
@@ -96,7 +99,8 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
     ),
     "reward-models": (
         "Losses of reward models",
-        "These losses train a model that scores completions. Use it as a [reward](../rewards.md).",
+        "These losses train a model that scores completions. You can use it as a "
+        "[reward](../rewards.md). [Notation](index.md#notation) defines the symbols.",
         lambda m: m.is_reward_model,
     ),
 }
@@ -115,17 +119,18 @@ ONLINE_PAGE = """\
 # Advantages and examples of online training
 
 With a [`reward`](../settings.md), rows are prompts, and the policy samples completions for them. A round of completions becomes
-training examples in one of two ways.
+training examples in one of two ways. [Notation](index.md#notation) defines the symbols.
 
 ## Advantages
 
-Policy-gradient methods train on every completion, with an advantage for each of its tokens. It replaces the *Advantage* of stored
-completions; `R` is the reward. The settings are those of the method.
+Policy-gradient methods train on every completion, with one advantage per token. In online training, the formulas below replace the
+*Advantage* of the [policy-gradient losses](policy-gradient.md), which is for stored completions. Set the settings in the `loss` section of
+the recipe.
 """
 BUILDERS_HEAD = """\
 ## Demonstrations, pairs and thumbs
 
-Other online methods select or label completions by their rewards, and train on the result with the loss that their name ends with.
+Other online methods select, pair or label completions by their rewards. They train on the result with the loss in parentheses.
 """
 LABELS = {
     "rows": "Rows",
@@ -139,7 +144,7 @@ LABELS = {
     "when": "When to use it",
     "curves": "Training curves",
 }
-NO_SETTINGS = "It has no settings.\n"
+NO_SETTINGS = "It has no settings in the `loss` section.\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
 

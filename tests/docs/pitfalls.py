@@ -8,7 +8,7 @@ PAGE = ROOT / "docs" / "pitfalls.md"
 HEAD = """\
 # Pitfalls
 
-Mistakes that released alignment libraries have made, and the tests that show that Valence does not make them.
+This page lists mistakes that released alignment libraries have made. Each is linked to the tests that show that Valence does not make it.
 """
 
 PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -20,16 +20,18 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/training/test_pitfalls.py::"
             "test_counts_and_the_reference_point_are_those_of_all_processes",
         ),
-        "Clamping to zero before adding up processes, which biases the estimate upward": (
+        "Clamping the estimate of each process to zero before summing over processes, which "
+        "biases the sum upward": (
             "tests/training/test_pitfalls.py::"
             "test_the_reference_point_is_clamped_once_after_the_sum",
         ),
-        "One estimate per micro-batch, so that its size changes the gradient": (
+        "One estimate per micro-batch, so that the micro-batch size changes the gradient": (
             "tests/contract/test_contract.py::"
             "test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order",
         ),
-        "Pairing a row with itself: a step with one row, an odd number of rows paired in "
-        "reverse, the end of the data, two rows with the same text": (
+        "Pairing a row with itself or with its own text: in a step with one row, with an odd number "
+        "of rows paired in reverse order, at the end of the data, or with two rows of the same "
+        "text": (
             "tests/batching/test_kl_pairs.py::test_the_partner_is_the_next_one_cyclically",
             "tests/batching/test_kl_pairs.py::"
             "test_a_step_of_one_takes_its_partner_from_the_following_examples",
@@ -38,8 +40,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/batching/test_kl_pairs.py::"
             "test_every_prompt_gets_a_completion_of_another_prompt",
         ),
-        "Fixing pairs when the data is prepared, so that rows cannot be shuffled or read by "
-        "several workers": (
+        "Choosing the KL pairs once, when the data is prepared, so that rows cannot be shuffled or "
+        "read by several workers": (
             "tests/batching/test_kl_pairs.py::test_partners_change_from_epoch_to_epoch",
             "tests/data/test_sampler.py::test_seed_and_epoch_each_change_the_order",
         ),
@@ -52,16 +54,17 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/contract/test_contract.py::"
             "test_prompts_get_no_gradient_and_answers_the_declared_direction",
         ),
-        "Truncating a long mismatched completion to nothing": (
+        "Truncating a long mismatched completion to zero tokens": (
             "tests/batching/test_kl_pairs.py::test_a_cut_never_leaves_nothing",
         ),
-        "Truncating a long mismatched completion in place, so that its row stays short": (
+        "Truncating a long mismatched completion in place, so that the row it belongs to stays "
+        "truncated": (
             "tests/batching/test_kl_pairs.py::"
             "test_if_none_fits_the_next_is_cut_on_the_right_and_not_for_good",
             "tests/training/test_pitfalls.py::test_a_pass_over_rows_leaves_them_as_they_were",
         ),
-        "A second copy of the loss without class weights, or without the reference when "
-        "training an adapter": (
+        "A second implementation of the loss that ignores the class weights, or that ignores the "
+        "reference when an adapter is trained": (
             "tests/training/test_pitfalls.py::"
             "test_class_weights_and_the_reference_are_the_same_under_an_adapter",
             "tests/golden/test_unpaired.py::test_value_and_gradient",
@@ -74,17 +77,17 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order",
             "tests/golden/test_whole_step.py::test_a_whole_step_from_logits_to_the_number",
         ),
-        "Averaging per process when counts differ": (
+        "Averaging per process when processes have different counts": (
             "tests/training/test_pitfalls.py::"
             "test_counts_and_the_reference_point_are_those_of_all_processes",
             "tests/reports/test_metrics.py::test_processes_are_pooled_by_count",
         ),
-        "Logging an absent class as 0, which lowers the curve, or as NaN, which spoils the "
-        "evaluation": (
+        "Logging the metric of a class without rows as 0, which lowers the curve, or as NaN, which "
+        "makes the mean of the evaluation NaN": (
             "tests/contract/test_contract.py::test_an_absent_class_is_left_out_and_never_zero",
             "tests/reports/test_metrics.py::test_a_mean_over_nothing_is_left_out",
         ),
-        "A mean that skips NaN and hides a real one": (
+        "A mean that skips NaN values, and so hides a real NaN": (
             "tests/reports/test_metrics.py::test_a_number_that_is_not_finite_is_seen",
             "tests/training/test_run.py::"
             "test_a_step_that_is_not_finite_changes_nothing_and_names_its_rows",
@@ -120,8 +123,9 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/data/test_formats.py::test_everything_else_is_no_label",
             "tests/data/test_pitfalls.py::test_no_word_is_a_thumbs_up_because_it_is_not_empty",
         ),
-        "Assuming that the tokens of the prompt are a prefix of those of the conversation: "
-        "the template renders it differently, or tokens merge where the completion starts": (
+        "Assuming that the tokens of the prompt are a prefix of the tokens of the conversation. The "
+        "template can render the prompt differently, and tokens can merge where the completion "
+        "starts": (
             "tests/data/test_encode_rows.py::"
             "test_prompt_that_renders_differently_once_answered_is_trained_on_as_it_is_sampled",
             "tests/data/test_encode_template.py::"
@@ -161,8 +165,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/data/test_encode_long.py::"
             "test_cut_completion_takes_the_end_and_adds_no_end_of_turn",
         ),
-        "An attention mask `ids != pad`, which hides every end-of-sequence token if the two "
-        "are equal": (
+        "An attention mask `ids != pad`, which hides every end-of-sequence token if it is also the "
+        "padding token": (
             "tests/data/test_pitfalls.py::test_end_of_sequence_in_the_context_is_seen",
             "tests/rollouts/test_hf.py::test_the_padding_token_has_no_influence",
         ),
@@ -191,23 +195,24 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/training/test_optim.py::"
             "test_warm_up_is_a_share_of_all_steps_or_a_number_of_steps",
         ),
-        "Making no step on data smaller than a batch, and saving a final model anyway": (
+        "Making no step if the data is smaller than a batch, and saving a final model anyway": (
             "tests/training/test_pitfalls.py::test_data_smaller_than_a_batch_is_trained_on",
             "tests/training/test_run.py::test_mistakes_are_found_before_a_model_is_loaded",
         ),
-        "Evaluating on training data, without the last rows, or endlessly on a small set": (
+        "Evaluating on training data, leaving out the last rows, or never finishing on a small set": (
             "tests/training/test_pitfalls.py::"
             "test_evaluation_measures_every_held_out_row_once_and_no_other",
             "tests/training/test_run.py::test_a_run_writes_what_each_held_out_row_measured",
             "tests/training/test_pitfalls.py::test_evaluating_changes_nothing",
         ),
-        "Using the trained policy as the reference in evaluation, or loading an adapter frozen": (
+        "Using the trained policy as the reference in evaluation, or loading an adapter with frozen "
+        "weights": (
             "tests/training/test_pitfalls.py::test_the_reference_stays_where_the_policy_started",
             "tests/training/test_run.py::test_one_continues_an_adapter_against_a_copy_of_it",
         ),
     },
     "Several processes": {
-        "Waiting for a process without rows": (
+        "Waiting forever for a process that has no rows": (
             "tests/distributed/test_fsdp.py::test_two_steps_of_several_processes_are_those_of_one",
             "tests/distributed/test_run.py::test_every_number_is_that_of_one_process",
         ),
@@ -217,7 +222,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/distributed/test_run.py::"
             "test_a_signal_to_one_process_stops_all_and_any_number_goes_on",
         ),
-        "Gradients that are not summed because the model was called around its wrapper": (
+        "Not summing gradients over processes, because the model is called directly and not through "
+        "its distributed wrapper": (
             "tests/distributed/test_fsdp.py::test_two_steps_of_several_processes_are_those_of_one",
         ),
         "A cache on one process only, so that some processes compute and others do not": (
@@ -246,7 +252,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_a_run_is_resumed_several_times_also_where_an_epoch_ends",
             "tests/training/test_resume.py::test_a_killed_run_ends_as_an_undisturbed_one",
         ),
-        "Skipping rows of a new dataset, as many as were trained on of the old one": (
+        "After a change of the dataset, skipping as many rows of the new one as were trained on in "
+        "the old one": (
             "tests/training/test_resume_changed.py::test_none_of_the_new_rows_is_skipped",
             "tests/training/test_resume_changed.py::"
             "test_changed_rows_are_refused_with_the_difference",
@@ -265,12 +272,12 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/training/test_resume_changed.py::"
             "test_a_longer_run_has_the_learning_rates_of_its_new_length",
         ),
-        "An incomplete checkpoint, or replacing the only copy": (
+        "Leaving an incomplete checkpoint after a crash, or overwriting the only copy": (
             "tests/crash/test_crash.py::test_every_operation_of_a_save_may_be_the_last",
             "tests/crash/test_damage.py::"
             "test_a_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_used",
         ),
-        "State in a pickle": (
+        "Storing state in a pickle file": (
             "tests/runs/test_unsafe.py::test_no_module_reads_or_writes_pickles",
             "tests/runs/test_unsafe.py::test_weights_that_are_a_pickle_with_code_are_not_run",
         ),
@@ -293,7 +300,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/training/test_score.py::test_a_run_whose_rows_were_scored_runs_no_reference",
             "tests/training/test_score.py::test_the_log_is_the_same_with_and_without_a_cache",
         ),
-        "A cache in a pickle, or in files whose values a crash or a flipped byte can change": (
+        "Storing a cache in a pickle file, or in files in which a crash or a flipped byte can change "
+        "values": (
             "tests/models/test_log_prob_store.py::test_killed_again_and_again_while_it_fills",
             "tests/models/test_log_prob_store.py::test_a_flipped_byte_anywhere_is_seen_and_named",
         ),
@@ -302,15 +310,16 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Policy model": {
-        "Packing that only restarts positions, so that sequences attend to each other": (
+        "Packing that restarts position ids but does not mask attention, so that sequences attend to "
+        "each other": (
             "tests/models/test_oracle.py::test_a_token_of_another_sequence_changes_nothing",
             "tests/models/test_oracle.py::test_a_forest_equals_one_by_one_in_values_and_gradients",
         ),
         "Computing log-softmax in bfloat16": (
             "tests/models/test_oracle.py::test_bfloat16_over_float32_masters_keeps_float32_logits",
         ),
-        "Attention on CUDA whose compiler silently gives up after a few sizes and then stores"
-        " all scores, or a mask of all pairs": (
+        "CUDA attention that silently stops compiling after a few sizes, and then stores the "
+        "complete score matrix or a mask of all token pairs": (
             "tests/models/test_attention.py::"
             "test_the_compiler_of_attention_has_room_for_every_size",
             "tests/models/test_attention.py::test_no_block_is_left_out_in_which_something_is_seen",

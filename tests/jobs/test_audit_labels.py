@@ -369,8 +369,8 @@ def test_rows_are_written_again_and_train(place: Path) -> None:
     assert sum(found.kinds[0].unusable.values()) == 1
     scores = [each["score"] for each in audits]
     assert scores == sorted(scores, reverse=True)
-    assert all((each["score"] > 0.5) is (each["given"] is not each["predicted"]) for each in audits)
-    assert all(line["info"]["audit"]["given"] is line["label"] for line in lines[: len(audits)])
+    assert all((each["score"] > 0.5) is (each["label"] is not each["predicted"]) for each in audits)
+    assert all(line["info"]["audit"]["label"] is line["label"] for line in lines[: len(audits)])
     (kept,) = (line for line in lines if line["prompt"] == "question 5")
     assert kept["info"]["comment"] == "kept"
     before, after = ({e.id for e in load_all(name)} for name in ("thumbs.jsonl", "review.jsonl"))

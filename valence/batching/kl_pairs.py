@@ -71,11 +71,11 @@ def check_kl_pairs(
 
 def _no_partner(origin: Origin) -> UserError:
     return UserError(
-        "no other example has both another prompt and another completion",
+        "KTO cannot pair this row: every other row has the same prompt or the same completion",
         code="kl-pairs-missing",
         where=str(origin),
-        fix="KTO needs at least two distinct prompts with distinct completions; "
-        "apo_zero_unpaired does not",
+        fix="add rows with another prompt and another completion, or set method: "
+        "apo_zero_unpaired, which needs no pairs",
     )
 
 

@@ -133,10 +133,14 @@ class PrefixTree:
 def build_prefix_tree(sequences: Sequence[TokenSequence]) -> PrefixTree:
     """Build the tree. A token that two sequences both read is stored for each of them.
 
-    Raises ValueError when a loss reads the first token of a sequence: nothing predicts it.
+    Raises ValueError if a loss mask includes the first token of a sequence, which is not predicted.
     """
-    if any(sequence.loss_mask[0] for sequence in sequences):
-        raise ValueError("a loss reads the first token of a sequence, which nothing predicts")
+    for index, sequence in enumerate(sequences):
+        if sequence.loss_mask[0]:
+            raise ValueError(
+                f"sequence {index}: loss_mask[0] must be False, because the model predicts a token "
+                "from the tokens before it, and the first token has none"
+            )
     arrays = [
         (np.array(sequence.token_ids, np.int64), np.array(sequence.loss_mask, np.bool_))
         for sequence in sequences

@@ -161,7 +161,7 @@ def model_names(target: str, rival: str | None, step: str | None) -> list[str]:
     if Path(target).resolve() == Path(rival).resolve():
         if step is None:
             raise UserError(
-                "a model cannot be compared with itself",
+                "both models are the same, so their answers cannot be compared",
                 code="models-identical",
                 where=rival,
                 fix="choose two models, or compare with an earlier checkpoint: --step N",
@@ -178,7 +178,7 @@ def make_tokens(names: list[str], *, no_token: bool, with_owner: bool = False) -
     """
     if no_token and names:
         raise UserError(
-            "--rater needs tokens: raters are identified by their secret links",
+            "cannot be combined with --rater: the token in each link identifies the rater",
             code="option-conflict",
             where="--no-token",
             fix="remove --no-token or --rater",

@@ -132,7 +132,7 @@ def import_(
 
     if source is None:
         raise UserError(
-            "the tool and the files of its export are missing",
+            "missing arguments: the name of the tool and the files that it exported",
             code="import-input",
             where="SOURCE",
             fix="write `valence import TOOL FILE...`; `valence import --list` shows the tools",

@@ -88,7 +88,7 @@ def _examples(
         code = "row-not-convertible" if reason else "row-in-other-example"
         reason = reason or "its answer is part of an example that is listed under another row"
         raise UserError(
-            f"data.convert: {data.convert} gives no example for this row: {reason}",
+            f"data.convert: {data.convert} creates no example from this row: {reason}",
             code=code,
             where=str(origin),
             fix="inspect another row of the same prompt",

@@ -464,8 +464,8 @@ def _cache_recipe(target: str | None, for_rows: bool, reward: bool) -> str:
         or not (Path(target).is_file() or Path(target).suffix in (".yaml", ".yml"))
     ):
         raise UserError(
-            "scoring rows needs --data FILE and --out FILE; filling a reference cache needs a "
-            "recipe and none of the options for rows",
+            "`valence score` needs --data FILE and --out FILE to score rows, or a recipe without "
+            "these options to fill a reference cache",
             code="option-missing",
             where="score",
             fix="run `valence score MODEL --data FILE --out FILE` (or --reward NAME instead of "

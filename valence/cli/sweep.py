@@ -161,10 +161,10 @@ def _check_options(search: str | None, trials: int | None) -> None:
     """Raise UserError for options that do not fit together."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
-            "a sweep starts the processes of its trials itself",
+            "`valence sweep` cannot run under torchrun, because it starts all processes itself",
             code="nproc-conflict",
             where="sweep",
-            fix="run it without torchrun, with --nproc N",
+            fix="run `valence sweep ... --nproc N` without torchrun",
         )
     if search not in (None, "optuna"):
         raise UserError(

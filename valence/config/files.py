@@ -56,7 +56,7 @@ def read_recipe_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"byte {data[error.start]:#04x} is not UTF-8",
+            f"the file is not UTF-8 text (byte {data[error.start]:#04x})",
             code="file-encoding",
             where=f"{path}:{line}",
             fix="save the file as UTF-8",
@@ -77,7 +77,10 @@ def locate_data(path: str, folder: Path | None) -> str:
     if is_hub_dataset(path):
         return path
     hints = list(dict.fromkeys(nearest_file(place) for place in places))
-    raise UserError(f"the file {path} does not exist", code="file-not-found", fix="; ".join(hints))
+    hints = [hint for hint in hints if hint.endswith("?")] or hints
+    raise UserError(
+        f"the file {path} does not exist", code="file-not-found", fix="; or ".join(hints)
+    )
 
 
 def read_chat_template(chosen: str, folder: Path | None) -> str:
@@ -115,12 +118,12 @@ def nearest_file(path: Path) -> str:
     """The fix for a missing file: the nearest name in its folder, if there is one."""
     folder = path.parent
     if not folder.is_dir():
-        return f"the folder {folder} does not exist"
+        return f"correct the path: the folder {folder} does not exist"
     try:
         names = os.listdir(folder)
     except OSError:
-        return f"the folder {folder} cannot be read"
+        return f"correct the path: the folder {folder} cannot be read"
     near = get_close_matches(path.name, names, n=1, cutoff=0.5)
     if near:
         return f"did you mean {folder / near[0]}?"
-    return f"the folder {folder.resolve()} has no file with a similar name"
+    return f"correct the path: the folder {folder.resolve()} has no file with a similar name"

@@ -203,10 +203,10 @@ class _Reader:
         tag = str(node.tag).removeprefix("tag:yaml.org,2002:")
         if tag not in _SCALARS:
             raise UserError(
-                f"the tag {tag} is not allowed in a recipe",
+                f"the YAML tag {tag} is not allowed in a recipe",
                 code="yaml-tag",
                 where=where,
-                fix="remove it, or put the text in quotes",
+                fix="remove the tag; if it is part of the text, put the text in quotes",
             )
         if tag in ("str", "timestamp"):
             return _text(str(node.value), where)
@@ -279,12 +279,13 @@ def _check_depth(path: Key, where: str) -> None:
 
 
 def _text(text: str, where: str) -> str:
-    if any("\ud800" <= c <= "\udfff" for c in text):
+    surrogate = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+    if surrogate is not None:
         raise UserError(
-            "half of a surrogate pair is not a character",
+            f"the text contains \\u{ord(surrogate):04x}, which is only half of a surrogate pair",
             code="text-encoding",
             where=where,
-            fix="write the complete character",
+            fix="write the complete character instead of this escape, or remove it",
         )
     return text
 

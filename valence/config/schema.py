@@ -313,13 +313,13 @@ class LoraSettings(Section):
             case "layers_to_transform" if (
                 value is not None and isinstance(targets, str) and targets != "all-linear"
             ):
-                message = "cannot be combined with targets that are a regular expression"
+                message = "cannot be combined with a regular expression in model.lora.targets"
                 fix = "list the names of the layers in model.lora.targets"
             case "layers_pattern" if (
                 value is not None and before.get("layers_to_transform") is None
             ):
                 message = "has no effect without layers_to_transform"
-                fix = "set model.lora.layers_to_transform, or remove it"
+                fix = "set model.lora.layers_to_transform, or remove model.lora.layers_pattern"
             case "lora_bias" if value and (before.get("use_dora") or isinstance(initial, str)):
                 message = "cannot be combined with use_dora or a named init_lora_weights"
                 fix = "remove lora_bias, or use_dora and init_lora_weights"

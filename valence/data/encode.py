@@ -398,9 +398,9 @@ class Encoder:
         if sampled is not None and sampled.vocabulary not in ("", self.vocab.digest):
             raise RowError(
                 "another_vocabulary",
-                "its tokens are those of another tokenizer",
-                "train the model that sampled the answers, or set format: scored (or "
-                "demonstration) to read them as text",
+                "the tokens of the answer come from another tokenizer than that of the model",
+                "train the model that sampled the answers, or set format: scored (or format: "
+                "demonstration) to use the text of the answers instead of their tokens",
             )
         if sampled is None or not sampled.logps or not row.follows:
             return ()

@@ -119,7 +119,8 @@ def _read_instruction(row: Columns) -> tuple[Message, ...]:
         isinstance(r, list | tuple) and len(r) == 2 for r in rounds
     ):
         raise UserError(
-            f"{row.name('history')} is {values.shown(rounds)}, and must be a list of rounds",
+            f"{row.name('history')} is {values.shown(rounds)}, and must be a list of earlier "
+            f"instructions, each with its answer",
             code="row-value-type",
             fix='write [["instruction", "answer"], ...]',
         )
@@ -269,7 +270,7 @@ def _to_preference(row: Columns, prompt: Content, chosen: Content, rejected: Con
         raise UserError(
             "the chosen and the rejected answer are the same",
             code="row-pair-identical",
-            fix="remove pairs without a difference",
+            fix="remove this row, or correct one of the two answers",
         )
     return Preference(
         prompt=prompt,
@@ -366,9 +367,9 @@ def _read_scores(row: Columns, count: int) -> tuple[float, ...]:
         return numbers
     if any(rank < 1 or rank != int(rank) for rank in numbers):
         raise UserError(
-            f"{name} is {values.shown(value)}, and must contain whole numbers from 1",
+            f"{name} is {values.shown(value)}, but each rank must be a whole number of at least 1",
             code="row-rank-invalid",
-            fix="rank the best 1",
+            fix="give the best answer rank 1, the second best rank 2, and so on",
         )
     return tuple(-rank for rank in numbers)
 

@@ -9,9 +9,9 @@ from valence.errors import UserError
 from valence.types import Origin
 
 REMEDIES = {
-    "Config name is missing": "set subset to one of those available, or use one of its files",
-    "BuilderConfig": "set subset: one of those available",
-    "Unknown split": "set split to one of those available",
+    "Config name is missing": "set subset to one of the configurations that the message lists",
+    "BuilderConfig": "set subset to one of the configurations that the message lists",
+    "Unknown split": "set split to one of the splits that the message lists",
 }
 """How what the library says of a mistake in a name begins, and what mends it."""
 
@@ -34,16 +34,19 @@ def hub_rows(
     except (OSError, ValueError, DatasetsError) as error:
         reason = " ".join(str(error).splitlines()[:2])
         fix = next((fix for begins, fix in REMEDIES.items() if reason.startswith(begins)), None)
-        general = "check the name and your access to it, or download its files and use one of them"
+        general = (
+            "check the name of the data set, the network and your access to it, or download a file "
+            "of it and use the path of the file"
+        )
         raise UserError(
-            f"the hub data set cannot be loaded: {reason}",
+            f"cannot load the data set from the Hugging Face Hub: {reason}",
             code="hub-dataset",
             where=path,
             fix=fix or general,
         ) from error
     if split is None:
         if len(dataset) > 1:
-            fix = f"set split: one of {', '.join(map(str, dataset))}"
+            fix = f"set `split` next to `path`, to one of {', '.join(map(str, dataset))}"
             raise UserError(
                 "the data set has several splits", code="hub-split-missing", where=path, fix=fix
             )

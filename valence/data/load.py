@@ -658,7 +658,7 @@ def _check_numbers(example: Example) -> None:
                     f"the ranking has {len(example.completions)} completions and {len(scores)} "
                     f"scores",
                     code="row-length-mismatch",
-                    fix="give two or more completions, and a score for each",
+                    fix="give at least two completions, and one score for each",
                 )
         case _:
             named = {}
@@ -690,8 +690,8 @@ def _nothing_left(
         else ", ".join(f.path for f in files)
     )
     return UserError(
-        f"of {sum(f.rows for f in files)} rows none can be used{f': {why}' if why else ''}",
+        f"none of {sum(f.rows for f in files)} rows can be used{f': {why}' if why else ''}",
         code="no-usable-rows",
         where=where or "data",
-        fix=bad[0].fix if bad else "check that these are the rows the method needs",
+        fix=bad[0].fix if bad else "use a file with the kind of rows that the method needs",
     )

@@ -73,7 +73,7 @@ def rows_from(value: Any) -> Rows:
         )
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
         raise UserError(
-            f"a {type(value).__name__} is not a list of rows",
+            f"the value has type {type(value).__name__}, which is not a list of rows",
             code="rows-type",
             where="rows",
             fix=ROWS_FIX,

@@ -48,7 +48,7 @@ def part_of(ratings: Iterable[object], path: str) -> Part:
         return "label"
     if numbers in ({0.0}, {1.0}):
         raise UserError(
-            f"every rating is {min(numbers):g}, which may be a thumb or the end of a scale",
+            f"every rating is {min(numbers):g}, which may be a thumb or a score on a scale",
             code="rating-ambiguous",
             where=path,
             fix=f"set keys: {{label: {RATING}}} for thumbs, or keys: {{score: {RATING}}} for a "

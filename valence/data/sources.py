@@ -163,10 +163,10 @@ def _check_is_file(path: str, file: Path) -> None:
         )
     if file.exists():
         raise UserError(
-            "this is neither a file nor a folder",
+            "this is not a regular file but, for example, a pipe or a device",
             code="file-not-regular",
             where=path,
-            fix="use a regular file",
+            fix="copy the data into a regular file, and use that",
         )
     if not file.parent.is_dir():
         raise UserError(
@@ -217,10 +217,12 @@ def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
     suffix = _suffix(file)
     if suffix not in READERS:
         raise UserError(
-            f"files ending in {suffix or 'nothing'} are not supported",
+            f"files ending in {suffix} are not supported"
+            if suffix
+            else "the format of the file is unknown, because its name has no suffix",
             code="file-suffix-unknown",
             where=path,
-            fix=f"use one of {', '.join(READERS)} (each may also end in .gz)",
+            fix=f"convert or rename the file to one of {', '.join(READERS)} (each also with .gz)",
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(
@@ -234,7 +236,7 @@ def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
             "the file is binary, not text",
             code="file-binary",
             where=path,
-            fix="unpack or export it to jsonl, csv or parquet (text must be UTF-8)",
+            fix="export the data as jsonl, csv or parquet (UTF-8); if it is an archive, unpack it",
         )
     if suffix in (".jsonl", ".ndjson") and head.removeprefix(BOM).lstrip().startswith(b"["):
         return _json
@@ -298,7 +300,7 @@ def _jsonl_row(decoder: StrictDecoder, line: bytes, origin: Origin) -> Row | Bad
         return BadRow(
             origin,
             f"the line cannot be read as JSON: {error}",
-            "write shorter numbers and flatter objects",
+            "shorten very long numbers, and nest lists and objects less deeply",
             "json-limits",
         )
     return _row(value, decoder.fault, origin)
@@ -327,7 +329,7 @@ def _json(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | BadRo
             f"the file cannot be read as JSON: {error}",
             code="json-limits",
             where=path,
-            fix="write shorter numbers and flatter objects",
+            fix="shorten very long numbers, and nest lists and objects less deeply",
         ) from error
 
 
@@ -386,7 +388,10 @@ def _document(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
     value, end = decoder.value_at(text, start)
     if text[end:].strip():
         raise json.JSONDecodeError(
-            "Extra data: neither one array nor one object per line", text, _skip(text, end)
+            "there is more text after the first value, but a file must contain one array, or one "
+            "object per line",
+            text,
+            _skip(text, end),
         )
     lists = (
         []

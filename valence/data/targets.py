@@ -46,13 +46,13 @@ def with_targets(units: TokenizedDataset, kind: str, names: Sequence[str]) -> To
 
 
 def _lacks(unit: TokenizedExample, kind: str) -> UserError:
-    message = f"the row has no {kind}, which the model is trained on"
+    message = f"the row has no {kind}, but this run trains on the {kind} of every row"
     return UserError(
         message,
         code="row-target-missing",
         where=str(unit.origin),
-        fix="give all rows the same kind of rating, or choose a method or loss.verdict for these "
-        "ratings",
+        fix=f"add the {kind} to every row, or choose a loss.verdict or a method for the ratings "
+        "that all rows have",
     )
 
 

@@ -119,11 +119,11 @@ def chatml_template(tokenizer: PreTrainedTokenizerBase) -> str:
         end = "'<|im_end|>'"
     elif not vocab.ends:
         raise UserError(
-            "the tokenizer has neither <|im_end|> nor an end-of-sequence token, so a ChatML turn "
-            "could not end",
+            "ChatML needs a token that ends each turn, but the tokenizer has neither <|im_end|> "
+            "nor an end-of-sequence token",
             code="end-token-missing",
             where="data.chat_template",
-            fix="set model.tokenizer to one that has either",
+            fix="set model.tokenizer to a tokenizer that has one of these tokens",
         )
     bos = "{{ bos_token }}" if vocab.bos is not None and vocab.prefix == (vocab.bos,) else ""
     turn = (
@@ -173,10 +173,10 @@ class ChatTemplate:
                 )
             if not re.search(rf"\b{re.escape(name)}\b", self._every_source()):
                 raise UserError(
-                    f"the chat template does not read {name}",
+                    f"the chat template has no variable {name}",
                     code="template-variable-unknown",
                     where=where,
-                    fix="remove it, or use a variable that the template reads",
+                    fix="remove it, or correct its name",
                 )
 
     def _every_source(self) -> str:

@@ -189,7 +189,7 @@ def _chunks(encoder: Encoder, examples: ExampleStore, is_alone: bool) -> Iterato
             return
         except (BrokenProcessPool, OSError) as error:  # OSError: a process cannot be forked
             warnings.warn(
-                f"a tokenizing process ended early ({error}); tokenizing in one process",
+                f"a tokenizer process failed ({error}); continuing in one process, which is slower",
                 stacklevel=2,
             )
     for start in starts[num_chunks:]:

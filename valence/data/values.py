@@ -227,9 +227,9 @@ def logps(value: object, name: str) -> tuple[float, ...]:
     """Log-probabilities in nats, as a list."""
     if not isinstance(value, list) or not value:
         raise UserError(
-            f"{name} is {shown(value)}, and must be a list of log-probabilities",
+            f"{name} is {shown(value)}, but must be a list of log-probabilities",
             code="row-logps-invalid",
-            fix="give one for every token",
+            fix="write a list with one log-probability for each token of the completion",
         )
     numbers = tuple(number(item, f"number {n} of {name}") for n, item in enumerate(value, 1))
     if max(numbers) > 1e-3:
@@ -245,9 +245,9 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
     """An object, whatever is in it."""
     if not isinstance(value, Mapping):
         raise UserError(
-            f"{name} is {shown(value)}, and must be an object",
+            f"{name} is {shown(value)}, but must be an object",
             code="row-value-type",
-            fix=f"correct or remove {name}",
+            fix=f'write {name} as an object such as {{"key": "value"}}, or remove it',
         )
     return value
 
@@ -325,10 +325,10 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
     turn_weight = rest.pop("weight", 1)
     if isinstance(turn_weight, bool) or turn_weight not in (0, 1):
         raise UserError(
-            f"weight of {name} is {shown(turn_weight)}, and must be 0 or 1",
+            f"weight of {name} is {shown(turn_weight)}, but must be 0 or 1",
             code="row-weight-invalid",
-            fix="write 0 for a turn that is not trained "
-            "on; the weight of the row is a separate column",
+            fix="write 0 to exclude the turn from training and 1 to include it; to weight the "
+            "whole row, use the column weight of the row",
         )
     ignored = {"weight": 0} if role == "assistant" and turn_weight == 0 else {}
     return {"role": role, "content": content, **rest, **ignored}
@@ -363,15 +363,15 @@ def parts_as_text(parts: Sequence[object], name: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else "text"
         if kind is not None and kind not in TEXT_PARTS:
             raise UserError(
-                f"part {number} of {name} has type {shown(kind)}, and only text can be trained on",
+                f"part {number} of {name} has type {shown(kind)}; Valence can only train on text",
                 code="row-content-parts",
-                fix="remove rows with images, audio or files, or replace these parts by text",
+                fix="remove rows with images, audio or files, or replace these parts with text",
             )
         if not isinstance(text_of, str):
             raise UserError(
                 f"part {number} of {name} has no text",
                 code="row-content-parts",
-                fix='write {"type": "text", "text": "..."}',
+                fix='write the part as {"type": "text", "text": "..."}',
             )
         texts.append(text_of)
     return "\n".join(texts)
@@ -384,9 +384,10 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
     """
     if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
         raise UserError(
-            f"{name} is an object with the chat turns in its messages",
+            f"{name} is an object, but must be text or a list of chat turns (here: "
+            f"{name}.messages)",
             code="row-nested-messages",
-            fix=f"set their place: keys: {{prompt: {name}.messages}}",
+            fix=f"add keys: {{prompt: {name}.messages}} to this file in the recipe",
         )
     if is_parts(value):
         value = parts_as_text(cast(list[object], value), name)
@@ -404,11 +405,11 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
 def check_prompt(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     """The turns, when an answer can follow them: they end with a user or tool turn."""
     if not messages or messages[-1]["role"] not in ("user", "tool"):
-        end = f"ends with a turn of the {messages[-1]['role']}" if messages else "has no turns"
+        end = f"ends with a turn of role {messages[-1]['role']!r}" if messages else "has no turns"
         raise UserError(
-            f"the prompt in {name} {end}, and an answer is to follow",
+            f"the prompt in {name} {end}; it must end with a user or tool turn",
             code="row-prompt-end",
-            fix="end the prompt with a user (or tool) turn, right before the assistant's answer",
+            fix="end the prompt with the user (or tool) turn that the assistant answers",
         )
     return tuple(messages)
 
@@ -428,9 +429,9 @@ def text(value: object, name: str) -> str:
     """Text that is not a list of chat turns in disguise, as a csv would have it."""
     if not isinstance(value, str):
         raise UserError(
-            f"{name} is {shown(value)}, and must be text",
+            f"{name} must be a string, but is {shown(value)}",
             code="row-value-type",
-            fix="write one string",
+            fix="write a string",
         )
     if CHAT_AS_TEXT.match(value):
         raise UserError(
@@ -508,7 +509,7 @@ def check_answer(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
         )
     if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
         raise UserError(
-            f"{name} is not an answer of the assistant",
+            f"{name} is not an assistant answer",
             code="row-completion-not-assistant",
             fix="begin and end it with an assistant turn",
         )

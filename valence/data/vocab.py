@@ -110,7 +110,7 @@ class Vocab:
             raise RowError(
                 "not_unicode",
                 f"the text is not valid Unicode (a lone surrogate, character {error.start + 1})",
-                "write the character as itself, in UTF-8, or as both halves of its surrogate pair",
+                "write the character in UTF-8, or write both \\u escapes of its surrogate pair",
             ) from error
         if self.is_backend_only and self._backend.truncation is self._backend.padding is None:
             # The same ids without their character offsets, in two thirds of the time.

@@ -256,12 +256,11 @@ class ProcessGroup:
         except RuntimeError as error:
             missing = ", ".join(map(str, self._tracker.missing_ranks()))
             raise UserError(
-                f"not all processes have started within {self.deadline:g} s; missing: rank "
-                f"{missing}",
+                f"not all processes started within {self.deadline:g} s; missing ranks: {missing}",
                 code="rank-missing",
                 where=f"rank {self.rank}",
-                fix="read the output of these processes, and check whether their hosts reach rank "
-                "0's host",
+                fix="read the output of the missing processes, and check whether their hosts can "
+                "reach the host of rank 0",
             ) from error
 
     def split(self, tensor: int) -> tuple[Group, Group]:
@@ -551,11 +550,11 @@ def start(deadline: float | None = None, device: str | None = None) -> Group:
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"process {local_rank} of this host has no device: there are "
-            f"{torch.cuda.device_count()}",
+            f"process {local_rank} (counted from 0) has no GPU: the number of GPUs on this "
+            f"host is {torch.cuda.device_count()}",
             code="device-missing",
             where="LOCAL_RANK",
-            fix="start at most one process per device of the host",
+            fix="start at most one process per GPU: lower --nproc, or --nproc-per-node of torchrun",
         )
     seconds = _read_deadline() if deadline is None else deadline
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")

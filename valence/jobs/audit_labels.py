@@ -99,7 +99,7 @@ class FormAudit:
 class SuspectRow:
     """A row with a label that the model contradicts.
 
-    score: 1 minus the cross-fitted probability of the given label. given, predicted: for thumbs the
+    score: 1 minus the cross-fitted probability of the label. label, predicted: for thumbs the
     label, otherwise the name of the class.
     """
 
@@ -723,7 +723,7 @@ def _verdict(item: RatedRow, probability: float) -> dict[str, Any]:
     predicted = item.label if probability >= 0.5 else not item.label
     return {
         "score": round(1 - probability, 4),
-        "given": item.label_name(item.label),
+        "label": item.label_name(item.label),
         "predicted": item.label_name(predicted),
     }
 

@@ -181,7 +181,7 @@ def _print_states(audit: KindAudit, console: Console) -> None:
             "form instead of a wrong label.",
             "yellow",
         )
-    table = Table("row", "score", "given", "predicted", "completion", box=None, pad_edge=False)
+    table = Table("row", "score", "label", "predicted", "completion", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
     for suspect in states.suspects:
         completion = " ".join(suspect.completion.split())

@@ -131,7 +131,7 @@ class ImportStore:
         check_path(out)
         if out.suffix not in (".jsonl", ".ndjson"):
             raise UserError(
-                "the output format is JSON Lines",
+                "the output is JSON Lines, so the file name must end in .jsonl or .ndjson",
                 code="output-not-jsonl",
                 where=str(out),
                 fix="use a file name that ends in .jsonl",
@@ -247,7 +247,7 @@ class ImportStore:
                 f"this file is damaged ({error})",
                 code="output-state-damaged",
                 where=str(self.about_path),
-                fix=f"restore it, or {ELSEWHERE}",
+                fix=f"restore it from a backup, or {ELSEWHERE} and import all exports again",
             ) from error
         return about
 

@@ -246,7 +246,7 @@ class DecisionLog:
                     "another review is writing this file",
                     code="output-locked",
                     where=str(path),
-                    fix=f"use the page of that review, or {ELSEWHERE}",
+                    fix=f"use the browser page of that review, stop it, or {ELSEWHERE}",
                 ) from None
             self._read()
             failing.pop_all()
@@ -291,7 +291,7 @@ class DecisionLog:
             f"the file cannot be written ({error.strerror})",
             code="file-not-writable",
             where=str(self.path),
-            fix=f"free disk space, then decide again; or {ELSEWHERE}",
+            fix=f"free disk space, then repeat the decision; or {ELSEWHERE}",
         )
 
 
@@ -399,7 +399,7 @@ class LabelReview:
                 "the file was changed since the review wrote it",
                 code="output-edited",
                 where=str(self.out),
-                fix=f"move it to another folder to write it again; or {ELSEWHERE}",
+                fix=f"move the edited file to another folder and rerun the command; or {ELSEWHERE}",
             )
 
     # Rows
@@ -441,11 +441,14 @@ class LabelReview:
             raise KeyError(index)
         is_scored = self._rated[index].kind == "scores"
         if choice == ("flip" if is_scored else "score") or (choice == "score") is (score is None):
+            scored = "without a score" if score is None else "with a score"
             raise UserError(
-                f"{choice} is not possible for rows with {self._rated[index].kind}",
+                f"{choice} {scored} is not possible for rows with {self._rated[index].kind}",
                 code="choice-invalid",
                 where="choice",
-                fix="set a new score" if is_scored else "keep, flip or drop the row",
+                fix="keep or drop the row, or set a new score"
+                if is_scored
+                else "keep, flip or drop the row, without a score",
             )
         with self._lock:
             if self._states[index].version != version:

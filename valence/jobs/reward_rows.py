@@ -139,7 +139,7 @@ def list_rewards(
             "the recipe has no reward" if target is not None else "the reward is missing",
             code="reward-missing",
             where="score",
-            fix="add --reward NAME, or use a recipe with a reward",
+            fix="add --reward NAME (`valence rewards` lists names), or use a recipe with a reward",
         )
     return specs
 
@@ -278,7 +278,7 @@ class RewardTransform:
                 f"{scores[0].error}",
                 code="reward-failures",
                 where=str(row.origin),
-                fix="fix the reward, then rerun the same command to resume",
+                fix="fix the reward or start its server, then rerun the same command to resume",
             )
         remaining = iter(scores)
         return [

@@ -35,7 +35,7 @@ from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.version import __version__
 
-START_OVER = "choose another file, or start over with --fresh, which renames this file"
+START_OVER = "choose another --out file, or start over with --fresh, which renames the old file"
 ABOUT = "about"
 """Key of the facts file: information for readers, which may differ between calls."""
 EARLIER = "earlier"
@@ -307,7 +307,7 @@ class OutputFile:
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(
-                f"the file cannot be read ({error})",
+                f"the file with the settings of {self.path} cannot be read ({error})",
                 code="file-not-readable",
                 where=str(self.facts_path),
                 fix=START_OVER,
@@ -534,7 +534,7 @@ def check_output(path: Path, *, is_new: bool = False) -> None:
     check_path(path)
     if path.suffix not in (".jsonl", ".ndjson"):
         raise UserError(
-            "the output format is JSON Lines",
+            "the output is JSON Lines, so the file name must end in .jsonl or .ndjson",
             code="output-not-jsonl",
             where=str(path),
             fix="use a file name that ends in .jsonl",
@@ -582,7 +582,7 @@ def check_line(value: Mapping[str, Any], origin: object) -> None:
             f"the row cannot be written as JSON ({error})",
             code="row-not-json",
             where=str(origin),
-            fix="correct the row",
+            fix="replace NaN and infinite numbers in the row, for example by null",
         ) from None
 
 

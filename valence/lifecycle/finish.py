@@ -219,8 +219,8 @@ def _read_samples(trainer: Trainer, path: Path) -> list[dict[str, str]]:
         return [{name: row[name] for name in ("prompt", "before")} for row in rows]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         trainer.messages.warn(
-            f"{path}: the answers from before training cannot be read ({error}), so the report "
-            f"compares none"
+            f"{path}: the answers from before training cannot be read ({error}); the report does "
+            f"not compare them with the answers after training"
         )
         return []
 

@@ -237,8 +237,8 @@ class _ModelLoader:
             except CannotStreamError as reason:
                 if self.data.rank == self.layers.rank == 0:
                     warnings.warn(
-                        f"each process loads all weights of {name} before they are split, because "
-                        f"{reason}",
+                        f"each process needs memory for all weights of {name}, because it cannot "
+                        f"load only its part: {reason}",
                         stacklevel=2,
                     )
         model = load_model(name, gguf_file=file, quantize=spec.quantize is not None, **options)
@@ -249,10 +249,10 @@ def _check_quantized(model: nn.Module, spec: Model) -> None:
     """Raise UserError unless the model is 4-bit quantized exactly if the recipe says so."""
     if is_quantized(model) and not spec.quantize:
         raise UserError(
-            "the model is 4-bit quantized",
+            "the model is already 4-bit quantized, but Valence must quantize it itself",
             code="model-quantized",
             where=f"model.name: {spec.name}",
-            fix="use the model it was quantized from, and set model.quantize: nf4",
+            fix="set model.name to the unquantized model, and model.quantize: nf4",
         )
     if spec.quantize and not is_quantized(model):
         raise UserError(

@@ -197,10 +197,10 @@ def load_scorer(
         other = recipe.reference.model
         if other is not None and isinstance(policy, Scorer):
             raise UserError(
-                "reward models have no reference",
+                "reward models do not use a reference model",
                 code="reference-unused",
                 where="reference.model",
-                fix="remove it",
+                fix="remove reference.model",
             )
         if reference is None and other is not None:
             reference = _reference(policy, other, recipe.model, tokenizer)
@@ -225,10 +225,10 @@ def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:
     dtype, attributes = DTYPES[spec.dtype], _attributes(spec)
     if is_reward_model and attributes is None:
         raise UserError(
-            "the head of an untrained reward model is random",
+            "the reward model has no trained head, so its scores mean nothing",
             code="reward-model-untrained",
             where="model.name",
-            fix="use a run folder, or its exported model",
+            fix="score with the run folder of a trained reward model, or with its exported model",
         )
     model = load_model(
         spec.name,

@@ -102,9 +102,12 @@ def build_run(
 ) -> Trainer:
     """Return a trainer that is ready to ``fit``.
 
-    Reads and audits the rows (the audit is printed), loads the models, claims the folder, and loads
-    the state of the run in it, if any. loads_finished: load the model of a finished run; otherwise
-    raises _FinishedError.
+    Reads the rows, prints their audit, loads the models, creates the run folder, and restores
+    the state of the run in it, if there is one.
+
+    rows: by name (``train``, ``eval``), in place of those of the recipe. The other arguments are
+    those of ``valence.train``. loads_finished: False is for internal use; a finished run is then
+    not loaded.
     """
     world = group or SingleProcess()
     in_memory_rows, overrides = as_overrides(rows or {}, overrides)
@@ -215,10 +218,10 @@ def _starting_weights(trainer: Trainer, folder: RunFolder) -> str | None:
     digest = model_digest(trainer.policy, adapter=True)
     if folder.is_resumed and digest != recorded:
         raise UserError(
-            "the model object has changed since this run began",
+            "the weights of this model object have changed since this run began",
             code="model-changed",
             where="model",
-            fix="pass it with its original weights, or start over with fresh=True",
+            fix="pass the model with its original weights, or start over with fresh=True",
         )
     return digest
 

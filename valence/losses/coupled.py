@@ -20,11 +20,11 @@ def aot(
     completions above those of the reference.
 
     -(1-e) log s(beta*D) - e log s(-beta*D), D = sort(logp_w - logp_l) - sort(ref_w - ref_l), e =
-    wrong; a pair has the loss of the rank of its policy difference. Melnyk et al. 2024,
-    arXiv 2406.05882, Sec. 3 (paired).
+    wrong. Melnyk et al. 2024, arXiv 2406.05882, Sec. 3 (paired). The k-th entry of D belongs to the
+    pair with the k-th smallest logp_w - logp_l.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of all pairs of the step (nats);
-    wrong[P]: probability.
+    wrong[P]: probability that the label is wrong.
 
     beta: strength of the regularization towards the reference.
     """
@@ -42,9 +42,9 @@ def aot_unpaired(
 
     -(1-e) log s(beta*D) - e log s(-beta*D), D = sort(r of thumbs up) - sort(r of thumbs down), r =
     logp - ref. The larger class is reduced to k, the size of the smaller one, at evenly spaced
-    quantiles. Each sequence of a rank has half of its loss, the others 0: divide the sum over [S]
-    by k. Melnyk et al. 2024, arXiv 2406.05882, Sec. 3
-    (unpaired).
+    quantiles. The loss of a sorted pair is divided equally between its two sequences; sequences
+    that were dropped have loss 0. Divide the sum over [S] by k. Melnyk et al. 2024,
+    arXiv 2406.05882, Sec. 3 (unpaired).
 
     logp, ref [S]: summed log-probabilities of all completions of the step (nats); label[S]: True is
     thumbs up.

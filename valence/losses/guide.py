@@ -27,10 +27,10 @@ class Guide:
 
 GUIDE: dict[str, Guide] = {
     "kto": Guide(
-        "The default for thumbs up and down, in any proportion. It tolerates wrong labels: a "
-        "completion that is far on the wrong side has almost no gradient. If one class is much "
-        "larger, set `class_weights: auto`. Each step also computes as many mismatched "
-        "completions, without gradient.",
+        "The default for thumbs up and down, in any proportion. It tolerates wrong labels: if the "
+        "reward of a completion strongly contradicts its label, the completion has almost no "
+        "gradient. If one class is much larger, set `class_weights: auto`. For each completion, a "
+        "step also computes one mismatched completion, without gradient.",
         "The loss starts at half the mean class weight (0.5). `rewards/margins` and "
         "`rewards/auc` rise. `kl` is often 0 at first, because `kl/raw` is below 0. If both "
         "`rewards/chosen` and `rewards/rejected` fall, the policy moves away from all completions "
@@ -38,15 +38,16 @@ GUIDE: dict[str, Guide] = {
     ),
     "apo_zero_unpaired": Guide(
         "Thumbs up and down, if the good completions are better than those of the model. Faster "
-        "than kto, because it needs no mismatched completions; the anchor stays at the reference.",
+        "than kto, because it needs no mismatched completions: the reference point is always 0.",
         "The loss starts at 0.5. `logratio/chosen` rises from 0 and `logratio/rejected` falls, "
-        "independently; progress slows when they are about 1/beta nats away.",
+        "independently; progress slows when they are about 1/beta nats away from 0.",
     ),
     "bco": Guide(
         "Thumbs up and down with reliable labels: the logistic loss has the largest gradient for "
-        "completions that are furthest on the wrong side, so wrong labels cost more than with "
-        "kto. Good and bad completions should belong to prompts of the same kind, because the "
-        "density ratio of the paper, which corrects for a difference, is not implemented.",
+        "completions whose reward contradicts the label most, so wrong labels do more harm than "
+        "with kto. Good and bad completions should belong to prompts of the same kind, because "
+        "the density ratio of the paper, which corrects for different prompts, is not "
+        "implemented.",
         "The loss starts at log 2 = 0.693 and has no upper bound. The threshold delta follows the "
         "mean reward of both classes, so look at `rewards/margins` and not at the sign of a "
         "reward.",
@@ -60,7 +61,7 @@ GUIDE: dict[str, Guide] = {
         "forward twice.",
     ),
     "dpo": Guide(
-        "The default for pairs, and the best understood paired loss.",
+        "The default for pairs, and the best-understood loss for pairs.",
         "The loss starts at log 2 = 0.693 and `rewards/accuracies` at 0.5. Usually both "
         "`logps/chosen` and `logps/rejected` fall, the latter faster, because only their "
         "difference is trained. If the training accuracy is near 1 and the held-out accuracy does "
@@ -70,48 +71,49 @@ GUIDE: dict[str, Guide] = {
     "dpo_norm": Guide(
         "Pairs of completions with very different lengths, if dpo makes completions longer and "
         "longer.",
-        "The loss starts at log 2 = 0.693. Rewards are per token, so you cannot compare them, or "
-        "beta, with those of dpo.",
+        "The loss starts at log 2 = 0.693. Rewards are per token, so neither rewards nor beta are "
+        "comparable with those of dpo.",
     ),
     "robust_dpo": Guide(
-        "Pairs of which a known share is labelled the wrong way round: set `label_smoothing` to "
-        "that share. With 0 it equals dpo.",
+        "Pairs with a known share of flipped labels: set `label_smoothing` to that share. With 0, "
+        "robust_dpo equals dpo.",
         "The loss starts at log 2 = 0.693. It has no lower bound: with `label_smoothing` above 0 "
         "it becomes negative and keeps falling, so look at `rewards/accuracies` on held-out pairs.",
     ),
     "ipo": Guide(
-        "Few pairs, or labels that always agree. dpo would increase the difference without limit; "
-        "ipo has a finite target.",
+        "Few pairs, or labels without noise. There, dpo would increase the difference of the "
+        "log-ratios without limit; ipo has a finite target.",
         "The loss starts at 1/(2*tau)^2 = 25. The target is a difference of 5 nats per token, "
         "which is rarely reached, so the loss stays near 25 while `rewards/accuracies` rises. "
         "Gradients are large and most steps are clipped.",
     ),
     "hinge": Guide(
-        "Pairs, to stop training on those that are learned: a pair that is ahead by 1/beta nats "
-        "has no gradient.",
-        "The loss starts at 1 and can reach 0. Then `grad_norm` is 0 and more epochs change "
-        "nothing.",
+        "Pairs, to stop training on pairs that are already learned: a pair with a difference d of "
+        "at least 1/beta nats has no gradient.",
+        "The loss starts at 1 and can reach 0. At 0, `grad_norm` is 0 and more epochs have no "
+        "effect.",
     ),
     "slic": Guide(
-        "Pairs, if there is no memory for a reference. Works best on a model that was fine-tuned "
-        "on similar completions.",
+        "Pairs, if there is not enough memory for a reference. slic works best on a model that was "
+        "fine-tuned on similar completions.",
         "The likelihood term is a sum over the completion, so long completions make the loss "
-        "large. Once a pair is ahead by `margin`, only this term is left and `logps/chosen` "
-        "rises. `rewards/accuracies` starts at the preference of the model, not at 0.5.",
+        "large. Once the difference of a pair reaches `margin`, only the likelihood term is left "
+        "and `logps/chosen` rises. `rewards/accuracies` starts at the accuracy of the initial "
+        "model, not at 0.5.",
     ),
     "simpo": Guide(
-        "Pairs, if there is no memory for a reference and completions must not become longer. "
-        "Nothing ties the policy to its start, so use a small learning rate.",
-        "`rewards/accuracies` starts at the preference of the model, not at 0.5. `logps/chosen` "
-        "tends to fall together with `logps/rejected`; if it falls fast, set `nll_weight` or "
-        "lower the learning rate.",
+        "Pairs, if there is not enough memory for a reference and completions must not become "
+        "longer. Nothing keeps the policy near the initial model, so use a small learning rate.",
+        "`rewards/accuracies` starts at the accuracy of the initial model, not at 0.5. "
+        "`logps/chosen` tends to fall together with `logps/rejected`; if it falls fast, set "
+        "`nll_weight` or lower the learning rate.",
     ),
     "cpo": Guide(
-        "Pairs of good and nearly good completions, such as translations, if there is no memory "
-        "for a reference.",
+        "Pairs of good and nearly good completions, such as translations, if there is not enough "
+        "memory for a reference.",
         "With `nll_weight: 1`, the likelihood is a large part of the loss, so `logps/chosen` "
-        "rises. `rewards/accuracies` starts at the preference of the model and favors short "
-        "completions.",
+        "rises. `rewards/accuracies` starts at the accuracy of the initial model, and shorter "
+        "completions tend to have the larger reward.",
     ),
     "orpo": Guide(
         "Pairs and a model that was not fine-tuned: supervised fine-tuning and preference "
@@ -120,25 +122,26 @@ GUIDE: dict[str, Guide] = {
         "looks like that of sft: `logps/chosen` rises and the odds change slowly.",
     ),
     "apo_zero": Guide(
-        "Pairs whose chosen completions are better than those of the model, if dpo makes them "
-        "less likely.",
+        "Pairs with chosen completions that are better than the model's own, if dpo makes the "
+        "chosen completions less likely.",
         "The loss starts at 1. `logratio/chosen` rises from 0 and `logratio/rejected` falls.",
     ),
     "apo_down": Guide(
-        "Pairs whose chosen completions are worse than those of the model, for example those of "
-        "an older or smaller model.",
-        "The loss starts at 1. `logratio/chosen` first stays and then falls, as intended; "
+        "Pairs with chosen completions that are worse than the model's own, for example "
+        "completions of an older or smaller model.",
+        "The loss starts at 1. `logratio/chosen` first stays near 0 and then falls, as intended; "
         "`rewards/margins` rises.",
     ),
     "exo": Guide(
-        "Pairs, if the policy should concentrate on what the labels favor instead of covering all "
-        "of it. `label_smoothing` is part of the method and must be above 0.",
+        "Pairs, if the policy should concentrate on some of the completions that the labels favor "
+        "instead of covering all of them. `label_smoothing` is part of the method and must be "
+        "above 0.",
         "The loss starts at 2.76. Its minimum is at a difference d = log((1-e)/e)/beta = 69 nats; "
-        "pairs beyond it are pulled back.",
+        "the loss reduces larger differences again.",
     ),
     "nca": Guide(
-        "Pairs whose chosen completions must stay likely, as in mathematics or code, where dpo "
-        "makes them less likely.",
+        "Pairs with chosen completions that must stay likely, for example in mathematics or code, "
+        "where dpo makes them less likely.",
         "The loss starts at 2 log 2 = 1.386. `logratio/chosen` rises to about log(2)/beta = 7 "
         "nats and stays there; `logratio/rejected` keeps falling.",
     ),
@@ -148,22 +151,23 @@ GUIDE: dict[str, Guide] = {
         "sides, so look at `rewards/margins`.",
     ),
     "sppo": Guide(
-        "Pairs that the policy sampled in the previous round, in training with several rounds.",
+        "Training in several rounds, with pairs that the policy sampled in the previous round.",
         "The loss starts at 2/(2*beta)^2 = 50, and falls as `logratio/chosen` approaches +5 nats "
         "and `logratio/rejected` -5. Gradients are about 200 times those of dpo, so every step is "
         "clipped.",
     ),
     "dpop": Guide(
-        "Pairs that differ in a few tokens, for which dpo lowers both sides: the chosen completion "
-        "may not become less likely than under the reference.",
-        "The loss starts at log 2 = 0.693 and jumps if chosen completions lose likelihood (by 5 "
-        "per nat); `logratio/chosen` stays at 0 or above.",
+        "Pairs that differ in a few tokens. dpo makes both completions of such pairs less likely; "
+        "dpop penalizes a chosen completion that is less likely than under the reference.",
+        "The loss starts at log 2 = 0.693. It jumps if chosen completions become less likely, by 5 "
+        "per nat; `logratio/chosen` stays at 0 or above.",
     ),
     "discopop": Guide(
         "Pairs, as an experiment: the loss was found by search, has no derivation and is not "
         "convex.",
         "The loss starts at 0.847. The first steps can lower `rewards/accuracies` below 0.5, "
-        "because the slope at d = 0 has the opposite sign; further from 0 it is that of dpo.",
+        "because the slope at d = 0 has the opposite sign. Further from 0, the slope has the sign "
+        "of dpo's.",
     ),
     "aot": Guide(
         "Pairs, to increase the differences over the whole distribution rather than pair by pair. "
@@ -172,17 +176,19 @@ GUIDE: dict[str, Guide] = {
         "forward twice.",
     ),
     "sft": Guide(
-        "Completions to imitate. The usual first step for a model that does not answer in the "
-        "right form.",
-        "The loss is minus `logps/token`, the mean over trained tokens. If the held-out loss rises "
-        "while the training loss falls, the model overfits, which takes two or three epochs on "
-        "small data.",
+        "Completions to imitate. sft is the usual first training for a model that does not answer "
+        "in the right form.",
+        "The loss is the negative of `logps/token`, the mean over trained tokens. If the held-out "
+        "loss rises while the training loss falls, the model overfits. On small data, overfitting "
+        "starts after two or three epochs.",
     ),
     "dft": Guide(
-        "Completions to imitate, if sft makes the model forget: tokens that it finds unlikely have "
-        "little weight. For the same reason it learns few new things.",
-        "The loss is the mean of -p log p, at most 0.37. It can rise while the model learns, as p "
-        "passes 0.37 from below. Look at `logps/token`.",
+        "Completions to imitate, if sft makes the model forget what it could do before. Tokens "
+        "that the model finds unlikely get little weight, so the model forgets less, but also "
+        "learns fewer new things.",
+        "The loss is the mean of -p log p, at most 0.37. It can rise while the model learns, "
+        "because -p log p increases until the probability p reaches 0.37. Look at `logps/token` "
+        "instead.",
     ),
     "grpo": Guide(
         "The default for rewards: several scored completions per prompt, of which the better ones "
@@ -248,26 +254,28 @@ GUIDE: dict[str, Guide] = {
         "The loss starts near 0 and its value says little; read `logratio/token` and `clipped` as "
         "for grpo. `value/explained` should rise from 0; below 0 the value head does harm: change "
         "its learning rate first.",
-        "Proximal policy optimization: follow the advantage until the probability ratio leaves the "
-        "clipping interval.",
+        "Proximal policy optimization: maximize the advantage, weighted by the probability ratio, "
+        "until the ratio leaves the clipping interval.",
     ),
     "bradley_terry": Guide(
         "Pairs, to train a reward model. It learns only differences within a prompt, so scores of "
-        "different prompts need not be comparable; `center_coef: 0.01` keeps them around 0.",
+        "different prompts may not be comparable; `center_coef: 0.01` keeps all scores around 0.",
         "The loss starts near log 2 = 0.693 and `rewards/accuracies` near 0.5. People agree on "
-        "about three pairs in four, so be suspicious of a much higher held-out accuracy.",
+        "about three of four pairs, so be suspicious of a much higher held-out accuracy.",
     ),
     "pointwise": Guide(
         "Thumbs or scores without pairs, of one or several attributes, to train a reward model. "
-        "For targets outside 0 to 1, set `error` to squared, or to huber if some are far off.",
-        "With thumbs, the loss starts near log 2 = 0.693. `rewards/auc` measures the ranking, "
-        "`rewards/calibration_error` the probabilities; overfitting harms the latter first. With "
-        "scores, look at `rewards/spearman`.",
+        "For targets outside 0 to 1, set `error` to squared, or to huber if some of them are "
+        "outliers.",
+        "With thumbs, the loss starts near log 2 = 0.693. `rewards/auc` measures the ranking and "
+        "`rewards/calibration_error` the probabilities. Overfitting harms the probabilities first. "
+        "With scores, look at `rewards/spearman`.",
     ),
     "ordinal": Guide(
-        "Stars or other ordered levels whose distances may differ, to train a reward model.",
-        "The loss starts near log(levels) = 1.61, because all levels are equally likely. "
-        "`rewards/spearman` rises, and `rewards/error`, in levels, falls.",
+        "Stars or other ordered levels, to train a reward model. The distances between levels may "
+        "differ.",
+        "The loss starts near log(levels), which is 1.61 for 5 levels, because all levels are "
+        "equally likely. `rewards/spearman` rises, and `rewards/error`, measured in levels, falls.",
     ),
 }
 """By the name of a loss."""

@@ -16,8 +16,8 @@ def sft(logp_t: Tensor) -> Tensor:
 
 
 def dft(logp_t: Tensor) -> Tensor:
-    """Dynamic fine-tuning: likelihood weighted by the probability, so that unlikely tokens do not
-    dominate the step.
+    """Dynamic fine-tuning: the negative log-likelihood of each token, weighted by the token's
+    probability, so that unlikely tokens do not dominate the step.
 
     -sg(p_t)*logp_t, p_t = exp(logp_t), sg = no gradient; averaged over all trained tokens of the
     optimizer step. Wu et al. 2025, arXiv 2508.05629.

@@ -41,7 +41,7 @@ def log_ratio(sums: Sums, settings: Settings) -> Tensor:
 
 
 def log_ratio_tau(sums: Sums, settings: Settings) -> Tensor:
-    """tau * (logp - ref) / n, or tau * (logp - ref) with normalize: false."""
+    """tau * (logp - ref) / n, or tau * (logp - ref) if normalize is false."""
     ratio = settings["tau"] * (sums["logp"] - sums["ref"])
     return ratio / sums["n"] if settings["normalize"] else ratio
 

@@ -36,8 +36,8 @@ def ppo_clip(
     eps_low: Annotated[float, Ge(0), Le(1)] = 0.2, eps_high: Annotated[float, Ge(0)] = 0.2,
     dual_clip: Annotated[float, Gt(1)] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Proximal policy optimization: follow the advantage until the probability ratio leaves the
-    clipping interval.
+    """Proximal policy optimization: maximize the advantage, weighted by the probability ratio,
+    until the ratio leaves the clipping interval.
 
     -min(rho*A, clip(rho, 1-eps_low, 1+eps_high)*A), rho = exp(logp_t - old_t). Schulman et al.
     2017, arXiv 1707.06347, Eq. 7. With dual_clip = c, where A < 0, -max(min(...), c*A): Ye et al.
@@ -98,7 +98,7 @@ def cispo(
 
 
 def rloo(logp: Tensor, old: Tensor, adv: Tensor) -> Tensor:
-    """REINFORCE leave-one-out: follow the advantage of whole completions, weighted by their
+    """REINFORCE leave-one-out: maximize the advantage of whole completions, weighted by their
     probability ratio.
 
     -rho*A, rho = exp(logp - old). Ahmadian et al. 2024, arXiv 2402.14740, whose -A*logp is its

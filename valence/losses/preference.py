@@ -50,7 +50,7 @@ def dpo(
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of chosen and rejected (nats);
     margin[P]: required advantage of the chosen one (units of beta*d; 0 if the data has none);
-    wrong[P]: probability.
+    wrong[P]: probability that the label is wrong.
 
     beta: strength of the regularization towards the reference.
     """
@@ -76,11 +76,10 @@ def dpo_norm(
     2024, arXiv 2411.15124.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens;
-    margin[P]: units of x;
-    wrong[P]: probability.
+    margin[P]: units of x; wrong[P]: probability that the label is wrong.
 
-    beta: strength of the regularization towards the reference, per nat and token, so larger than
-        for dpo.
+    beta: strength of the regularization towards the reference; multiplies nats per token, so it
+        must be larger than for dpo.
     """
     return logistic(
         beta * _gap(logp_w / n_w, logp_l / n_l, ref_w / n_w, ref_l / n_l), wrong, margin
@@ -90,14 +89,14 @@ def dpo_norm(
 def robust_dpo(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """DPO without bias from flipped labels: its expectation under the noise is the DPO loss of the
-    true labels.
+    """DPO without bias from flipped labels: the expected loss over random label flips is the DPO
+    loss of the true labels.
 
     (-(1-e) log s(beta*d) + e log s(-beta*d)) / (1-2e), e = wrong. Chowdhury et al. 2024, arXiv
     2403.00409, Sec. 3.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability, not
-    1/2, where the loss has a pole.
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability that
+    the label is wrong; must not be 1/2, where the loss divides by 0.
 
     beta: strength of the regularization towards the reference.
     """
@@ -141,10 +140,10 @@ def hinge(
     *,
     beta: Beta = 0.1,
 ) -> Tensor:
-    """Hinge loss on the difference of log-ratios: pairs that are far enough apart have no gradient.
+    """Hinge loss on the difference of log-ratios: a pair with a large enough difference has no
+    gradient.
 
-    max(0, 1 - (beta*d - margin)). Liu et al. 2023, arXiv 2309.06657 (hinge-norm), where margin is
-    0.
+    max(0, 1 - (beta*d - margin)). Liu et al. 2023, arXiv 2309.06657 (hinge-norm), with margin 0.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); margin[P]: units of beta*d.
 
@@ -156,8 +155,8 @@ def hinge(
 def slic(
     logp_w: Tensor, logp_l: Tensor, *, margin: Weight = 1.0, nll_weight: Weight = 0.1
 ) -> Tensor:
-    """Sequence likelihood calibration: make the chosen completion more likely by a margin, and keep
-    it likely.
+    """Sequence likelihood calibration: make the chosen completion more likely than the rejected one
+    by a margin, and keep its likelihood high.
 
     max(0, margin - logp_w + logp_l) - nll_weight*logp_w. Zhao et al. 2023, arXiv 2305.10425, with
     the chosen completion as the target of the regularizer. No reference model.
@@ -185,24 +184,24 @@ def simpo(
     gamma.
 
     -(1-e) log s(x - margin) - e log s(-x), x = beta*(logp_w/n_w - logp_l/n_l) - gamma, gamma =
-    gamma_beta_ratio*beta, e = wrong. Meng et al. 2024, arXiv 2405.14734, Eq. 6, where margin and e
-    are 0. No reference model.
+    gamma_beta_ratio*beta, e = wrong. Meng et al. 2024, arXiv 2405.14734, Eq. 6, with margin and e
+    0. No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens; margin[P]: units of
-    x; wrong[P]: probability.
+    x; wrong[P]: probability that the label is wrong.
 
-    beta: scale of the reward, per nat and token.
+    beta: scale of the reward; multiplies nats per token.
     gamma_beta_ratio: target difference of the mean log-probabilities (nats per token).
     """
     return logistic(beta * (logp_w / n_w - logp_l / n_l - gamma_beta_ratio), wrong, margin)
 
 
 def cpo(logp_w: Tensor, logp_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Contrastive preference optimization: DPO with a uniform reference, to be combined with the
-    likelihood of the chosen completion.
+    """Contrastive preference optimization: DPO with a uniform reference, combined with the
+    negative log-likelihood of the chosen completion (`nll_weight`).
 
-    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417, whose objective adds the mean
-    negative log-likelihood of the chosen completions. No reference model.
+    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417. The objective of the paper
+    adds the mean negative log-likelihood of the chosen completions. No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
@@ -269,14 +268,15 @@ def apo_down(
 def exo(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Efficient exact optimization: the reverse KL from the preference of the policy to the
-    smoothed label.
+    """Efficient exact optimization: minimize the reverse KL divergence between the preference
+    probability of the policy and the smoothed label.
 
     q (log q - log(1-e)) + (1-q) (log(1-q) - log e), q = s(beta*d), e = wrong. Ji et al. 2024, arXiv
     2402.00856, Eq. 16.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability,
-    clamped to [1e-6, 1 - 1e-6], since the divergence from a certain label is infinite.
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability
+    that the label is wrong, clamped to [1e-6, 1 - 1e-6], because the divergence is infinite at 0
+    and 1.
 
     beta: strength of the regularization towards the reference.
     """
@@ -288,8 +288,8 @@ def exo(
 def nca(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Noise-contrastive alignment: separate the chosen completion from samples of the reference, so
-    that it does not become less likely.
+    """Noise-contrastive alignment: classify the chosen completion against samples of the reference,
+    so that the chosen completion does not become less likely.
 
     -log s(beta*r_w) - 0.5 log s(-beta*r_w) - 0.5 log s(-beta*r_l). Chen et al. 2024, arXiv
     2402.05369, Sec. 4, for pairs.
@@ -312,7 +312,7 @@ def bco_pair(
     density ratio of the prompts is 1, because both sides of a pair have the same prompt.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); delta[]: running mean of the
-    implicit rewards of both kinds (units of beta*r), no gradient.
+    implicit rewards of chosen and rejected completions (units of beta*r), no gradient.
 
     beta: scale of the implicit reward.
     """
@@ -354,7 +354,8 @@ def dpop(
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
     beta: strength of the regularization towards the reference.
-    penalty: weight of each nat that the chosen completion loses.
+    penalty: weight of each nat by which the chosen completion is less likely than under the
+        reference.
     """
     return -logsigmoid(
         beta * (_gap(logp_w, logp_l, ref_w, ref_l) - penalty * torch.relu(ref_w - logp_w))
@@ -370,10 +371,11 @@ def discopop(
     beta: Beta = 0.1,
     tau: Annotated[float, Gt(0), Le(1)] = 0.05,
 ) -> Tensor:
-    """Log-ratio modulated loss, found by search: logistic for d < 0, exponential for d > 0.
+    """Log-ratio modulated loss, found by an automated search: logistic for d < 0, exponential for
+    d > 0.
 
     (1-m)*(-log s(x)) + m*exp(-x), x = beta*d, m = s(x/tau). Lu et al. 2024, arXiv 2406.08414, Eq.
-    5. It is not convex: at d = 0 a small step lowers the chosen completion.
+    5. The loss is not convex: at d = 0, a small step makes the chosen completion less likely.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 

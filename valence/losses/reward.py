@@ -21,17 +21,17 @@ from valence.types import Ranked
 def bradley_terry(
     score_w: Tensor, score_l: Tensor, margin: Tensor, *, center_coef: Annotated[float, Ge(0)] = 0.0
 ) -> Tensor:
-    """The reward model of pairs: the chosen completion wins with probability s(score_w - score_l).
+    """Reward model for pairs: the chosen completion wins with probability s(score_w - score_l).
 
     -log s(score_w - score_l - margin) + center_coef*(score_w + score_l)^2. Bradley and Terry 1952;
-    Ouyang et al. 2022, arXiv 2203.02155, Eq. 1; the margin of Touvron et al. 2023, arXiv
-    2307.09288, Eq. 2; the centering of Eisenstein et al. 2023, arXiv 2312.09244.
+    Ouyang et al. 2022, arXiv 2203.02155, Eq. 1; margin: Touvron et al. 2023, arXiv 2307.09288,
+    Eq. 2; centering: Eisenstein et al. 2023, arXiv 2312.09244.
 
-    score_w, score_l [P]: scores of chosen and rejected; margin[P]: by how much the chosen one
-    should win.
+    score_w, score_l [P]: scores of the chosen and the rejected completion; margin[P]: required
+    difference of the two scores.
 
-    center_coef: pulls the scores of a pair towards a mean of 0, which the pairs themselves leave
-        open; 0.01 is usual.
+    center_coef: pulls the mean score of each pair towards 0. Pairs determine only the difference of
+        their scores, so without it the mean is arbitrary. 0.01 is usual.
     """
     return center_coef * (score_w + score_l).square() - logsigmoid(score_w - score_l - margin)
 
@@ -45,21 +45,22 @@ def pointwise(
     huber_delta: Annotated[float, Gt(0)] = 1.0,
     verdict: Literal["auto", "label", "score", "attributes"] = "auto",
 ) -> Tensor:
-    """Reward model of single completions: thumbs, or scores of one or several attributes.
+    """Reward model for single completions: thumbs, or scores of one or several attributes.
 
-    cross_entropy: -t log s(score) - (1-t) log s(-score), with the target t in 0..1; squared: e^2, e
-    = score - target;
-    huber: e^2/2 up to |e| = huber_delta, from there on huber_delta*(|e| - huber_delta/2).
-    Huber 1964 for the last; several attributes at once as in Wang et al. 2024, arXiv 2406.12845.
+    cross_entropy: -t log s(score) - (1-t) log s(-score), with the target t in 0..1;
+    squared: e^2, with e = score - target;
+    huber: e^2/2 up to |e| = huber_delta, above it huber_delta*(|e| - huber_delta/2).
+    Huber 1964 (huber); Wang et al. 2024, arXiv 2406.12845 (several attributes at once).
 
-    score[S, A]: of each sequence and attribute; target[S, A]: the label or score of the row;
-    target_mask[S, A]: where the row has one.
+    score[S, A]: score of each sequence and attribute; target[S, A]: label or score in the row;
+    target_mask[S, A]: whether the row has one.
 
     error: cross_entropy for thumbs (1 up, 0 down) or probabilities; squared for other scores, or
-        huber if some are far off.
-    huber_delta: the error (units of the score) above which huber grows linearly.
-    verdict: which label or score of a row to learn. auto: the first that all training rows have, in
-        the order label, score, attributes for cross_entropy, else score, attributes, label.
+        huber if some of them are outliers.
+    huber_delta: the error, in units of the score, above which the huber loss is linear.
+    verdict: the field of a row that is the target. auto: the first field that all training rows
+        have. The order is label, score, attributes for cross_entropy, and score, attributes, label
+        for squared and huber.
     """
     del verdict  # the targets were chosen by it before
     match error:
@@ -84,15 +85,15 @@ def ordinal(
     *,
     levels: Annotated[int, Ge(2)] = 5,
 ) -> Tensor:
-    """Reward model of ordered levels, such as stars; the distances between levels are learned.
+    """Reward model for ordered levels, such as stars; the distances between levels are learned.
 
-    -log P(y = target), P(y <= k) = s(theta_k - score), with the target in 1..levels.
-    The proportional odds of McCullagh 1980, J. R. Stat. Soc. B 42(2).
+    -log P(y = target), with P(y <= k) = s(theta_k - score) and the target in 1..levels.
+    McCullagh 1980, J. R. Stat. Soc. B 42(2) (proportional odds model).
 
     score[S, A], target[S, A], target_mask[S, A]: as for pointwise; thresholds[levels - 1]: theta,
-    ascending, parameters of the model.
+    in ascending order, learned with the model.
 
-    levels: number of levels; targets are 1 to this number.
+    levels: number of levels. Targets are whole numbers from 1 to this number.
     """
     assert len(thresholds) == levels - 1
     infinity = thresholds.new_full((1,), torch.inf)

@@ -23,7 +23,7 @@ def kto(
     up, and lower it below z0 for thumbs down.
 
     desirable: w_D * (1 - s(beta*(r - z0))); undesirable: w_U * (1 - s(beta*(z0 - r))).
-    Ethayarajh et al. 2024, arXiv 2402.01306, Eq. 7-8, with the constant w subtracted out.
+    Ethayarajh et al. 2024, arXiv 2402.01306, Eq. 7-8, with the weight w factored out.
 
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
     z0[S]: the reference point (nats), no gradient.
@@ -63,7 +63,7 @@ def bco(logp: Tensor, ref: Tensor, label: Tensor, delta: Tensor, *, beta: Beta =
     it, prompts of thumbs up and of thumbs down should come from the same distribution.
 
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
-    delta[]: running mean of the implicit rewards of both kinds (units of beta*r), no gradient.
+    delta[]: running mean of the implicit rewards of both classes (units of beta*r), no gradient.
 
     beta: scale of the implicit reward.
     """

@@ -62,7 +62,8 @@ def disable_adapter_dropout(model: nn.Module, adapter: str) -> None:
         cast(Any, module).p = 0.0
     if dropouts:
         warnings.warn(
-            f"the adapter {adapter!r} was trained with dropout, and continues without", stacklevel=3
+            f"the adapter {adapter!r} was trained with dropout; this run trains it without dropout",
+            stacklevel=3,
         )
 
 
@@ -253,10 +254,10 @@ def _add_adapter(model: nn.Module, config: Any, *, low_cpu_mem_usage: bool = Fal
     except (ValueError, TypeError, NotImplementedError) as error:
         if "target" not in str(error).lower():
             raise UserError(
-                str(error),
+                f"PEFT cannot create the adapter: {error}",
                 code="lora-unsupported",
                 where="model.lora",
-                fix="change the setting that PEFT names",
+                fix="change or remove the setting of model.lora that the message names",
             ) from error
         raise UserError(
             str(error),
@@ -296,10 +297,11 @@ def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
     """Raise UserError when only one of adapter and model has a head for scores."""
     if saved.task_type == "SEQ_CLS" != _task(model):
         raise UserError(
-            f"the adapter {adapter!r} is of a reward model, and the model has no head for scores",
+            f"the adapter {adapter!r} belongs to a reward model, but this model has no score head",
             code="adapter-kind",
             where="model.adapter",
-            fix="use the merged model, such as the folder model/ of the run that trained it",
+            fix="remove model.adapter, and set model.name to the merged reward model, such as the "
+            "folder model/ of the run that trained the adapter",
         )
     if _task(model) == "SEQ_CLS" != saved.task_type:
         raise UserError(

@@ -143,8 +143,10 @@ def load_model(
     absent = sorted(key for key in report["missing_keys"] if key != "score.weight")
     if not is_reward_model(model):
         why, code = f"{type(model).__name__} has no linear head `score`", "reward-head-unsupported"
+        fix = "use a causal language model, or a reward model with a linear head `score`"
     elif absent:
         why, code = f"the folder lacks weights, such as {absent[0]}", "model-incomplete"
+        fix = "download or save the complete model again, or use another model"
     else:
         if "score.weight" in report["missing_keys"]:
             nn.init.zeros_(model.score.weight)
@@ -153,7 +155,7 @@ def load_model(
         why,
         code=code,
         where=f"model.name: {name}",
-        fix="use a causal language model, or a reward model",
+        fix=fix,
     )
 
 
@@ -281,11 +283,11 @@ def check_positions(
     limit, learned = position_limit(model) or (length, False)
     if length <= limit or not (learned or warn):
         return
-    what = f"{subject} {length} tokens, but the model was trained for {limit}"
+    what = f"{subject} {length} tokens, but the model was trained on at most {limit}"
     fix = fix.format(limit=limit)
     if learned:
         raise UserError(what, code=code, where=where, fix=fix)
-    warnings.warn(f"{where}: {what}; to avoid it, {fix}", stacklevel=3)
+    warnings.warn(f"{where}: {what}, so its output may be poor; to fix it, {fix}", stacklevel=3)
 
 
 def build_policy(

@@ -40,7 +40,10 @@ def must_exist(name: str, setting: str) -> None:
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(
-            f"there is no folder {name!r}", code="model-not-found", where=setting, fix=NAME_ANOTHER
+            f"the folder {name!r} does not exist",
+            code="model-not-found",
+            where=setting,
+            fix=NAME_ANOTHER,
         )
     cached = is_cached(name, setting)
     offline = constants.HF_HUB_OFFLINE

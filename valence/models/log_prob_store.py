@@ -181,12 +181,12 @@ class LogProbStore:
         for name, value in self.identity.items():
             if found.get(name) != value:
                 raise UserError(
-                    f"the {name} of this file is {found.get(name)}, and that of its folder is "
+                    f"this file has the {name} {found.get(name)}, but the folder is for the {name} "
                     f"{value}",
                     code="reference-cache-foreign",
                     where=str(path),
-                    fix="move it, and the .values file of the same name, to where they came "
-                    "from, or delete both",
+                    fix="move this file and the .values file of the same name back to their "
+                    "original folder, or delete both",
                 )
         return StoreFile(path.with_suffix(""), found)
 
@@ -232,7 +232,9 @@ class LogProbStore:
                     self._write_out()
         except OSError as error:
             warnings.warn(
-                f"{self.folder}: the cache cannot be written ({error}); it is only kept in memory",
+                f"{self.folder}: the cache cannot be written ({error}); new values are kept "
+                "only in memory until it can be. To fix it: free disk space, or set "
+                "reference.cache to another folder",
                 stacklevel=3,
             )
 

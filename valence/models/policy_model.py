@@ -33,12 +33,14 @@ ROUND = 16  # tokens
 
 
 class PolicyModel(nn.Module):
-    """A causal language model that answers with log-probabilities of given tokens.
+    """A causal language model that returns the log-probabilities of given tokens.
 
-    The layout is a forest (sequences end to end, what they share once, each seeing its own path
-    alone) where a start-up check finds it equal to the model's own forward, else one sequence at a
-    time, which is slower and always exact. ``compute``: the type of the products when it differs
-    from that of the weights that train (bfloat16 over float32 masters).
+    Sequences are packed into a prefix tree: a shared prefix is stored once, and each sequence only
+    attends to its own path in the tree. If a check at the start finds that packing changes the
+    model's output, the model runs one sequence at a time, which is slower and always exact.
+
+    compute: dtype of matrix products, if it differs from that of the trained weights (bfloat16 with
+    float32 master weights).
     """
 
     compiled = False  # whether the layers are
@@ -89,7 +91,7 @@ class PolicyModel(nn.Module):
         return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
     def lay_out(self, *, packed: bool) -> None:
-        """From now on packed, or one sequence at a time with the model's own attention."""
+        """Run packed sequences, or one sequence at a time with the model's own attention."""
         self.packs = packed
         # For good, not around each forward: a checkpointed layer runs again in the backward pass.
         self.causal.set_attn_implementation(NAME if packed else self.stock_attention)
@@ -150,11 +152,11 @@ class PolicyModel(nn.Module):
         return action()
 
     def forward(self, batch: MicroBatch, want: Collection[str] = ()) -> PolicyOutput:
-        """Log-probability of each token that a loss reads, given the tokens before it.
+        """Compute the log-probability of each token that a loss reads, given the tokens before it.
 
-        Only sequences with requires_grad have a gradient. want: further outputs, of entropy,
-        sum_sq (without gradient), value and router_aux_loss: see PolicyOutput. Raises ValueError
-        for values of a model without a critic.
+        Only sequences with requires_grad have a gradient. want: names of further outputs, from
+        entropy, sum_sq (without gradient), value and router_aux_loss (see ``PolicyOutput``). Raises
+        ValueError if value is requested from a model without a critic.
         """
         if "value" in want and self.critic is None:
             raise ValueError("there is no critic: call valence.models.values.add_values first")

@@ -172,9 +172,9 @@ def _empty(
         model: Any = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()
     if scores and not is_reward_model(model):
-        raise CannotStreamError("the model has no linear head", code="head-missing")
+        raise CannotStreamError("the model has no linear head `score`", code="head-missing")
     if model._keep_in_fp32_modules_strict and dtype == torch.bfloat16:
-        raise CannotStreamError("some have a fixed dtype", code="weights-mixed-types")
+        raise CannotStreamError("some must stay in float32", code="weights-mixed-types")
     if model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(name)

@@ -282,7 +282,7 @@ class Collector:
                 "out of memory while sampling",
                 code="out-of-memory",
                 where=f"rollout.at_once: {self._rollout.at_once}",
-                fix="lower it, or rollout.max_new_tokens",
+                fix="lower rollout.at_once or rollout.max_new_tokens",
             ) from error
 
     @contextmanager

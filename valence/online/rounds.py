@@ -107,8 +107,8 @@ class Rounds:
             state.window.meter.add(means)
         if tally.failures:
             self._messages.warn(
-                f"round {self.num_rounds}: {len(tally.failures)} completions have no score; the "
-                f"first error: {tally.failures[0]}"
+                f"round {self.num_rounds}: the reward failed for {len(tally.failures)} "
+                f"completions; the first error: {tally.failures[0]}"
             )
 
     def next_step(self) -> StepExamples:

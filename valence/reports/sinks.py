@@ -45,13 +45,17 @@ COLUMNS = (
 class Sink(Protocol):
     """Something that stores the records of a run.
 
-    Two methods are enough. These are called if a sink has them:
+    A sink needs only the methods ``log`` and ``close``. These optional methods are called if a
+    sink has them:
 
-    ``start(config, folder, resumed)`` once, before the first record: every setting by its dotted
-    name, the run's folder (None without one), and whether the run is resumed; the records so far
-    are then in the folder's metrics.jsonl. ``table(name, step, rows)`` with each evaluation, before
-    its record: at most 20 rows, as mappings with the same keys. ``end(status)`` before ``close``:
-    done, interrupted or failed.
+    ``start(config, folder, resumed)`` is called once, before the first record. ``config`` maps the
+    dotted name of every setting to its value; ``folder`` is the run's folder (None without one);
+    ``resumed`` is true for a resumed run, whose earlier records are in the folder's metrics.jsonl.
+
+    ``table(name, step, rows)`` is called at each evaluation, before its record. ``rows`` are at
+    most 20 mappings with the same keys.
+
+    ``end(status)`` is called before ``close``. ``status`` is done, interrupted or failed.
     """
 
     def log(self, record: Record) -> None:
@@ -62,25 +66,26 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is left. Nothing is logged afterwards.
+        """Write all remaining records. ``log`` is not called afterwards.
 
-        Called on a separate thread, which is abandoned after ``CLOSING`` seconds; called once more
-        on the training thread if it raised an error. A sink with a number ``waiting`` of
-        records that it still has to pass on has more time while the number falls.
+        ``close`` runs on a separate thread, which is abandoned after ``CLOSING`` seconds. If it
+        raises an error, it is called once more on the training thread. A sink may have an
+        attribute ``waiting``, the number of records that it still has to send. It gets more time
+        as long as this number decreases.
         """
         ...
 
 
 class JsonlSink:
-    """One JSON object per line, written at once and appended to an existing file.
+    """Append each record to a file as one line of JSON, immediately.
 
     The file is strict JSON, so non-finite numbers are written as the strings ``"nan"``, ``"inf"``
     and ``"-inf"``, which Python's ``float`` reads.
 
-    Lines that cannot be written stay in memory and are tried again with the next record; ``warn``
-    is called once. The state is the file's length and a checksum of its content. Loading it cuts
-    off later lines, so that the log of a resumed run has no gap and no repetition, and warns if
-    an earlier line has changed.
+    If a line cannot be written, it stays in memory and is written with the next record; ``warn`` is
+    called once. ``state_dict`` contains the file's length and a checksum of its content.
+    ``load_state_dict`` removes later lines, so that the log of a resumed run has neither gaps nor
+    duplicates, and warns if an earlier line has changed.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None] = warnings.warn) -> None:
@@ -96,10 +101,10 @@ class JsonlSink:
             self._length, self._checksum = len(content), crc32(content)
         except OSError as error:
             raise UserError(
-                f"cannot write the log ({error.strerror})",
+                f"cannot open the log for writing ({error.strerror})",
                 code="file-not-writable",
                 where=str(path),
-                fix="choose another run.dir, or make this one writable",
+                fix="make the file and its folder writable, or choose another run.dir",
             ) from error
 
     def log(self, record: Record) -> None:

@@ -291,8 +291,9 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
         )
     if model is None:
         raise UserError(
-            "a reward model cannot be used here",
+            f"{target!r} is neither a function, nor a rule, nor an address, and this call does not "
+            "load reward models",
             code="reward-model-unsupported",
             where=place,
-            fix="use a function, a rule, or the address of a server",
+            fix="use a function, a rule, or the address of a server, or pass `model` to reward_of",
         )

@@ -219,7 +219,10 @@ class Function:
         copies = attempt(partial(isolate, completions))
         if isinstance(copies, Raised):
             reason = _truncate(f"{type(copies.error).__name__}: {copies.error}")
-            raise RewardError(f"a column of the rows cannot be copied ({reason})") from copies.error
+            raise RewardError(
+                f"a column of the rows cannot be copied ({reason}); use only text, numbers, lists "
+                "and dictionaries in the columns that the reward receives"
+            ) from copies.error
         completions, settings = copies, copy.deepcopy(dict(self.settings))
         if not self._is_trl:
             return partial(self.fn, completions, **settings)
@@ -290,7 +293,9 @@ def parse_scores(result: Any, number: int, place: str) -> list[Score]:
         )
     if not isinstance(result, list | tuple):
         kind = type(result).__name__
-        raise RewardError(f"returned a {kind} ({place}) instead of a list of numbers")
+        raise RewardError(
+            f"returned a {kind} ({place}) instead of a list with one number per completion"
+        )
     values = cast(Sequence[Any], result)
     if len(values) != number:
         raise RewardError(f"returned {len(values)} numbers for {number} completions ({place})")

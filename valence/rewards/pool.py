@@ -314,8 +314,8 @@ class WorkerPool:
         except TimeoutError:
             worker.kill()
             raise RewardError(
-                f"no result within {self.seconds:g} s; the worker process was killed "
-                f"({self.target})",
+                f"no result within the time limit of {self.seconds:g} s; the worker process was "
+                f"killed ({self.target})",
                 late=True,
             ) from None
         finally:

@@ -69,10 +69,10 @@ def contains(
     """1 if the answer contains these words (any texts), else 0."""
     if words is not None and not all(words):
         raise UserError(
-            "the list contains an empty text, which every answer contains",
+            "the list contains an empty string, which matches every answer",
             code="reward-setting-value",
             where="words",
-            fix="remove the empty text",
+            fix="remove the empty string",
         )
 
     def rule(completion: Completion) -> float:
@@ -309,7 +309,7 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
         ) from error
     except ImportError as error:
         raise UserError(
-            f"reward {name} needs a library: {error}",
+            f"reward {name} needs a library that is not installed: {error}",
             code="library-missing",
             where=where,
             fix=INSTALL,
@@ -375,7 +375,9 @@ def _expected(completion: Completion, column: str) -> list[str]:
     value = completion.info.get(column)
     if value is None:
         columns = ", ".join(completion.info) or "none"
-        raise UnscoredError(f"the row has no value in the column {column!r} (columns: {columns})")
+        raise UnscoredError(
+            f"the row has no value in the column {column!r} (columns of the row: {columns})"
+        )
     texts: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
     if not texts or not all(isinstance(text, str | int | float) for text in texts):
         raise UnscoredError(
@@ -411,10 +413,10 @@ def _validator(schema: dict[str, Any] | str | None) -> Callable[[Any], bool]:
         kind.check_schema(loaded)
     except jsonschema.SchemaError as error:
         raise UserError(
-            f"not a valid JSON schema: {error.message}",
+            f"the JSON schema is not valid at {error.json_path}: {error.message}",
             code="reward-setting-value",
             where="schema",
-            fix="correct the schema",
+            fix="correct this part of the schema",
         ) from error
     return kind(loaded).is_valid
 

@@ -501,7 +501,7 @@ def listening(
         )
         if not guarded and not is_local:
             raise UserError(
-                danger,
+                f"without a token, {danger}",
                 code="server-token-missing",
                 where=f"--host {host}",
                 fix=fix,

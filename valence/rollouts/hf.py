@@ -217,7 +217,8 @@ class HFGenerator:
                 f"{type(self.model).__name__} has no key-value cache, which sampling needs",
                 code="sampling-unsupported",
                 where="model.name",
-                fix="set run.samples.prompts: 0, and sample from the exported model",
+                fix="set run.samples.prompts: 0, and generate text from the exported model with "
+                "transformers",
             )
         return output.logits, extended
 

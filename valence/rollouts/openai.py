@@ -83,11 +83,12 @@ class OpenAIGenerator:
         models = self.client.retry(lambda: self.client.get("/v1/models"))["data"]
         names = [str(model["id"]) for model in models]
         if len(names) != 1:
+            listed = f" ({', '.join(names[:8])})" if names else ""
             raise UserError(
-                f"the server has {len(names)} models: {', '.join(names[:8])}",
+                f"the server must have exactly one model, but has {len(names)}{listed}",
                 code="rollout-model-ambiguous",
                 where=self.client.url,
-                fix="set rollout.url to a server with a single model",
+                fix="set rollout.url to a server with one model",
             )
         return names[0]
 

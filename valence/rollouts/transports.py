@@ -114,8 +114,9 @@ class FullWeightTransfer:
                 f"the server did not accept the new weights: {error.message}",
                 code="rollout-weights-refused",
                 where=error.where,
-                fix=f'start it with --weight-transfer-config \'{{"backend": "{self.backend}"}}\' '
-                f"and Valence's plugin (docs/vllm.md), and read its log",
+                fix=f"install Valence's plugin for vLLM (docs/vllm.md) and start the server with "
+                f'--weight-transfer-config \'{{"backend": "{self.backend}"}}\'; if it still '
+                f"refuses, read its log",
             ) from error
         finally:
             if self.sent_label != label:

@@ -221,7 +221,9 @@ class Checkpoints:
     def _open_folder(self, target: Path) -> AbstractContextManager[Path]:
         """The folder that becomes a checkpoint."""
         if not self.folder.parent.is_dir():
-            raise FileNotFoundError(2, "the run's folder no longer exists", str(self.folder.parent))
+            raise FileNotFoundError(
+                2, "the run's folder was moved or deleted during the run", str(self.folder.parent)
+            )
         refuse_links(self.folder, self.folder.parent)
         if not self.folder.is_dir():
             self.folder.mkdir()
@@ -246,7 +248,10 @@ class Checkpoints:
         """Add the manifest. files: those with known sizes and checksums."""
         for name, description in files.items():
             if (folder / name).stat().st_size != description["bytes"]:
-                raise OSError(f"{name} is not the file that another process wrote")
+                raise OSError(
+                    f"{name} does not have the size that was written; all processes must share "
+                    "the disk of the run folder"
+                )
         for path in sorted(folder.rglob("*")):
             if path.is_file() and (name := path.relative_to(folder).as_posix()) not in files:
                 files[name] = _describe(path)

@@ -105,9 +105,9 @@ class Lock:
                 time.sleep(0.02)
         except OSError as error:
             problem = (
-                "the folder is read-only"
+                "the run folder is read-only"
                 if error.errno in READ_ONLY
-                else "the folder cannot be locked"
+                else "the run folder cannot be locked"
             )
             raise UserError(
                 f"{problem} ({error.strerror})",

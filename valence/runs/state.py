@@ -48,7 +48,7 @@ class Registry:
         differing = sorted(self.parts.keys() ^ state.keys())
         if differing:
             raise UserError(
-                f"this state was saved by another version of Valence (first difference: "
+                f"the checkpoint was saved by another version of Valence (first difference: "
                 f"{differing[0]})",
                 code="checkpoint-version",
                 where="checkpoint",

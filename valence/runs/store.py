@@ -260,7 +260,8 @@ def load(folder: Path, read: Read | None = None, lazy: Collection[str] = ()) -> 
             f"this checkpoint is damaged ({error})",
             code="checkpoint-damaged",
             where=str(folder),
-            fix="use another checkpoint",
+            fix="choose another checkpoint with --step, or move this folder away to resume from "
+            "an earlier one",
         ) from error
 
 

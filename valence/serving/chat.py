@@ -179,8 +179,8 @@ class ChatModel:
             ids = self.encoder.encode_prompt(Chat(tuple(messages), tuple(tools)))
         if self.max_context is not None and len(ids) >= self.max_context:
             raise UserError(
-                f"the conversation has {len(ids)} tokens, but the maximum of the model is "
-                f"{self.max_context}",
+                f"the conversation has {len(ids)} tokens, which leaves no room for an answer: the "
+                f"model's maximum is {self.max_context} tokens",
                 code="prompt-too-long",
                 where="messages",
                 fix="start a new conversation",

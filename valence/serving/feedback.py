@@ -148,7 +148,7 @@ class AnswerFile:
 
     def _not_an_answer(self, number: int, error: Exception) -> UserError:
         return UserError(
-            f"this line is not an answer ({error})",
+            f"this line is not the record of an answer ({error})",
             code="output-line-foreign",
             where=f"{self.path}:{number}",
             fix="remove this line, or choose another file with --out",

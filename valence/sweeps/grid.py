@@ -132,7 +132,7 @@ class Grid:
         for key, count in Counter(key_of(c.values) for c in configurations).items():
             if count > 1:
                 raise UserError(
-                    f"two of the values are the same: {label_of(json.loads(key))}",
+                    f"the same value is listed more than once: {label_of(json.loads(key))}",
                     code="sweep-value-duplicate",
                     where="--over",
                     fix="list each value once",

@@ -240,7 +240,10 @@ def locked_folder(folder: Path) -> Iterator[None]:
     check_path(folder, "--out")
     if folder.exists() and not folder.is_dir():
         raise UserError(
-            "this is a file", code="path-is-file", where=f"--out {folder}", fix="name a folder"
+            "this is a file",
+            code="path-is-file",
+            where=f"--out {folder}",
+            fix="set --out to a folder",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -254,10 +257,12 @@ def locked_folder(folder: Path) -> Iterator[None]:
         ) from error
     if "run.json" in names or (names and not names & {STATE_FILE, TRIALS}):
         raise UserError(
-            "the folder holds a run" if "run.json" in names else "the folder holds other files",
+            "the folder contains a training run, not a sweep"
+            if "run.json" in names
+            else "the folder contains files that do not belong to a sweep",
             code="folder-not-empty",
             where=f"--out {folder}",
-            fix="name a new or an empty folder, or that of a sweep",
+            fix="set --out to a new or empty folder, or to the folder of an earlier sweep",
         )
     lock = Lock(folder)
     try:
@@ -269,7 +274,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
             error.message.replace("another run", "another sweep"),
             code="run-locked",
             where=error.where,
-            fix="wait for it to end, stop it, or choose another --out",
+            fix="wait until the other sweep ends, stop it, or choose another --out",
         ) from None
     try:
         yield

@@ -33,7 +33,11 @@ from valence.types import (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics over all rows, by name without prefix, and the values of each row in data order."""
+    """The result of an evaluation.
+
+    metrics: over all rows, by name, without a prefix such as ``eval/``. rows: the values of each
+    row, in the order of the data.
+    """
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]

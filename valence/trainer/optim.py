@@ -257,7 +257,7 @@ def _check_arguments(
         where = f"train.optimizer_settings.{name}"
         if name in SET_ELSEWHERE:
             raise UserError(
-                f"{name} has a separate setting",
+                f"{name} cannot be set in train.optimizer_settings",
                 code="optimizer-setting",
                 where=where,
                 fix=f"set {SET_ELSEWHERE[name]} instead",

@@ -475,10 +475,14 @@ def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
     names = recipe.model.attributes or list(attribute_names(units) if kind == "attributes" else ONE)
     if kind != "attributes" and len(names) > 1:
         message = (
-            f"{recipe.method} trains on one number per answer here, but these are {len(names)}"
+            f"{recipe.method} learns one score per answer from these rows, but model.attributes "
+            f"lists {len(names)} names"
         )
         raise UserError(
-            message, code="attributes-unused", where="model.attributes", fix="remove it"
+            message,
+            code="attributes-unused",
+            where="model.attributes",
+            fix="remove model.attributes",
         )
     loss = recipe.loss | ({"verdict": kind} if "verdict" in recipe.loss else {})
     resolved = {"model.attributes": names, **({"loss.verdict": kind} if "verdict" in loss else {})}
@@ -542,7 +546,8 @@ def read_corpus(
         )
     if not len(encoded.units):
         raise UserError(
-            f"none of the {len(loaded.examples)} rows can be used: {encoded.unusable[0].reason}",
+            f"none of the {len(loaded.examples)} rows can be used; the first one: "
+            f"{encoded.unusable[0].reason}",
             code="no-usable-rows",
             where=str(encoded.unusable[0].origin),
             fix=encoded.unusable[0].fix or "see the audit (`valence check RECIPE`)",

@@ -117,11 +117,13 @@ def exclusion_reasons(
 def best_of_n(
     round: Sequence[RolloutGroup], top_n: int, min_reward: float | None, mask_truncated: bool
 ) -> list[TokenizedExample]:
-    """Demonstrations from the completions with the largest rewards of each prompt.
+    """Demonstrations from the `rollout.top_n` completions with the largest rewards of each prompt.
 
     Nakano et al. 2021, arXiv 2112.09332, Sec. 2 (best of n); Dong et al. 2023, arXiv 2304.06767
-    (RAFT). Among equal rewards, the completion sampled first is used. Drops groups with equal
-    rewards and the completions that ``exclusion_reasons`` names.
+    (RAFT). Among equal rewards, the completion sampled first is used. Prompts with several
+    completions that all have the same reward are dropped. So are truncated completions
+    (`rollout.mask_truncated`) and completions with a reward below `rollout.min_reward`. Without
+    `rollout.min_reward`, completions with the lowest reward of their prompt are dropped.
     """
     examples: list[TokenizedExample] = []
     for group in round:
@@ -144,7 +146,8 @@ def preference_pairs(
     form no pair. Among several best or worst completions, the one sampled first is used.
 
     pairs: the best and the worst completion of each prompt, or all pairs.
-    pair_margin: smallest difference of rewards in a pair, above 0.
+    pair_margin: minimum difference between the rewards of a pair. At 0, any positive difference is
+        enough.
     """
     examples: list[TokenizedExample] = []
     for group in round:
@@ -177,13 +180,14 @@ def binary_labels(
 ) -> list[TokenizedExample]:
     """Label each completion desirable or undesirable by comparing its reward with a threshold.
 
-    Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). A reward equal to a
-    threshold computed from the rewards is left out; one equal to a fixed threshold is desirable.
+    Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). If the threshold is a
+    mean or median, completions with a reward equal to it are left out. If it is a number, they are
+    desirable.
 
-    thumbs_up: threshold: a number, or the mean or median of the rewards of the prompt (batch_: of
-        the whole round).
-    thumbs_quantile: instead of a threshold: label this share of a prompt's completions, those with
-        the largest rewards, desirable, and as many with the smallest undesirable.
+    thumbs_up: the threshold: a number, or the mean or median of the rewards of the prompt.
+        batch_mean and batch_median are those of all rewards of the round.
+    thumbs_quantile: use this share instead of a threshold. Of each prompt's completions, this share
+        with the largest rewards is desirable, and as many with the smallest are undesirable.
     """
     examples: list[TokenizedExample] = []
     all_rewards = [reward for group in round for reward in group.rewards]

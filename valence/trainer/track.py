@@ -279,10 +279,12 @@ class Budget:
         tokens = self.changes[-1][2]
         if len(self.changes) > 1 or tokens < 2:
             raise UserError(
-                f"out of memory at step {step} ({phase}), also with {tokens} tokens at once",
+                f"out of memory at step {step} ({phase}), even with micro-batches of {tokens} "
+                f"tokens",
                 code="out-of-memory",
                 where="train.micro_batch_tokens",
-                fix="set train.checkpointing: full, model.lora, or a smaller data.max_length",
+                fix="set train.checkpointing: full, train an adapter (model.lora), or reduce "
+                "data.max_length",
             )
         self.changes.append((step, phase, tokens // 2))
 

@@ -78,11 +78,11 @@ class StepInputs:
 
 
 class Trainer:
-    """Trains a policy, and measures and samples it.
+    """Train, evaluate and sample a policy.
 
-    ``fit`` trains to the end; ``evaluate`` measures any rows; ``state_dict`` and
-    ``load_state_dict`` move a run to another process, which continues exactly as the first would
-    have. Without a ``folder`` nothing is written.
+    ``fit`` trains to the last step. ``evaluate`` computes metrics on any rows. ``state_dict`` and
+    ``load_state_dict`` move a run to another process, which continues exactly as the first process
+    would have. Without a ``folder``, nothing is written.
 
     ended: a message if training ends before its last step because nothing is left to learn.
     """
@@ -189,12 +189,13 @@ class Trainer:
     # Training
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step, evaluating and saving on the way.
+        """Train to the last step, with evaluations and checkpoints as the recipe says.
 
-        Returns the last evaluation (or the last record).
+        Returns the metrics of the last evaluation, or the last record of the log if there was none.
 
-        Raises Interrupted after a signal or run.max_time, with the step finished; UserError when
-        too many steps in a row were not finite, or too many saves failed.
+        Raises Interrupted after a signal or run.max_time, once the current step is finished.
+        Raises UserError when too many consecutive steps had a loss or gradient that is not finite,
+        or when too many saves failed.
         """
         if "train" not in self.prepared.corpora:
             raise UserError(
@@ -433,8 +434,8 @@ class Trainer:
         )
         where = self.prepared.origins(names) if names else "no single row (the gradient overflowed)"
         self.messages.warn(
-            f"step {self.step} was skipped: loss {float(result.loss):.4g}, gradient norm "
-            f"{norm:.4g}; rows: {where}"
+            f"step {self.step} was skipped, because the loss ({float(result.loss):.4g}) or the "
+            f"gradient norm ({norm:.4g}) is not finite; rows: {where}"
         )
         if counters.skipped_in_a_row >= self.recipe.train.max_skipped:
             self.stop.is_synchronized = True
@@ -569,8 +570,8 @@ class Trainer:
     # Measuring and sampling
 
     def evaluate(self, rows: Any = None, *, name: str = "eval") -> Evaluation:
-        """Measure the current policy, on rows in memory or on the recipe's ``eval``, ``test`` or
-        ``train`` rows.
+        """Compute the metrics of the current policy on ``rows`` (in memory), or, without ``rows``,
+        on the recipe's rows of this ``name``: ``eval``, ``test`` or ``train``.
 
         Raises UserError when there are no such rows.
         """
@@ -656,22 +657,23 @@ class Trainer:
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the rest of the run depends on. All processes call it."""
+        """Return the complete state of the run. All processes must call this method."""
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was called.
+        """Restore a state that ``state_dict`` returned, and continue from there.
 
-        Raises UserError when the state is of another model or another version.
+        Raises UserError when the state is from another model or another version of Valence.
         """
         self._prefetcher.discard()
         self.state.load_state_dict(state)
 
     def save(self, *, wait: bool = True) -> None:
-        """Write a checkpoint into the run's folder, if it has one. All processes call it.
+        """Write a checkpoint to the run's folder, if there is one. All processes must call this
+        method.
 
-        Raises UserError when it cannot be written; with ``wait=False`` only when saves failed too
-        often.
+        Raises UserError when the checkpoint cannot be written. With ``wait=False``, raises it only
+        when too many saves have failed.
         """
         if self.saver is not None:
             with self.state.window.timing("saving"):

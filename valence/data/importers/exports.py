@@ -69,7 +69,7 @@ def not_an_export(tool: str, origin: Origin, columns: list[str]) -> UserError:
         f"the file is not an export of {tool}: its columns are {', '.join(columns[:8]) or 'none'}",
         code="import-not-an-export",
         where=str(origin),
-        fix=f"use a file that {tool} exported, or another tool",
+        fix=f"pass a file that {tool} exported, or name the tool that exported this file",
     )
 
 

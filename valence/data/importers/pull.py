@@ -181,10 +181,13 @@ class Api:
             items = reply.get(name) if isinstance(reply, dict) else None
         if not isinstance(items, list):
             raise UserError(
-                f"the reply has no list{f' {name}' if name else ''}",
+                f"the reply of the server has no list {name!r}"
+                if name
+                else "the reply of the server is not a list",
                 code="import-reply-invalid",
                 where=self.url + path,
-                fix="check the address; another version of the server may need an export to a file",
+                fix="check the address; if it is correct, Valence does not know this version of "
+                "the server: export the feedback to a file and import the file",
             )
         return [item for item in items if isinstance(item, dict)]
 
@@ -526,7 +529,7 @@ def server_address(url: str) -> tuple[str, str]:
     except ValueError as error:
         raise _bad_url(str(error), "--url") from error
     if parts.scheme not in ("http", "https") or not host:
-        raise _bad_url("it must begin with http:// or https:// and a host", "--url")
+        raise _bad_url("it must start with http:// or https:// and contain a host", "--url")
     network = f"[{host}]" if ":" in host else host
     network += f":{port}" if port else ""
     path = parts.path.rstrip("/")
@@ -546,7 +549,7 @@ def _bad_url(problem: str, where: str) -> UserError:
         f"the URL cannot be used: {problem}",
         code="import-url-invalid",
         where=where,
-        fix="write it like https://langfuse.example.com",
+        fix="use a URL such as https://langfuse.example.com",
     )
 
 
@@ -560,7 +563,10 @@ def _api(server: FeedbackServer, address: str, token_env: str | None, retry: Ret
     if token_env and len(server.variables) > 1:
         keys = keys[0].split(":", 1)
     is_complete = len(keys) == len(server.variables) and all(keys)
-    fix = f"set the environment variable {' and '.join(names)} to the key of the server"
+    variables = "variables" if len(names) > 1 else "variable"
+    fix = f"set the environment {variables} {' and '.join(names)} to the key of the server"
+    if token_env and len(server.variables) > 1:
+        fix += ", as PUBLIC:SECRET"
     if not is_complete and (server.is_key_needed or token_env):
         raise UserError("the API key is missing", code="import-key-missing", where=address, fix=fix)
     if not all(key.isascii() and key.isprintable() for key in keys):

@@ -162,7 +162,7 @@ SkipReason = Literal[
 
 SKIP_REASONS: dict[SkipReason, str] = {
     "machine": "scores of a model or program, which are not feedback",
-    "no_vote": "without a vote",
+    "no_vote": "records without a vote",
     "withdrawn": "votes that were withdrawn",
     "no_conversation": "votes whose conversation is not in the export",
     "message_missing": "votes on a message that is not in the conversation",
