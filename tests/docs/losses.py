@@ -93,8 +93,9 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
     ),
     "policy-gradient": (
         "Policy-gradient losses",
-        "These losses train on several scored completions per prompt: stored ones, or, with a `reward`, "
-        "completions that the policy samples (see [online training](online.md)).",
+        "These losses train on several scored completions per prompt. The completions are stored in "
+        "your rows or, with a `reward`, sampled by the policy (see [online training](online.md)). "
+        "[Notation](index.md#notation) defines the symbols.",
         lambda m: m.kind == "ranking",
     ),
     "reward-models": (
@@ -109,11 +110,18 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
 MODIFIERS_PAGE = """\
 # Modifiers
 
-Modifiers are settings of the `loss` section that change the log-probabilities or weights that a loss reads, or add a term. Each
-loss lists the modifiers that it supports; others are unknown settings there. You can combine them: tokens are clamped or weighted
-first, then summed, then scored, and terms are added to the loss
-([why](../decisions/0015-modifiers-outside-the-loss-functions.md)). Combinations that contradict each other are errors. `logps/*` and
-`logratio/*` are logged without modifiers.
+Modifiers are settings of the `loss` section. They change the log-probabilities or weights that a loss reads, or add a term to the loss.
+Each loss lists the modifiers that it supports. Setting any other modifier is an error, as for an unknown setting.
+[Notation](index.md#notation) defines the symbols.
+
+You can combine modifiers. They apply in this order
+([why](../decisions/0015-modifiers-outside-the-loss-functions.md)):
+
+1. @humanline and @ld_alpha clamp or weight the log-probabilities of tokens. Losses of whole completions then sum them.
+2. @label_smoothing, @f_divergence, @wpo and @correction change the values that the loss function reads.
+3. @nll_weight, @kl_weight and @value add a term to the loss.
+
+Contradictory combinations are errors. The metrics `logps/*` and `logratio/*` are computed without modifiers.
 """
 ONLINE_PAGE = """\
 # Advantages and examples of online training
@@ -130,7 +138,8 @@ the recipe.
 BUILDERS_HEAD = """\
 ## Demonstrations, pairs and thumbs
 
-Other online methods select, pair or label completions by their rewards. They train on the result with the loss in parentheses.
+Other online methods select, pair or label completions by their rewards, and train on the result. Below, the loss of each method follows its
+name in parentheses.
 """
 LABELS = {
     "rows": "Rows",

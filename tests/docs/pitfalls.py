@@ -14,7 +14,8 @@ This page lists mistakes that released alignment libraries have made. Each is li
 PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
     "The reference point of KTO": {
         "Averaging the means of processes, or dividing a local mean by the number of "
-        "processes, instead of dividing one sum by one count": (
+        "processes, instead of dividing the sum over all processes by the count over all "
+        "processes": (
             "tests/training/test_pitfalls.py::"
             "test_the_reference_point_divides_the_sum_of_all_by_the_count_of_all",
             "tests/training/test_pitfalls.py::"
@@ -29,9 +30,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/contract/test_contract.py::"
             "test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order",
         ),
-        "Pairing a row with itself or with its own text: in a step with one row, with an odd number "
-        "of rows paired in reverse order, at the end of the data, or with two rows of the same "
-        "text": (
+        "Pairing a prompt with its own completion: if a step has one row, if an odd number of rows "
+        "is paired in reverse order, at the end of the data, or if two rows have the same text": (
             "tests/batching/test_kl_pairs.py::test_the_partner_is_the_next_one_cyclically",
             "tests/batching/test_kl_pairs.py::"
             "test_a_step_of_one_takes_its_partner_from_the_following_examples",
@@ -205,8 +205,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/training/test_run.py::test_a_run_writes_what_each_held_out_row_measured",
             "tests/training/test_pitfalls.py::test_evaluating_changes_nothing",
         ),
-        "Using the trained policy as the reference in evaluation, or loading an adapter with frozen "
-        "weights": (
+        "Using the trained policy as the reference in evaluation, or loading an adapter to train "
+        "with its weights frozen": (
             "tests/training/test_pitfalls.py::test_the_reference_stays_where_the_policy_started",
             "tests/training/test_run.py::test_one_continues_an_adapter_against_a_copy_of_it",
         ),
@@ -296,7 +296,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_the_same_answer_behind_another_prompt_is_another_entry",
             "tests/models/test_cache.py::test_what_is_measured_of_a_sequence_is_part_of_what_it_is",
         ),
-        "A cache that fails or changes values for the losses that it was built for": (
+        "A cache of reference log-probabilities that raises an error, or changes the logged values, "
+        "with the losses that it was built for": (
             "tests/training/test_score.py::test_a_run_whose_rows_were_scored_runs_no_reference",
             "tests/training/test_score.py::test_the_log_is_the_same_with_and_without_a_cache",
         ),
@@ -318,8 +319,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
         "Computing log-softmax in bfloat16": (
             "tests/models/test_oracle.py::test_bfloat16_over_float32_masters_keeps_float32_logits",
         ),
-        "CUDA attention that silently stops compiling after a few sizes, and then stores the "
-        "complete score matrix or a mask of all token pairs": (
+        "Compiled CUDA attention that silently falls back to eager mode after a few input sizes, and "
+        "then stores the complete score matrix or a mask of all token pairs": (
             "tests/models/test_attention.py::"
             "test_the_compiler_of_attention_has_room_for_every_size",
             "tests/models/test_attention.py::test_no_block_is_left_out_in_which_something_is_seen",

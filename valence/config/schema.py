@@ -321,8 +321,11 @@ class LoraSettings(Section):
                 message = "has no effect without layers_to_transform"
                 fix = "set model.lora.layers_to_transform, or remove model.lora.layers_pattern"
             case "lora_bias" if value and (before.get("use_dora") or isinstance(initial, str)):
-                message = "cannot be combined with use_dora or a named init_lora_weights"
-                fix = "remove lora_bias, or use_dora and init_lora_weights"
+                message = (
+                    "cannot be combined with use_dora, or with an init_lora_weights other than "
+                    "true or false"
+                )
+                fix = "remove lora_bias, or remove use_dora and init_lora_weights"
             case _:
                 return value
         raise PydanticCustomError("unsupported", "{message}", {"message": message, "fix": fix})

@@ -388,8 +388,8 @@ def _document(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
     value, end = decoder.value_at(text, start)
     if text[end:].strip():
         raise json.JSONDecodeError(
-            "there is more text after the first value, but a file must contain one array, or one "
-            "object per line",
+            "more text follows the first value (a file must contain one array, or one object per "
+            "line)",
             text,
             _skip(text, end),
         )

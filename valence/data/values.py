@@ -384,8 +384,8 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
     """
     if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
         raise UserError(
-            f"{name} is an object, but must be text or a list of chat turns (here: "
-            f"{name}.messages)",
+            f"{name} is an object, but must be text or a list of chat turns; the turns are in "
+            f"{name}.messages",
             code="row-nested-messages",
             fix=f"add keys: {{prompt: {name}.messages}} to this file in the recipe",
         )

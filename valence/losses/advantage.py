@@ -107,7 +107,7 @@ def within_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
 
 
 def above_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score minus the mean of the prompt: R - mean_g.
+    """The score minus the mean score of the prompt's completions: R - mean_g.
 
     Liu et al. 2025, arXiv 2503.20783 (Dr. GRPO).
     """
@@ -125,7 +125,7 @@ def above_others(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
 
 
 def over_step(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score, normalized over the step: (R - mean)/(std + 1e-4), moments[2] = (mean, std)."""
+    """The score, normalized over all scores of the step: (R - mean)/(std + 1e-4)."""
     del group
     return whiten(score, *moments.to(score.dtype).unbind())
 

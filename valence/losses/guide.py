@@ -193,67 +193,69 @@ GUIDE: dict[str, Guide] = {
     "grpo": Guide(
         "The default for rewards: several scored completions per prompt, of which the better ones "
         "become more likely. Stored completions were not sampled by the policy, so expect less "
-        "from them than from online training. A group with equal scores changes nothing; a group "
-        "with small differences counts as much as any other.",
+        "from them than from online training. A group (the completions of one prompt) with equal "
+        "scores changes nothing; a group with small differences counts as much as any other.",
         "The loss starts near 0, because advantages cancel within a group, and its value says "
-        "little. `logratio/token` shows how far the policy has moved; if `clipped` exceeds a few "
-        "percent, the completions are used up.",
+        "little. `logratio/token` shows how far the policy has moved. If `clipped` exceeds a few "
+        "percent, the policy has moved too far from the one that sampled the completions: take "
+        "fewer steps on them.",
         "Group relative policy optimization: the clipped surrogate of PPO with advantages "
         "normalized within the completions of a prompt.",
     ),
     "dr_grpo": Guide(
-        "As grpo, if wrong completions become longer and longer, or if scores say by how much a "
-        "completion is better: neither its length nor the spread of its group changes the weight "
-        "of a token.",
+        "Instead of grpo, if wrong completions become longer and longer, or if the size of score "
+        "differences is meaningful. Neither the length of a completion nor the spread of the "
+        "scores in its group changes the weight of a token.",
         "Advantages are in units of the score, so the gradient is as small as the differences of "
-        "scores, and falls as the policy improves. With `max_tokens: null` on stored completions "
-        "it grows with their length: set it, or every step is clipped.",
+        "scores, and shrinks as the policy improves. On stored completions with `max_tokens: null`, "
+        "the gradient grows with the length of completions, and every step is clipped: set "
+        "`max_tokens`.",
         "GRPO without length and standard-deviation normalization, which bias it towards long "
         "wrong completions and easy or hard prompts.",
     ),
     "dapo": Guide(
-        "As grpo, for long completions and many steps: all tokens count alike, so long completions "
-        "are penalized too, and the wider upper interval lets unlikely tokens become more likely, "
-        "which keeps up diversity. Online, prompts whose completions have equal rewards are "
-        "replaced by others.",
+        "Instead of grpo, for long completions and many steps. All tokens have the same weight, so "
+        "long completions are penalized too. The wider upper interval lets unlikely tokens become "
+        "more likely, which preserves diversity. In online training, prompts whose completions "
+        "have equal rewards are replaced by others.",
         "As grpo; `clipped` is lower because of the wider interval above 1.",
         "GRPO with a wider upper clipping bound and an average over all tokens of the step.",
     ),
     "gspo": Guide(
-        "As grpo, for rewards of whole completions and for mixtures of experts, where the ratios "
-        "of single tokens are noise: a completion is clipped as a whole or not at all.",
+        "Instead of grpo, for rewards of whole completions and for mixtures of experts, where the "
+        "ratios of single tokens are noisy. A completion is clipped as a whole or not at all.",
         "`clipped` is a share of completions and much higher than with grpo, 10 to 20 percent and "
         "more, because the interval is narrow. This is normal.",
     ),
     "cispo": Guide(
-        "As grpo, if rare tokens matter, such as those that start a correction: every token keeps "
-        "its gradient, however far its ratio has moved. Only the cap limits the policy, so take "
-        "few steps on the same completions.",
-        "The value of the loss has no meaning, only its gradient. `clipped` is the share of tokens "
+        "Instead of grpo, if rare tokens matter, such as those that start a self-correction. Every "
+        "token keeps its gradient, however far its ratio has moved. Only the cap limits the "
+        "policy, so take few steps on the same completions.",
+        "The value of the loss is not meaningful; only its gradient is. `clipped` is the share of tokens "
         "at the cap, near 0 by default.",
     ),
     "rloo": Guide(
-        "Several rollouts per prompt, with rewards whose scale matters: the plain gradient of the "
-        "expected reward, which includes the KL penalty. Take one step per round.",
+        "Several rollouts per prompt, and rewards whose scale matters. The gradient is that of the "
+        "expected reward, and the reward includes the KL penalty. Take one step per round.",
         "The loss starts near 0 and its value says little. Nothing is clipped: on stored or old "
         "completions the ratio of whole completions soon becomes extreme, and a `logratio/token` "
         "away from 0 is a warning.",
     ),
     "reinforce_pp": Guide(
-        "Rewards that are comparable across prompts, with one or several completions per prompt "
-        "and no value model: as ppo, with the mean of the round instead of values.",
-        "As grpo. Easy prompts have only positive advantages and hard ones only negative: "
-        "`advantages/positive` describes the round, not its success.",
+        "Rewards that are comparable across prompts, with one or several completions per prompt. "
+        "Like ppo, but with the mean reward of the round instead of a value model.",
+        "As grpo. Easy prompts have only positive advantages and hard ones only negative, so "
+        "`advantages/positive` depends on the prompts of the round and does not measure progress.",
         "REINFORCE++: the clipped surrogate of PPO with advantages normalized over all "
         "completions.",
     ),
     "ppo": Guide(
-        "Scores that mean the same for every prompt. Online, a value head estimates the expected "
-        "return at every token, which costs another head or model to train. On stored completions "
-        "there is none: scores are compared over the whole step.",
+        "Scores that are comparable across prompts. In online training, a value head estimates the "
+        "expected return at every token, at the cost of another head or model to train. Training "
+        "on stored completions uses no value head: scores are normalized over the whole step.",
         "The loss starts near 0 and its value says little; read `logratio/token` and `clipped` as "
-        "for grpo. `value/explained` should rise from 0; below 0 the value head does harm: change "
-        "its learning rate first.",
+        "for grpo. `value/explained` should rise from 0. If it is negative, the value head does "
+        "harm: change its learning rate first.",
         "Proximal policy optimization: maximize the advantage, weighted by the probability ratio, "
         "until the ratio leaves the clipping interval.",
     ),

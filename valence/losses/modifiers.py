@@ -35,14 +35,14 @@ MAX_NATS = 40.0  # exp(x)**2 of more would overflow in float32
 def humanline(
     tokens: Tokens, batch: MicroBatch, *, humanline: tuple[Low, High] | None = None
 ) -> Named:
-    """Clamp the log-ratio of each token, because people do not perceive larger changes.
+    """Clamp the log-ratio of each token to a range, because people do not perceive larger changes.
 
     d_t = clamp(logp_t - ref_t, low, high), r = sum_t d_t. Ethayarajh et al. 2025, arXiv 2509.24207.
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    humanline: the range [low, high] of a token's log-ratio (nats), around 0; the paper uses
-        [-1.0, 1.5]; null clamps nothing. Use it with reference.sync_every.
+    humanline: the range [low, high] of a token's log-ratio (nats), around 0. The paper uses
+        [-1.0, 1.5]. null disables clamping. Use it with reference.sync_every.
     """
     del batch
     assert humanline is not None
@@ -60,14 +60,15 @@ def unclamped(tokens: Tokens, settings: Settings) -> Metrics:
 
 
 def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Named:
-    """Reduce the weight of tokens beyond the length of the shorter side, in policy and reference.
+    """Reduce the weight of tokens beyond the length of the pair's shorter completion, in policy and
+    reference.
 
-    Token t of a completion counts alpha times if t > min(n_w, n_l). Liu et al. 2024, arXiv
+    Token t of a completion has the weight ld_alpha if t > min(n_w, n_l). Liu et al. 2024, arXiv
     2409.06411 (LD-DPO).
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    ld_alpha: weight of a token beyond the length of the shorter side; 1 changes nothing.
+    ld_alpha: weight of a token beyond the length of the shorter completion; 1 changes nothing.
     """
     n = lengths(batch, tokens["logp_t"])
     chosen, rejected = sides(batch)
@@ -92,11 +93,12 @@ def places(batch: MicroBatch) -> Tensor:
 
 
 def smoothing(view: Named, *, label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0) -> Named:
-    """Probability that a label is wrong: 1 - soft of the row if given, else the setting.
+    """Set the probability that a label is wrong: from the column `soft` if the row has one,
+    otherwise from the setting.
 
-    wrong[P] = 1 - soft, or e = label_smoothing.
+    wrong = 1 - soft, or wrong = label_smoothing for rows without soft.
 
-    label_smoothing: assumed share of wrong labels; rows with a column `soft` use that instead.
+    label_smoothing: assumed share of wrong labels; rows with a column `soft` use 1 - soft instead.
     """
     soft = view["soft"]
     return {**view, "wrong": (1 - soft).masked_fill(soft.isnan(), label_smoothing)}
@@ -108,7 +110,7 @@ def f_divergence(
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
     f_alpha: Annotated[float, Gt(0), Lt(1)] = 0.5,
 ) -> Named:
-    """Regularize with another divergence: replace r by f'(u), u = exp(r).
+    """Regularize with another f-divergence: replace the log-ratio r by f'(u), where u = exp(r).
 
     forward_kl: 1 - exp(-r); js: log 2 + log s(r); alpha: (1 - exp(-a*r)) / a; reverse_kl: r.
     Wang et al. 2023, arXiv 2309.16240, Tab. 1. Exponents are clamped to 40 nats.
@@ -135,7 +137,8 @@ def wpo(view: Named, *, wpo: bool = False) -> Named:
     """Weight a pair by the probability that the policy samples both completions.
 
     w = min(1, exp(c_w + c_l)), c = mean_t(logp_t - log sum_v p_v^2), without a gradient.
-    Zhou et al. 2024, arXiv 2406.11827, Eq. 5, with the upper bound of the authors' code.
+    Zhou et al. 2024, arXiv 2406.11827, Eq. 5, with the upper bound of 1 of the authors' code. p_v is
+    the probability of token v of the vocabulary at position t.
 
     view: confidence_w[P], confidence_l[P] (the c of both sides, nats).
 
@@ -154,14 +157,14 @@ def nll(
 ) -> Tensor:
     """Add the negative log-likelihood of the chosen completion.
 
-    nll_weight * -logp_w over all chosen tokens of the step (token), or nll_weight * -logp_w / n_w
-    over its pairs (sequence). Pang et al. 2024, arXiv 2404.19733 (RPO), Eq. 1; Xu et al. 2024,
+    token: nll_weight * sum(-logp_w) / number of chosen tokens of the step
+    sequence: nll_weight * mean(-logp_w / n_w) over the pairs of the step. Pang et al. 2024, arXiv 2404.19733 (RPO), Eq. 1; Xu et al. 2024,
     arXiv 2401.08417 (CPO).
 
     view: logp_w[P] (nats), n_w[P] (tokens).
 
     nll_weight: weight of the chosen completion's negative log-likelihood.
-    nll_average: token averages over all chosen tokens of the step; sequence averages over the
+    nll_average: `token` averages over all chosen tokens of the step; `sequence` averages over the
         tokens of each completion, then over completions.
     """
     loss = -nll_weight * view["logp_w"]
@@ -178,17 +181,17 @@ def kl_penalty(
     kl_weight: Annotated[float, Ge(0)] = 0.0,
     kl_estimator: Literal["k2", "k3"] = "k3",
 ) -> Tensor:
-    """Add a per-token estimate of the KL from the reference, averaged as the loss.
+    """Add a per-token estimate of the KL from the reference, with the same averaging as the loss.
 
     kl_weight * k2 or k3 of logp_t - ref_t. Shao et al. 2024, arXiv 2402.03300, Eq. 4 (k3). Schulman
-    2020, "Approximating KL divergence". k1 is not available, because its gradient
-    averages to 0.
+    2020, "Approximating KL divergence". k1 (the log-ratio itself) is not available, because its
+    gradient averages to 0.
 
     view: logp_t[T], ref_t[T] (nats).
 
     kl_weight: weight of the KL from the reference.
     kl_estimator: k2 (half the squared log-ratio), or k3 (exp(x) - x - 1, x = ref - logp), which
-        follows KL(reference, policy).
+        has the gradient of KL(reference, policy).
     """
     return kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](
         view["logp_t"], view["ref_t"]
@@ -196,15 +199,15 @@ def kl_penalty(
 
 
 def correction(view: Named, *, correction: High | None = 2.0) -> Named:
-    """Correct for a sampler whose probabilities differ from those of the policy.
+    """Correct for differences between the probabilities of the sampler and those of the policy.
 
-    weight * min(exp(old_t - sampler_t), correction), without a gradient; with sums over the
-    completion for losses of whole completions. Ionides 2008 (truncated importance sampling).
+    weight * min(exp(old_t - sampler_t), correction), without a gradient. Losses of whole
+    completions use the sums old and sampler. Ionides 2008 (truncated importance sampling).
     Needs the sampler's log-probabilities.
 
     view: old_t[T], sampler_t[T], or old[S], sampler[S] (nats).
 
-    correction: largest weight; null applies no correction.
+    correction: largest weight; null disables the correction.
     """
     assert correction is not None
     for end in ("", "_t"):
@@ -233,18 +236,18 @@ def value(
     value_weight: Annotated[float, Ge(0)] = 0.1,
     value_clip: High | None = 0.2,
 ) -> Tensor:
-    """Add the per-token error of the value head, averaged as the loss.
+    """Add the per-token error of the value head, with the same averaging as the loss.
 
     value_weight * 0.5*max((V - G)^2, (clip(V, V_old +- value_clip) - G)^2), V_old = V at
-    sampling. Schulman et al. 2017, arXiv 1707.06347, Eq. 9; the clip is that of its
-    published code. 0 for completions without a return G, such as stored ones.
+    sampling. Schulman et al. 2017, arXiv 1707.06347, Eq. 9, clipped as in its
+    published code. The term is 0 for completions without a return G, such as stored completions.
 
     view: critic_t[T] (V), value_t[T] (V_old), return_t[T] (G), units of reward.
 
-    value: train a value head; ppo with a reward always does.
+    value: train a value head. ppo with a reward always trains one.
     value_weight: weight of the error.
-    value_clip: how far an estimate may move from the one at sampling before its gradient stops;
-        null means no limit.
+    value_clip: largest change of an estimate since sampling. Beyond it, the estimate has no
+        gradient. null means no limit.
     """
     del value
     if "return_t" not in view:

@@ -40,8 +40,9 @@ def ppo_clip(
     until the ratio leaves the clipping interval.
 
     -min(rho*A, clip(rho, 1-eps_low, 1+eps_high)*A), rho = exp(logp_t - old_t). Schulman et al.
-    2017, arXiv 1707.06347, Eq. 7. With dual_clip = c, where A < 0, -max(min(...), c*A): Ye et al.
-    2019, arXiv 1912.09729. A rho above exp(20) counts as exp(20), without gradient.
+    2017, arXiv 1707.06347, Eq. 7. With dual_clip = c, the loss where A < 0 is -max(min(...),
+    c*A): Ye et al. 2019, arXiv 1912.09729. A rho above exp(20) is clamped to exp(20) and has no
+    gradient.
 
     logp_t[T]: log-probability of each trained token (nats); old_t[T]: that of the sampling policy;
     adv_t[T]: its advantage (units of reward, usually normalized).
@@ -63,16 +64,17 @@ def gspo(
     dual_clip: Annotated[float, Gt(1)] | None = None,
 ) -> Tensor:  # fmt: skip
     """Group sequence policy optimization: the clipped surrogate with one ratio per completion, the
-    geometric mean of its tokens.
+    geometric mean of the ratios of its tokens.
 
     -min(rho*A, clip(rho, 1-eps_low, 1+eps_high)*A), rho = exp((logp - old)/n). Zheng et al. 2025,
-    arXiv 2507.18071, Eq. 5-7. With dual_clip as in ppo_clip.
+    arXiv 2507.18071, Eq. 5-7. dual_clip works as in ppo_clip.
 
     logp[S]: summed log-probability of the completion (nats); old[S]: that of the sampling policy;
-    n[S]: tokens; adv[S]: advantage (usually normalized), the mean if tokens have different ones.
+    n[S]: number of tokens; adv[S]: advantage (usually normalized), the mean over tokens if it
+    varies.
 
-    eps_low: lower clipping bound of the ratio, as a distance from 1; small, because it is a mean
-        over tokens.
+    eps_low: lower clipping bound of the ratio, as a distance from 1; small, because the ratio is a
+        mean over tokens.
     eps_high: upper clipping bound of the ratio, as a distance from 1.
     dual_clip: cap of the ratio for negative advantages, above 1 + eps_high; null means no cap.
     """
@@ -101,8 +103,9 @@ def rloo(logp: Tensor, old: Tensor, adv: Tensor) -> Tensor:
     """REINFORCE leave-one-out: maximize the advantage of whole completions, weighted by their
     probability ratio.
 
-    -rho*A, rho = exp(logp - old). Ahmadian et al. 2024, arXiv 2402.14740, whose -A*logp is its
-    gradient while policy and old agree. A rho above exp(20) counts as exp(20), without gradient.
+    -rho*A, rho = exp(logp - old). Ahmadian et al. 2024, arXiv 2402.14740. The paper's
+    loss, -A*logp, has the same gradient as long as policy and sampling policy are equal. A rho above
+    exp(20) is clamped to exp(20) and has no gradient.
 
     logp[S]: summed log-probability of the completion (nats); old[S]: that of the sampling policy;
     adv[S]: advantage (units of reward).

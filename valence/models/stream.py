@@ -107,10 +107,10 @@ def outline(
     model has them; UserError when there is no such model.
     """
     if gguf_file:
-        raise CannotStreamError("they are in a GGUF file", code="weights-gguf")
+        raise CannotStreamError("the weights are in a GGUF file", code="weights-gguf")
     config = read_config(name, attributes=attributes, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
-        raise CannotStreamError("they are quantized", code="weights-quantized")
+        raise CannotStreamError("the weights are quantized", code="weights-quantized")
     files = _files(name)
     try:
         model = _empty(name, config, dtype, attributes is not None, trust_remote_code)
@@ -134,7 +134,7 @@ def outline(
             _put(model, "score.weight", torch.zeros_like(head.weight, device="cpu"))
     if left := [each for each, weight in model.named_parameters() if weight.is_meta]:
         raise CannotStreamError(
-            f"some are missing in the files, such as {left[0]}", code="weights-missing"
+            f"some weights are missing in the files, such as {left[0]}", code="weights-missing"
         )
     return model.to(device), Stream(places)
 
@@ -174,7 +174,7 @@ def _empty(
     if scores and not is_reward_model(model):
         raise CannotStreamError("the model has no linear head `score`", code="head-missing")
     if model._keep_in_fp32_modules_strict and dtype == torch.bfloat16:
-        raise CannotStreamError("some must stay in float32", code="weights-mixed-types")
+        raise CannotStreamError("some weights must stay in float32", code="weights-mixed-types")
     if model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(name)
@@ -191,7 +191,9 @@ def _files(name: str) -> list[Path]:
             return [Path(one)]
         index = find(name, INDEX, _raise_exceptions_for_missing_entries=False)
         if index is None:
-            raise CannotStreamError("they are not in safetensors files", code="not-safetensors")
+            raise CannotStreamError(
+                "the weights are not in safetensors files", code="not-safetensors"
+            )
         parts = sorted(
             set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
         )
@@ -217,7 +219,8 @@ def _places(model: Any, files: Sequence[Path]) -> dict[str, WeightLocation]:
                     continue  # such as the other head
                 if name in found or file.get_slice(key).get_shape() != list(known[name].shape):
                     raise CannotStreamError(
-                        f"{key} is not as the model has it", code="weight-shape"
+                        f"{key} is stored twice, or with a shape other than the model's",
+                        code="weight-shape",
                     )
                 found[name] = WeightLocation(path, key, known[name].dtype)
     for names in _tied(known):

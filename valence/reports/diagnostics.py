@@ -178,8 +178,8 @@ class CollapseDetector:
             self.shown["no gradient"] = step
             yield Diagnosis(
                 "no gradient",
-                f"No step since step {self.last_gradient} had a gradient: the completions of "
-                f"every group have the same reward.",
+                f"The gradient has been zero in all steps after step {self.last_gradient}: within "
+                f"each group, all completions have the same reward.",
                 "Look at the reward and the prompts. Sample more (rollout.num_rollouts) or at a "
                 "higher rollout.temperature, or use dapo. train.max_zero_gradient_steps ends such "
                 "a run.",

@@ -186,8 +186,9 @@ def binary_labels(
 
     thumbs_up: the threshold: a number, or the mean or median of the rewards of the prompt.
         batch_mean and batch_median are those of all rewards of the round.
-    thumbs_quantile: use this share instead of a threshold. Of each prompt's completions, this share
-        with the largest rewards is desirable, and as many with the smallest are undesirable.
+    thumbs_quantile: share of each prompt's completions, used instead of a threshold. The share with
+        the largest rewards is labelled desirable, and as many with the smallest rewards
+        undesirable. The others are left out.
     """
     examples: list[TokenizedExample] = []
     all_rewards = [reward for group in round for reward in group.rewards]

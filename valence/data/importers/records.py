@@ -177,7 +177,7 @@ SKIP_REASONS: dict[SkipReason, str] = {
     "shape_unknown": "inputs or outputs in an unknown form",
     "other_model": "completions of another model",
     "before_since": "votes before --since",
-    "disagreement": "votes on completions that as many raters liked as disliked",
+    "disagreement": "votes on completions with as many thumbs up as thumbs down",
     "identical": "comparisons of two identical completions",
     "no_prompt": "completions without a prompt",
 }
