@@ -163,7 +163,7 @@ def steps(case: Case, data: Group, group: Group) -> dict[str, Tensor]:
 
 
 def several(world: Group, tensor: int, cases: list[Case]) -> list[dict[str, Tensor]]:
-    head.CHUNK = 7  # so that several chunks are crossed
+    head.MAX_COLUMNS = 7  # so that there are several ranges
     data, group = world.split(tensor)
     return [steps(case, data, group) for case in cases]
 
@@ -181,7 +181,7 @@ def several(world: Group, tensor: int, cases: list[Case]) -> list[dict[str, Tens
 def test_processes_that_share_products_are_one(
     size: int, tensor: int, cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", 7)
+    monkeypatch.setattr(head, "MAX_COLUMNS", 7)
     ranks = given(several, size, tensor, cases)
     for k, case in enumerate(cases):
         wanted = steps(case, SingleProcess(), SingleProcess())
@@ -241,7 +241,7 @@ def compare(
 
 def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor]:
     """Values and gradients of all quirks, with everything whole."""
-    head.CHUNK = 7
+    head.MAX_COLUMNS = 7
     found: dict[str, Tensor] = {}
     for name, quirk in QUIRKS.items():
         settings: dict[str, Any] = dict(quirk)
@@ -281,7 +281,8 @@ def test_a_shared_head_is_the_whole_one(
     size: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert vocabulary % size
-    monkeypatch.setattr(head, "CHUNK", 7)  # as ``heads`` sets it, here too, for this test alone
+    # ``heads`` sets it in the processes that it runs in.
+    monkeypatch.setattr(head, "MAX_COLUMNS", 7)
     ranks = given(shared_heads, size, vocabulary)
     for k, (dtype, tolerance) in enumerate(DTYPES.items()):
         assert len({digest(rank[k]) for rank in ranks}) == 1
@@ -329,7 +330,7 @@ WIDE = Case("llama", "full", (("vocab_size", 4001),))
 
 def counted(world: Group) -> tuple[int, int, int]:
     """The largest tensor of a forward and backward run, and the sums over processes in each."""
-    head.CHUNK = 64
+    head.MAX_COLUMNS = 64
     _, group = world.split(world.size)
     engine = built(WIDE, SingleProcess(), group)
     sums = [0]

@@ -24,8 +24,8 @@ TREE = [(0, 70, -1), (70, 71, 0), (71, 200, 0), (200, 263, 2), (263, 270, 2), (2
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernel() -> None:
-    if why := native.why_not():
-        pytest.skip(why)
+    if reason := native.unavailable():
+        pytest.skip(reason)
 
 
 def bfloat16_heads(
@@ -50,7 +50,7 @@ def errors(given: list[Tensor], segments: Segments, window: int) -> tuple[list[f
             for a, b in zip(found, wanted, strict=True)
         ]
 
-    assert native.serves(given[0], given[2], 0.0)
+    assert native.attention_unsupported(given[0], given[2], 0.0) is None
     ours = run()
     with plain_products():
         return ours, run()
@@ -116,7 +116,7 @@ def test_what_a_softmax_needs_of_any_number_of_columns(
         torch.randn(columns, width, dtype=dtype),
     )
     target, found = torch.arange(33) - 1, torch.empty(4, 33)
-    kept = native.measure(hidden, weight, target, found, 0.5, True)
+    kept = native.head_statistics(hidden, weight, target, found, 0.5, keep=True)
     logits = 0.5 * hidden.double() @ weight.bfloat16().double().t()
     top = logits.amax(1)
     far = logits - top[:, None]
@@ -212,7 +212,7 @@ def test_an_infinite_score_is_not_a_number_unless_it_is_negative() -> None:
 def test_what_it_cannot_do_runs_on_plain_products(change: dict[str, object]) -> None:
     softcap = float(change.pop("softcap", 0.0))  # type: ignore[arg-type]
     q, k, v = heads(40, **{"d": 16, "d_v": 16, "dtype": torch.bfloat16} | change)  # type: ignore[arg-type]
-    assert not native.serves(q, v, softcap)
+    assert native.attention_unsupported(q, v, softcap)
     wanted = dense_attention(*(x.double() for x in (q, k, v)), seen([(0, 40, -1)]), 0.2, softcap)
     torch.testing.assert_close(
         attend(q, k, v, table([(0, 40, -1)]), 0.2, 0, softcap)[0].double(),
@@ -226,7 +226,7 @@ def switched_off() -> None:
     q = torch.ones(1, 1, 3, 16).bfloat16()
     print(
         native.library(),
-        native.why_not(),
+        native.unavailable(),
         attend(q, q, q, torch.tensor([[0, 3, -1, 1]]), 1.0, 0, 0.0)[0].sum().item(),
     )
 

@@ -158,7 +158,7 @@ PATTERNS = (
 def test_a_forest_equals_one_by_one_in_values_and_gradients(
     name: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", 5)  # so that several chunks are crossed
+    monkeypatch.setattr(head, "MAX_COLUMNS", 5)  # so that several chunks are crossed
     if how == "sdpa":  # as on devices other than a CPU
         monkeypatch.setattr(attention, "attend", lambda *given: attention.attend_by_sdpa(*given))
     engine = policy(name, how)

@@ -53,7 +53,7 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Ten
 def test_values_and_gradients_are_those_of_tempered_logits(
     name: str, how: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", 5)
+    monkeypatch.setattr(head, "MAX_COLUMNS", 5)
     engine = policy(name, how)
     plain = engine(forest_of(conversations())).logp.detach()
     engine.temperature = HEAT

@@ -240,7 +240,7 @@ def attend(
     """
     k, v = _with_memory(k, v)
     segments = segments_of(forest)
-    if native.serves(q, v, softcap):
+    if not native.attention_unsupported(q, v, softcap):
         found, lse = native.forward(q[0], k[0], v[0], _native_runs(segments), scale, window)
         return found.transpose(0, 1)[None], lse
     out = q.new_zeros(q.shape[2], q.shape[1], v.shape[3]).transpose(0, 1)
@@ -283,7 +283,7 @@ def attend_backward(
     Those of keys and values are summed in float32 over all who see them.
     """
     segments = segments_of(forest)
-    if native.serves(q, v, softcap):
+    if not native.attention_unsupported(q, v, softcap):
         given, found = grad[0].transpose(0, 1), out[0].transpose(0, 1)
         d_q, d_k, d_v = native.backward(
             q[0], k[0], v[0], found, lse, given, _native_runs(segments), scale, window

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valence.models.head import AREA, KEEP, KEEP_CUDA
+from valence.models.head import CACHE_BYTES, CACHE_SHARE_CUDA, MAX_LOGITS
 from valence.models.quantized import BYTES, STATES
 
 if TYPE_CHECKING:
@@ -204,10 +204,10 @@ def _head(device: torch.device) -> int:
     once.
     """
     if device.type != "cuda":
-        return KEEP + 4 * 4 * AREA["cpu"]
+        return CACHE_BYTES + 4 * 4 * MAX_LOGITS["cpu"]
     return (
-        int(KEEP_CUDA * torch.cuda.get_device_properties(device).total_memory)
-        + 4 * 4 * AREA["cuda"]
+        int(CACHE_SHARE_CUDA * torch.cuda.get_device_properties(device).total_memory)
+        + 4 * 4 * MAX_LOGITS["cuda"]
     )
 
 

@@ -17,7 +17,13 @@ from valence.models.adapters import has_adapter, keep_input_dtype
 from valence.models.attention import NAME, KeyValueMemory, remembering
 from valence.models.flex import BLOCK, visible
 from valence.models.gradients import write_embedding_gradients
-from valence.models.head import Head, TargetLogProb, wide_product
+from valence.models.head import (
+    Head,
+    TargetLogProb,
+    choose_head_backend,
+    float32_logits,
+    requested_head_backend,
+)
 from valence.models.layout import split, table
 from valence.models.router import (
     ROUTER_AUX_LOSS,
@@ -55,6 +61,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.compute, self.temperature = compute, 1.0
+        self.requested_head_backend = requested_head_backend()
+        self.head_backend: str | None = None
         self.critic: Critic | None = None  # given by ``values.add_values``
         self.most: Callable[[int], int] = (
             int  # of the numbers of all processes that run in lockstep
@@ -75,11 +83,13 @@ class PolicyModel(nn.Module):
     @property
     def how(self) -> str:
         """What values depend on besides the weights: product type, layout and temperature."""
-        heat = "" if self.temperature == 1 else f" temperature {self.temperature!r}"
+        temperature = "" if self.temperature == 1 else f" temperature {self.temperature!r}"
+        backend = self.requested_head_backend
+        head = "" if backend == "auto" else f" head {backend}"
         return (
             f"{self.compute} "
             f"{'forest' if self.packs else 'one by one'}"
-            f"{' compiled' if self.compiled else ''}{heat}"
+            f"{' compiled' if self.compiled else ''}{temperature}{head}"
         )
 
     @property
@@ -124,7 +134,7 @@ class PolicyModel(nn.Module):
         with self.stock(), nullcontext() if as_they_are else self.autocast():
             try:
                 if keeps_logits_wide:
-                    vars(head)["forward"] = partial(wide_product, head)
+                    vars(head)["forward"] = partial(float32_logits, head)
                 yield
             finally:
                 if keeps_logits_wide:
@@ -195,8 +205,13 @@ class PolicyModel(nn.Module):
         found: list[_Found] = []
         with self.autocast():
             hidden = self._hidden(batch, balance)
-            half = (self.compute or hidden.dtype) == torch.bfloat16
-            head = Head.of(self.causal, half=half, temperature=self.temperature)
+            head = Head.of(
+                self.causal,
+                rounds_to_bfloat16=(self.compute or hidden.dtype) == torch.bfloat16,
+                temperature=self.temperature,
+                backend=self.requested_head_backend,
+            )
+            self.head_backend = choose_head_backend(head, hidden, "entropy" in want)
             critic = self.critic if "value" in want else None
             theirs = (
                 hidden if critic is None or critic.trunk is None else critic.trunk.states(batch)
