@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tests.distributed import jobs, rig
 from tests.distributed.rig import full
 from tests.errors import check_error, raises_error
-from tests.models.test_head import QUIRKS, VOCABULARY, layer, objective, oracle, rows
+from tests.models.test_head import VARIANTS, VOCABULARY, make_layer, make_rows, objective, oracle
 from tests.models.test_oracle import PATTERNS, forest_of
 from tests.models.test_scores import reward_model
 from tests.prefix_trees import conversations
@@ -240,16 +240,16 @@ def compare(
 
 
 def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor]:
-    """Values and gradients of all quirks, with everything whole."""
+    """Values and gradients of all variants of the head, gathered."""
     head.MAX_COLUMNS = 7
     found: dict[str, Tensor] = {}
-    for name, quirk in QUIRKS.items():
-        settings: dict[str, Any] = dict(quirk)
-        linear = layer(dtype, bool(settings.pop("bias", False)), vocabulary)
+    for name, variant in VARIANTS.items():
+        settings: dict[str, Any] = dict(variant)
+        linear = make_layer(dtype, bool(settings.pop("bias", False)), vocabulary)
         if group.size > 1:
             convert_layer(linear, GatheredColumnParallelLinear, 0, group)  # type: ignore[arg-type]
         for entropy in (False, True):
-            hidden, target = rows(dtype, vocabulary=vocabulary)
+            hidden, target = make_rows(dtype, vocabulary=vocabulary)
             made = Head(linear, **settings)
             values = made(hidden, target, entropy)
             leaves = {"hidden": hidden} | dict(linear.named_parameters())
@@ -287,12 +287,12 @@ def test_a_shared_head_is_the_whole_one(
     for k, (dtype, tolerance) in enumerate(DTYPES.items()):
         assert len({digest(rank[k]) for rank in ranks}) == 1
         compare(ranks[0][k], heads(SingleProcess(), dtype, vocabulary), tolerance, dtype)
-    for name, quirk in QUIRKS.items():
-        settings: dict[str, Any] = dict(quirk)
+    for name, variant in VARIANTS.items():
+        settings: dict[str, Any] = dict(variant)
         whole = Head(
-            layer(bias=bool(settings.pop("bias", False)), vocabulary=vocabulary), **settings
+            make_layer(bias=bool(settings.pop("bias", False)), vocabulary=vocabulary), **settings
         )
-        wanted = oracle(whole, *rows(vocabulary=vocabulary), entropy=True)
+        wanted = oracle(whole, *make_rows(vocabulary=vocabulary), entropy=True)
         for key, value in zip(
             ("logp", "entropy", "hidden", "weight", "bias"), wanted, strict=False
         ):
