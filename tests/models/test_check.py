@@ -116,8 +116,9 @@ def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.Mon
     kept = KeyValueMemory.__call__
 
     def shuffled(self: KeyValueMemory, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if self.reading:
-            self.layers[self.read] = self.layers[self.read][0].flip(2), self.layers[self.read][1]
+        if self.is_reading:
+            key_, value_ = self.layers[self.next_layer]
+            self.layers[self.next_layer] = key_.flip(2), value_
         return kept(self, key, value)
 
     monkeypatch.setattr(KeyValueMemory, "__call__", shuffled)

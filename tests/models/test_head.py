@@ -214,7 +214,13 @@ def test_some_probabilities_are_kept(keep: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("backend", HEAD_BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=pytest.mark.gpu if name in INTERPRETED else ())
+        for name in HEAD_BACKENDS
+    ],
+)
 def test_each_backend_refuses_what_it_does_not_support(
     backend: str, variant: str, precision: str
 ) -> None:

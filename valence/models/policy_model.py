@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from valence.models.adapters import has_adapter, keep_input_dtype
-from valence.models.attention import NAME, KeyValueMemory, remembering
+from valence.models.attention import NAME, KeyValueMemory, key_value_memory
 from valence.models.flex import BLOCK, visible
 from valence.models.gradients import write_embedding_gradients
 from valence.models.head import (
@@ -24,7 +24,7 @@ from valence.models.head import (
     float32_logits,
     requested_head_backend,
 )
-from valence.models.layout import split, table
+from valence.models.layout import segment_table, split_by_gradient
 from valence.models.router import (
     ROUTER_AUX_LOSS,
     RouterBalance,
@@ -258,29 +258,35 @@ class PolicyModel(nn.Module):
         with torch.set_grad_enabled(grad):
             if not grad or all(batch.requires_grad):
                 return self._decoded(
-                    batch.tokens, batch.position_ids, table(batch.segments), counted
+                    batch.tokens, batch.position_ids, segment_table(batch.segments), counted
                 )
-            fill = partial(filled, device=self.device.type)
-            parts = split(
+            padded_length = partial(filled, device=self.device.type)
+            split = split_by_gradient(
                 batch.segments,
                 [batch.path(leaf) for leaf in batch.leaves],
                 batch.requires_grad,
-                fill,
+                padded_length,
             )
-            if len(parts.rest) <= self.along:
+            if len(split.no_grad_rows) <= self.along:
                 return self._decoded(
-                    batch.tokens, batch.position_ids, table(batch.segments), counted
+                    batch.tokens, batch.position_ids, segment_table(batch.segments), counted
                 )
-            rows, rest = sent(parts.rows, self.device), sent(parts.rest, self.device)
-            memory = KeyValueMemory(fill(len(rows)))
-            with remembering(memory, reading=False):
-                ours = None if counted is None else (counted[0], counted[1][rows])
+            first_rows = sent(split.grad_rows, self.device)
+            second_rows = sent(split.no_grad_rows, self.device)
+            memory = KeyValueMemory(padded_length(len(first_rows)))
+            with key_value_memory(memory, is_reading=False):
+                weights = None if counted is None else (counted[0], counted[1][first_rows])
                 first = self._decoded(
-                    batch.tokens[rows], batch.position_ids[rows], parts.first, ours
+                    batch.tokens[first_rows],
+                    batch.position_ids[first_rows],
+                    split.grad_table,
+                    weights,
                 )
-            with torch.no_grad(), remembering(memory, reading=True):
-                second = self._decoded(batch.tokens[rest], batch.position_ids[rest], parts.second)
-            return torch.cat([first, second])[torch.cat([rows, rest]).argsort()]
+            with torch.no_grad(), key_value_memory(memory, is_reading=True):
+                second = self._decoded(
+                    batch.tokens[second_rows], batch.position_ids[second_rows], split.no_grad_table
+                )
+            return torch.cat([first, second])[torch.cat([first_rows, second_rows]).argsort()]
 
     def _decoded(
         self,

@@ -125,6 +125,8 @@ def attention_unsupported(q: Tensor, v: Tensor, softcap: float) -> str | None:
     """Return the reason why the kernel cannot compute attention of q[..., D] and v[..., D_v], or
     None.
     """
+    if q.device.type != "cpu":
+        return "its kernel runs on a CPU"
     if q.dtype != torch.bfloat16:
         return "its kernel multiplies bfloat16 alone"
     if softcap:
