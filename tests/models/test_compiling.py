@@ -45,8 +45,8 @@ def test_attention_is_not_run_again_in_the_backward_pass(monkeypatch: pytest.Mon
         engine(batch).logp.sum().backward()
     count = {event.key: event.count for event in seen.key_averages()}
     layers = engine.causal.config.num_hidden_layers
-    assert count["valence::forest_attention_backward"] == layers
-    assert count["valence::forest_attention"] == layers
+    assert count["valence::prefix_tree_attention_backward"] == layers
+    assert count["valence::prefix_tree_attention"] == layers
 
 
 @pytest.mark.slow

@@ -160,7 +160,9 @@ def test_a_forest_equals_one_by_one_in_values_and_gradients(
 ) -> None:
     monkeypatch.setattr(head, "MAX_COLUMNS", 5)  # so that several chunks are crossed
     if how == "sdpa":  # as on devices other than a CPU
-        monkeypatch.setattr(attention, "attend", lambda *given: attention.attend_by_sdpa(*given))
+        monkeypatch.setattr(
+            attention, "_by_operator", lambda *args, backend: attention._by_sdpa(*args)
+        )
     engine = policy(name, how)
     for trains in PATTERNS:
         batch = forest_of(conversations(), trains)
