@@ -26,7 +26,7 @@ from valence.models.attention import (
 )
 from valence.models.flex import BLOCK, Visible
 from valence.models.layout import segment_table, segments_of, split_by_gradient
-from valence.models.policy_model import filled
+from valence.models.policy_model import padded_size
 from valence.planning.plan import MAX_TOKENS
 
 WAYS = ("products", "sdpa")
@@ -177,7 +177,7 @@ def test_nan_stays_in_its_sequence(
         torch.testing.assert_close(result[:, :, is_other], reference[:, :, is_other])
 
 
-FILLS = {"not filled": int, "filled up": partial(filled, device="cpu")}
+FILLS = {"not padded": int, "padded": partial(padded_size, device="cpu")}
 
 
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
@@ -187,7 +187,7 @@ FILLS = {"not filled": int, "filled up": partial(filled, device="cpu")}
 def test_a_second_pass_over_what_the_first_one_kept(
     way: str, fill: Callable[[int], int], segments: Segments, window: int, number: int
 ) -> None:
-    """And over what filled the first one up, which none sees."""
+    """And over what padded_size the first one up, which none sees."""
     paths = [path(segments, k) for k in range(len(segments))]
     parts = split_by_gradient(
         segments, paths, [k == number % len(paths) for k in range(len(paths))], fill
@@ -303,7 +303,7 @@ def test_the_compiler_of_attention_has_room_for_every_size() -> None:
 
     With and without a gradient, and second passes behind first ones; with a window and none.
     """
-    sizes = {filled(tokens, "cuda") for tokens in range(1, MAX_TOKENS["cuda"] + 1)}
+    sizes = {padded_size(tokens, "cuda") for tokens in range(1, MAX_TOKENS["cuda"] + 1)}
     pairs = [
         (first, second)
         for first in sizes
@@ -334,10 +334,12 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
             [(0, rows, -1), (rows, rows + 500, -1)],
             [[0], [1]],
             [True, False],
-            partial(filled, device="cuda"),
+            partial(padded_size, device="cuda"),
         )
         sizes.add((int(parts.no_grad_table[-1, 0]), int(parts.grad_table[-1, 1])))
-    assert {first for first, _ in sizes} <= {filled(rows, "cuda") for rows in range(3000, 4000)}
+    assert {first for first, _ in sizes} <= {
+        padded_size(rows, "cuda") for rows in range(3000, 4000)
+    }
     assert len({first for first, _ in sizes}) <= 5
     assert len({rows for _, rows in sizes}) > 100
 

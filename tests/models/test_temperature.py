@@ -100,7 +100,7 @@ def test_references_are_computed_at_the_same_temperature_and_known_by_it() -> No
         engine = policy("llama", how)
         cold = build_reference(engine, fresh_adapter=False).digests().model
         engine.temperature = HEAT
-        assert engine.how.endswith("temperature 0.6")
+        assert engine.computation.endswith("temperature 0.6")
         logp = engine(batch).logp.detach()
         for follows in (False, True):
             copied = build_reference(engine, fresh_adapter=False, follows=follows)

@@ -409,7 +409,7 @@ def share(
     data: the processes that train on different rows. layers: those that share each layer.
     """
     tensor_parallel(engine.model, layers)
-    engine.shared = layers.size > 1
+    engine.is_tensor_parallel = layers.size > 1
     if split.ways > 1:
         among: Any = data
         shard(

@@ -35,13 +35,17 @@ from valence.models.check import check_layout
 from valence.models.checkpointing import Checkpointing, recompute_layers
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.models.policy_model import PolicyModel
-from valence.models.quantized import compute_alike, how, packed
+from valence.models.quantized import (
+    disable_cpu_repacking,
+    packed_weights,
+    quantization_config,
+)
 from valence.models.reference import (
     AdapterDisabledReference,
     FrozenReference,
     Reference,
     SyncedReference,
-    copied,
+    copy_policy,
     frozen_weights,
 )
 from valence.models.scores import Scorer, is_reward_model, widen_head
@@ -130,7 +134,7 @@ def load_model(
                 where=f"model.name: {name}",
                 fix="name the one that it was made of, or remove model.quantize",
             )
-        extra["quantization_config"] = how(dtype)
+        extra["quantization_config"] = quantization_config(dtype)
     try:
         if attributes is None:
             return AutoModelForCausalLM.from_pretrained(name, **extra)
@@ -329,7 +333,7 @@ def build_policy(
         if scores
         else PolicyModel(model, compute=compute)
     )
-    compute_alike(model)
+    disable_cpu_repacking(model)
     if check:
         check_layout(engine.eval())  # dropout of an adapter would make any two passes differ
     return engine.train()
@@ -356,7 +360,7 @@ def build_reference(
     """
     if model is not None:
         _cast(model, policy.causal.get_input_embeddings().weight.dtype)
-        engine = PolicyModel(compute_alike(without_dropout(model)), compute=policy.compute)
+        engine = PolicyModel(disable_cpu_repacking(without_dropout(model)), compute=policy.compute)
         engine.temperature = policy.temperature
         if check:
             check_layout(engine)
@@ -365,7 +369,7 @@ def build_reference(
         return SyncedReference(policy)
     if fresh_adapter:
         return AdapterDisabledReference(policy)
-    return FrozenReference(copied(policy, frozen_weights(policy)))
+    return FrozenReference(copy_policy(policy, frozen_weights(policy)))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -373,9 +377,9 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
     Buffers keep theirs: rotary frequencies in bfloat16 would turn positions.
     """
-    bytes_only = packed(model)
+    packed = packed_weights(model)
     for weight in model.parameters():
-        if weight.is_floating_point() and id(weight) not in bytes_only:
+        if weight.is_floating_point() and id(weight) not in packed:
             weight.data = weight.data.to(dtype)
 
 

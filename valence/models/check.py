@@ -65,7 +65,7 @@ def check_layout(engine: PolicyModel) -> None:
         batch = plain_batch([tokens[PROMPT:CUT], tokens[CUT:]], tokens[:PROMPT])
         why = _why_not_packed(engine, batch)
     # all of them run alike, or those in lockstep would never meet again
-    if engine.most(int(why is not None)) and why is None:
+    if engine.max_over_ranks(int(why is not None)) and why is None:
         why = CannotPackError("another process found it so", code="other-process")
     if why:
         engine.lay_out(packed=False)
@@ -77,7 +77,7 @@ def check_layout(engine: PolicyModel) -> None:
     # after a pass that no backward pass followed, weights that it put together are still there
     if engine.is_sharded:
         with torch.no_grad():
-            said(engine, batch)
+            scores_or_logps(engine, batch)
 
 
 def _check_causal(engine: PolicyModel, tokens: Tensor) -> None:
@@ -104,12 +104,14 @@ def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError |
         what = "its rotary positions depend on the longest sequence that runs with it"
         return CannotPackError(what, code="rotary-by-length")
     with torch.no_grad():
-        alone = said(engine, batch)
+        alone = scores_or_logps(engine, batch)
     engine.lay_out(packed=True)
     try:
         packed, slopes = _influences(engine, batch)
-        engine.along = 0  # the second answer is now read over the first pass's keys and values
-        behind = said(engine, replace(batch, requires_grad=(True, False))).detach()
+        engine.max_joint_rows = (
+            0  # the second answer is now read over the first pass's keys and values
+        )
+        behind = scores_or_logps(engine, replace(batch, requires_grad=(True, False))).detach()
     except torch.OutOfMemoryError:
         raise
     except CannotPackError as error:
@@ -119,7 +121,7 @@ def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError |
             f"it fails with {type(error).__name__}: {error}", code="packing-fails"
         )
     finally:
-        engine.along = type(engine).along
+        engine.max_joint_rows = type(engine).max_joint_rows
     if _influence(slopes[0][:, CUT:]) or _influence(slopes[1][:, PROMPT:CUT]):
         return CannotPackError(
             "the tokens of one sequence change what is said of another", code="sequences-leak"
@@ -142,13 +144,13 @@ def _influences(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, list[Te
     slopes: list[Tensor] = []
     for answer in range(2):
         with _embedding(engine.causal) as seen:
-            found.append(said(engine, batch))
+            found.append(scores_or_logps(engine, batch))
         part = found[-1].tensor_split([CUT if found[-1].ndim == 1 else 1])[answer]
         slopes += torch.autograd.grad(part.sum(), seen[0])
     return found[0].detach(), slopes
 
 
-def said(engine: PolicyModel, batch: MicroBatch) -> Tensor:
+def scores_or_logps(engine: PolicyModel, batch: MicroBatch) -> Tensor:
     """What the engine says of a micro-batch: log-probabilities [T], or under a reward model scores
     [S, A].
     """

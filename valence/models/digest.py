@@ -65,7 +65,10 @@ def digests(engine: PolicyModel, *, adapter: bool) -> Digests:
         _without(engine.causal.config.to_dict(), OF_A_COPY),
         {name: _without(config.to_dict(), OF_AN_ADAPTER_COPY) for name, config in adapters.items()},
     ]
-    digest, alone = hashlib.sha256(f"{engine.how} {engine.device.type}".encode()), hashlib.sha256()
+    digest, alone = (
+        hashlib.sha256(f"{engine.computation} {engine.device.type}".encode()),
+        hashlib.sha256(),
+    )
     digest.update(json.dumps(settings, sort_keys=True, default=_plain).encode())
     trained = {
         name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad

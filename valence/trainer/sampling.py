@@ -70,7 +70,7 @@ class PolicySampler:
         """
         self.generator.version = self._version()
         with self.policy.sampling():
-            return self.policy.within(
+            return self.policy.with_gathered_weights(
                 lambda: self.generator.generate(
                     prompts, n, sampling, first=first, progress=progress, on_tokens=on_tokens
                 )

@@ -370,7 +370,7 @@ class Objective:
             batch = batches.local[k] if k < len(batches.local) and failure is None else None
             place = self.group.collective("a micro-batch") if is_sharded else nullcontext()
             try:
-                with final_out_of_memory(self.policy.shared or is_sharded), place:
+                with final_out_of_memory(self.policy.is_tensor_parallel or is_sharded), place:
                     if batch is not None:
                         results.append(run(batch))
                     elif is_sharded and batches.dummy is not None:
