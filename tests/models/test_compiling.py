@@ -148,14 +148,16 @@ def test_rounding_is_told_from_another_computation(monkeypatch: pytest.MonkeyPat
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
-    tell = compiling.said
+    compute = compiling.scores_or_logps
     one = torch.zeros(40)
     one[7] = 0.9
     for off, fine in ((one, True), (torch.full((40,), 0.4), False)):
         engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
         added = iter([torch.zeros(40), off])
         monkeypatch.setattr(
-            compiling, "said", lambda engine, batch, added=added: tell(engine, batch) + next(added)
+            compiling,
+            "scores_or_logps",
+            lambda engine, batch, added=added: compute(engine, batch) + next(added),
         )
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
