@@ -332,9 +332,9 @@ def _with_cache(
     )
     if cache == "auto":
         return CachedReference(
-            built, default_cache(recipe), about=about, fills=fills, again=again, agree=agree
+            built, default_cache(recipe), about=about, fills=fills, reload=again, agree=agree
         )
-    return CachedReference(built, Path(cache), about=about, again=again, agree=agree)
+    return CachedReference(built, Path(cache), about=about, reload=again, agree=agree)
 
 
 def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from valence.errors import UserError
 from valence.models.digest import Digests
-from valence.models.log_prob_store import Array, LogProbStore, entries_of
+from valence.models.log_prob_store import Array, LogProbStore, count_entries
 from valence.models.reference import LazyReference, Reference
 from valence.types import MicroBatch, TokenizedExample, sent
 from valence.version import __version__
@@ -49,36 +49,36 @@ class CachedReference:
         *,
         about: str = "",
         fills: bool = True,
-        again: Callable[[], Reference] | None = None,
+        reload: Callable[[], Reference] | None = None,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
         """about: a description of the reference for readers of the folder. fills: whether to write.
-        again: loads the reference again, if that is possible. agree: whether any process computes,
+        reload: loads the reference again, if that is possible. agree: whether any process computes,
         where processes have to compute together. The folder is opened on first use.
         """
         self.inner, self.name, self.precision = inner, inner.name, inner.precision
-        self.folder, self.about, self.fills, self.again, self.agree = (
+        self.folder, self.about, self.fills, self.reload, self.agree = (
             folder,
             about,
             fills,
-            again,
+            reload,
             agree,
         )
         self.hits = self.misses = 0
-        self._trusted = {made_by()}
+        self._trusted = {environment()}
 
     @cached_property
-    def ledger(self) -> LogProbStore:
+    def store(self) -> LogProbStore:
         """The entries. Raises UserError when the folder cannot be used, or contains values of
         another reference under the digest of this one.
         """
-        named = self._digests.model
-        identity = {"holds": "reference log-probabilities", "format": 1, "reference": named}
+        digest = self._digests.model
+        identity = {"holds": "reference log-probabilities", "format": 1, "reference": digest}
         return LogProbStore(
-            self.folder / named,
+            self.folder / digest,
             identity,
-            {"about": self.about[:200], "by": made_by()},
-            adds=self.fills,
+            {"about": self.about[:200], "by": environment()},
+            is_writable=self.fills,
         )
 
     @cached_property
@@ -91,43 +91,43 @@ class CachedReference:
     @property
     def note(self) -> str:
         """A message if the folder has entries of other references only; otherwise empty."""
-        return "" if len(self.ledger) else _only_others(self.ledger.folder)
+        return "" if len(self.store) else _only_others(self.store.folder)
 
     @property
     def summary(self) -> str:
         damaged = (
-            f", {self.ledger.damaged} of them since they were damaged"
-            if self.ledger.damaged
+            f", {self.store.damaged} of them to replace damaged entries"
+            if self.store.damaged
             else ""
         )
         return f"reference cache: {self.hits:,} sequences found, {self.misses:,} computed{damaged}"
 
     def sync(self) -> None:
         """Block until all entries are on the disk. Raises OSError."""
-        if "ledger" in self.__dict__:
-            self.ledger.sync()
+        if "store" in self.__dict__:
+            self.store.sync()
 
-    def let_go(self) -> None:
+    def unload(self) -> None:
         """Free the memory of the reference, which is loaded again if it is needed."""
-        if self.again is not None:
-            self.inner = LazyReference(self.inner, self._digests, self.again)
+        if self.reload is not None:
+            self.inner = LazyReference(self.inner, self._digests, self.reload)
 
-    def knows(self, units: Iterable[TokenizedExample]) -> bool:
+    def has_all(self, units: Iterable[TokenizedExample]) -> bool:
         """Return whether all sequences of these examples are cached."""
         return all(
             key_of(np.array(unit.prompt_ids + a.ids), np.array(unit.prompt_mask + a.mask))
-            in self.ledger
+            in self.store
             for unit in units
             for a in unit.answers
         )
 
     def __call__(self, batch: MicroBatch) -> Tensor:
-        keys, rows = measured(batch)
+        keys, rows = keys_and_rows(batch)
         cached = self._cached(keys)
         self.hits += len(cached)
         self.misses += len(keys) - len(cached)
         unverified = {
-            by for s in cached if (by := self.ledger.head(keys[s])["by"]) not in self._trusted
+            by for s in cached if (by := self.store.header(keys[s])["by"]) not in self._trusted
         }
         if not self.agree(len(cached) < len(keys) or bool(unverified)):
             logp = np.zeros(len(batch.tokens), cached[0].dtype)
@@ -138,14 +138,14 @@ class CachedReference:
                 self._trusted |= unverified
             new = {keys[s]: logp[r] for s, r in enumerate(rows) if s not in cached}
             # Values that are not finite may have a temporary cause; entries are permanent.
-            self.ledger.add(
+            self.store.add(
                 {key: values for key, values in new.items() if np.isfinite(values).all()}
             )
         for s, values in cached.items():
             logp[rows[s]] = values
         return sent(torch.from_numpy(logp), batch.tokens.device)
 
-    def beside(self, batch: MicroBatch) -> Tensor:
+    def join_collectives(self, batch: MicroBatch) -> Tensor:
         """Take part in the computation of other processes, if there is one. The result has no
         meaning.
         """
@@ -164,7 +164,7 @@ class CachedReference:
 
         Raises UserError when rounding does not explain the difference.
         """
-        keys, rows = measured(batch)
+        keys, rows = keys_and_rows(batch)
         cached = self._cached(keys)
         self.agree(True)
         logp = self.inner(batch).cpu().numpy()
@@ -172,10 +172,10 @@ class CachedReference:
 
     def _cached(self, keys: Sequence[bytes]) -> dict[int, Array]:
         """Return the cached values by the index of the sequence."""
-        if not all(key in self.ledger for key in keys):
-            self.ledger.refresh()
+        if not all(key in self.store for key in keys):
+            self.store.refresh()
         return {
-            s: values for s, key in enumerate(keys) if (values := self.ledger.get(key)) is not None
+            s: values for s, key in enumerate(keys) if (values := self.store.get(key)) is not None
         }
 
     def _compare(self, pairs: Sequence[tuple[Array, Array]]) -> float:
@@ -192,14 +192,14 @@ class CachedReference:
                 f"({len(stored)} tokens of {len(pairs)} sequences), more than the "
                 f"{DRIFT[self.precision]:g} of rounding",
                 code="reference-cache-stale",
-                where=f"reference.cache: {self.ledger.folder}",
+                where=f"reference.cache: {self.store.folder}",
                 fix="delete this folder or set another one to compute them again; the headers of "
                 "its files name the versions and the machine that computed them",
             )
         return difference
 
 
-def measured(batch: MicroBatch) -> tuple[list[bytes], list[NDArray[np.int64]]]:
+def keys_and_rows(batch: MicroBatch) -> tuple[list[bytes], list[NDArray[np.int64]]]:
     """Return for each sequence its key and the rows of its log-probabilities."""
     tokens, (read, owner) = batch.cpu_tokens.numpy(), batch.cpu_scored.numpy()
     seq = np.full(len(tokens), -1)
@@ -219,7 +219,7 @@ def key_of(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> bytes:
     return hashlib.blake2b(ids.astype("<i4").tobytes() + mask.tobytes(), digest_size=16).digest()
 
 
-def made_by() -> str:
+def environment() -> str:
     """Return the versions and the processor, on which the last digits of values depend."""
     chip = (
         torch.cuda.get_device_name()
@@ -235,10 +235,12 @@ def made_by() -> str:
 def _only_others(folder: Path) -> str:
     """Describe the entries of the other folders of the cache; empty without any."""
     siblings = sorted(folder.parent.iterdir()) if folder.parent.is_dir() else []
-    entries = {path.name: entries_of(path) for path in siblings if path.is_dir() and path != folder}
+    entries = {
+        path.name: count_entries(path) for path in siblings if path.is_dir() and path != folder
+    }
     listed = [
-        f"{count} sequences of {head.get('about') or name}"
-        for name, (count, head) in entries.items()
+        f"{count} sequences of {header.get('about') or name}"
+        for name, (count, header) in entries.items()
         if count
     ]
     if not listed:

@@ -387,7 +387,7 @@ class Objective:
     def reference_logps(self, batch: MicroBatch, *, is_dummy: bool = False) -> Tensor | None:
         """Return the reference's log-probabilities, if there is one. Dummy rows are not cached."""
         if is_dummy and isinstance(self.reference, CachedReference):
-            return self.reference.beside(batch)
+            return self.reference.join_collectives(batch)
         return self.reference(batch) if self.reference else None
 
     @torch.no_grad()
