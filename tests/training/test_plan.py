@@ -201,10 +201,10 @@ def test_reward_models_are_counted(recipe: dict[str, Any], tmp_path: Path) -> No
     found = own(
         recipe, f"reward.0.reward={tmp_path / 'judge'}", "reward.0.settings={dtype: float32}"
     )
-    assert found.memory.judges == 4 * sum(p.numel() for p in judge.parameters())
+    assert found.memory.reward_models == 4 * sum(p.numel() for p in judge.parameters())
     assert "reward models 0.00 GB" in "\n".join(describe(found))
     assert "reward models" not in "\n".join(describe(own(recipe)))
-    assert own(recipe).memory.judges == 0
+    assert own(recipe).memory.reward_models == 0
     (tmp_path / "judge/config.json").unlink()
     with raises_error("model-not-loadable", where="reward.0.reward"):
         own(recipe, f"reward.0.reward={tmp_path / 'judge'}")

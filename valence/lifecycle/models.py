@@ -417,7 +417,7 @@ def share(
             among,
             compute=engine.compute,
             reshard=split.reshard,
-            sum_every_backward=split.each,
+            sum_every_backward=split.sync_every_micro_batch,
             offload=split.offload,
         )
     if stream:

@@ -17,7 +17,7 @@ from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.models.adapters import starts_at_base, unsplittable
 from valence.models.build import DTYPES
-from valence.models.memory import MOMENTS, Memory, Split, predict, sampled, with_values
+from valence.models.memory import MOMENTS, Memory, Split, add_value_model, predict, sampling_bytes
 from valence.models.shape import Shape, skeleton, skeleton_of
 from valence.planning.reward_models import (
     RewardModelSettings,
@@ -74,7 +74,7 @@ def choose_split(
             ways,
             parallel.tensor,
             reshard=parallel.reshard,
-            each=sync_every_micro_batch,
+            sync_every_micro_batch=sync_every_micro_batch,
             offload=parallel.offload,
         )
     if split.single:
@@ -185,16 +185,16 @@ def memory_of(
     )
     memory = estimate(compiled=compiled)
     if prepared.has_separate_value_model:
-        memory = with_values(memory, estimate(), shape, width)
+        memory = add_value_model(memory, estimate(), shape, width)
     if prepared.rollouts:
         rows, prompt, new = prepared.rollouts
         memory = replace(
             memory,
-            sampling=sampled(shape, rows, prompt + new, sampled_in(recipe, device).itemsize)
+            sampling=sampling_bytes(shape, rows, prompt + new, sampled_in(recipe, device).itemsize)
             // split.tensor,
         )
     if recipe.reward:
-        memory = replace(memory, judges=bytes_of_rewards(recipe))
+        memory = replace(memory, reward_models=bytes_of_rewards(recipe))
     return memory
 
 
