@@ -146,7 +146,7 @@ def test_all_answers_of_a_step_may_run_at_once(recipe: dict[str, Any]) -> None:
 def test_sampling_is_predicted_where_this_process_samples(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed, "per_weight", lambda *_: 1e-6)
+    monkeypatch.setattr(speed, "seconds_per_weight", lambda *_: 1e-6)
     found = own(recipe)
     assert found.round_seconds is not None
     assert found.prepared.rollouts is not None

@@ -158,7 +158,10 @@ def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
     spec = prepared.recipe.model
     scores = len(spec.attributes or ONE) if prepared.method.is_reward_model else None
     return skeleton(
-        spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file, scores=scores
+        spec.name,
+        trust_remote_code=spec.trust_remote_code,
+        gguf_file=spec.gguf_file,
+        num_scores=scores,
     )
 
 
@@ -248,5 +251,5 @@ def _bytes_of_reward_model(target: str, settings: RewardModelSettings, where: st
         source, _ = load_reward_recipe(target, settings)
         spec = source.recipe.model
         dtype = at_rest(source.recipe) if is_run(target) else DTYPES[spec.dtype]
-        layers = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, scores=1)
+        layers = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, num_scores=1)
         return sum(p.numel() for p in layers.parameters()) * dtype.itemsize
