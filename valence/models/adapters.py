@@ -372,8 +372,8 @@ def _check_tied(model: Any, lora: Any) -> None:
         value = getattr(lora, setting, None) or []
         return not isinstance(value, str) and any(n.rpartition(".")[2] in names for n in value)
 
-    is_saved_apart = includes("modules_to_save") and not getattr(lora, "ensure_weight_tying", False)
-    if not includes("targets") and not is_saved_apart:
+    saves_untied = includes("modules_to_save") and not getattr(lora, "ensure_weight_tying", False)
+    if not includes("targets") and not saves_untied:
         return
     setting = "targets" if includes("targets") else "modules_to_save"
     tied = " and ".join(sorted(names))

@@ -187,14 +187,14 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroB
     spans = list(pairwise([above, *(above + lengths.cumsum(0)).tolist()]))
     rows = torch.arange(spans[-1][1])
     starts = torch.tensor([start for start, _ in spans])
-    own = torch.repeat_interleave(torch.arange(len(spans)), lengths)
-    source, pos, seq = rows - 1, rows.clone(), torch.cat([own.new_zeros(above), own])
+    owner = torch.repeat_interleave(torch.arange(len(spans)), lengths)
+    source, pos, seq = rows - 1, rows.clone(), torch.cat([owner.new_zeros(above), owner])
     source[starts] = above - 1
-    pos[above:] += above - starts[own]
+    pos[above:] += above - starts[owner]
     mask = (rows >= above) & (source >= 0)
     trunk = [] if prompt is None else [prompt]
     tokens = torch.cat([*trunk, *sequences])
-    each, numbers = sent(torch.zeros_like(lengths), device), sent(torch.zeros(len(spans)), device)
+    zeros, numbers = sent(torch.zeros_like(lengths), device), sent(torch.zeros(len(spans)), device)
     return MicroBatch(
         tokens=tokens,
         cpu_tokens=tokens.cpu(),
@@ -207,14 +207,14 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroB
         segments=(*((0, len(t), -1) for t in trunk), *((a, b, len(trunk) - 1) for a, b in spans)),
         leaves=tuple(range(len(trunk), len(trunk) + len(spans))),
         requires_grad=(True,) * len(spans),
-        unit=each,
-        side=each,
+        unit=zeros,
+        side=zeros,
         label=None,
         weight=numbers + 1,
         margin=numbers,
         soft=numbers + torch.nan,
         target=None,
-        group=each,
+        group=zeros,
         num_groups=1,
         ids=("",) * len(spans),
     )

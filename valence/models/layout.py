@@ -87,7 +87,8 @@ def split_by_gradient(
     paths[S]: the segments of each sequence. padded_length: the number of rows of the first pass
     after padding, from the number before.
     """
-    in_first = {k for path, it in zip(paths, requires_grad, strict=True) if it for k in path}
+    with_grad = [path for path, grad in zip(paths, requires_grad, strict=True) if grad]
+    in_first = {k for path in with_grad for k in path}
     first = [k for k in range(len(segments)) if k in in_first]
     second = [k for k in range(len(segments)) if k not in in_first]
     number, spans, row = {-1: -1}, list[tuple[int, int, int]](), 0

@@ -43,7 +43,7 @@ class Scorer(PolicyModel):
             gaps = theta.diff()
             cuts = torch.cat([theta[:1], gaps + (-torch.expm1(-gaps)).log()])  # inverse of softplus
             self.cuts = nn.Parameter(
-                cuts.to(self.device, _at_least_float32(next(self.causal.score.parameters()).dtype))
+                cuts.to(self.device, _widen_dtype(next(self.causal.score.parameters()).dtype))
             )
 
     @property
@@ -85,7 +85,7 @@ class Scorer(PolicyModel):
     def _head(self, hidden: Tensor) -> Tensor:
         """Return scores [N, A] of hidden[N, h], in float32 or float64."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.causal.score(hidden.to(_at_least_float32(hidden.dtype)))
+            return self.causal.score(hidden.to(_widen_dtype(hidden.dtype)))
 
     def description(self, scores: Tensor) -> dict[str, Any]:
         """Return the entries of the saved model's configuration: mean and population standard
@@ -101,7 +101,7 @@ class Scorer(PolicyModel):
 
 def widen_head(model: Any) -> None:
     """Cast the head of a reward model to float32 unless it is float64."""
-    model.score.to(_at_least_float32(model.score.weight.dtype))
+    model.score.to(_widen_dtype(model.score.weight.dtype))
 
 
 def with_padding(
@@ -156,5 +156,5 @@ def _first_thresholds(config: Any, levels: int) -> Tensor:
     return torch.tensor(saved, dtype=torch.float64)
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+def _widen_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(torch.float32, dtype)

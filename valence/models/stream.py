@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file
 
-from valence.models.build import quiet, read_config
+from valence.models.build import read_config, silence_transformers
 from valence.models.loading import LOADING_ERRORS, cannot_load
 from valence.models.scores import is_reward_model
 
@@ -176,7 +176,7 @@ def _empty(
     from accelerate import init_empty_weights
 
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with init_empty_weights(include_buffers=False), quiet():
+    with init_empty_weights(include_buffers=False), silence_transformers():
         model: Any = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()
     if scores and not is_reward_model(model):
