@@ -33,8 +33,8 @@ def must_exist(name: str, setting: str) -> None:
     """Raise UserError unless ``name`` is a folder, or a hub id that is in the cache or can be
     downloaded.
 
-    The hub is asked once by each process. When it does not answer, this process uses the cache
-    alone: the libraries would retry for a minute.
+    Each process contacts the hub once. If the hub does not respond, this process uses only the
+    cache: the libraries would retry for a minute.
     """
     if Path(name).is_dir():
         return
@@ -89,7 +89,7 @@ def cannot_load(kind: str, name: str, error: Exception) -> UserError:
 
 SETTINGS = (".json", ".py", ".txt", ".jinja")
 NUM_SAMPLES, SAMPLE_BYTES = 32, 1 << 16
-"""Parts of a file of weights that enter its fingerprint."""
+"""Samples of a weights file that its fingerprint hashes: their number, and the bytes of each."""
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".model")
 
 
