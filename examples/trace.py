@@ -72,8 +72,8 @@ BRANCHES = {
     "counts": "counts of the step",
     "MicroBatch.part": "counts of the step",
     "Objective._shared_statistics": "statistics of the step",
-    "table": "which tokens each token attends to",
-    "hidden": "which tokens each token attends to",
+    "segment_table": "which tokens each token attends to",
+    "hidden_keys": "which tokens each token attends to",
     "_Step._record": "metrics",
     "SingleProcess.norm": "norm of the gradient",
 }

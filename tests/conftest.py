@@ -28,7 +28,12 @@ if (
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", SHM)
 
 import pytest
+import torch
 from hypothesis import settings
+
+# Triton reads this when it is imported. Its interpreter then runs the kernels on a CPU.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # how long an example takes depends on what else the machine does
 settings.register_profile("valence", deadline=None)

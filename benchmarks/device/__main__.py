@@ -120,7 +120,7 @@ def head(shape: Shape, tokens: int, device: torch.device) -> float:
     )
     target = torch.randint(0, shape.vocabulary, (tokens,), device=device)
     grad = torch.randn(tokens, device=device)
-    half_head = Head(layer, half=True)
+    half_head = Head(layer, rounds_to_bfloat16=True)
 
     def run() -> None:
         hidden.grad = layer.weight.grad = None

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.scale_model.model import Job, Layout, Machine, dealt, sharded
 from valence.config.schema import LoraSettings
 from valence.models.checkpointing import Checkpointing
-from valence.models.head import AREA, KEEP_CUDA
+from valence.models.head import CACHE_SHARE_CUDA, MAX_LOGITS
 from valence.models.memory import Split, predict
 from valence.models.shape import Shape, shape_of
 from valence.models.speed import Work
@@ -153,7 +153,9 @@ def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> in
         device=away,
         split=layout.split,
     )
-    return replace(estimate, head=int(KEEP_CUDA * HBM) + 4 * 4 * AREA["cuda"]).total(AT_ONCE)
+    return replace(estimate, head=int(CACHE_SHARE_CUDA * HBM) + 4 * 4 * MAX_LOGITS["cuda"]).total(
+        AT_ONCE
+    )
 
 
 PUBLISHED = (("8 GPUs", 8, 5762), ("128 GPUs", 128, 5605))

@@ -127,7 +127,7 @@ def volume(job: Job, layout: Layout) -> dict[str, float]:
     gathers = job.micro_batches * (
         (layers + outside) * (1 + len(job.measured)) + split.reshard * layers
     )
-    rounds = (job.micro_batches if split.each else 1) if split.ways > 1 else 2
+    rounds = (job.micro_batches if split.sync_every_micro_batch else 1) if split.ways > 1 else 2
     return {
         "weights": share * gathers if split.ways > 1 else 0.0,
         "gradients": share * rounds * MASTER * job.shape.trained / split.tensor,
@@ -171,7 +171,7 @@ def seconds(job: Job, layout: Layout, machine: Machine) -> Seconds:
         passes = _sharded_passes(job, layout, machine)
         after = (
             0.0
-            if layout.split.each
+            if layout.split.sync_every_micro_batch
             else job.shape.layers * machine.seconds(master_bytes / job.shape.layers, layout.dealt)
         )
     after += _sums_within(job, layout, machine)
@@ -215,7 +215,7 @@ def _sharded_passes(job: Job, layout: Layout, machine: Machine) -> list[tuple[fl
     gather, root = moved(layers / count), moved(outside)
     scatter = (
         moved(MASTER * job.shape.trained / split.tensor / count, machine.scatters)
-        if split.each
+        if split.sync_every_micro_batch
         else 0.0
     )
     forward, backward, *measured = _products(job, layout, machine)

@@ -365,8 +365,8 @@ def recipe_with(**parallel: Any) -> Any:
         ({}, 4, False, False, Split()),
         ({"shard": "off"}, 4, True, False, Split()),
         ({"shard": "full"}, 4, False, True, Split(4)),
-        ({"shard": "full", "lora": 1}, 4, None, True, Split(4, each=False)),
-        ({"shard": "full", "sync": "step"}, 4, None, True, Split(4, each=False)),
+        ({"shard": "full", "lora": 1}, 4, None, True, Split(4, sync_every_micro_batch=False)),
+        ({"shard": "full", "sync": "step"}, 4, None, True, Split(4, sync_every_micro_batch=False)),
         (
             {"shard": "full", "sync": "micro_batch", "lora": 1, "reshard": False},
             2,

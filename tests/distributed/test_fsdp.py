@@ -184,7 +184,9 @@ def parts(group: Group) -> dict[str, Any]:
     check_layout(policy)
     with policy.stock(), torch.no_grad():
         outputs = policy.outputs(tokens)
-        inside = policy.within(lambda: policy.causal(input_ids=tokens[None]).logits[0])
+        inside = policy.with_gathered_weights(
+            lambda: policy.causal(input_ids=tokens[None]).logits[0]
+        )
     found = policy(batch).logp
     found.sum().backward()
     weights = dict(policy.named_parameters())

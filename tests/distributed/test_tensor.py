@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tests.distributed import jobs, rig
 from tests.distributed.rig import full
 from tests.errors import check_error, raises_error
-from tests.models.test_head import QUIRKS, VOCABULARY, layer, objective, oracle, rows
+from tests.models.test_head import VARIANTS, VOCABULARY, make_layer, make_rows, objective, oracle
 from tests.models.test_oracle import PATTERNS, forest_of
 from tests.models.test_scores import reward_model
 from tests.prefix_trees import conversations
@@ -164,7 +164,7 @@ def steps(case: Case, data: Group, group: Group) -> dict[str, Tensor]:
 
 
 def several(world: Group, tensor: int, cases: list[Case]) -> list[dict[str, Tensor]]:
-    head.CHUNK = 7  # so that several chunks are crossed
+    head.MAX_COLUMNS = 7  # so that there are several ranges
     data, group = world.split(tensor)
     return [steps(case, data, group) for case in cases]
 
@@ -182,7 +182,7 @@ def several(world: Group, tensor: int, cases: list[Case]) -> list[dict[str, Tens
 def test_processes_that_share_products_are_one(
     size: int, tensor: int, cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", 7)
+    monkeypatch.setattr(head, "MAX_COLUMNS", 7)
     ranks = given(several, size, tensor, cases)
     for k, case in enumerate(cases):
         wanted = steps(case, SingleProcess(), SingleProcess())
@@ -241,16 +241,16 @@ def compare(
 
 
 def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor]:
-    """Values and gradients of all quirks, with everything whole."""
-    head.CHUNK = 7
+    """Values and gradients of all variants of the head, gathered."""
+    head.MAX_COLUMNS = 7
     found: dict[str, Tensor] = {}
-    for name, quirk in QUIRKS.items():
-        settings: dict[str, Any] = dict(quirk)
-        linear = layer(dtype, bool(settings.pop("bias", False)), vocabulary)
+    for name, variant in VARIANTS.items():
+        settings: dict[str, Any] = dict(variant)
+        linear = make_layer(dtype, bool(settings.pop("bias", False)), vocabulary)
         if group.size > 1:
             convert_layer(linear, GatheredColumnParallelLinear, 0, group)  # type: ignore[arg-type]
         for entropy in (False, True):
-            hidden, target = rows(dtype, vocabulary=vocabulary)
+            hidden, target = make_rows(dtype, vocabulary=vocabulary)
             made = Head(linear, **settings)
             values = made(hidden, target, entropy)
             leaves = {"hidden": hidden} | dict(linear.named_parameters())
@@ -282,17 +282,18 @@ def test_a_shared_head_is_the_whole_one(
     size: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert vocabulary % size
-    monkeypatch.setattr(head, "CHUNK", 7)  # as ``heads`` sets it, here too, for this test alone
+    # ``heads`` sets it in the processes that it runs in.
+    monkeypatch.setattr(head, "MAX_COLUMNS", 7)
     ranks = given(shared_heads, size, vocabulary)
     for k, (dtype, tolerance) in enumerate(DTYPES.items()):
         assert len({digest(rank[k]) for rank in ranks}) == 1
         compare(ranks[0][k], heads(SingleProcess(), dtype, vocabulary), tolerance, dtype)
-    for name, quirk in QUIRKS.items():
-        settings: dict[str, Any] = dict(quirk)
+    for name, variant in VARIANTS.items():
+        settings: dict[str, Any] = dict(variant)
         whole = Head(
-            layer(bias=bool(settings.pop("bias", False)), vocabulary=vocabulary), **settings
+            make_layer(bias=bool(settings.pop("bias", False)), vocabulary=vocabulary), **settings
         )
-        wanted = oracle(whole, *rows(vocabulary=vocabulary), entropy=True)
+        wanted = oracle(whole, *make_rows(vocabulary=vocabulary), entropy=True)
         for key, value in zip(
             ("logp", "entropy", "hidden", "weight", "bias"), wanted, strict=False
         ):
@@ -330,7 +331,7 @@ WIDE = Case("llama", "full", (("vocab_size", 4001),))
 
 def counted(world: Group) -> tuple[int, int, int]:
     """The largest tensor of a forward and backward run, and the sums over processes in each."""
-    head.CHUNK = 64
+    head.MAX_COLUMNS = 64
     _, group = world.split(world.size)
     engine = built(WIDE, SingleProcess(), group)
     sums = [0]

@@ -1,4 +1,4 @@
-"""Attention over a forest against its formula, by each way that it runs on a CPU."""
+"""All backends of attention over a prefix tree against its formula."""
 
 from __future__ import annotations
 
@@ -17,29 +17,46 @@ from torch import Tensor, nn
 
 from tests.prefix_trees import Segments, dense_attention, forests, path, seen
 from valence.models import attention, flex, layout, native
-from valence.models.attention import KeyValueMemory, attend, remembering
+from valence.models.attention import (
+    ATTENTION_BACKENDS,
+    KeyValueMemory,
+    Layout,
+    attend,
+    key_value_memory,
+)
 from valence.models.flex import BLOCK, Visible
-from valence.models.layout import segments_of, split, table
-from valence.models.policy_model import filled
+from valence.models.layout import segment_table, segments_of, split_by_gradient
+from valence.models.policy_model import padded_size
 from valence.planning.plan import MAX_TOKENS
 
-
-def attended(*given: Any) -> Tensor:
-    """What ``attend`` gives to the model."""
-    return attend(*given)[0]
-
-
-WAYS: dict[str, Callable[..., Tensor]] = {"attend": attended, "sdpa": attention.attend_by_sdpa}
+WAYS = ("products", "sdpa")
+"""Backends with gradients in float64."""
 SCALE = 0.3
 few = settings(max_examples=25)
 
 
 @contextmanager
 def plain_products() -> Iterator[None]:
-    """Without the compiled kernel."""
+    """Inside the block attention on a CPU chooses the backend ``products``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "serves", lambda *_: False)
+        patch.setattr(native, "attention_unsupported", lambda *_: "switched off")
         yield
+
+
+def attend_by(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forest: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
+    scale: float = SCALE,
+) -> Tensor:
+    """Attention [1, T, H, D_v] by this backend."""
+    visible = Visible(segments_of(forest), (window,), q.device) if backend == "flex" else None
+    layout = Layout(forest, visible, scale, window, softcap)
+    return ATTENTION_BACKENDS[backend].attend(q, k, v, layout)
 
 
 def heads(
@@ -50,21 +67,70 @@ def heads(
     d_v: int = 10,
     dtype: Any = torch.float64,
 ) -> list[Tensor]:
-    """Random q, k, v as a model makes them: [1, H, T, D], of which the heads of a token lie
-    together.
-    """
-    made = torch.Generator().manual_seed(rows)
+    """Random q, k, v [1, H, T, D] with the strides of a model: heads of a token are adjacent."""
+    generator = torch.Generator().manual_seed(rows)
     shapes = ((number, d), (shared, d), (shared, d_v))
     drawn = [
-        torch.randn(1, rows, *shape, generator=made, dtype=torch.float64).to(dtype)
+        torch.randn(1, rows, *shape, generator=generator, dtype=torch.float64).to(dtype)
         for shape in shapes
     ]
     return [x.transpose(1, 2).requires_grad_() for x in drawn]
 
 
-def with_slopes(out: Tensor, given: list[Tensor]) -> list[Tensor]:
-    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return [out, *torch.autograd.grad(out, given, slope.to(out.dtype))]
+def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """The result and its gradients with respect to the inputs."""
+    generator = torch.Generator().manual_seed(7)
+    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+
+
+TREE = [(0, 90, -1), (90, 100, 0), (100, 230, 0), (230, 231, 2), (231, 300, 2), (300, 420, -1)]
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 1e-2}
+"""Largest error relative to the norm."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("window", "softcap"),
+    [(0, 0.0), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((40, 0.0), (0, 0.8)))],
+)
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.filterwarnings("ignore:.*torch.compile.*")
+def test_each_backend_computes_the_formula(
+    backend: str, window: int, softcap: float, dtype: torch.dtype
+) -> None:
+    """Values, and gradients where the backend has them here; on the GPU if there is one."""
+    device = "cuda" if torch.cuda.is_available() and backend in ("flex", "sdpa") else "cpu"
+    inputs = [x.detach().to(device).requires_grad_() for x in heads(420, d=64, d_v=64, dtype=dtype)]
+    unsupported = ATTENTION_BACKENDS[backend].unsupported
+    if unsupported(inputs[0], inputs[2], softcap):
+        inputs = [x.detach() for x in inputs]
+    if reason := unsupported(inputs[0], inputs[2], softcap):
+        assert backend == "cpu", reason
+        if softcap or dtype != torch.bfloat16:
+            return
+        pytest.skip(reason)
+    exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    expected = dense_attention(*exact, seen(TREE, window), 0.125, softcap)
+    out = attend_by(backend, *inputs, segment_table(TREE), window, softcap, 0.125)
+    results, references = [out], [expected]
+    if inputs[0].requires_grad:
+        results, references = with_gradients(out, inputs), with_gradients(expected, exact)
+    for result, reference in zip(results, references, strict=True):
+        assert result.dtype == dtype
+        error = (result.double().cpu() - reference).norm() / reference.norm()
+        assert error < TOLERANCES[dtype]
+
+
+def test_the_automatic_choice_on_a_cpu() -> None:
+    def chosen(dtype: torch.dtype, d: int = 16, softcap: float = 0.0) -> str:
+        q, _, v = heads(4, d=d, d_v=16, dtype=dtype)
+        return attention.choose_cpu_backend(q, v, softcap)
+
+    native_or_products = "products" if native.unavailable() else "cpu"
+    assert chosen(torch.bfloat16) == native_or_products
+    assert chosen(torch.float32) == chosen(torch.float64) == "products"
+    assert chosen(torch.bfloat16, d=24) == chosen(torch.bfloat16, softcap=2.0) == "products"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -75,64 +141,43 @@ def with_slopes(out: Tensor, given: list[Tensor]) -> list[Tensor]:
     st.sampled_from([0.0, 0.8]),
     st.sampled_from([1 << 21, 700]),
 )
-def test_values_and_gradients_are_those_of_the_formula(
-    way: str, segments: Segments, window: int, softcap: float, at_once: int
+def test_random_trees(
+    way: str, segments: Segments, window: int, softcap: float, max_scores: int
 ) -> None:
-    given = heads(segments[-1][1])
+    inputs = heads(segments[-1][1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "ELEMENTS", at_once)
-        found = with_slopes(WAYS[way](*given, table(segments), SCALE, window, softcap), given)
-    wanted = with_slopes(dense_attention(*given, seen(segments, window), SCALE, softcap), given)
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+        patch.setattr(attention, "MAX_SCORES", max_scores)
+        out = attend_by(way, *inputs, segment_table(segments), window, softcap)
+        results = with_gradients(out, inputs)
+    expected = dense_attention(*inputs, seen(segments, window), SCALE, softcap)
+    for result, reference in zip(results, with_gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-def test_rounding_is_that_of_the_type(dtype: torch.dtype, most: float) -> None:
-    segments = [
-        (0, 90, -1),
-        (90, 100, 0),
-        (100, 230, 0),
-        (230, 231, 2),
-        (231, 300, 2),
-        (300, 420, -1),
-    ]
-    given = heads(420, d=64, d_v=64, dtype=dtype)
-    exact = [x.detach().double().requires_grad_() for x in given]
-    with plain_products():
-        found = with_slopes(attended(*given, table(segments), 0.125, 0, 0.0), given)
-    wanted = with_slopes(dense_attention(*exact, seen(segments), 0.125), exact)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours.double() - theirs).norm() / theirs.norm() < most
-
-
-@pytest.mark.parametrize(("way", "together"), [
-    ("attend", True), ("attend", False), ("sdpa", True), ("sdpa", False),
-])  # fmt: skip
+@pytest.mark.parametrize("shares_blocks", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("window", [0, 4])
-def test_what_is_not_a_number_stays_in_its_sequence(
-    way: str, window: int, together: bool, monkeypatch: pytest.MonkeyPatch
+def test_nan_stays_in_its_sequence(
+    way: str, window: int, shares_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients of the others are as they are without it, whether runs share a block or
-    have one each.
-    """
-    monkeypatch.setattr(layout, "CALL", layout.CALL if together else 0)
-    layout.blocks.cache_clear()
+    """Values and gradients of other sequences are unchanged, whether runs share a block or not."""
+    monkeypatch.setattr(layout, "BLOCK_COST", layout.BLOCK_COST if shares_blocks else 0)
+    layout.make_blocks.cache_clear()
     segments = [(0, 20, -1), (20, 43, -1), (43, 50, -1), (50, 53, 2), (53, 57, 2)]
-    rows = torch.tensor([r < 20 or r >= 43 for r in range(57)])
-    given = heads(57)
-    right = with_slopes(WAYS[way](*given, table(segments), SCALE, window, 0.0), given)
+    is_other = torch.tensor([r < 20 or r >= 43 for r in range(57)])
+    inputs = heads(57)
+    expected = with_gradients(attend_by(way, *inputs, segment_table(segments), window), inputs)
     with torch.no_grad():
-        for x in given:
+        for x in inputs:
             x[:, :, 20:43] = torch.nan
-    found = with_slopes(WAYS[way](*given, table(segments), SCALE, window, 0.0), given)
-    torch.testing.assert_close(found[0][:, rows], right[0][:, rows])
-    assert found[0][:, ~rows].isnan().all()
-    for ours, before in zip(found[1:], right[1:], strict=True):
-        torch.testing.assert_close(ours[:, :, rows], before[:, :, rows])
+    results = with_gradients(attend_by(way, *inputs, segment_table(segments), window), inputs)
+    torch.testing.assert_close(results[0][:, is_other], expected[0][:, is_other])
+    assert results[0][:, ~is_other].isnan().all()
+    for result, reference in zip(results[1:], expected[1:], strict=True):
+        torch.testing.assert_close(result[:, :, is_other], reference[:, :, is_other])
 
 
-FILLS = {"not filled": int, "filled up": partial(filled, device="cpu")}
+FILLS = {"not padded": int, "padded": partial(padded_size, device="cpu")}
 
 
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
@@ -142,30 +187,32 @@ FILLS = {"not filled": int, "filled up": partial(filled, device="cpu")}
 def test_a_second_pass_over_what_the_first_one_kept(
     way: str, fill: Callable[[int], int], segments: Segments, window: int, number: int
 ) -> None:
-    """And over what filled the first one up, which none sees."""
+    """And over what padded_size the first one up, which none sees."""
     paths = [path(segments, k) for k in range(len(segments))]
-    parts = split(segments, paths, [k == number % len(paths) for k in range(len(paths))], fill)
-    if not len(parts.rest):
+    parts = split_by_gradient(
+        segments, paths, [k == number % len(paths) for k in range(len(paths))], fill
+    )
+    if not len(parts.no_grad_rows):
         return
     given = heads(segments[-1][1])
     whole = dense_attention(*given, seen(segments, window), SCALE)
-    count = len(parts.rows)
+    count = len(parts.grad_rows)
     more = fill(count) - count
     filled_up = (
-        torch.cat([parts.first, torch.tensor([[count, count + more, -1, 1]])])
+        torch.cat([parts.grad_table, torch.tensor([[count, count + more, -1, 1]])])
         if more
-        else parts.first
+        else parts.grad_table
     )
     memory = KeyValueMemory(fill(count))
     found: list[Tensor] = []
-    for rows, forest, reading in (
-        (torch.cat([parts.rows, torch.zeros(more, dtype=torch.long)]), filled_up, False),
-        (parts.rest, parts.second, True),
+    for rows, forest, is_reading in (
+        (torch.cat([parts.grad_rows, torch.zeros(more, dtype=torch.long)]), filled_up, False),
+        (parts.no_grad_rows, parts.no_grad_table, True),
     ):
-        with torch.no_grad(), remembering(memory, reading=reading):
-            found += [WAYS[way](*(x[:, :, rows] for x in given), forest, SCALE, window, 0.0)]
-    torch.testing.assert_close(found[0][:, :count], whole[:, parts.rows])
-    torch.testing.assert_close(found[1], whole[:, parts.rest])
+        with torch.no_grad(), key_value_memory(memory, is_reading=is_reading):
+            found.append(attend_by(way, *(x[:, :, rows] for x in given), forest, window))
+    torch.testing.assert_close(found[0][:, :count], whole[:, parts.grad_rows])
+    torch.testing.assert_close(found[1], whole[:, parts.no_grad_rows])
 
 
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
@@ -177,13 +224,15 @@ def test_the_masks_for_cuda_say_what_is_seen(
     """Of a whole forest, and of a second pass behind a first one."""
     windows = (0, 1, 4, 20)
     paths = [path(segments, k) for k in range(len(segments))]
-    parts = split(segments, paths, [k == number % len(paths) for k in range(len(paths))], fill)
-    nobody = torch.full((fill(len(parts.rows)) - len(parts.rows),), -1)
-    order = torch.cat([parts.rows, nobody, parts.rest])
+    parts = split_by_gradient(
+        segments, paths, [k == number % len(paths) for k in range(len(paths))], fill
+    )
+    nobody = torch.full((fill(len(parts.grad_rows)) - len(parts.grad_rows),), -1)
+    order = torch.cat([parts.grad_rows, nobody, parts.no_grad_rows])
     whole = torch.arange(segments[-1][1])
     for forest, keys, queries in (
-        (table(segments), whole, whole),
-        (parts.second, order, parts.rest),
+        (segment_table(segments), whole, whole),
+        (parts.no_grad_table, order, parts.no_grad_rows),
     ):
         if not len(queries):
             continue
@@ -225,7 +274,9 @@ def test_no_block_is_left_out_in_which_something_is_seen(
         length, place = draw.choice([3, 40, 128, 200, 400]), draw.randrange(len(above))
         segments.append((end, end + length, above[place]))
         above, end = [*(above[: place + 1] if walked else above), k], end + length
-    mask = Visible(segments_of(table(segments)), (window,), torch.device("cpu")).masks[window]
+    mask = Visible(segments_of(segment_table(segments)), (window,), torch.device("cpu")).masks[
+        window
+    ]
     sees = seen(segments, window)
     size = -(-end // BLOCK) * BLOCK
     real = torch.zeros(size, size, dtype=torch.bool)
@@ -252,7 +303,7 @@ def test_the_compiler_of_attention_has_room_for_every_size() -> None:
 
     With and without a gradient, and second passes behind first ones; with a window and none.
     """
-    sizes = {filled(tokens, "cuda") for tokens in range(1, MAX_TOKENS["cuda"] + 1)}
+    sizes = {padded_size(tokens, "cuda") for tokens in range(1, MAX_TOKENS["cuda"] + 1)}
     pairs = [
         (first, second)
         for first in sizes
@@ -279,14 +330,16 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
     """Each is a program of its own."""
     sizes: set[tuple[int, int]] = set()
     for rows in range(3000, 4000, 7):
-        parts = split(
+        parts = split_by_gradient(
             [(0, rows, -1), (rows, rows + 500, -1)],
             [[0], [1]],
             [True, False],
-            partial(filled, device="cuda"),
+            partial(padded_size, device="cuda"),
         )
-        sizes.add((int(parts.second[-1, 0]), int(parts.first[-1, 1])))
-    assert {first for first, _ in sizes} <= {filled(rows, "cuda") for rows in range(3000, 4000)}
+        sizes.add((int(parts.no_grad_table[-1, 0]), int(parts.grad_table[-1, 1])))
+    assert {first for first, _ in sizes} <= {
+        padded_size(rows, "cuda") for rows in range(3000, 4000)
+    }
     assert len({first for first, _ in sizes}) <= 5
     assert len({rows for _, rows in sizes}) > 100
 
@@ -303,7 +356,7 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
 def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
     segments = [(0, 20, -1), (20, 33, 0), (33, 150, 0), (150, 155, 2)]
     q, k, v = (x.detach() for x in heads(155, d=16, d_v=16))
-    visible = Visible(segments_of(table(segments)), (0, 5), torch.device("cpu"))
+    visible = Visible(segments_of(segment_table(segments)), (0, 5), torch.device("cpu"))
     wanted = dense_attention(q, k, v, seen(segments, window), SCALE, softcap)
     torch.testing.assert_close(
         visible(q, k, v, SCALE, window, softcap).transpose(1, 2), wanted, rtol=1e-6, atol=1e-6
@@ -314,7 +367,7 @@ def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
 def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) -> None:
-    forest = table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
+    forest = segment_table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     given = heads(40, dtype=dtype, d=16, d_v=16)
     torch.library.opcheck(attend, (*given, forest, SCALE, 0, 0.0))
     out, lse = (x.detach() for x in attend(*given, forest, SCALE, 0, 0.0))
@@ -327,7 +380,7 @@ def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) 
 def test_a_layer_that_hands_no_forest_over_says_so() -> None:
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(attention.CannotPackError) as error:
-        attention.forest_attention(nn.Module(), q, q, q, None)
+        attention.prefix_tree_attention(nn.Module(), q, q, q, None)
     assert error.value.code == "sequences-unmarked"
 
 
@@ -338,11 +391,11 @@ def test_a_layer_that_hands_no_forest_over_says_so() -> None:
 ])  # fmt: skip
 def test_what_is_not_done_here_is_refused(others: dict[str, object], code: str) -> None:
     q = torch.randn(1, 2, 5, 4)
-    asked = {"attention_mask": None, "forest": table([(0, 5, -1)])} | others
+    asked = {"attention_mask": None, "forest": segment_table([(0, 5, -1)])} | others
     with pytest.raises(attention.CannotPackError) as error:
-        attention.forest_attention(nn.Module(), q, q, q, **asked)  # type: ignore[arg-type]
+        attention.prefix_tree_attention(nn.Module(), q, q, q, **asked)  # type: ignore[arg-type]
     assert error.value.code == code
-    attention.forest_attention(nn.Module(), q, q, q, **asked | dict.fromkeys(others))  # type: ignore[arg-type]
+    attention.prefix_tree_attention(nn.Module(), q, q, q, **asked | dict.fromkeys(others))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kernels", [nullcontext, plain_products])
@@ -350,7 +403,7 @@ def test_autocast_narrows_what_comes_in_and_nothing_inside(
     kernels: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Products of bfloat16 numbers are summed in float32, as they are without autocast."""
-    forest = table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
+    forest = segment_table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     wide = heads(40, d=16, d_v=16, dtype=torch.float32)
     found: list[list[Tensor]] = []
     for asked, autocast in (
@@ -358,9 +411,9 @@ def test_autocast_narrows_what_comes_in_and_nothing_inside(
         ([x.detach().bfloat16().requires_grad_() for x in wide], False),
     ):
         with kernels(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out, _ = attention.forest_attention(nn.Module(), *asked, None, forest=forest)
+            out, _ = attention.prefix_tree_attention(nn.Module(), *asked, None, forest=forest)
         assert out.dtype == torch.bfloat16
         with kernels():
-            found.append(with_slopes(out, asked))
+            found.append(with_gradients(out, asked))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours.bfloat16(), theirs)

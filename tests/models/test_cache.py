@@ -248,7 +248,7 @@ def test_a_flipped_byte_is_named_and_computed_again(tmp_path: Path) -> None:
         assert torch.equal(cached(batch), expected)
     assert len(warned) == 1
     assert (cached.hits, cached.misses) == (2, 1)
-    assert cached.ledger.damaged == 1
+    assert cached.store.damaged == 1
     again = CachedReference(reference, tmp_path)  # what was computed again is found from now on
     again(batch)
     assert (again.hits, again.misses) == (3, 0)
@@ -280,7 +280,7 @@ def test_values_of_another_version_are_tried_first(
     _, reference = policy_and_reference()
     batch = batch_of(units("judgement", 3))
     kept = CachedReference(reference, tmp_path)(batch)
-    monkeypatch.setattr(cache, "made_by", lambda: "a later version")
+    monkeypatch.setattr(cache, "environment", lambda: "a later version")
     live = Counted(reference, plus)
     cached = CachedReference(live, tmp_path)
     if not plus < 1e-6:
@@ -321,10 +321,10 @@ def test_a_reference_that_was_let_go_of_is_loaded_when_it_is_needed(tmp_path: Pa
         return model
 
     CachedReference(reference, tmp_path)(batch_of(rows[:3]))
-    cached = CachedReference(reference, tmp_path, again=again)
-    assert cached.knows(rows[:3])
-    assert not cached.knows(rows)
-    cached.let_go()
+    cached = CachedReference(reference, tmp_path, reload=again)
+    assert cached.has_all(rows[:3])
+    assert not cached.has_all(rows)
+    cached.unload()
     assert isinstance(cached.inner, LazyReference)
     cached(batch_of(rows[:2]))
     assert not loaded
@@ -341,5 +341,5 @@ def test_a_reference_that_was_let_go_of_is_loaded_when_it_is_needed(tmp_path: Pa
 def test_an_adapter_that_is_switched_off_is_never_let_go_of(tmp_path: Path) -> None:
     reference: Any = policy_and_reference()[1]
     cached = CachedReference(reference, tmp_path)
-    cached.let_go()
+    cached.unload()
     assert cached.inner is reference

@@ -15,7 +15,7 @@ from tests.models.test_oracle import oracle, sequences
 from tests.tiny_models import tiny
 from valence.models.attention import KeyValueMemory
 from valence.models.build import build_policy
-from valence.models.check import CUT, PROMPT, PackingWarning, check_layout, plain_batch
+from valence.models.check import FIRST_END, PROMPT_END, PackingWarning, check_layout, plain_batch
 from valence.models.policy_model import PolicyModel
 
 ALONE = {
@@ -82,8 +82,8 @@ class Leaky(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         out = self.inner(hidden)
         told = torch.zeros(out.shape[1], 1, dtype=out.dtype)
-        told[CUT + 6 : CUT + 10] = self.share
-        return out + told * out[:, PROMPT + 2, None]
+        told[FIRST_END + 6 : FIRST_END + 10] = self.share
+        return out + told * out[:, PROMPT_END + 2, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,8 +116,9 @@ def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.Mon
     kept = KeyValueMemory.__call__
 
     def shuffled(self: KeyValueMemory, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if self.reading:
-            self.layers[self.read] = self.layers[self.read][0].flip(2), self.layers[self.read][1]
+        if self.is_reading:
+            key_, value_ = self.layers[self.next_layer]
+            self.layers[self.next_layer] = key_.flip(2), value_
         return kept(self, key, value)
 
     monkeypatch.setattr(KeyValueMemory, "__call__", shuffled)

@@ -20,7 +20,7 @@ from valence.models import checkpointing
 from valence.models.build import build_policy
 from valence.models.check import plain_batch
 from valence.models.checkpointing import recompute_layers
-from valence.models.policy_model import ROUND, PolicyModel
+from valence.models.policy_model import CPU_TOKEN_MULTIPLE, PolicyModel
 
 LAYERS = 5
 RECOMPUTED = {"off": (), "selective": (1, 3), "full": range(LAYERS), "offloaded": range(LAYERS)}
@@ -41,7 +41,7 @@ def offloading(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
                 pack(tensor),
             )[1]
 
-    monkeypatch.setattr(checkpointing, "HOSTED", ())
+    monkeypatch.setattr(checkpointing, "HOST_MEMORY_DEVICES", ())
     monkeypatch.setattr(checkpointing, "save_on_cpu", Noted)
     return moved
 
@@ -123,7 +123,7 @@ def test_the_layers_that_are_said_run_again(how: str, offloading: list[Tensor]) 
     # PyTorch 2.11 also keeps empty ones
     moved = [tensor for tensor in offloading if tensor.numel()]
     assert len(moved) == (LAYERS if how == "offloaded" else 0)
-    filled = -(-len(plain_batch(ROWS).tokens) // ROUND) * ROUND
+    filled = -(-len(plain_batch(ROWS).tokens) // CPU_TOKEN_MULTIPLE) * CPU_TOKEN_MULTIPLE
     # the input of a layer, and nothing else
     assert all(tensor.shape == (1, filled, 32) for tensor in moved)
 

@@ -45,8 +45,8 @@ def test_attention_is_not_run_again_in_the_backward_pass(monkeypatch: pytest.Mon
         engine(batch).logp.sum().backward()
     count = {event.key: event.count for event in seen.key_averages()}
     layers = engine.causal.config.num_hidden_layers
-    assert count["valence::forest_attention_backward"] == layers
-    assert count["valence::forest_attention"] == layers
+    assert count["valence::prefix_tree_attention_backward"] == layers
+    assert count["valence::prefix_tree_attention"] == layers
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_layers_are_compiled_around_the_attention_of_cuda() -> None:
     ]
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.float32).requires_grad_(False)
     wanted = [engine(batch).logp for batch in batches]
-    engine.flexes, engine.along = True, 0
+    engine.uses_flex_attention, engine.max_joint_rows = True, 0
     assert compile_layers(engine)
     engine(batches[-1])
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -148,14 +148,16 @@ def test_rounding_is_told_from_another_computation(monkeypatch: pytest.MonkeyPat
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
-    tell = compiling.said
+    compute = compiling.scores_or_logps
     one = torch.zeros(40)
     one[7] = 0.9
     for off, fine in ((one, True), (torch.full((40,), 0.4), False)):
         engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
         added = iter([torch.zeros(40), off])
         monkeypatch.setattr(
-            compiling, "said", lambda engine, batch, added=added: tell(engine, batch) + next(added)
+            compiling,
+            "scores_or_logps",
+            lambda engine, batch, added=added: compute(engine, batch) + next(added),
         )
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")

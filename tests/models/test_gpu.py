@@ -64,7 +64,7 @@ def measured(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and the norm of the gradient of their sum over what trains, on the CPU."""
     engine.zero_grad()
-    engine.along = along
+    engine.max_joint_rows = along
     logp = engine(batch).logp
     logp.sum().backward()
     norm = torch.stack(
@@ -105,9 +105,9 @@ def test_a_forest_equals_one_by_one(name: str) -> None:
 def test_compiled_layers_are_the_same_computation(name: str) -> None:
     batch = moved(forest_of(conversations(), PATTERNS[1]), CUDA)
     engine = build_policy(wide(name).to(CUDA), dtype=torch.float32)
-    plain = measured(engine, batch, engine.along)
+    plain = measured(engine, batch, engine.max_joint_rows)
     assert compile_layers(engine)
-    found = measured(engine, batch, engine.along)
+    found = measured(engine, batch, engine.max_joint_rows)
     torch.testing.assert_close(found[0], plain[0], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(found[1], plain[1], rtol=1e-3, atol=1e-3)
 

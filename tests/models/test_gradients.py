@@ -14,7 +14,7 @@ from tests.tiny_models import tiny
 from tests.units import models_for, objective, units_for
 from valence.models import gradients
 from valence.models.build import build_policy
-from valence.models.gradients import KEPT, Embedding, clear, write_embedding_gradients
+from valence.models.gradients import MEMORY, Embedding, clear, write_embedding_gradients
 from valence.trainer.step import optimizer_step
 
 ROWS, WIDTH = 12, 5
@@ -111,7 +111,7 @@ def test_memory_is_given_back_on_demand_and_where_it_does_not_fit(
             ours.float()
         elif change == "shape":
             ours.weight.data = ours.weight.data[:-1].clone()
-        assert (KEPT in vars(ours.weight)) == (change != "demand")
+        assert (MEMORY in vars(ours.weight)) == (change != "demand")
         value(ours, IDS.clamp_max(10)).backward()
         assert ours.weight.grad is not None
         assert ours.weight.grad.data_ptr() != first.data_ptr()
@@ -138,7 +138,7 @@ def test_small_gradients_are_not_kept() -> None:
     _, ours = pair()
     value(ours).backward()
     clear(ours.parameters())
-    assert KEPT not in vars(ours.weight)
+    assert MEMORY not in vars(ours.weight)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_steps_are_the_same_to_the_last_bit(method: str, monkeypatch: pytest.Mon
             optimizer_step(
                 made, optimizer, units_for(method, 6, seed), iter(units_for(method, 3, 9)), 1.0
             )
-        kept = [p for p in policy.parameters() if KEPT in vars(p)]
+        kept = [p for p in policy.parameters() if MEMORY in vars(p)]
         assert bool(kept) == (large == 0)
         found.append([p.detach() for p in policy.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -1,11 +1,7 @@
-"""The head against a dense log-softmax in float64: values, gradients, and what it must not hold in
-memory.
-"""
+"""All backends of the head against a dense log-softmax in float64, and the memory that they use."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,154 +11,315 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.errors import raises_error
 from valence.models import head, native
-from valence.models.head import Head
+from valence.models.head import (
+    HEAD_BACKENDS,
+    Head,
+    TorchKernels,
+    TritonKernels,
+    choose_head_backend,
+    requested_head_backend,
+)
 
 ROWS, VOCABULARY, WIDTH = 37, 211, 16
-QUIRKS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": True},
     "soft-cap": {"softcap": 1.5},
     "scale": {"scale": 0.25},
     "temperature": {"temperature": 0.6},
+    "bias and scale": {"bias": True, "scale": 0.3, "temperature": 1.7},
     "all": {"bias": True, "softcap": 2.0, "scale": 0.3, "temperature": 1.7},
 }
+PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {
+    "float64": (torch.float64, False),
+    "float32": (torch.float32, False),
+    "bfloat16 products": (torch.float32, True),
+    "bfloat16": (torch.bfloat16, True),
+    "bfloat16 weights": (torch.bfloat16, False),
+}
+"""Dtype of the weights, and whether operands are rounded to bfloat16."""
+VALUE_TOLERANCE = dict.fromkeys(PRECISIONS, 1e-5) | {"float64": 1e-12}
+"""Largest error in nats, for the operands as they are after rounding."""
+GRADIENT_TOLERANCE = dict.fromkeys(PRECISIONS, 3 * 2**-9) | {"float64": 1e-12, "float32": 1e-5}
+"""Largest relative error. In bfloat16 each number of a gradient is rounded at most three times: two
+operands and the result of a product.
+"""
+ALL = tuple(VARIANTS)
+SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
+    "cpu": dict.fromkeys(("bfloat16 products", "bfloat16"), ("plain", "scale", "temperature")),
+    "triton": {name: ALL for name in PRECISIONS if name != "float64"},
+    "torch": dict.fromkeys(PRECISIONS, ALL),
+    "layer": dict.fromkeys(("float64", "float32"), ALL),
+    "liger": {"float32": ("plain", "bias", "scale", "temperature", "bias and scale")},
+}
+"""Backend -> precision -> variants that it computes exactly where its libraries are installed."""
+ON_GPU = ("triton", "torch", "layer", "liger")
+INTERPRETED = ("triton", "liger")
+"""Backends of Triton kernels, which Triton's interpreter runs on a CPU."""
+MACHINE = (
+    "not installed", "need a CUDA device", "VALENCE_NATIVE", "no instructions", "cannot be compiled"
+)  # fmt: skip
+"""Parts of reasons that depend on the machine."""
 
 
-def layer(
+def make_layer(
     dtype: torch.dtype = torch.float64, bias: bool = False, vocabulary: int = VOCABULARY
 ) -> nn.Linear:
+    """A layer with large weights, so that some probabilities are large."""
     torch.manual_seed(0)
-    made = nn.Linear(WIDTH, vocabulary, bias=bias, dtype=dtype)
-    made.weight.data.mul_(8)  # so that some probabilities are large
-    return made
+    layer = nn.Linear(WIDTH, vocabulary, bias=bias, dtype=dtype)
+    layer.weight.data.mul_(8)
+    return layer
 
 
-def rows(
+def make_rows(
     dtype: torch.dtype = torch.float64, count: int = ROWS, vocabulary: int = VOCABULARY
 ) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(1)
-    hidden = (
-        torch.randn(count, WIDTH, dtype=torch.float64, generator=made).to(dtype).requires_grad_()
-    )
-    return hidden, torch.randint(0, vocabulary, (count,), generator=made)
-
-
-def slopes(count: int = ROWS) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(2)
-    return tuple(torch.randn(2, count, dtype=torch.float64, generator=made))  # type: ignore[return-value]
+    """Hidden states [count, WIDTH] and targets [count]."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(count, WIDTH, dtype=torch.float64, generator=generator)
+    target = torch.randint(0, vocabulary, (count,), generator=generator)
+    return hidden.to(dtype).requires_grad_(), target
 
 
 def dense(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies by PyTorch's log-softmax."""
     logps = torch.log_softmax(logits, -1)
     return logps.gather(1, target[:, None]).squeeze(1), -(logps.exp() * logps).sum(-1)
 
 
-def oracle(
-    found: Head, hidden: Tensor, target: Tensor, *, entropy: bool, rounded: bool = False
-) -> tuple[Tensor, ...]:
-    """Log-probabilities, entropies, and the gradients of ``objective`` to hidden, weight and (if
-    there is one) bias.
+def objective(logps: Tensor, entropies: Tensor | None, *, entropy: bool) -> Tensor:
+    """A sum with a different factor for each token."""
+    generator = torch.Generator().manual_seed(2)
+    factors = torch.randn(2, len(logps), dtype=torch.float64, generator=generator).to(logps.device)
+    total = (logps * factors[0]).sum()
+    return total + (entropies * factors[1]).sum() if entropy and entropies is not None else total
+
+
+def oracle(tested: Head, hidden: Tensor, target: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
+    """Log-probabilities, entropies, and the gradients of ``objective`` with respect to hidden,
+    weight and bias (if there is one), in float64.
     """
-    assert isinstance(found.layer, nn.Linear)
-    leaves = [t.detach() for t in (hidden, found.layer.weight, found.layer.bias) if t is not None]
+    assert isinstance(tested.layer, nn.Linear)
+    leaves = [t.detach() for t in (hidden, tested.layer.weight, tested.layer.bias) if t is not None]
     leaves = [
-        (t.bfloat16() if rounded and t.ndim == 2 else t).double().requires_grad_() for t in leaves
+        (t.bfloat16() if tested.rounds_to_bfloat16 and t.ndim == 2 else t).double().requires_grad_()
+        for t in leaves
     ]
-    logits = found.scale * linear(*leaves)
-    if found.softcap is not None:
-        logits = found.softcap * torch.tanh(logits / found.softcap)
-    logits = logits / found.temperature
-    values = dense(logits, target)
+    logits = tested.scale * linear(*leaves)
+    if tested.softcap is not None:
+        logits = tested.softcap * torch.tanh(logits / tested.softcap)
+    values = dense(logits / tested.temperature, target)
     return *values, *torch.autograd.grad(objective(*values, entropy=entropy), leaves)
 
 
-def objective(logp: Tensor, spread: Tensor | None, *, entropy: bool) -> Tensor:
-    one, other = slopes(len(logp))
-    total = (logp * one).sum()
-    return total + (spread * other).sum() if entropy and spread is not None else total
-
-
-def ours(found: Head, hidden: Tensor, target: Tensor, *, entropy: bool) -> tuple[Any, ...]:
-    values = found(hidden, target, entropy)
+def compute(tested: Head, hidden: Tensor, target: Tensor, *, entropy: bool) -> tuple[Any, ...]:
+    """The same by the head."""
+    values = tested(hidden, target, entropy)
     assert (values[1] is None) == (not entropy)
-    assert isinstance(found.layer, nn.Linear)
-    leaves = [t for t in (hidden, found.layer.weight, found.layer.bias) if t is not None]
+    assert isinstance(tested.layer, nn.Linear)
+    leaves = [t for t in (hidden, tested.layer.weight, tested.layer.bias) if t is not None]
     return *values, *torch.autograd.grad(objective(*values, entropy=entropy), leaves)
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("keep", ["all", "some", "none"])
-@pytest.mark.parametrize("columns", [7, 8192])
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("quirk", QUIRKS)
-def test_values_and_gradients_are_those_of_a_dense_softmax(
-    quirk: str, entropy: bool, columns: int, keep: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head, "CHUNK", columns)
-    monkeypatch.setattr(head, "KEEP", {"all": 2**30, "some": 3 * 7 * ROWS * 8, "none": 0}[keep])
-    quirks = dict(QUIRKS[quirk])
-    found = Head(layer(bias=bool(quirks.pop("bias", False))), **quirks)  # type: ignore[arg-type]
-    for one, other in zip(
-        ours(found, *rows(), entropy=entropy), oracle(found, *rows(), entropy=entropy), strict=True
-    ):
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+def make_head(
+    backend: str, precision: str, variant: str = "plain", device: str = "cpu"
+) -> tuple[Head, Tensor, Tensor]:
+    """A head, hidden states [N, WIDTH] and targets [N]."""
+    dtype, rounds = PRECISIONS[precision]
+    settings = dict(VARIANTS[variant])
+    layer = make_layer(dtype, bias=settings.pop("bias", False)).to(device)
+    # The interpreter computes one row at a time.
+    is_interpreted = backend in INTERPRETED and device == "cpu"
+    hidden, target = make_rows(dtype, count=16 if is_interpreted else ROWS)
+    hidden = hidden.detach().to(device).requires_grad_()
+    tested = Head(layer, **settings, rounds_to_bfloat16=rounds, backend=backend)
+    return tested, hidden, target.to(device)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize(("scale", "temperature"), [(1.0, 1.0), (0.25, 0.6)])
-@pytest.mark.parametrize("keep", [0, 2**30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operands_in_bfloat16_cost_their_own_rounding_and_no_more(
-    dtype: torch.dtype,
-    keep: int,
-    scale: float,
-    temperature: float,
-    entropy: bool,
-    compiled: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Values are exact for the rounded operands.
-
-    Each number of a gradient is rounded at most three times: its two operands and the result of a
-    product; so it is off by less than three times 2^-9.
+def on_each_device() -> list[Any]:
+    """Every backend with each device, precision and variant that it supports. Those of Triton run
+    in its interpreter if there is no CUDA device.
     """
-    monkeypatch.setattr(head, "CHUNK", 50)
-    monkeypatch.setattr(head, "KEEP", keep)
-    if not compiled:
-        monkeypatch.setattr(native, "measures", lambda *_: False)
-    found = Head(layer(dtype), scale=scale, half=True, temperature=temperature)
-    logp, spread, *gradients = ours(found, *rows(dtype), entropy=entropy)
-    wanted, disorder, *exact = oracle(found, *rows(dtype), entropy=entropy, rounded=True)
-    assert logp.dtype == torch.float32
-    torch.testing.assert_close(logp.double(), wanted, rtol=1e-6, atol=1e-5)
-    if entropy:
-        torch.testing.assert_close(spread.double(), disorder, rtol=1e-6, atol=1e-5)
-    assert {g.dtype for g in gradients} == {dtype}
-    for one, other in zip(gradients, exact, strict=True):
-        assert 1e-4 < relative(one, other) < 3 * 2**-9
+    gpu = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [(backend, "cpu", ()) for backend in SUPPORT if backend not in INTERPRETED]
+    cases += [(backend, gpu, pytest.mark.gpu) for backend in ON_GPU]
+    if gpu == "cpu":
+        cases = [case for case in cases if not case[2] or case[0] in INTERPRETED]
+    return [
+        pytest.param(backend, device, precision, variant, marks=marks)
+        for backend, device, marks in cases
+        for precision, variants in SUPPORT[backend].items()
+        for variant in variants
+    ]
+
+
+@pytest.mark.parametrize(("columns", "keep"), [(8192, 1), (50, 1), (50, 0)])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("backend", "device", "precision", "variant"), on_each_device())
+def test_each_backend_computes_the_oracle(
+    backend: str, device: str, precision: str, variant: str,
+    entropy: bool, columns: int, keep: float, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Values and gradients, for one range of the vocabulary and for several, with all
+    probabilities kept and with none.
+    """
+    monkeypatch.setattr(head, "MAX_COLUMNS", columns)
+    monkeypatch.setattr(head, "CACHE_BYTES", keep * 2**30)
+    monkeypatch.setattr(head, "CACHE_SHARE_CUDA", keep / 32)
+    tested, hidden, target = make_head(backend, precision, variant, device)
+    reason = HEAD_BACKENDS[backend].unsupported(tested, hidden, entropy)
+    if reason and any(part in reason for part in MACHINE):
+        pytest.skip(reason)
+    if entropy and backend == "liger":
+        assert reason
+        return
+    assert reason is None
+    results = compute(tested, hidden, target, entropy=entropy)
+    expected = oracle(tested, hidden, target, entropy=entropy)
+    assert {t.dtype for t in results[:2] if t is not None} == {
+        torch.promote_types(torch.float32, PRECISIONS[precision][0])
+    }
+    for result, exact in zip(results[:2], expected[:2], strict=True):
+        if result is not None:
+            tolerance = VALUE_TOLERANCE[precision]
+            torch.testing.assert_close(result.double(), exact, rtol=tolerance / 10, atol=tolerance)
+    for result, exact in zip(results[2:], expected[2:], strict=True):
+        assert result.dtype == PRECISIONS[precision][0]
+        assert relative_error(result, exact) < GRADIENT_TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("keep", [3, 0])
+def test_some_probabilities_are_kept(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ranges come from the cache, the others are computed again."""
+    monkeypatch.setattr(head, "MAX_COLUMNS", 7)
+    monkeypatch.setattr(head, "CACHE_BYTES", keep * 7 * ROWS * 8)
+    tested, hidden, target = make_head("torch", "float64")
+    logps, _ = tested(hidden, target)
+    cache = logps.grad_fn.saved_tensors[9:]  # type: ignore[union-attr]
+    assert len(cache) == keep
+    for result, exact in zip(
+        compute(tested, hidden, target, entropy=False)[2:],
+        oracle(tested, hidden, target, entropy=False)[2:],
+        strict=True,
+    ):
+        torch.testing.assert_close(result, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=pytest.mark.gpu if name in INTERPRETED else ())
+        for name in HEAD_BACKENDS
+    ],
+)
+def test_each_backend_refuses_what_it_does_not_support(
+    backend: str, variant: str, precision: str
+) -> None:
+    """The oracle tests exactly the supported cases. The layer itself also computes in bfloat16, as
+    PyTorch does.
+    """
+    tested, hidden, target = make_head(backend, precision, variant)
+    reason = HEAD_BACKENDS[backend].unsupported(tested, hidden, False)
+    if reason and any(part in reason for part in MACHINE):
+        pytest.skip(reason)
+    is_supported = variant in SUPPORT[backend].get(precision, ()) or backend == "layer"
+    assert (reason is None) == is_supported
+    if reason:
+        with raises_error("head-backend-unsupported", where="VALENCE_HEAD"):
+            tested(hidden, target)
+
+
+def test_the_automatic_choice() -> None:
+    """Never Liger. A name is used as it is, and an unknown one is an error."""
+
+    def chosen(precision: str, variant: str = "plain") -> str:
+        return choose_head_backend(*make_head("auto", precision, variant)[:2])
+
+    native_or_torch = "torch" if native.unavailable() else "cpu"
+    assert chosen("float64") == chosen("float32") == "torch"
+    assert chosen("bfloat16") == chosen("bfloat16 products") == native_or_torch
+    assert chosen("bfloat16", "bias") == chosen("bfloat16", "soft-cap") == "torch"
+    assert choose_head_backend(*make_head("layer", "float32")[:2]) == "layer"
+    assert not any("liger" in names for names in head.AUTOMATIC_BACKENDS.values())
+
+
+def test_the_environment_requests_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VALENCE_HEAD", raising=False)
+    assert requested_head_backend() == "auto"
+    monkeypatch.setenv("VALENCE_HEAD", "torch")
+    assert requested_head_backend() == "torch"
+    monkeypatch.setenv("VALENCE_HEAD", "liegr")
+    with raises_error("environment-variable-invalid", where="VALENCE_HEAD", fix="liger"):
+        requested_head_backend()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [torch.float32, None])
+def test_triton_kernels_compute_the_statistics_of_torch(keep: torch.dtype | None) -> None:
+    """Also with logits of minus infinity, and for columns outside the range."""
+    if reason := HEAD_BACKENDS["triton"].unsupported(*make_head("triton", "float32")[:2], False):
+        pytest.skip(reason)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    triton_kernels, torch_kernels = TritonKernels(), TorchKernels()
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 37, generator=generator).mul_(5).to(device)
+    logits[2, 5] = logits[3] = -torch.inf
+    column = torch.tensor([0, 36, -1, 4, 37, 100, 12, -500, 20], device=device)
+    expected, stats = torch.zeros(2, 4, 9, device=device)
+    plain = torch_kernels.logit_statistics(logits.clone(), column, expected, False, torch.float32)
+    assert plain is not None
+    expected[2] = torch.where(plain > 0, plain * (logits - expected[0, :, None]), 0).sum(-1)
+    fused = triton_kernels.logit_statistics(logits, column, stats, True, keep)
+    torch.testing.assert_close(stats, expected, rtol=1e-5, atol=1e-5)
+    if keep is None:
+        assert fused is None
+    else:
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-7)
+    reference, value = torch.randn(2, 9, generator=generator).to(device)
+    plain = torch_kernels.exponentials(logits.clone(), column, reference, value, torch.bfloat16)
+    fused = triton_kernels.exponentials(logits, column, reference, value, torch.bfloat16)
+    torch.testing.assert_close(fused, plain, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16 products"])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_existing_gradients_are_added_to_in_place_on_cuda(backend: str, precision: str) -> None:
+    tested, hidden, target = make_head(backend, precision, device="cuda")
+    expected = oracle(tested, hidden, target, entropy=False)[3]
+    weight: Any = tested.layer.weight
+    for _ in range(2):
+        before = weight.grad
+        objective(*tested(hidden, target), entropy=False).backward()
+        assert before is None or weight.grad is before
+    assert relative_error(weight.grad / 2, expected) < GRADIENT_TOLERANCE[precision]
 
 
 def along_one_axis(logits: list[float]) -> tuple[nn.Linear, Tensor]:
-    """A head, and a hidden state [1, WIDTH] that it gives these logits."""
-    made = nn.Linear(WIDTH, len(logits), bias=False)
-    made.weight.data.zero_()[:, 0] = torch.tensor(logits)
-    return made, torch.eye(1, WIDTH).requires_grad_()
+    """A layer and a hidden state [1, WIDTH] with these logits."""
+    layer = nn.Linear(WIDTH, len(logits), bias=False)
+    layer.weight.data.zero_()[:, 0] = torch.tensor(logits)
+    return layer, torch.eye(1, WIDTH).requires_grad_()
 
 
 @pytest.mark.parametrize("keep", [0, 2**30])
-def test_a_nearly_certain_token_keeps_its_gradient(
+def test_the_gradient_of_a_nearly_certain_token_is_not_zero(
     keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its p is 1 in bfloat16; p - 1 is not 0."""
-    monkeypatch.setattr(head, "KEEP", keep)
-    made, hidden = along_one_axis([8, 0, 0])
-    Head(made, half=True)(hidden, torch.tensor([0]))[0].sum().backward()
+    """p is 1 in bfloat16, but p - 1 is not 0."""
+    monkeypatch.setattr(head, "CACHE_BYTES", keep)
+    layer, hidden = along_one_axis([8, 0, 0])
+    Head(layer, rounds_to_bfloat16=True)(hidden, torch.tensor([0]))[0].sum().backward()
     p = torch.softmax(torch.tensor([8.0, 0, 0]).double(), -1)[0]
     assert p > 1 - 2**-9
     assert hidden.grad is not None
@@ -170,93 +327,100 @@ def test_a_nearly_certain_token_keeps_its_gradient(
 
 
 @pytest.mark.parametrize("target", [0, 4])
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("keep", [0, 2**30])
-def test_a_range_far_below_the_others_has_no_say_and_a_target_in_it_a_gradient(
-    target: int, half: bool, keep: int, monkeypatch: pytest.MonkeyPatch
+def test_a_target_in_a_range_of_negligible_probability_has_a_gradient(
+    target: int, rounds: bool, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target is 200 nats down: exp(-200) is 0 in float32, whether its range is the first or the
-    last.
-    """
-    monkeypatch.setattr(head, "CHUNK", 2)
-    monkeypatch.setattr(head, "KEEP", keep)
+    """exp(-200) is 0 in float32. The range of the target is the first or the last one."""
+    monkeypatch.setattr(head, "MAX_COLUMNS", 2)
+    monkeypatch.setattr(head, "CACHE_BYTES", keep)
     logits = [-200.0, -201, 0, 1, -200, -202]
-    made, hidden = along_one_axis(logits)
-    Head(made, half=half)(hidden, torch.tensor([target]))[0].sum().backward()
-    wanted = torch.softmax(torch.tensor(logits).double(), 0).neg()
-    wanted[target] += 1
-    assert made.weight.grad is not None
-    torch.testing.assert_close(made.weight.grad[:, 0].double(), wanted, rtol=0.01, atol=1e-6)
+    layer, hidden = along_one_axis(logits)
+    Head(layer, rounds_to_bfloat16=rounds)(hidden, torch.tensor([target]))[0].sum().backward()
+    expected = torch.softmax(torch.tensor(logits).double(), 0).neg()
+    expected[target] += 1
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad[:, 0].double(), expected, rtol=0.01, atol=1e-6)
 
 
-def test_rounding_does_not_add_up_over_a_large_vocabulary() -> None:
-    """As ``log_softmax`` in float32 lets it."""
-    found = Head(layer(torch.float32, vocabulary=49152))
-    hidden, target = rows(torch.float32, vocabulary=49152)
-    assert isinstance(found.layer, nn.Linear)
-    wanted = dense(hidden.detach().double() @ found.layer.weight.detach().double().t(), target)[0]
-    assert abs((found(hidden, target)[0].double() - wanted).sum()) < 2e-5
+def test_rounding_errors_do_not_add_up_over_a_large_vocabulary() -> None:
+    """Those of PyTorch's ``log_softmax`` in float32 do."""
+    tested = Head(make_layer(torch.float32, vocabulary=49152))
+    hidden, target = make_rows(torch.float32, vocabulary=49152)
+    assert isinstance(tested.layer, nn.Linear)
+    expected = dense(hidden.detach().double() @ tested.layer.weight.detach().double().t(), target)[
+        0
+    ]
+    assert abs((tested(hidden, target)[0].double() - expected).sum()) < 2e-5
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])
-def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
-    found = Head(layer())
-    hidden, target = rows()
-    assert isinstance(found.layer, nn.Linear)
-    weight = found.layer.weight
-    wanted = oracle(found, hidden, target, entropy=False)
+def test_frozen_tensors_get_no_gradient(frozen: str) -> None:
+    tested = Head(make_layer())
+    hidden, target = make_rows()
+    assert isinstance(tested.layer, nn.Linear)
+    weight = tested.layer.weight
+    expected = oracle(tested, hidden, target, entropy=False)
     (weight if frozen == "weight" else hidden).requires_grad_(False)
-    objective(*found(hidden, target), entropy=False).backward()
+    objective(*tested(hidden, target), entropy=False).backward()
     if frozen == "weight":
         assert weight.grad is None
-        torch.testing.assert_close(hidden.grad, wanted[2], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(hidden.grad, expected[2], rtol=1e-12, atol=1e-12)
     else:
         assert hidden.grad is None
-        torch.testing.assert_close(weight.grad, wanted[3], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(weight.grad, expected[3], rtol=1e-12, atol=1e-12)
 
 
-def test_no_rows() -> None:
-    found = Head(layer())
-    hidden, target = rows(count=0)
-    logp, spread = found(hidden, target, entropy=True)
-    assert spread is not None
-    assert logp.shape == spread.shape == (0,)
-    (logp.sum() + spread.sum()).backward()
+@pytest.mark.parametrize(
+    "backend",
+    ["torch", "layer", *(pytest.param(name, marks=pytest.mark.gpu) for name in INTERPRETED)],
+)
+def test_no_rows(backend: str) -> None:
+    entropy = backend != "liger"
+    tested = Head(make_layer(torch.float32), backend=backend)
+    hidden, target = make_rows(torch.float32, count=0)
+    if reason := HEAD_BACKENDS[backend].unsupported(tested, hidden, entropy):
+        pytest.skip(reason)
+    logps, entropies = tested(hidden, target, entropy=entropy)
+    assert logps.shape == (0,)
+    assert entropies is None or entropies.shape == (0,)
+    (logps.sum() + (0 if entropies is None else entropies.sum())).backward()
     assert hidden.grad is not None
-    assert isinstance(found.layer, nn.Linear)
-    assert torch.equal(found.layer.weight.grad, torch.zeros_like(found.layer.weight))  # type: ignore[arg-type]
+    assert isinstance(tested.layer, nn.Linear)
+    assert torch.equal(tested.layer.weight.grad, torch.zeros_like(tested.layer.weight))  # type: ignore[arg-type]
 
 
-def test_two_calls_before_one_backward_pass_and_the_same_bits_each_time() -> None:
+def test_two_calls_before_one_backward_pass_are_reproducible() -> None:
     def run() -> list[Tensor]:
-        found = Head(layer(torch.float32), half=True)
-        one, other = rows(torch.float32), rows(torch.float32, count=11)
-        logps = [found(*one)[0], found(*other)[0]]
+        tested = Head(make_layer(torch.float32), rounds_to_bfloat16=True)
+        one, other = make_rows(torch.float32), make_rows(torch.float32, count=11)
+        logps = [tested(*one)[0], tested(*other)[0]]
         sum(logp.sum() for logp in logps).backward()  # type: ignore[union-attr]
-        return [t.grad for t in (*found.layer.parameters(), one[0], other[0])]  # type: ignore[misc]
+        return [t.grad for t in (*tested.layer.parameters(), one[0], other[0])]  # type: ignore[misc]
 
-    both, again = run(), run()
-    assert all(torch.equal(a, b) for a, b in zip(both, again, strict=True))
+    both, repeated = run(), run()
+    assert all(torch.equal(a, b) for a, b in zip(both, repeated, strict=True))
     parts = torch.zeros(VOCABULARY, WIDTH)
     for count in (ROWS, 11):
-        found = Head(layer(torch.float32), half=True)
-        found(*rows(torch.float32, count=count))[0].sum().backward()
-        parts += found.layer.weight.grad  # type: ignore[operator]
+        tested = Head(make_layer(torch.float32), rounds_to_bfloat16=True)
+        tested(*make_rows(torch.float32, count=count))[0].sum().backward()
+        parts += tested.layer.weight.grad  # type: ignore[operator]
     torch.testing.assert_close(both[0], parts)
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_autocast_does_not_reach_it(half: bool) -> None:
-    found = Head(layer(torch.float32), half=half)
-    hidden, target = rows(torch.float32)
+@pytest.mark.parametrize("rounds", [False, True])
+def test_autocast_does_not_change_results(rounds: bool) -> None:
+    tested = Head(make_layer(torch.float32), rounds_to_bfloat16=rounds)
+    hidden, target = make_rows(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = ours(found, hidden, target, entropy=True)
-    for one, other in zip(inside, ours(found, hidden, target, entropy=True), strict=True):
+        inside = compute(tested, hidden, target, entropy=True)
+    for one, other in zip(inside, compute(tested, hidden, target, entropy=True), strict=True):
         assert torch.equal(one, other)
 
 
-class Largest(TorchDispatchMode):
-    """The largest number of elements of any tensor made inside the block."""
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements of any tensor that is created inside the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,153 +437,95 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("keep", [0, 2**30])
-@pytest.mark.parametrize("half", [False, True])
-def test_neither_all_logits_nor_a_second_gradient_of_the_weight_exist(
-    half: bool, keep: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rounds", [False, True])
+def test_memory_has_neither_all_logits_nor_a_second_gradient_of_the_weight(
+    rounds: bool, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", 100)
-    monkeypatch.setattr(head, "KEEP", keep)
-    found = Head(layer(torch.float32, vocabulary=2000), half=half)
-    weight = found.layer.weight
+    monkeypatch.setattr(head, "MAX_COLUMNS", 100)
+    monkeypatch.setattr(head, "CACHE_BYTES", keep)
+    tested = Head(make_layer(torch.float32, vocabulary=2000), rounds_to_bfloat16=rounds)
+    weight: Any = tested.layer.weight
+    elements = 0
     for step in range(2):
-        hidden, target = rows(torch.float32, vocabulary=2000)
-        with Largest() as largest:
-            found(hidden, target)[0].sum().backward()
-        if step:  # the first of a step makes the gradient
-            assert largest.elements <= 100 * ROWS < min(weight.numel(), ROWS * 2000)
-    assert largest.elements > 0
+        hidden, target = make_rows(torch.float32, vocabulary=2000)
+        with (largest := LargestTensor()):
+            tested(hidden, target)[0].sum().backward()
+        elements = largest.elements
+        if step:  # the first step allocates the gradient of the weight
+            assert elements <= 100 * ROWS < min(weight.numel(), ROWS * 2000)
+    assert elements > 0
 
 
-def test_a_gradient_that_is_there_is_added_to_in_place() -> None:
-    found = Head(layer())
-    weight: Any = found.layer.weight
-    wanted = oracle(found, *rows(), entropy=False)[3]
+def test_existing_gradients_are_added_to_in_place() -> None:
+    tested = Head(make_layer())
+    weight: Any = tested.layer.weight
+    expected = oracle(tested, *make_rows(), entropy=False)[3]
     for times in (1, 2, 3):
         before = weight.grad
-        objective(*found(*rows()), entropy=False).backward()
+        objective(*tested(*make_rows()), entropy=False).backward()
         assert before is None or weight.grad is before
-        torch.testing.assert_close(weight.grad, times * wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(weight.grad, times * expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["grad", "hook", "after", "inputs"])
-def test_a_gradient_is_handed_over_where_somebody_waits_for_it(how: str) -> None:
-    """By torch.autograd.grad, or a hook of the weight: it is not merely to be added to what is
-    there.
-    """
-    found = Head(layer())
-    weight: Any = found.layer.weight
-    hidden, target = rows()
-    wanted = oracle(found, hidden, target, entropy=False)[3]
+@pytest.mark.parametrize("request_", ["grad", "hook", "after", "inputs"])
+def test_the_gradient_reaches_autograd_where_it_is_requested(request_: str) -> None:
+    """By torch.autograd.grad, a hook of the weight, or backward with other inputs."""
+    tested = Head(make_layer())
+    weight: Any = tested.layer.weight
+    hidden, target = make_rows()
+    expected = oracle(tested, hidden, target, entropy=False)[3]
     weight.grad = torch.ones_like(weight)
-    value = objective(*found(hidden, target), entropy=False)
-    seen: list[Tensor] = []
-    if how == "grad":
-        seen += torch.autograd.grad(value, [weight])
+    value = objective(*tested(hidden, target), entropy=False)
+    received: list[Tensor] = []
+    if request_ == "grad":
+        received += torch.autograd.grad(value, [weight])
         assert torch.equal(weight.grad, torch.ones_like(weight))
-    elif how == "hook":
-        weight.register_hook(seen.append)
+    elif request_ == "hook":
+        weight.register_hook(received.append)
         value.backward()
-    elif how == "after":
-        weight.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad - 1))
+    elif request_ == "after":
+        weight.register_post_accumulate_grad_hook(lambda w: received.append(w.grad - 1))
         value.backward()
     else:
         value.backward(inputs=[hidden])
         assert torch.equal(weight.grad, torch.ones_like(weight))
-        seen.append(wanted)
-    torch.testing.assert_close(seen[0], wanted, rtol=1e-12, atol=1e-12)
+        received.append(expected)
+    torch.testing.assert_close(received[0], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_weight_that_is_also_the_embedding_gets_both_gradients() -> None:
-    tied = layer()
+def test_a_tied_weight_gets_both_gradients() -> None:
+    tied = make_layer()
     embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
     embedding.weight = tied.weight
-    tokens, target = rows()[1].flip(0), rows()[1]
-    wanted = torch.zeros_like(tied.weight)
+    tokens, target = make_rows()[1].flip(0), make_rows()[1]
+    expected = torch.zeros_like(tied.weight)
     for _ in range(2):
         value = dense(embedding(tokens).tanh() @ tied.weight.t(), target)[0]
-        wanted += torch.autograd.grad(value.sum(), [tied.weight])[0]
+        expected += torch.autograd.grad(value.sum(), [tied.weight])[0]
         Head(tied)(embedding(tokens).tanh(), target)[0].sum().backward()
-        torch.testing.assert_close(tied.weight.grad, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(tied.weight.grad, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_an_adapter_on_the_head_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_on_the_head_is_part_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     from peft.tuners.lora import Linear as Adapted
     from peft.tuners.lora import LoraConfig
 
-    monkeypatch.setattr(head, "ROWS", 5)
-    adapted = Adapted(layer(), "default", config=LoraConfig(r=2, lora_alpha=4), r=2, lora_alpha=4)
+    monkeypatch.setattr(head, "LAYER_ROWS", 5)
+    adapted = Adapted(
+        make_layer(), "default", config=LoraConfig(r=2, lora_alpha=4), r=2, lora_alpha=4
+    )
     weights: list[Any] = [adapted.lora_A["default"].weight, adapted.lora_B["default"].weight]
     for weight in weights:
         nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(3))
-    hidden, target = rows()
+    hidden, target = make_rows()
     values = Head(adapted, temperature=0.8)(hidden, target, True)
-    found = torch.autograd.grad(objective(*values, entropy=True), [hidden, *weights])
-    wanted = dense(adapted(hidden) / 0.8, target)
-    exact = torch.autograd.grad(objective(*wanted, entropy=True), [hidden, *weights])
-    for one, other in zip((*values, *found), (*wanted, *exact), strict=True):
+    results = torch.autograd.grad(objective(*values, entropy=True), [hidden, *weights])
+    expected = dense(adapted(hidden) / 0.8, target)
+    exact = torch.autograd.grad(objective(*expected, entropy=True), [hidden, *weights])
+    for one, other in zip((*values, *results), (*expected, *exact), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-    narrow = Head(adapted.float())
+    float32 = Head(adapted.float())
     hidden = hidden.detach().float()
     with torch.autocast("cpu", torch.bfloat16):
-        inside = narrow(hidden, target)[0]
-    assert torch.equal(inside, narrow(hidden, target)[0])
-
-
-def interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@pytest.mark.gpu  # or Triton's interpreter
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and not interpreted(),
-    reason="no CUDA device, and TRITON_INTERPRET is not 1",
-)
-def test_the_kernel_says_what_the_plain_operations_say() -> None:
-    from valence.models import head_triton
-
-    device = "cpu" if interpreted() else "cuda"
-    made = torch.Generator().manual_seed(0)
-    logits = torch.randn(9, 37, generator=made).mul_(5).to(device)
-    logits[2, 5] = logits[3] = -torch.inf
-    column = torch.tensor([0, 36, -1, 4, 37, 100, 12, -500, 20], device=device)
-    wanted, found = torch.zeros(2, 4, 9, device=device)
-    kept = head.measure_logits(
-        logits.cpu().clone(), column.cpu(), wanted, entropy=False, keep=torch.float32
-    )
-    assert kept is not None
-    kept = kept.to(device)
-    wanted[2] = torch.where(kept > 0, kept * (logits - wanted[0, :, None]), 0).sum(-1)
-    fused = head_triton.measure(logits, column, found, torch.float32)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(fused, kept, rtol=1e-5, atol=1e-7)
-    assert head_triton.measure(logits, column, found, None) is None
-    reference, value = torch.randn(2, 9, generator=made).to(device)
-    plain = head.softmax_exponentials(
-        logits.cpu().clone(), column.cpu(), reference.cpu(), value.cpu(), torch.bfloat16
-    )
-    fused = head_triton.exponentials(logits, column, reference, value, torch.bfloat16)
-    torch.testing.assert_close(fused.cpu(), plain, rtol=2**-7, atol=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("part", [0.0, 1 / 32])
-def test_on_a_cuda_device(part: float, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "KEEP_CUDA", part)
-    monkeypatch.setattr(head, "CHUNK", 50)
-    found = Head(layer(torch.float32), half=half, temperature=0.7)
-    wanted = oracle(found, *rows(torch.float32), entropy=False, rounded=half)
-    found.layer.cuda()
-    hidden, target = rows(torch.float32)
-    moved = hidden.detach().cuda().requires_grad_()
-    weight: Any = found.layer.weight
-    for _ in range(2):  # the second adds in place
-        logp, spread = found(moved, target.cuda(), entropy=True)
-        (logp * slopes()[0].cuda()).sum().backward()
-    assert spread is not None
-    torch.testing.assert_close(logp.double().cpu(), wanted[0], rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(spread.double().cpu(), wanted[1], rtol=1e-5, atol=1e-4)
-    assert relative(moved.grad.cpu() / 2, wanted[2]) < (3 * 2**-9 if half else 1e-4)  # type: ignore[union-attr]
-    assert relative(weight.grad.cpu() / 2, wanted[3]) < (3 * 2**-9 if half else 1e-4)
+        inside = float32(hidden, target)[0]
+    assert torch.equal(inside, float32(hidden, target)[0])

@@ -12,24 +12,34 @@ from torch import Tensor
 
 from tests.prefix_trees import Segments, forests, path, rows, seen
 from valence.models import layout
-from valence.models.layout import Table, blocks, hidden, runs, segments_of, split, table
+from valence.models.layout import (
+    SegmentTable,
+    hidden_keys,
+    make_blocks,
+    make_runs,
+    segment_table,
+    segments_of,
+    split_by_gradient,
+)
 
 CPU = torch.device("cpu")
 windows = st.sampled_from([0, 1, 2, 5, 30])
 
 
-def covered(segments: Table, window: int) -> Tensor:
+def covered(segments: SegmentTable, window: int) -> Tensor:
     """How often each query (row) sees each key (column), by the blocks."""
     keys = max(end for _, end, _, _ in segments)
     queries = sum(end - start for start, end, _, it in segments if it)
     found = torch.zeros(queries, keys, dtype=torch.long)
-    for block in blocks(segments, CPU):
+    for block in make_blocks(segments, CPU):
         (count, n), length = block.queries.shape, block.keys.shape[1]
-        unseen = hidden(block, window)
+        unseen = hidden_keys(block, window)
         whole = torch.zeros(count, 1, n, length, dtype=torch.bool)
         whole[..., length - unseen.shape[3] :] = unseen
-        real = torch.ones(count, n, dtype=torch.bool) if block.real is None else block.real
-        rows_of_keys = block.keys if block.span is None else torch.arange(*block.span)[None]
+        real = torch.ones(count, n, dtype=torch.bool) if block.is_query is None else block.is_query
+        rows_of_keys = (
+            block.keys if block.key_range is None else torch.arange(*block.key_range)[None]
+        )
         assert rows_of_keys.shape == block.keys.shape
         for r in range(count):
             for i in torch.nonzero(real[r]).flatten().tolist():
@@ -46,24 +56,24 @@ def test_blocks_cover_what_is_seen_exactly_once(
 ) -> None:
     """Whatever the size of a block, and however readily runs are put into one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "AREA", sizes[0])
-        patch.setattr(layout, "CALL", sizes[1])
-        blocks.cache_clear()
-        found = covered(segments_of(table(segments)), window)
-        blocks.cache_clear()
+        patch.setattr(layout, "MAX_RUN_SCORES", sizes[0])
+        patch.setattr(layout, "BLOCK_COST", sizes[1])
+        make_blocks.cache_clear()
+        found = covered(segments_of(segment_table(segments)), window)
+        make_blocks.cache_clear()
     assert torch.equal(found, seen(segments, window).long())
 
 
 @given(forests())
 def test_every_query_is_in_one_run_over_the_rows_of_its_path(segments: Segments) -> None:
-    found = runs(segments_of(table(segments)))
-    assert sorted(row for run in found for row in run.own) == list(range(segments[-1][1]))
+    found = make_runs(segments_of(segment_table(segments)))
+    assert sorted(row for run in found for row in run.queries) == list(range(segments[-1][1]))
     wanted = seen(segments)
     for run in found:
-        assert run.keys[run.above :] == run.own
-        for i, row in enumerate(run.own):
+        assert run.keys[run.num_prefix_keys :] == run.queries
+        for i, row in enumerate(run.queries):
             assert (
-                sorted(run.keys[: run.above + i + 1])
+                sorted(run.keys[: run.num_prefix_keys + i + 1])
                 == torch.nonzero(wanted[row]).flatten().tolist()
             )
 
@@ -76,7 +86,7 @@ def test_a_chain_of_segments_is_one_run(segments: Segments) -> None:
         for k, (start, _, parent) in enumerate(segments)
         if parent < 0 or segments[parent][1] != start
     ]
-    assert len(runs(segments_of(table(segments)))) == len(apart)
+    assert len(make_runs(segments_of(segment_table(segments)))) == len(apart)
 
 
 @given(forests(), windows, st.randoms(use_true_random=False))
@@ -85,25 +95,29 @@ def test_two_passes_see_what_one_sees(segments: Segments, window: int, draw: Ran
     leaves = [k for k in range(len(segments)) if k not in parents]
     trains = [draw.random() < 0.5 for _ in leaves]
     assume(len(set(trains)) == 2)
-    found = split(segments, [path(segments, k) for k in leaves], trains)
+    split = split_by_gradient(segments, [path(segments, k) for k in leaves], trains)
     wanted = seen(segments, window).long()
-    order = torch.cat([found.rows, found.rest])
+    order = torch.cat([split.grad_rows, split.no_grad_rows])
     with_gradient = {
         row for k, it in zip(leaves, trains, strict=True) if it for row in rows(segments, k)
     }
     assert sorted(order.tolist()) == list(range(segments[-1][1]))
-    assert set(found.rows.tolist()) == with_gradient
-    assert torch.equal(covered(segments_of(found.first), window), wanted[found.rows][:, found.rows])
-    assert not wanted[found.rows][:, found.rest].any()
-    assert torch.equal(covered(segments_of(found.second), window), wanted[found.rest][:, order])
+    assert set(split.grad_rows.tolist()) == with_gradient
+    assert torch.equal(
+        covered(segments_of(split.grad_table), window), wanted[split.grad_rows][:, split.grad_rows]
+    )
+    assert not wanted[split.grad_rows][:, split.no_grad_rows].any()
+    assert torch.equal(
+        covered(segments_of(split.no_grad_table), window), wanted[split.no_grad_rows][:, order]
+    )
 
 
 @given(forests(segments=6, longest=60), windows)
 @example([(0, 30, -1), (30, 32, 0), (32, 33, 0)], 4)
 def test_a_query_that_pads_sees_a_key_too(segments: Segments, window: int) -> None:
     """Else its softmax is not a number, which no mask takes out of a gradient."""
-    for block in blocks(segments_of(table(segments)), CPU):
-        unseen = hidden(block, window)
+    for block in make_blocks(segments_of(segment_table(segments)), CPU):
+        unseen = hidden_keys(block, window)
         assert unseen.shape[3] < block.keys.shape[1] or not unseen.all(-1).any()
 
 
@@ -111,8 +125,8 @@ def test_a_window_reaches_over_a_long_path_in_pieces() -> None:
     """One run of many queries, and another that begins deep inside it."""
     segments = [(0, 1100, -1), (1100, 1103, 0)]
     wanted = seen(segments, 100).long()
-    assert len(blocks(segments_of(table(segments)), CPU)) > 2
-    assert torch.equal(covered(segments_of(table(segments)), 100), wanted)
+    assert len(make_blocks(segments_of(segment_table(segments)), CPU)) > 2
+    assert torch.equal(covered(segments_of(segment_table(segments)), 100), wanted)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30))
@@ -121,9 +135,14 @@ def test_padding_is_little(lengths: list[int]) -> None:
     rounding lengths up costs.
     """
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    found = blocks(
-        segments_of(table([(end - n, end, -1) for n, end in zip(lengths, ends, strict=True)])), CPU
+    found = make_blocks(
+        segments_of(
+            segment_table([(end - n, end, -1) for n, end in zip(lengths, ends, strict=True)])
+        ),
+        CPU,
     )
     computed = sum(block.queries.numel() * block.keys.shape[1] for block in found)
-    assert computed <= sum((n + layout.STRIDE) ** 2 for n in lengths) + layout.CALL * len(lengths)
-    assert len(found) <= len(lengths) + sum(n // layout.FEWEST for n in lengths)
+    assert computed <= sum(
+        (n + layout.LENGTH_MULTIPLE) ** 2 for n in lengths
+    ) + layout.BLOCK_COST * len(lengths)
+    assert len(found) <= len(lengths) + sum(n // layout.MIN_QUERIES for n in lengths)

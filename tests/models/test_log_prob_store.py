@@ -20,7 +20,7 @@ import pytest
 
 from tests.errors import raises_error
 from valence.models import log_prob_store as module
-from valence.models.log_prob_store import HEAD, ROW, LogProbStore, entries_of
+from valence.models.log_prob_store import HEADER_SIZE, ROW, LogProbStore, count_entries
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"of": "tests"}
@@ -31,11 +31,11 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.models.test_log_prob_store import key, opened, values
-ledger = opened(Path(sys.argv[1]))
+store = opened(Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()
 for i in range(int(sys.argv[2]), int(sys.argv[3])):
-    ledger.add({key(4 * i + k): values(4 * i + k) for k in range(4)})
+    store.add({key(4 * i + k): values(4 * i + k) for k in range(4)})
     print(i, flush=True)
 """
 """A process that adds four entries at a time, and says so after each time."""
@@ -95,8 +95,8 @@ def test_what_one_process_adds_another_finds(tmp_path: Path) -> None:
 
 
 def test_a_value_stays_what_it_was(tmp_path: Path) -> None:
-    ledger = filled(tmp_path)
-    ledger.add({key(1): np.zeros(2, np.float32)})
+    store = filled(tmp_path)
+    store.add({key(1): np.zeros(2, np.float32)})
     opened(tmp_path).add({key(1): np.zeros(2, np.float32)})
     assert len(list(tmp_path.iterdir())) == 2
     assert read(tmp_path) == RIGHT
@@ -121,9 +121,9 @@ def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
     (path,) = (tmp_path / "whole").glob("*.index")
     raw = path.read_bytes()
     warnings.simplefilter("error", UserWarning)
-    for length in (*range(0, HEAD, 97), *range(HEAD, len(raw) + 1)):
+    for length in (*range(0, HEADER_SIZE, 97), *range(HEADER_SIZE, len(raw) + 1)):
         path.write_bytes(raw[:length])
-        kept = max(0, length - HEAD) // ROW.itemsize
+        kept = max(0, length - HEADER_SIZE) // ROW.itemsize
         assert read(tmp_path / "whole") == {i: RIGHT[i] for i in range(kept)}
 
 
@@ -131,7 +131,7 @@ def test_a_flipped_byte_anywhere_is_seen_and_named(tmp_path: Path) -> None:
     filled(tmp_path)
     for path in tmp_path.iterdir():
         raw = path.read_bytes()
-        for at in (*range(0, min(HEAD, len(raw)), 41), *range(HEAD, len(raw))):
+        for at in (*range(0, min(HEADER_SIZE, len(raw)), 41), *range(HEADER_SIZE, len(raw))):
             path.write_bytes(raw[:at] + bytes([raw[at] ^ 16]) + raw[at + 1 :])
             with pytest.warns(UserWarning, match=path.name):
                 found = read(tmp_path)
@@ -155,11 +155,11 @@ def test_what_was_damaged_can_be_added_again(tmp_path: Path) -> None:
     filled(tmp_path)
     (path,) = tmp_path.glob("*.values")
     path.write_bytes(b"\xff" * path.stat().st_size)
-    ledger = opened(tmp_path)
+    store = opened(tmp_path)
     with pytest.warns(UserWarning, match=path.name):
-        assert ledger.get(key(1)) is None
-    assert ledger.damaged == 1
-    ledger.add({key(1): values(1)})
+        assert store.get(key(1)) is None
+    assert store.damaged == 1
+    store.add({key(1): values(1)})
     assert opened(tmp_path).get(key(1)).tolist() == RIGHT[1]  # type: ignore[union-attr]
 
 
@@ -175,10 +175,10 @@ def test_killed_again_and_again_while_it_fills(tmp_path: Path) -> None:
         lines += pipe(process.stdout).readlines()
         process.wait()
         sure = 1 + int([line for line in lines if line.endswith("\n")][-1])
-        ledger = opened(tmp_path)
-        assert len(ledger) >= 4 * sure
-        assert all(np.array_equal(ledger.get(key(i)), values(i)) for i in range(len(ledger)))  # type: ignore[arg-type]
-        assert ledger.damaged == 0
+        store = opened(tmp_path)
+        assert len(store) >= 4 * sure
+        assert all(np.array_equal(store.get(key(i)), values(i)) for i in range(len(store)))  # type: ignore[arg-type]
+        assert store.damaged == 0
 
 
 @pytest.mark.slow
@@ -189,15 +189,15 @@ def test_two_processes_fill_at_once(tmp_path: Path) -> None:
     for process in both:
         process.communicate(timeout=60)
     assert len(list(tmp_path.glob("*.index"))) == 2
-    ledger = opened(tmp_path)
-    assert len(ledger) == 1200
-    assert all(np.array_equal(ledger.get(key(i)), values(i)) for i in range(1200))  # type: ignore[arg-type]
+    store = opened(tmp_path)
+    assert len(store) == 1200
+    assert all(np.array_equal(store.get(key(i)), values(i)) for i in range(1200))  # type: ignore[arg-type]
 
 
 def test_many_entries_open_at_once_without_reading_their_numbers(tmp_path: Path) -> None:
     count = 20_000
-    ledger = opened(tmp_path)
-    ledger.add({key(i): values(i) for i in range(count)})
+    store = opened(tmp_path)
+    store.add({key(i): values(i) for i in range(count)})
     (path,) = tmp_path.glob("*.values")
     os.truncate(path, 4)  # only the first number is left
     found = opened(tmp_path)
@@ -208,9 +208,9 @@ def test_many_entries_open_at_once_without_reading_their_numbers(tmp_path: Path)
 def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     for i in range(module.OPEN_FILES + 6):
         opened(tmp_path).add({key(i): values(i)})
-    ledger = opened(tmp_path)
+    store = opened(tmp_path)
     for _ in range(2):
-        assert all(np.array_equal(ledger.get(key(i)), values(i)) for i in range(len(ledger)))  # type: ignore[arg-type]
+        assert all(np.array_equal(store.get(key(i)), values(i)) for i in range(len(store)))  # type: ignore[arg-type]
         if DESCRIPTORS.is_dir():
             paths = [os.readlink(each) for each in DESCRIPTORS.iterdir() if os.path.islink(each)]
             assert sum(path.startswith(str(tmp_path)) for path in paths) == module.OPEN_FILES
@@ -232,24 +232,24 @@ def test_no_room_is_said_once_and_harms_nothing(suffix: str, tmp_path: Path) -> 
     """Neither while the numbers are written, nor after them: a part of the next ones still fits the
     file.
     """
-    ledger = filled(tmp_path, 2)
+    store = filled(tmp_path, 2)
     (path,) = tmp_path.glob(f"*{suffix}")
     with (
         pytest.warns(UserWarning, match=re.escape(str(tmp_path))) as warned,
         largest_file(path.stat().st_size + 5),
     ):
-        ledger.add({key(2): values(2)})
+        store.add({key(2): values(2)})
     assert [each.category for each in warned if each.category is not ResourceWarning] == [
         UserWarning
     ]
     warnings.simplefilter("error", UserWarning)
-    ledger.add({key(2): values(2), key(1): values(9)})
-    kept = ledger.get(key(2))
+    store.add({key(2): values(2), key(1): values(9)})
+    kept = store.get(key(2))
     assert kept is not None
     assert kept.tolist() == RIGHT[2]
     assert read(tmp_path) == {i: RIGHT[i] for i in range(2)}
-    ledger.sync()  # there is room again
-    ledger.add({key(3): values(3)})
+    store.sync()  # there is room again
+    store.add({key(3): values(3)})
     assert read(tmp_path, 4) == {i: values(i).tolist() for i in range(4)}
 
 
@@ -270,14 +270,14 @@ def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_reading_alone_leaves_no_trace(tmp_path: Path) -> None:
-    ledger = LogProbStore(tmp_path / "nowhere", IDENTITY, {}, adds=False)
-    ledger.add({key(0): values(0)})
-    assert len(ledger) == 0
+    store = LogProbStore(tmp_path / "nowhere", IDENTITY, {}, is_writable=False)
+    store.add({key(0): values(0)})
+    assert len(store) == 0
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_folder_is_counted_without_being_opened(tmp_path: Path) -> None:
     filled(tmp_path)
     opened(tmp_path).add({key(7): values(7)})
-    count, head = entries_of(tmp_path)
-    assert (count, head["about"], head["of"]) == (4, "numbers", "tests")
+    count, header = count_entries(tmp_path)
+    assert (count, header["about"], header["of"]) == (4, "numbers", "tests")

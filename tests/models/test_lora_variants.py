@@ -101,7 +101,7 @@ def logps(model: Any) -> Tensor:
 def test_packed_equals_one_by_one_in_values_and_gradients(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", 5)
+    monkeypatch.setattr(head, "MAX_COLUMNS", 5)
     engine = trained_by_a_step(policy(name))
     assert engine.packs
     is_moe = name == "experts"  # its grouped products refuse float64

@@ -15,10 +15,10 @@ from valence.models.memory import (
     MOMENTS,
     Memory,
     Split,
+    add_value_model,
     free_memory,
     predict,
-    sampled,
-    with_values,
+    sampling_bytes,
 )
 from valence.models.shape import decoder_layers, shape_of, skeleton_of
 
@@ -101,8 +101,8 @@ def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
 
 def test_settings_of_a_split_cost_what_they_cost() -> None:
     base = predicted(split=Split(4))
-    kept, once, away = (predicted(split=Split(4, **{name: value})) for name, value in
-                        (("reshard", False), ("each", False), ("offload", True)))  # fmt: skip
+    changes = {"reshard": False}, {"sync_every_micro_batch": False}, {"offload": True}
+    kept, once, away = (predicted(split=Split(4, **change)) for change in changes)
     assert kept.gathered - base.gathered == 4 * (
         SHAPE.parameters - SHAPE.outside - 2 * SHAPE.largest
     )
@@ -130,28 +130,28 @@ def test_processes_that_share_each_layer_have_a_part_of_it() -> None:
 
 def test_a_value_model_is_a_policy_without_a_head() -> None:
     whole = predicted(width=2)
-    found = with_values(whole, whole, SHAPE, 2)
+    found = add_value_model(whole, whole, SHAPE, 2)
     decoder = SHAPE.parameters - SHAPE.vocabulary * SHAPE.hidden
     assert found.value == pytest.approx((6 + 4 + 8) * decoder, abs=1)
     assert found.per_token == 2 * whole.per_token
     tied = replace(SHAPE, outside=SHAPE.vocabulary * SHAPE.hidden)
-    assert with_values(whole, whole, tied, 2).value == (6 + 4 + 8) * SHAPE.parameters
+    assert add_value_model(whole, whole, tied, 2).value == (6 + 4 + 8) * SHAPE.parameters
 
 
 def test_a_value_model_under_an_adapter_is_another_adapter() -> None:
     found = predicted(ADAPTED, width=2)
-    assert with_values(found, found, ADAPTED, 2).value == (4 + 4 + 8) * ADAPTED.trained
+    assert add_value_model(found, found, ADAPTED, 2).value == (4 + 4 + 8) * ADAPTED.trained
 
 
 def test_sampling_and_training_take_turns() -> None:
     """Two layers with 2 heads of 8 for keys and values."""
-    taken = sampled(SHAPE, rows=3, tokens=50, width=2)
+    taken = sampling_bytes(SHAPE, rows=3, tokens=50, width=2)
     assert taken == 3 * (2 * 2 * 16 * 50 * 2 + 4 * 4 * SHAPE.vocabulary)
     found = predicted()
     training = found.head + 100 * found.per_token
     assert replace(found, sampling=training - 1).total(100) == found.total(100)
     assert replace(found, sampling=training + 7).total(100) == found.total(100) + 7
-    assert replace(found, judges=5, value=6).total(100) == found.total(100) + 11
+    assert replace(found, reward_models=5, value=6).total(100) == found.total(100) + 11
 
 
 def test_layers_and_what_is_outside_them_are_all_weights() -> None:

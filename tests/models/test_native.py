@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.models.test_attention import heads, plain_products, with_slopes
+from tests.models.test_attention import heads, plain_products, with_gradients
 from tests.prefix_trees import Segments, dense_attention, forests, seen
 from tests.programs import Program
 from valence.models import native
 from valence.models.attention import attend
-from valence.models.layout import table
+from valence.models.layout import segment_table
 
 TREE = [(0, 70, -1), (70, 71, 0), (71, 200, 0), (200, 263, 2), (263, 270, 2), (270, 335, -1)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernel() -> None:
-    if why := native.why_not():
-        pytest.skip(why)
+    if reason := native.unavailable():
+        pytest.skip(reason)
 
 
 def bfloat16_heads(
@@ -40,17 +40,19 @@ def errors(given: list[Tensor], segments: Segments, window: int) -> tuple[list[f
     """
     scale = given[0].shape[-1] ** -0.5
     exact = [x.detach().double().requires_grad_() for x in given]
-    wanted = with_slopes(dense_attention(*exact, seen(segments, window), scale), exact)
+    wanted = with_gradients(dense_attention(*exact, seen(segments, window), scale), exact)
 
     def run() -> list[float]:
-        found = with_slopes(attend(*given, table(segments), scale, window, 0.0)[0], given)
+        found = with_gradients(
+            attend(*given, segment_table(segments), scale, window, 0.0)[0], given
+        )
         assert all(x.dtype == torch.bfloat16 for x in found)
         return [
             float((a.double() - b).norm() / (b.norm() or 1.0))
             for a, b in zip(found, wanted, strict=True)
         ]
 
-    assert native.serves(given[0], given[2], 0.0)
+    assert native.attention_unsupported(given[0], given[2], 0.0) is None
     ours = run()
     with plain_products():
         return ours, run()
@@ -101,7 +103,10 @@ def test_it_says_the_log_sum_exp_of_what_each_query_sees(window: int) -> None:
     scores = 0.2 * q[0].double() @ k[0].double().repeat_interleave(2, 0).transpose(1, 2)
     wanted = scores.masked_fill(~seen(TREE, window), -torch.inf).logsumexp(-1)
     torch.testing.assert_close(
-        attend(q, k, v, table(TREE), 0.2, window, 0.0)[1].double(), wanted, rtol=1e-5, atol=1e-5
+        attend(q, k, v, segment_table(TREE), 0.2, window, 0.0)[1].double(),
+        wanted,
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -116,7 +121,7 @@ def test_what_a_softmax_needs_of_any_number_of_columns(
         torch.randn(columns, width, dtype=dtype),
     )
     target, found = torch.arange(33) - 1, torch.empty(4, 33)
-    kept = native.measure(hidden, weight, target, found, 0.5, True)
+    kept = native.head_statistics(hidden, weight, target, found, 0.5, keep=True)
     logits = 0.5 * hidden.double() @ weight.bfloat16().double().t()
     top = logits.amax(1)
     far = logits - top[:, None]
@@ -135,7 +140,7 @@ def test_the_number_of_threads_changes_no_bit(shared: int) -> None:
     try:
         for threads in (1, 2, 5, 2):
             torch.set_num_threads(threads)
-            found.append(with_slopes(attend(*given, table(TREE), 0.2, 0, 0.0)[0], given))
+            found.append(with_gradients(attend(*given, segment_table(TREE), 0.2, 0, 0.0)[0], given))
     finally:
         torch.set_num_threads(before)
     assert all(
@@ -159,7 +164,7 @@ def test_numbers_that_lie_apart_in_memory_are_found() -> None:
         [x.contiguous() for x in whole.transpose(1, 2).chunk(3, -1)],
     ):
         given = [x.detach().requires_grad_() for x in parts]
-        out = attend(*given, table(TREE), 0.2, 0, 0.0)[0]
+        out = attend(*given, segment_table(TREE), 0.2, 0, 0.0)[0]
         found.append(
             [out, *torch.autograd.grad(out, given, slope if len(found) else slope.contiguous())]
         )
@@ -172,7 +177,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     given = [x.detach() for x in bfloat16_heads(segments, d=16)]
     given[0].mul_(1e4)
     given[1].mul_(1e4)
-    out = attend(*given, table(segments), 1.0, 0, 0.0)[0]
+    out = attend(*given, segment_table(segments), 1.0, 0, 0.0)[0]
     exact = dense_attention(*(x.double() for x in given), seen(segments), 1.0)
     torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-7)
 
@@ -184,10 +189,10 @@ def test_what_is_not_a_number_stays_one_in_its_own_sequence(which: int, window: 
     own = torch.arange(20, 43)
     others = torch.tensor([r for r in range(57) if not 20 <= r < 43])
     given = bfloat16_heads(segments, d=16)
-    right = with_slopes(attend(*given, table(segments), 0.25, window, 0.0)[0], given)
+    right = with_gradients(attend(*given, segment_table(segments), 0.25, window, 0.0)[0], given)
     with torch.no_grad():
         given[which][:, :, 20, 3] = torch.nan
-    found = with_slopes(attend(*given, table(segments), 0.25, window, 0.0)[0], given)
+    found = with_gradients(attend(*given, segment_table(segments), 0.25, window, 0.0)[0], given)
     assert torch.equal(found[0][:, others], right[0][:, others])
     seen_by = own[:1] if which == 0 else own[: window or len(own)]
     assert found[0][:, seen_by].isnan().any(-1).all()
@@ -199,7 +204,7 @@ def test_an_infinite_score_is_not_a_number_unless_it_is_negative() -> None:
     segments = [(0, 20, -1)]
     given = [x.detach() for x in bfloat16_heads(segments, d=16)]
     given[1][:, :, 4, 2] = torch.inf
-    out = attend(*given, table(segments), 1.0, 0, 0.0)[0]
+    out = attend(*given, segment_table(segments), 1.0, 0, 0.0)[0]
     exact = dense_attention(*(x.double() for x in given), seen(segments), 1.0)
     assert torch.equal(out.isnan(), exact.isnan())
     assert 0 < out.isnan().sum() < out.numel()
@@ -212,10 +217,10 @@ def test_an_infinite_score_is_not_a_number_unless_it_is_negative() -> None:
 def test_what_it_cannot_do_runs_on_plain_products(change: dict[str, object]) -> None:
     softcap = float(change.pop("softcap", 0.0))  # type: ignore[arg-type]
     q, k, v = heads(40, **{"d": 16, "d_v": 16, "dtype": torch.bfloat16} | change)  # type: ignore[arg-type]
-    assert not native.serves(q, v, softcap)
+    assert native.attention_unsupported(q, v, softcap)
     wanted = dense_attention(*(x.double() for x in (q, k, v)), seen([(0, 40, -1)]), 0.2, softcap)
     torch.testing.assert_close(
-        attend(q, k, v, table([(0, 40, -1)]), 0.2, 0, softcap)[0].double(),
+        attend(q, k, v, segment_table([(0, 40, -1)]), 0.2, 0, softcap)[0].double(),
         wanted,
         rtol=0.03,
         atol=0.03,
@@ -226,7 +231,7 @@ def switched_off() -> None:
     q = torch.ones(1, 1, 3, 16).bfloat16()
     print(
         native.library(),
-        native.why_not(),
+        native.unavailable(),
         attend(q, q, q, torch.tensor([[0, 3, -1, 1]]), 1.0, 0, 0.0)[0].sum().item(),
     )
 

@@ -81,7 +81,7 @@ def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> N
     measured = batch.part(requires_grad=False) if not all(batch.requires_grad) else None
     try:
         for along in (0, 10_000):
-            engine.along = along
+            engine.max_joint_rows = along
             out = engine(batch).logp
             torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance * 10)
             assert out.requires_grad == any(batch.requires_grad)
@@ -95,7 +95,7 @@ def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> N
                     atol=1e-4 if rough else 1e-6,
                 )
     finally:
-        engine.along = type(engine).along
+        engine.max_joint_rows = type(engine).max_joint_rows
     if measured is not None:
         apart = engine(measured).logp
         assert not apart.requires_grad
@@ -158,9 +158,11 @@ PATTERNS = (
 def test_a_forest_equals_one_by_one_in_values_and_gradients(
     name: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", 5)  # so that several chunks are crossed
+    monkeypatch.setattr(head, "MAX_COLUMNS", 5)  # so that several chunks are crossed
     if how == "sdpa":  # as on devices other than a CPU
-        monkeypatch.setattr(attention, "attend", lambda *given: attention.attend_by_sdpa(*given))
+        monkeypatch.setattr(
+            attention, "_by_operator", lambda *args, backend: attention._by_sdpa(*args)
+        )
     engine = policy(name, how)
     for trains in PATTERNS:
         batch = forest_of(conversations(), trains)
@@ -223,7 +225,7 @@ def test_soft_capping_is_not_left_out_one_by_one() -> None:
 def test_values_as_on_cuda(name: str) -> None:
     """FlexAttention, which has no backward pass on a CPU."""
     engine = policy(name)
-    engine.flexes = True
+    engine.uses_flex_attention = True
     batch = forest_of(conversations())
     torch.testing.assert_close(engine(batch).logp, one_by_one(engine, batch), rtol=1e-5, atol=1e-4)
 
@@ -233,7 +235,7 @@ def test_values_as_on_cuda(name: str) -> None:
 def test_entropy_is_that_of_the_distribution(packed: bool, along: int) -> None:
     engine = policy("llama")
     engine.lay_out(packed=packed)
-    engine.along = along
+    engine.max_joint_rows = along
     batch = forest_of(conversations(), PATTERNS[1])
     found = engine(batch, ["entropy"]).entropy
     assert found is not None

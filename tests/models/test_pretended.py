@@ -34,7 +34,7 @@ def built(
 ) -> tuple[PolicyModel, MicroBatch]:
     model = tiny(name, dtype=torch.float32).to(device)
     engine = build_policy(model, dtype=torch.float32, checkpointing=checkpointing)
-    engine.along = 0
+    engine.max_joint_rows = 0
     units = conversations()
     with sharing(4):
         return engine, replace(make_micro_batch(units, device=device), requires_grad=trains)

@@ -32,7 +32,7 @@ from valence.models.check import plain_batch
 from valence.models.digest import model_digest
 from valence.models.memory import predict
 from valence.models.policy_model import PolicyModel
-from valence.models.quantized import compute_alike, states
+from valence.models.quantized import disable_cpu_repacking, states
 from valence.models.reference import FrozenReference, SyncedReference
 from valence.models.shape import shape_of, skeleton
 from valence.planning.plan import describe, make_plan
@@ -108,7 +108,7 @@ def loaded(place: Path, **more: Any) -> Any:
 @torch.no_grad()
 def said(model: Any) -> Tensor:
     """Log-probabilities that a model gives by itself."""
-    return PolicyModel(compute_alike(model).to(DEVICE).eval())(BATCH).logp
+    return PolicyModel(disable_cpu_repacking(model).to(DEVICE).eval())(BATCH).logp
 
 
 def weights(run: Trainer) -> dict[str, Tensor]:
@@ -417,6 +417,6 @@ def test_it_says_the_same_on_a_gpu(dtype: torch.dtype, near: float, place: Path)
     assert model.device.type == "cuda"
     found = said(model)
     with torch.no_grad():
-        hosted = PolicyModel(compute_alike(loaded(place, dtype=dtype).to("cpu")).eval())
+        hosted = PolicyModel(disable_cpu_repacking(loaded(place, dtype=dtype).to("cpu")).eval())
         batch = plain_batch([torch.arange(3, 20), torch.arange(30, 70)], torch.arange(5, 9))
         torch.testing.assert_close(found.cpu(), hosted(batch).logp, rtol=near, atol=near)

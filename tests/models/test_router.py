@@ -152,7 +152,7 @@ def test_sequences_without_gradient_do_not_count(packed: bool, along: int) -> No
     """KTO's mismatched completions, in a pass of their own (along 0) or in that of the others."""
     engine = policy()
     engine.lay_out(packed=packed)
-    engine.along = along
+    engine.max_joint_rows = along
     ours, measured = (
         UNPAIRED[:2],
         [unit("other", "judgement", PROMPT, (81, 82, 83, 84), label=True)] * 2,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.errors import raises_error
 from tests.tiny_models import tiny
 from valence.models.build import build_policy, load_model
-from valence.models.stream import CannotStreamError, outline, part_of
+from valence.models.stream import CannotStreamError, build_without_weights, local_shard
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 LORA = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
@@ -44,7 +44,7 @@ def differences(found: nn.Module, wanted: nn.Module) -> list[str]:
     ]
 
 
-def own_bytes(model: nn.Module) -> int:
+def stored_bytes(model: nn.Module) -> int:
     return sum(p.untyped_storage().nbytes() for p in model.parameters())
 
 
@@ -55,12 +55,12 @@ def test_what_is_read_is_what_would_be_loaded(
 ) -> None:
     name = saved(tmp_path, kind)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    model, stream = outline(name, dtype=dtype, device=CPU)
+    model, stream = build_without_weights(name, dtype=dtype, device=CPU)
     wanted: Any = load_model(name, dtype=dtype)
     assert type(model) is type(wanted)
     assert not model.training
-    stream.forget(model)
-    stream.fill(model, CPU)
+    stream.move_to_meta(model)
+    stream.load(model, CPU)
     assert differences(model, wanted) == []
     found: Any = model
     assert found.config.to_dict() == wanted.config.to_dict()
@@ -80,15 +80,15 @@ def test_a_policy_is_the_same(kind: str, dtype: torch.dtype, lora: Any, tmp_path
     engines: list[Any] = []
     for streamed in (True, False):
         model, stream = (
-            outline(name, dtype=loaded, device=CPU)
+            build_without_weights(name, dtype=loaded, device=CPU)
             if streamed
             else (load_model(name, dtype=loaded), None)
         )
         torch.manual_seed(3)
         engine = build_policy(model, dtype=dtype, lora=lora, check=False)
         if stream:
-            stream.forget(engine.causal)
-            stream.fill(engine.causal, CPU)
+            stream.move_to_meta(engine.causal)
+            stream.load(engine.causal, CPU)
         engines.append(engine)
     assert differences(*engines) == []
     assert [p.requires_grad for p in engines[0].parameters()] == [
@@ -99,10 +99,10 @@ def test_a_policy_is_the_same(kind: str, dtype: torch.dtype, lora: Any, tmp_path
 
 def test_a_stand_in_is_where_the_weight_will_be_and_takes_no_memory(tmp_path: Path) -> None:
     name = saved(tmp_path, "llama")
-    model, stream = outline(name, dtype=F32, device=CPU)
+    model, stream = build_without_weights(name, dtype=F32, device=CPU)
     wanted = load_model(name, dtype=F32)
     small = 8 * len(list(model.parameters()))
-    assert own_bytes(model) < small < own_bytes(wanted) / 100
+    assert stored_bytes(model) < small < stored_bytes(wanted) / 100
     assert [(p.shape, p.dtype, p.device) for p in model.parameters()] == [
         (p.shape, p.dtype, p.device) for p in wanted.parameters()
     ]
@@ -111,7 +111,7 @@ def test_a_stand_in_is_where_the_weight_will_be_and_takes_no_memory(tmp_path: Pa
         sum(p.untyped_storage().nbytes() for p in engine.parameters() if not p.requires_grad)
         < small
     )
-    stream.forget(engine.causal)
+    stream.move_to_meta(engine.causal)
     assert {p.is_meta for p in engine.parameters() if not p.requires_grad} == {True}
     assert {p.is_meta for p in engine.parameters() if p.requires_grad} == {False}
 
@@ -124,11 +124,11 @@ def test_the_head_of_a_reward_model_is_there_at_once(kept: bool, tmp_path: Path)
         nn.init.normal_(scores.score.weight)
         name = str(tmp_path / "scores")
         scores.save_pretrained(name)
-    model, stream = outline(name, dtype=F32, device=CPU, attributes=("good",))
+    model, stream = build_without_weights(name, dtype=F32, device=CPU, attributes=("good",))
     wanted: Any = load_model(name, dtype=F32, attributes=("good",))
     assert torch.equal(model.get_submodule("score").weight, wanted.score.weight)  # type: ignore[arg-type]
     assert bool(wanted.score.weight.any()) is kept
-    stream.fill(model, CPU)
+    stream.load(model, CPU)
     assert differences(model, wanted) == []
 
 
@@ -136,8 +136,8 @@ def test_names_that_transformers_changes_are_found(tmp_path: Path) -> None:
     """A decoder that was saved by itself: its names lack the prefix."""
     tiny("qwen2", dtype=F32, tie_word_embeddings=True).model.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
     assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
-    model, stream = outline(str(tmp_path), dtype=F32, device=CPU)
-    stream.fill(model, CPU)
+    model, stream = build_without_weights(str(tmp_path), dtype=F32, device=CPU)
+    stream.load(model, CPU)
     assert differences(model, load_model(str(tmp_path), dtype=F32)) == []
 
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_read_in_parts_is_told(
     name = saved(tmp_path, kind, "1GB")
     change(tmp_path)
     with pytest.raises(CannotStreamError) as error:
-        outline(name, dtype=F32, device=CPU)
+        build_without_weights(name, dtype=F32, device=CPU)
     assert error.value.code == code
     assert ("lm_head.weight" in str(error.value)) is (
         "weight-" in code or code in ("weights-missing", "tied-weights-apart")
@@ -202,7 +202,7 @@ def test_what_cannot_be_read_in_parts_is_told(
 
 def test_a_gguf_file_is_not_read_in_parts(tmp_path: Path) -> None:
     with pytest.raises(CannotStreamError) as error:
-        outline(str(tmp_path), dtype=F32, device=CPU, gguf_file="model.gguf")
+        build_without_weights(str(tmp_path), dtype=F32, device=CPU, gguf_file="model.gguf")
     assert error.value.code == "weights-gguf"
 
 
@@ -216,7 +216,7 @@ def test_a_damaged_or_missing_file_is_a_mistake_in_the_folder(what: str, tmp_pat
         "part": part.unlink,
     }[what]()
     with raises_error("model-not-loadable", where="model") as raised:
-        outline(name, dtype=F32, device=CPU)
+        build_without_weights(name, dtype=F32, device=CPU)
     assert str(tmp_path) in raised.error.message
 
 
@@ -244,14 +244,16 @@ class Parted(SimpleNamespace):
 
     def to_local(self) -> Tensor:
         """As PyTorch cuts it: along the last axis of the mesh first."""
-        own = self.whole
+        local = self.whole
         for axis in reversed(range(self.device_mesh.ndim)):
             dim = self.placements[axis].dim
             if dim is not None:
-                pieces = own.chunk(self.device_mesh.size(axis), dim)
+                pieces = local.chunk(self.device_mesh.size(axis), dim)
                 rank = self.device_mesh.get_local_rank(axis)
-                own = pieces[rank] if rank < len(pieces) else own.narrow(dim, own.shape[dim], 0)
-        return own
+                local = (
+                    pieces[rank] if rank < len(pieces) else local.narrow(dim, local.shape[dim], 0)
+                )
+        return local
 
 
 @pytest.mark.parametrize(
@@ -271,13 +273,13 @@ def test_a_part_is_where_it_says(sizes: list[int], cut: list[int | None]) -> Non
     for place in (
         torch.cartesian_prod(*(torch.arange(size) for size in sizes)).view(-1, len(sizes)).tolist()
     ):
-        own, rows = part_of(Parted(whole, sizes, place, cut))
-        assert torch.equal(own, whole[rows])
+        local, rows = local_shard(Parted(whole, sizes, place, cut))
+        assert torch.equal(local, whole[rows])
 
 
 def test_a_weight_that_is_not_split_is_its_own_part() -> None:
     weight = torch.randn(3, 2, requires_grad=True)
-    own, rows = part_of(weight)
-    assert torch.equal(own, weight[rows])
-    own.zero_()
+    local, rows = local_shard(weight)
+    assert torch.equal(local, weight[rows])
+    local.zero_()
     assert not weight.any()

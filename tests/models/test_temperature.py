@@ -53,7 +53,7 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Ten
 def test_values_and_gradients_are_those_of_tempered_logits(
     name: str, how: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", 5)
+    monkeypatch.setattr(head, "MAX_COLUMNS", 5)
     engine = policy(name, how)
     plain = engine(forest_of(conversations())).logp.detach()
     engine.temperature = HEAT
@@ -100,7 +100,7 @@ def test_references_are_computed_at_the_same_temperature_and_known_by_it() -> No
         engine = policy("llama", how)
         cold = build_reference(engine, fresh_adapter=False).digests().model
         engine.temperature = HEAT
-        assert engine.how.endswith("temperature 0.6")
+        assert engine.computation.endswith("temperature 0.6")
         logp = engine(batch).logp.detach()
         for follows in (False, True):
             copied = build_reference(engine, fresh_adapter=False, follows=follows)

@@ -111,7 +111,7 @@ def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
         )
     rough = name == "gemma2"
     for along in (0, 10_000):
-        whole.along = along
+        whole.max_joint_rows = along
         out = engine(batch, ("value",))
         assert out.value is not None
         assert torch.equal(out.logp, engine(batch).logp)
@@ -307,10 +307,10 @@ def test_what_has_no_values_is_said(tmp_path: Any) -> None:
     engine.is_sharded = True
     with raises_error("value-head-unsupported", where="parallel", fix="parallel.shard: off"):
         add_values(engine, trunk="shared")
-    engine.is_sharded, engine.shared = False, True
+    engine.is_sharded, engine.is_tensor_parallel = False, True
     with raises_error("value-head-unsupported", where="parallel", fix="parallel.tensor: 1"):
         add_values(engine, trunk="separate")
-    engine.shared = False
+    engine.is_tensor_parallel = False
     add_values(engine, trunk="shared")
     with raises_error("value-head-exists", where="value"):
         add_values(engine, trunk="shared")

@@ -14,7 +14,7 @@ import pytest
 from tests.arch.source import ROOT
 from tests.command import command, write_place
 from tests.sweeps.conftest import num_logged, read, wait_for
-from valence.models.log_prob_store import entries_of
+from valence.models.log_prob_store import count_entries
 from valence.reports.rundata import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -71,7 +71,7 @@ def test_nine_trials_with_one_reference_pass_and_one_kill(place: Path) -> None:
     computed = [t["computed"] for t in trials]
     assert computed == [2 * (NUM_TRAIN + NUM_EVAL)] + [0] * 8
     (store,) = (place / "sweep/reference").iterdir()
-    assert entries_of(store)[0] == 2 * (NUM_TRAIN + NUM_EVAL)
+    assert count_entries(store)[0] == 2 * (NUM_TRAIN + NUM_EVAL)
 
     facts = json.loads((trial / "run.json").read_text())
     assert 0 < facts["resumes"][0]["step"] < STEPS

@@ -206,7 +206,7 @@ def test_a_step_is_the_same_however_it_is_run(
     for way in ways:
         monkeypatch.setattr(prefix_tree, "MIN_SHARED_TOKENS", way.share)
         budget = WHOLE if way.micro_batches is None else budget_for(rows, way.micro_batches)
-        pair.policy.along = way.along
+        pair.policy.max_joint_rows = way.along
         pair.lay_out(packed=way.packed)
         arriving = rows if way.order is None else random.Random(way.order).sample(rows, len(rows))
         found, num_micro_batches = step(pair, method, arriving, budget)

@@ -134,7 +134,7 @@ def test_mismatched_rows_run_without_a_graph(budget: int, along: int, passes: li
     contract.
     """
     policy, reference = policy_and_reference()
-    policy.along = along
+    policy.max_joint_rows = along
     made = objective("kto", policy, reference, budget=budget)
     with_grad: list[bool] = []
     policy.causal.model.register_forward_pre_hook(

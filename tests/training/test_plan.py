@@ -146,7 +146,7 @@ def test_all_answers_of_a_step_may_run_at_once(recipe: dict[str, Any]) -> None:
 def test_sampling_is_predicted_where_this_process_samples(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed, "per_weight", lambda *_: 1e-6)
+    monkeypatch.setattr(speed, "seconds_per_weight", lambda *_: 1e-6)
     found = own(recipe)
     assert found.round_seconds is not None
     assert found.prepared.rollouts is not None
@@ -201,10 +201,10 @@ def test_reward_models_are_counted(recipe: dict[str, Any], tmp_path: Path) -> No
     found = own(
         recipe, f"reward.0.reward={tmp_path / 'judge'}", "reward.0.settings={dtype: float32}"
     )
-    assert found.memory.judges == 4 * sum(p.numel() for p in judge.parameters())
+    assert found.memory.reward_models == 4 * sum(p.numel() for p in judge.parameters())
     assert "reward models 0.00 GB" in "\n".join(describe(found))
     assert "reward models" not in "\n".join(describe(own(recipe)))
-    assert own(recipe).memory.judges == 0
+    assert own(recipe).memory.reward_models == 0
     (tmp_path / "judge/config.json").unlink()
     with raises_error("model-not-loadable", where="reward.0.reward"):
         own(recipe, f"reward.0.reward={tmp_path / 'judge'}")

@@ -284,7 +284,7 @@ def test_the_command_survives_being_killed(place: Path) -> None:
     said = Path("said").read_text()
     assert re.search(r"\b4 sequences", said)  # what --verify asked for
     cached = score("kto.yaml", ["reference.cache=kept"], quiet=True)
-    assert (cached.misses, cached.ledger.damaged) == (0, 0)
+    assert (cached.misses, cached.store.damaged) == (0, 0)
 
 
 def test_values_that_drifted_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,4 +348,4 @@ def test_passes_are_what_a_run_asks_for(place: Path) -> None:
     """Neither more nor less than the run's own keys, so that scoring computes nothing in vain."""
     scored = score("kto.yaml", ["reference.cache=scored"], quiet=True)
     run = train("kto.yaml", "runs/1", "reference.cache=trained")
-    assert len(scored.ledger) == len(run.reference.ledger) > COUNT
+    assert len(scored.store) == len(run.reference.store) > COUNT

@@ -27,7 +27,7 @@ NOT_STATE = {
     r"\._noted\.members": "what this process has printed",
     r"_orders\b": "the order of an epoch, computed when it is needed",
     r"\.(hits|misses|_trusted)\b": "what this process found in its cache",
-    r"\.ledger\b|\._digest$": "a cache that is a folder of its own",
+    r"\.store\b|\._digest$": "a cache that is a folder of its own",
     r"budget$": "of an objective: set before each use from that of the run",
     r"grad$|\.grad_fn": "there is none between steps",
     r"_step_pre_hooks|_patched_|\._profile": "of torch, about this object alone",

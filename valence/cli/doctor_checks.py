@@ -31,6 +31,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("bitsandbytes",),
         "4-bit weights and 8-bit optimizer state (model.quantize, train.optimizer: adamw_8bit)",
     ),
+    "liger": (("liger_kernel",), "the head backend liger (VALENCE_HEAD=liger)"),
     "serve": (("fastapi", "uvicorn", "prometheus_client"), "`valence serve-reward`"),
     "rewards": (
         ("math_verify", "jsonschema", "vaderSentiment"),
@@ -52,6 +53,7 @@ VARIABLES = (
     "HF_ENDPOINT",
     "TOKENIZERS_PARALLELISM",
     "VALENCE_NATIVE",
+    "VALENCE_HEAD",
     "VALENCE_DEADLINE",
     "VALENCE_VLLM_PYTHON",
     "WORLD_SIZE",

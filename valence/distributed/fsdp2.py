@@ -23,7 +23,7 @@ from valence.distributed.process_group import ProcessGroup
 # It warns that weights sharded over two axes need two messages to gather, as intended.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-FORWARD_METHODS = ("outputs", "within")
+FORWARD_METHODS = ("outputs", "with_gathered_weights")
 """Methods of a policy model that run its layers, in addition to its forward pass."""
 
 
@@ -72,9 +72,9 @@ def shard(
         register_fsdp_forward_method(policy, name)
         setattr(policy, name, partial(_run_and_reshard, policy, getattr(policy, name)))
     policy.register_forward_hook(_reshard)
-    policy.home = group.device
+    policy.compute_device = group.device
     policy.is_sharded, policy.each = True, sum_every_backward
-    policy.most = partial(_max_over_ranks, group)
+    policy.max_over_ranks = partial(_max_over_ranks, group)
 
 
 def sync_gradients(policy: Any, on: bool) -> None:

@@ -289,7 +289,7 @@ class SampleTransform:
         self.sampler = PolicySampler(
             run.policy, run.prepared.encoder, version=lambda: run.step, batch_size=at_once
         )
-        is_split = run.policy.is_sharded or run.policy.shared
+        is_split = run.policy.is_sharded or run.policy.is_tensor_parallel
         self.num_shares = 1 if is_split else group.size
         self.request_id = ""
         self.num_tokens: int | None = 0

@@ -126,7 +126,12 @@ def settings_of(prepared: Prepared) -> dict[str, Any]:
 
 def choices_of(policy: PolicyModel, world: Group) -> dict[str, Any]:
     """Choices and the machine, on which the last bits of a result depend besides settings."""
-    choices = {"compiled": policy.compiled, "packed": policy.packs, "sharded": policy.is_sharded}
+    choices = {
+        "compiled": policy.compiled,
+        "packed": policy.packs,
+        "sharded": policy.is_sharded,
+        "head": policy.head_backend,
+    }
     return choices | _machine(world)
 
 
@@ -141,10 +146,12 @@ def _machine(world: Group) -> dict[str, Any]:
     }
 
 
-def differences(was: Mapping[str, Any], world: Group) -> list[str]:
-    """Differences of machine and versions, which may change the last digits of results."""
+def differences(was: Mapping[str, Any], policy: PolicyModel, world: Group) -> list[str]:
+    """Differences of machine, versions and head backend, which may change the last digits of
+    results.
+    """
     before = {**(was.get("versions") or {}), **(was.get("choices") or {})}
-    here = versions() | _machine(world)
+    here = versions() | _machine(world) | {"head": policy.head_backend}
     return [
         f"{name} {before[name]} then, {here[name]} now"
         for name in here

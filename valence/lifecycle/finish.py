@@ -146,8 +146,8 @@ def _open_cache(trainer: Trainer) -> None:
     if trainer.reference.note:
         trainer.messages.note_once(trainer.reference.note)
     units = (unit for group in passes(trainer) for unit in group)
-    if not trainer.world.any(not trainer.reference.knows(units)):
-        trainer.reference.let_go()
+    if not trainer.world.any(not trainer.reference.has_all(units)):
+        trainer.reference.unload()
 
 
 def _report_cache(trainer: Trainer) -> None:

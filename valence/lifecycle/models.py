@@ -43,7 +43,7 @@ from valence.models.reference import FrozenReference, Reference
 from valence.models.router import check_router
 from valence.models.scores import is_reward_model
 from valence.models.shape import decoder_layers, shape_of
-from valence.models.stream import CannotStreamError, Stream, outline
+from valence.models.stream import CannotStreamError, DeferredWeights, build_without_weights
 from valence.models.values import add_values
 from valence.planning.memory import (
     at_rest,
@@ -132,7 +132,7 @@ class _ModelLoader:
     data: Group
     layers: Group
 
-    def policy(self, model: nn.Module | None) -> tuple[PolicyModel, Stream | None]:
+    def policy(self, model: nn.Module | None) -> tuple[PolicyModel, DeferredWeights | None]:
         """The policy from this model, or from the one that the recipe names."""
         recipe, spec, stream = self.prepared.recipe, self.prepared.recipe.model, None
         torch.manual_seed(recipe.train.seed)
@@ -161,7 +161,7 @@ class _ModelLoader:
             check=self.split.single,
         )
         if stream:
-            stream.forget(policy.causal)
+            stream.move_to_meta(policy.causal)
         if self.prepared.method.online and recipe.loss.get("value"):
             if not self.split.single:
                 raise UserError(
@@ -182,7 +182,7 @@ class _ModelLoader:
         self,
         policy: PolicyModel,
         model: nn.Module | None,
-        stream: Stream | None = None,
+        stream: DeferredWeights | None = None,
         among: Group | None = None,
     ) -> Reference:
         """The reference from this model, or a copy of the policy, which is not split yet.
@@ -207,13 +207,13 @@ class _ModelLoader:
             compile_layers(built.engine)
         if model is not None and isinstance(built, FrozenReference):
             if stream:
-                stream.forget(built.engine.causal)
+                stream.move_to_meta(built.engine.causal)
             elif among is not None:
                 _check_same_weights(among, "reference", built.engine)
             self.share(built.engine, stream)
         return built
 
-    def share(self, engine: PolicyModel, stream: Stream | None) -> None:
+    def share(self, engine: PolicyModel, stream: DeferredWeights | None) -> None:
         """Keep this process's part of the weights, and choose the layout."""
         if self.split.single:
             return
@@ -222,7 +222,7 @@ class _ModelLoader:
         check_layout(engine.eval())
         engine.train(trains)
 
-    def _model(self, name: str | None) -> tuple[nn.Module, Stream | None]:
+    def _model(self, name: str | None) -> tuple[nn.Module, DeferredWeights | None]:
         recipe, spec = self.prepared.recipe, self.prepared.recipe.model
         options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
         options["dtype"] = at_rest(recipe)
@@ -233,7 +233,7 @@ class _ModelLoader:
         # 4-bit weights are quantized from full ones
         if not self.split.single and not spec.quantize:
             try:
-                return outline(name, device=best_device(), gguf_file=file, **options)
+                return build_without_weights(name, device=best_device(), gguf_file=file, **options)
             except CannotStreamError as reason:
                 if self.data.rank == self.layers.rank == 0:
                     warnings.warn(
@@ -332,9 +332,9 @@ def _with_cache(
     )
     if cache == "auto":
         return CachedReference(
-            built, default_cache(recipe), about=about, fills=fills, again=again, agree=agree
+            built, default_cache(recipe), about=about, fills=fills, reload=again, agree=agree
         )
-    return CachedReference(built, Path(cache), about=about, again=again, agree=agree)
+    return CachedReference(built, Path(cache), about=about, reload=again, agree=agree)
 
 
 def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
@@ -397,7 +397,7 @@ def check_folders(prepared: Prepared, group: Group, *, model: bool, reference: b
 
 def share(
     engine: PolicyModel,
-    stream: Stream | None,
+    stream: DeferredWeights | None,
     split: Split,
     data: Group,
     layers: Group,
@@ -408,7 +408,7 @@ def share(
     data: the processes that train on different rows. layers: those that share each layer.
     """
     tensor_parallel(engine.model, layers)
-    engine.shared = layers.size > 1
+    engine.is_tensor_parallel = layers.size > 1
     if split.ways > 1:
         among: Any = data
         shard(
@@ -417,8 +417,10 @@ def share(
             among,
             compute=engine.compute,
             reshard=split.reshard,
-            sum_every_backward=split.each,
+            sum_every_backward=split.sync_every_micro_batch,
             offload=split.offload,
         )
     if stream:
-        stream.fill(engine.causal, device, parts_on=torch.device("cpu") if split.offload else None)
+        stream.load(
+            engine.causal, device, shard_device=torch.device("cpu") if split.offload else None
+        )

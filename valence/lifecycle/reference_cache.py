@@ -212,7 +212,9 @@ def _fill(trainer: Trainer, cached: CachedReference) -> None:
 
         objective = trainer.state.objective
         for units in passes(trainer):
-            objective.run_micro_batches(objective.divide(units), score_batch, cached.beside)
+            objective.run_micro_batches(
+                objective.divide(units), score_batch, cached.join_collectives
+            )
 
 
 def _verify(trainer: Trainer, cached: CachedReference, number: int) -> str:
@@ -224,7 +226,9 @@ def _verify(trainer: Trainer, cached: CachedReference, number: int) -> str:
     places = [(corpus, i) for corpus in prepared.corpora.values() for i in range(len(corpus.units))]
     places = random.Random(prepared.recipe.train.seed).sample(places, min(number, len(places)))
     chosen = [corpus.units[i] for corpus, i in places]
-    local = objective.run_micro_batches(objective.divide(chosen), cached.check, cached.beside)
+    local = objective.run_micro_batches(
+        objective.divide(chosen), cached.check, cached.join_collectives
+    )
     results = [pair for pairs in gather_objects(trainer.state.group, local) for pair in pairs]
     count = sum(count for count, _ in results)
     largest = max(difference for _, difference in results)

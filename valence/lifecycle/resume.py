@@ -300,7 +300,7 @@ def resume(trainer: Trainer, previous: PreviousRun) -> None:
     state = trainer.state
     if state.policy.packs and previous.choices.get("packed") is False:
         state.policy.lay_out(packed=False)
-    if differing := differences(previous.was, trainer.world):
+    if differing := differences(previous.was, state.policy, trainer.world):
         trainer.messages.note_once(
             visible(
                 f"the last digits may differ from those of an uninterrupted run: "

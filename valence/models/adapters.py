@@ -28,7 +28,7 @@ def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
 
     lora: settings of ``model.lora``. Raises UserError when the adapter cannot be loaded, when one
     of model and adapter is a reward model and the other is not, or when a setting does not fit the
-    model. Warns about an adapter that was made for another model.
+    model. Warns about an adapter that was trained on another model.
     """
     from peft import PeftModel
 
@@ -62,7 +62,7 @@ def disable_adapter_dropout(model: nn.Module, adapter: str) -> None:
         cast(Any, module).p = 0.0
     if dropouts:
         warnings.warn(
-            f"the adapter {adapter!r} was trained with dropout; this run trains it without dropout",
+            f"the adapter {adapter!r} was trained with dropout, and continues without dropout",
             stacklevel=3,
         )
 
@@ -75,7 +75,7 @@ def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Modu
     config.inference_mode = False
     if config.init_lora_weights != "mica":  # which decides what trains; others only give values
         config.init_lora_weights = True
-    # with MiCA on the meta device, too: there are no weights to compute its values from
+    # also with MiCA: on the meta device there are no weights to compute its values from
     return _add_adapter(model, config, low_cpu_mem_usage=config.init_lora_weights == "mica")
 
 
@@ -92,8 +92,8 @@ def merge_adapter(base: nn.Module, trained: Any, weights: Mapping[str, Tensor]) 
 
 
 def active_module(module: Any) -> nn.Module:
-    """The module that computes: of one that trains in full next to an adapter, the copy that
-    trains, or the original while the adapter is disabled.
+    """Return the module that computes. For a module that trains in full next to an adapter, this is
+    the trained copy, or the original while the adapter is disabled.
     """
     if not hasattr(module, "modules_to_save"):
         return module
@@ -103,12 +103,12 @@ def active_module(module: Any) -> nn.Module:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether there is an adapter on the model."""
+    """Return whether the model has an adapter."""
     return hasattr(model, "peft_config")
 
 
 def largest_rank(model: nn.Module) -> int:
-    """The largest rank of a saved adapter (see ``save_adapter``); 0 without one."""
+    """Return the largest rank of a saved adapter (see ``save_adapter``); 0 without one."""
     configs: Any = getattr(model, "peft_config", {})
     rank = max(
         (r for config in configs.values() for r in (config.r, *config.rank_pattern.values())),
@@ -152,8 +152,8 @@ FIELDS = (
 
 
 def _lora_config(model: nn.Module, lora: Any) -> Any:
-    """PEFT's ``LoraConfig`` for the settings of ``model.lora``, which may lack all but rank, alpha,
-    dropout and targets.
+    """Return PEFT's ``LoraConfig`` for the settings of ``model.lora``. Only rank, alpha, dropout
+    and targets are required.
 
     Raises UserError for a name that is not in the model.
     """
@@ -179,24 +179,25 @@ def _lora_config(model: nn.Module, lora: Any) -> Any:
 
 
 def changes_base(lora: Any) -> bool:
-    """Whether the initialization moves a part of the model's weights into the adapter, so that the
-    model with the adapter disabled is not the model that training starts from.
+    """Return whether the initialization moves a part of the model's weights into the adapter. The
+    model with the adapter disabled is then not the model that training starts from.
     """
     return str(getattr(lora, "init_lora_weights", True)).startswith(("pissa", "olora"))
 
 
 def starts_at_base(lora: Any) -> bool:
-    """Whether a new adapter's update is exactly zero and disabling the adapter also undoes the
-    training of everything else: the model with the adapter disabled is then the reference, to the
-    last bit and for the whole run.
+    """Return whether a new adapter's update is exactly zero, and disabling the adapter also
+    disables everything else that trains. The model with the adapter disabled is then exactly the
+    reference during the entire run.
     """
     is_zero = getattr(lora, "init_lora_weights", True) in (True, "gaussian", "mica")
     return is_zero and getattr(lora, "bias", "none") == "none"
 
 
 def unsplittable(lora: Any) -> str | None:
-    """The first setting that needs the model's weights when the adapter is built, or trains some of
-    them: where weights are split over processes, they are not there yet.
+    """Return the first setting that needs the model's weights when the adapter is built, or that
+    trains some of them; None without one. With weights split over processes, they are not loaded
+    yet.
     """
     reads_weights = changes_base(lora) or getattr(lora, "init_lora_weights", True) == "mica"
     names = ["init_lora_weights"] if reads_weights else []
@@ -216,7 +217,7 @@ def unsplittable(lora: Any) -> str | None:
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    """Last parts of the names of all linear layers, without the head."""
+    """Return the last parts of the names of all linear layers, without the head."""
     from transformers.pytorch_utils import Conv1D
 
     heads = {id(model.get_output_embeddings())}  # type: ignore[operator]
@@ -280,14 +281,14 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _check_base(saved: Any, adapter: str, model: nn.Module) -> None:
-    """Warn when an adapter was made for another model than this one."""
+    """Warn when an adapter was trained on another model."""
     base: str | None = saved.base_model_name_or_path
     name: str = model.config.name_or_path  # type: ignore[union-attr]
     if base and "/" not in base and Path(name).name == base:
         return  # an exported adapter names only the last part of a local folder
     if base and name and Path(base).expanduser().resolve() != Path(name).expanduser().resolve():
         warnings.warn(
-            f"the adapter {adapter!r} was made for {base!r} and is added to {name!r}: this works "
+            f"the adapter {adapter!r} was trained on {base!r} and is added to {name!r}: this works "
             "only if both have the same weights",
             stacklevel=4,
         )
@@ -297,7 +298,8 @@ def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
     """Raise UserError when only one of adapter and model has a head for scores."""
     if saved.task_type == "SEQ_CLS" != _task(model):
         raise UserError(
-            f"the adapter {adapter!r} belongs to a reward model, but this model has no score head",
+            f"the adapter {adapter!r} was trained on a reward model, but the model has no head for "
+            "scores",
             code="adapter-kind",
             where="model.adapter",
             fix="remove model.adapter, and set model.name to the merged reward model, such as the "
@@ -305,7 +307,7 @@ def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
         )
     if _task(model) == "SEQ_CLS" != saved.task_type:
         raise UserError(
-            f"the adapter {adapter!r} was made for a language model, and has no head for scores",
+            f"the adapter {adapter!r} was trained on a language model and has no head for scores",
             code="adapter-kind",
             where="model.adapter",
             fix="merge it into its model and start from that, or continue the adapter of a "
@@ -362,7 +364,7 @@ def _check_layer_numbers(model: Any, numbers: list[int] | int | None) -> None:
 
 
 def _check_tied(model: Any, lora: Any) -> None:
-    """Raise UserError where one of two tied weights would change: the saved model could hold only
+    """Raise UserError where one of two tied weights would change: the saved model can contain only
     one of them.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -374,8 +376,8 @@ def _check_tied(model: Any, lora: Any) -> None:
         value = getattr(lora, setting, None) or []
         return not isinstance(value, str) and any(n.rpartition(".")[2] in names for n in value)
 
-    is_saved_apart = includes("modules_to_save") and not getattr(lora, "ensure_weight_tying", False)
-    if not includes("targets") and not is_saved_apart:
+    saves_untied = includes("modules_to_save") and not getattr(lora, "ensure_weight_tying", False)
+    if not includes("targets") and not saves_untied:
         return
     setting = "targets" if includes("targets") else "modules_to_save"
     tied = " and ".join(sorted(names))
@@ -422,8 +424,8 @@ def _check_biases(model: nn.Module, lora: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and cast(Any, module).get_base_layer().bias is None:
             raise UserError(
-                f"{name.removeprefix('base_model.model.')} has no bias into which that of the "
-                "adapter could be merged",
+                f"{name.removeprefix('base_model.model.')} has no bias into which the "
+                "adapter's bias could be merged",
                 code="lora-bias",
                 where="model.lora.lora_bias",
                 fix="remove it, or list only layers with a bias in model.lora.targets",
@@ -454,7 +456,7 @@ def _in_bfloat16(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
 
 
 def _adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of the adapter's weights on the host, by the names in an adapter's file."""
+    """Return a copy of the adapter's weights on the host, by their names in an adapter file."""
     from peft import get_peft_model_state_dict
 
     weights = get_peft_model_state_dict(cast(Any, model))
@@ -468,7 +470,7 @@ def save_adapter(model: Any, folder: Path, weights: Mapping[str, Tensor] | None 
     the unchanged model, as one of twice the rank: W_res + s B A = W + s (B A - B0 A0), with B0 A0
     the initial adapter and W_res = W - s B0 A0 (Meng et al. 2024, arXiv 2404.02948, appendix C).
 
-    weights: all tensors of the model, if they are not those that it holds.
+    weights: all tensors of the model, if they differ from those in memory.
     """
     with _without_warnings():
         model.save_pretrained(str(folder), state_dict=weights)

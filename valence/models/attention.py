@@ -1,19 +1,18 @@
-"""Attention along the paths of a forest, plugged into unmodified Hugging Face models.
+"""Attention over a tree of shared prefixes, in unmodified Hugging Face models.
 
-The layout travels as a keyword argument of the model's forward, so that recomputation under
-activation checkpointing sees it too. On a CPU the blocks of ``layout.py`` run as plain products, in
-an operator of its own with its own backward pass; on CUDA as FlexAttention over the same
-visibility; elsewhere by PyTorch's scaled dot-product attention, block by block.
+The layout is a keyword argument of the model's forward, so that recomputation under activation
+checkpointing has it too. ``ATTENTION_BACKENDS`` lists the implementations, which are
+interchangeable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +22,34 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from valence.models import native
 from valence.models.flex import Visible
-from valence.models.layout import Block, Table, blocks, hidden, runs, segments_of
+from valence.models.layout import (
+    Block,
+    SegmentTable,
+    hidden_keys,
+    make_blocks,
+    make_runs,
+    segments_of,
+)
 from valence.models.products import bfloat16_operands
 
 NAME = "valence_forest"
-ELEMENTS = (
-    1 << 21
-    # scores that exist at once, unless one run of a head alone has more: they stay in a processor's
-    # cache
-)
-# tensors that come along and do not change attention
-HARMLESS = (
-    "position_ids",
-    "cache_position",
-    "forest",
-)
+MAX_SCORES = 1 << 21
+"""Scores that exist at once, so that they stay in the CPU's cache; more only if one run of a single
+head has more.
+"""
+HARMLESS_TENSORS = ("position_ids", "cache_position", "forest")
+"""Keyword arguments that do not change attention."""
 
 
 class CannotPackError(RuntimeError):
-    """Packed attention cannot serve this model, for the reason that the message and the code
-    name.
-    """
+    """Packed attention cannot compute this model. The message and ``code`` give the reason."""
 
-    def __init__(self, what: str, *, code: str) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
         self.code = code
 
 
-def forest_attention(
+def prefix_tree_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -63,11 +62,11 @@ def forest_attention(
     visible: Visible | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of every token to its own path. query[1, H, T, D], key[1, H_kv, T, D], value[1,
-    H_kv, T, D_v] -> [1, T, H, D_v].
+    """Attention of every token to the tokens on its path. query[1, H, T, D], key[1, H_kv, T, D],
+    value[1, H_kv, T, D_v] -> [1, T, H, D_v].
 
-    attention_mask: what ``window_of_mask`` returned for this layer. forest: the table of
-    ``layout.py``. visible: the same for CUDA. Raises CannotPackError.
+    attention_mask: the return value of ``window_of_mask`` for this layer. forest: the segment table
+    of ``layout.py``. visible: the same as block masks for FlexAttention. Raises CannotPackError.
     """
     if not torch.compiler.is_compiling():
         _check_request(attention_mask, sliding_window, forest, others)
@@ -75,21 +74,23 @@ def forest_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    how = (
+    layout = Layout(
+        forest,
+        visible,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
         softcap or 0.0,
     )
     if visible is not None:
-        return _by_flex(query, key, value, visible, *how), None
+        return _by_flex(query, key, value, layout), None
     if query.device.type == "cpu":
-        return attend(query, key, value, forest, *how)[0], None
-    return attend_by_sdpa(query, key, value, forest, *how), None
+        return _by_operator(query, key, value, layout, backend="auto"), None
+    return _by_sdpa(query, key, value, layout), None
 
 
 def window_of_mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
-    """Stands for a layer's mask: none for a causal one, and for a local one its width, as a
-    tensor[1, 1, 1, 1] on the CPU.
+    """Replaces the mask of a layer: None for causal attention, and for a sliding window its width,
+    as a tensor[1, 1, 1, 1] on the CPU.
     """
     return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
 
@@ -97,50 +98,57 @@ def window_of_mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor 
 def _check_request(
     mask: Tensor | None, window: int | None, forest: Tensor | None, others: dict[str, Any]
 ) -> None:
+    """Raise CannotPackError for arguments that packed attention does not implement."""
     if forest is None:
-        what = "its layers do not tell their attention where the sequences begin"
-        raise CannotPackError(what, code="sequences-unmarked")
-    local = None if mask is None else int(mask.flatten()[0])
-    if local != window:
-        what = f"its mask has a window of {local} tokens, and its attention gets one of {window}"
-        raise CannotPackError(what, code="windows-differ")
-    bending = [
-        name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS
-    ]
-    if bending:
-        what = (
-            f"its attention depends on {', '.join(bending)}, which packed attention does not know"
+        raise CannotPackError(
+            "its layers do not pass the boundaries of sequences to their attention",
+            code="sequences-unmarked",
         )
-        raise CannotPackError(what, code="attention-input-unknown")
+    mask_window = None if mask is None else int(mask.flatten()[0])
+    if mask_window != window:
+        raise CannotPackError(
+            f"its mask has a window of {mask_window} tokens, its attention one of {window}",
+            code="windows-differ",
+        )
+    unknown = [
+        name
+        for name, value in others.items()
+        if isinstance(value, Tensor) and name not in HARMLESS_TENSORS
+    ]
+    if unknown:
+        raise CannotPackError(
+            f"its attention depends on {', '.join(unknown)}, which packed attention does not "
+            f"implement",
+            code="attention-input-unknown",
+        )
 
 
-# ---------------------------------------------------------------- keys and values that a second
-# pass reads
+# ---------------------------------------------------------------- keys and values of a first pass
 
 
 @dataclass
 class KeyValueMemory:
-    """Keys and values of the first ``rows`` tokens of one pass in every layer, in the order of the
-    layers, for a second pass behind them.
+    """Keys and values of the first ``rows`` tokens of a pass in every layer, in the order of the
+    layers, for a second pass that attends to them.
     """
 
     rows: int
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
-    reading: bool = False
-    read: int = 0
+    is_reading: bool = False
+    next_layer: int = 0
 
     def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps a layer's keys and values [1, H_kv, T, D]; in the second pass puts those kept
-        before them.
+        """Store the keys and values [1, H_kv, T, D] of a layer; in the second pass prepend the
+        stored ones.
         """
-        if not self.reading:
-            # Copies: what an operator was handed may be overwritten once it is done.
+        if not self.is_reading:
+            # Copies, because the caller may overwrite an operator's inputs when it has returned.
             self.layers.append(
                 (key[:, :, : self.rows].detach().clone(), value[:, :, : self.rows].detach().clone())
             )
             return key, value
-        first_key, first_value = self.layers[self.read]
-        self.read += 1
+        first_key, first_value = self.layers[self.next_layer]
+        self.next_layer += 1
         return torch.cat([first_key, key], 2), torch.cat([first_value, value], 2)
 
 
@@ -148,13 +156,12 @@ _MEMORY: ContextVar[KeyValueMemory | None] = ContextVar("memory", default=None)
 
 
 @contextmanager
-def remembering(memory: KeyValueMemory, *, reading: bool) -> Iterator[None]:
-    """Layers that run inside the block keep their keys and values, or read those kept.
+def key_value_memory(memory: KeyValueMemory, *, is_reading: bool) -> Iterator[None]:
+    """Layers that run inside the block store their keys and values, or read the stored ones.
 
-    Outside it, such as in a checkpointed layer that runs again in the backward pass, nothing is
-    kept.
+    A checkpointed layer that runs again in the backward pass, outside the block, stores nothing.
     """
-    memory.reading, memory.read = reading, 0
+    memory.is_reading, memory.next_layer = is_reading, 0
     token = _MEMORY.set(memory)
     try:
         yield
@@ -167,105 +174,171 @@ def _with_memory(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return (key, value) if memory is None else memory(key, value)
 
 
-# ---------------------------------------------------------------- by a kernel made for it, or block
-# by block
+# ---------------------------------------------------------------- backends
 
 
-@torch.compiler.disable()
-def _by_flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Visible,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    """As ``attend``, on CUDA.
+class Layout(NamedTuple):
+    """Settings of attention besides its inputs."""
 
-    A compiled layer ends before it and begins again behind it: its own programs are for any number
-    of tokens, and those of attention for one each.
+    forest: Tensor
+    """The segment table of ``layout.py``."""
+    visible: Visible | None
+    """The same as block masks, which FlexAttention needs."""
+    scale: float
+    window: int = 0
+    """Width of the sliding window; 0 without one."""
+    softcap: float = 0.0
+    """Bound of the scores; 0 without one."""
+
+
+class AttentionBackend(NamedTuple):
+    """An implementation of attention over a prefix tree.
+
+    unsupported: (query, value, softcap) -> the reason why it cannot compute them here, or None.
+    attend: query[1, H, T, D], key[1, H_kv, T, D], value[1, H_kv, T, D_v], layout -> [1, T, H, D_v],
+    with gradients.
     """
-    key, value = _with_memory(key, value)
-    return visible(query, key, value, scale, window, softcap).transpose(1, 2)
+
+    unsupported: Callable[[Tensor, Tensor, float], str | None]
+    attend: Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
 
 
-def attend_by_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    forest: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
+def choose_cpu_backend(query: Tensor, value: Tensor, softcap: float) -> str:
+    """Return the name of the backend that computes attention on a CPU."""
+    is_unsupported = native.attention_unsupported(query, value, softcap)
+    return "products" if is_unsupported else "cpu"
+
+
+def _by_operator(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, backend: str
 ) -> Tensor:
-    """As ``attend``, through PyTorch's own kernels and gradients."""
+    """Attention by the operator ``attend``. backend: "auto" lets the operator choose when it runs,
+    because compiled programs are stored on disk and may run where the kernel cannot.
+    """
+    forest, _, scale, window, softcap = layout
+    return attend(query, key, value, forest, scale, window, softcap, backend)[0]
+
+
+# Compiled layers are split here: their programs take any number of tokens, FlexAttention's one.
+@torch.compiler.disable()
+def _by_flex(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+    """Attention by FlexAttention."""
+    assert layout.visible is not None
+    key, value = _with_memory(key, value)
+    out = layout.visible(query, key, value, layout.scale, layout.window, layout.softcap)
+    return out.transpose(1, 2)
+
+
+def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+    """Attention by PyTorch's scaled dot-product attention, block by block."""
     key, value = _with_memory(key, value)
     parts: list[Tensor] = []
     order: list[Tensor] = []
     groups = query.shape[1] // key.shape[1]
-    for block in blocks(segments_of(forest), query.device):
+    for block in make_blocks(segments_of(layout.forest), query.device):
         q = query[0][:, block.queries].transpose(0, 1)
         k, v = (
             x[0][:, block.keys].transpose(0, 1).repeat_interleave(groups, 1) for x in (key, value)
         )
-        unseen = hidden(block, window)
-        if not window:
-            unseen = torch.nn.functional.pad(unseen, (block.least, 0))
-        if not softcap:
-            out = scaled_dot_product_attention(q, k, v, attn_mask=~unseen, scale=scale)
+        is_hidden = hidden_keys(block, layout.window)
+        if not layout.window:
+            is_hidden = torch.nn.functional.pad(is_hidden, (block.num_common_keys, 0))
+        if not layout.softcap:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=~is_hidden, scale=layout.scale)
         else:
-            scores = softcap * torch.tanh(q @ k.transpose(2, 3) * scale / softcap)
-            out = torch.softmax(scores.masked_fill(unseen, float("-inf")), -1) @ v
-        real = slice(None) if block.real is None else block.real.flatten()
-        parts.append(out.transpose(1, 2).flatten(0, 1)[real])
-        order.append(block.queries.flatten()[real])
+            scores = layout.softcap * torch.tanh(
+                q @ k.transpose(2, 3) * layout.scale / layout.softcap
+            )
+            out = torch.softmax(scores.masked_fill(is_hidden, float("-inf")), -1) @ v
+        rows = slice(None) if block.is_query is None else block.is_query.flatten()
+        parts.append(out.transpose(1, 2).flatten(0, 1)[rows])
+        order.append(block.queries.flatten()[rows])
     return torch.cat(parts)[torch.cat(order).argsort()][None]
 
 
-# ---------------------------------------------------------------- plain products
+def _products_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
+    return None if query.device.type == "cpu" else "it computes on a CPU"
 
 
-@torch.library.custom_op("valence::forest_attention", mutates_args=())
+def _flex_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
+    if query.is_cuda or not query.requires_grad:
+        return None
+    return "FlexAttention has gradients on CUDA alone"
+
+
+ATTENTION_BACKENDS = {
+    "cpu": AttentionBackend(native.attention_unsupported, partial(_by_operator, backend="cpu")),
+    "products": AttentionBackend(_products_unsupported, partial(_by_operator, backend="products")),
+    "flex": AttentionBackend(_flex_unsupported, _by_flex),
+    "sdpa": AttentionBackend(lambda query, value, softcap: None, _by_sdpa),
+}
+"""``prefix_tree_attention`` chooses: flex for block masks (CUDA), cpu or products on a CPU, sdpa on
+other devices.
+"""
+
+
+# ---------------------------------------------------------------- the operator for CPUs
+
+
+@torch.library.custom_op("valence::prefix_tree_attention", mutates_args=())
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forest: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention on a CPU: by the compiled kernel in bfloat16, if there is one; else by plain
-    products in float32 (float64 for a float64 model; operands in bfloat16 if the inputs are).
+    """Attention on a CPU by the backends ``cpu``, the compiled kernel, or ``products``: plain
+    products in float32 (float64 for float64 inputs; with bfloat16 operands for bfloat16 inputs).
 
-    q[1, H, T, D], k[1, H_kv, T, D], v[1, H_kv, T, D_v] -> [1, T, H, D_v]. window, softcap: 0 for
-    none. Keeps no scores: the backward pass computes them again. The second result is for the
-    kernel's backward pass: log sum exp(score) over what each query sees [H, T]; of plain products,
-    which do without, minus infinity.
+    q[1, H, T, D], k[1, H_kv, T, D], v[1, H_kv, T, D_v] -> [1, T, H, D_v], and log sum exp(score)
+    over the visible keys of each query [H, T], minus infinity from ``products``, which does not
+    need it. window, softcap: 0 for none. The scores are not kept: the backward pass computes them
+    again.
     """
     k, v = _with_memory(k, v)
     segments = segments_of(forest)
-    if native.serves(q, v, softcap):
-        found, lse = native.forward(q[0], k[0], v[0], _native_runs(segments), scale, window)
-        return found.transpose(0, 1)[None], lse
+    if _resolve(backend, q, v, softcap) == "cpu":
+        out, lse = native.forward(q[0], k[0], v[0], _native_runs(segments), scale, window)
+        return out.transpose(0, 1)[None], lse
     out = q.new_zeros(q.shape[2], q.shape[1], v.shape[3]).transpose(0, 1)
-    for block in blocks(segments, q.device):
-        ours, theirs, values = _queries(q, block, k.shape[1]), _keys(k, block), _keys(v, block)
-        found = torch.empty(*ours.shape[:2], v.shape[3], dtype=q.dtype)
-        for part in _parts(ours, theirs, block):
-            weights, _ = _softmax(ours[part], theirs[part], scale, softcap, window, block)
-            torch.bmm(weights.to(q.dtype), values[part], out=found[part])
-        _put(out, found, block)
+    for block in make_blocks(segments, q.device):
+        block_q = _gather_queries(q, block, k.shape[1])
+        block_k, block_v = _gather_keys(k, block), _gather_keys(v, block)
+        block_out = torch.empty(*block_q.shape[:2], v.shape[3], dtype=q.dtype)
+        for part in _parts(block_q, block_k, block):
+            weights, _ = _softmax(block_q[part], block_k[part], scale, softcap, window, block)
+            torch.bmm(weights.to(q.dtype), block_v[part], out=block_out[part])
+        _scatter_queries(out, block_out, block)
     return out.transpose(0, 1)[None], q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
+
+
+def _resolve(backend: str, q: Tensor, v: Tensor, softcap: float) -> str:
+    return choose_cpu_backend(q, v, softcap) if backend == "auto" else backend
 
 
 @attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forest: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    # Of one shape whether there is a kernel or not: compiled programs are kept on disk, and outlive
-    # the reason for it.
+    # The same shapes for both backends: compiled programs are stored on disk, and may run where
+    # another backend is chosen.
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]), q.new_empty(
         q.shape[1:3], dtype=torch.float32
     )
 
 
-@torch.library.custom_op("valence::forest_attention_backward", mutates_args=())
+@torch.library.custom_op("valence::prefix_tree_attention_backward", mutates_args=())
 def attend_backward(
     grad: Tensor,
     out: Tensor,
@@ -277,43 +350,53 @@ def attend_backward(
     scale: float,
     window: int,
     softcap: float,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. out and lse as of ``attend``, grad[1, T, H, D_v].
+    """Return the gradients of q, k and v. out, lse: results of ``attend``; grad[1, T, H, D_v].
 
-    Those of keys and values are summed in float32 over all who see them.
+    The gradients of keys and values are summed in float32 over all queries.
     """
     segments = segments_of(forest)
-    if native.serves(q, v, softcap):
-        given, found = grad[0].transpose(0, 1), out[0].transpose(0, 1)
+    if _resolve(backend, q, v, softcap) == "cpu":
         d_q, d_k, d_v = native.backward(
-            q[0], k[0], v[0], found, lse, given, _native_runs(segments), scale, window
+            q[0],
+            k[0],
+            v[0],
+            out[0].transpose(0, 1),
+            lse,
+            grad[0].transpose(0, 1),
+            _native_runs(segments),
+            scale,
+            window,
         )
         return d_q[None], d_k[None], d_v[None]
-    wide = torch.promote_types(torch.float32, q.dtype)
+    float32 = torch.promote_types(torch.float32, q.dtype)
     d_q = q.new_zeros(q.shape[2], q.shape[1], q.shape[3]).transpose(0, 1)
-    d_k, d_v = (torch.zeros(x.shape[1:], dtype=wide) for x in (k, v))
-    for block in blocks(segments, q.device):
-        ours, theirs, values = _queries(q, block, k.shape[1]), _keys(k, block), _keys(v, block)
-        slope = _queries(grad.transpose(1, 2), block, k.shape[1])
-        if block.real is not None:
-            _by_run(slope, block).mul_(block.real[:, None, :, None])
-        inner = (slope.to(wide) * _queries(out.transpose(1, 2), block, k.shape[1])).sum(
-            -1, keepdim=True
-        )
-        by_q = torch.empty_like(ours)
-        by_k, by_v = (torch.empty(x.shape, dtype=x.dtype) for x in (theirs, values))
-        for part in _parts(ours, theirs, block):
-            weights, bend = _softmax(ours[part], theirs[part], scale, softcap, window, block)
-            d_scores = _product(slope[part], values[part]).sub_(inner[part]).mul_(weights)
-            if bend is not None:
-                d_scores.mul_(bend)
-            narrow, weights = d_scores.mul_(scale).to(q.dtype), weights.to(q.dtype)
-            torch.bmm(narrow, theirs[part], out=by_q[part])
-            torch.bmm(narrow.transpose(1, 2), ours[part], out=by_k[part])
-            torch.bmm(weights.transpose(1, 2), slope[part], out=by_v[part])
-        _put(d_q, by_q, block)
-        _add(d_k, by_k, block)
-        _add(d_v, by_v, block)
+    d_k, d_v = (torch.zeros(x.shape[1:], dtype=float32) for x in (k, v))
+    for block in make_blocks(segments, q.device):
+        block_q = _gather_queries(q, block, k.shape[1])
+        block_k, block_v = _gather_keys(k, block), _gather_keys(v, block)
+        block_grad = _gather_queries(grad.transpose(1, 2), block, k.shape[1])
+        if block.is_query is not None:
+            _by_run(block_grad, block).mul_(block.is_query[:, None, :, None])
+        block_out = _gather_queries(out.transpose(1, 2), block, k.shape[1])
+        inner = (block_grad.to(float32) * block_out).sum(-1, keepdim=True)
+        block_dq = torch.empty_like(block_q)
+        block_dk, block_dv = (torch.empty(x.shape, dtype=x.dtype) for x in (block_k, block_v))
+        for part in _parts(block_q, block_k, block):
+            weights, softcap_slope = _softmax(
+                block_q[part], block_k[part], scale, softcap, window, block
+            )
+            d_scores = _product(block_grad[part], block_v[part]).sub_(inner[part]).mul_(weights)
+            if softcap_slope is not None:
+                d_scores.mul_(softcap_slope)
+            operand, weights = d_scores.mul_(scale).to(q.dtype), weights.to(q.dtype)
+            torch.bmm(operand, block_k[part], out=block_dq[part])
+            torch.bmm(operand.transpose(1, 2), block_q[part], out=block_dk[part])
+            torch.bmm(weights.transpose(1, 2), block_grad[part], out=block_dv[part])
+        _scatter_queries(d_q, block_dq, block)
+        _add_keys(d_k, block_dk, block)
+        _add_keys(d_v, block_dv, block)
     return d_q[None], d_k.to(k.dtype)[None], d_v.to(v.dtype)[None]
 
 
@@ -329,60 +412,55 @@ def _(
     scale: float,
     window: int,
     softcap: float,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_q = q.new_empty(1, q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
     return d_q, *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))  # type: ignore[return-value]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, forest, ctx.scale, ctx.window, ctx.softcap = inputs
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, forest, *ctx.settings = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, q, k, v, forest)
 
 
-def _slopes(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (
-        *attend_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.softcap),
-        None,
-        None,
-        None,
-        None,
-    )
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *attend_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 5
 
 
-attend.register_autograd(_slopes, setup_context=_keep)
+attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-@register_flop_formula(torch.ops.valence.forest_attention)
+@register_flop_formula(torch.ops.valence.prefix_tree_attention)
 def _(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """As if all saw all: told to the compiler, which would think it free, and run it again in the
-    backward pass.
+    """Operations as if every token attended to every token. Without a formula the compiler assumes
+    that attention is free, and computes it again in the backward pass.
     """
     return 2 * q[1] * q[2] * q[2] * (q[3] + v[3])
 
 
 @lru_cache(maxsize=32)
-def _native_runs(segments: Table) -> native.Runs:
-    found = runs(segments)
-    return native.Runs([run.own for run in found], [run.keys for run in found])
+def _native_runs(segments: SegmentTable) -> native.Runs:
+    runs = make_runs(segments)
+    return native.Runs([run.queries for run in runs], [run.keys for run in runs])
 
 
-def _keys(x: Tensor, block: Block) -> Tensor:
+def _gather_keys(x: Tensor, block: Block) -> Tensor:
     """x[1, H_kv, T, D] -> [H_kv*R, L, D]."""
-    if block.span is not None:
-        return x[0][:, slice(*block.span)]
+    if block.key_range is not None:
+        return x[0][:, slice(*block.key_range)]
     return x[0].index_select(1, block.keys.flatten()).view(-1, block.keys.shape[1], x.shape[3])
 
 
-def _queries(x: Tensor, block: Block, shared: int) -> Tensor:
-    """x[1, H, T, D] -> [H_kv*R, g*n, D], a copy; g heads that share keys one after another."""
+def _gather_queries(x: Tensor, block: Block, num_key_heads: int) -> Tensor:
+    """x[1, H, T, D] -> [H_kv*R, g*n, D], a copy; the g heads that share keys follow one another."""
     (runs, length), heads = block.queries.shape, x.shape[1]
-    found = (
+    rows = (
         x[0]
         .index_select(1, block.queries.flatten())
-        .view(shared, heads // shared, runs, length, x.shape[3])
+        .view(num_key_heads, heads // num_key_heads, runs, length, x.shape[3])
     )
-    return found.transpose(1, 2).reshape(shared * runs, -1, x.shape[3])
+    return rows.transpose(1, 2).reshape(num_key_heads * runs, -1, x.shape[3])
 
 
 def _by_run(x: Tensor, block: Block) -> Tensor:
@@ -391,61 +469,61 @@ def _by_run(x: Tensor, block: Block) -> Tensor:
     return x.view(-1, runs, x.shape[1] // length, length, x.shape[2])
 
 
-def _put(out: Tensor, found: Tensor, block: Block) -> None:
-    """Puts [H_kv*R, g*n, D] where the queries stand in out[H, T, D], without the padding."""
-    found, rows = (
-        _by_run(found, block).transpose(1, 2).reshape(len(out), -1, found.shape[2]),
-        block.queries.flatten(),
-    )
-    if block.real is not None:
-        real = block.real.flatten()
-        found, rows = found[:, real], rows[real]
-    out.index_copy_(1, rows, found)
+def _scatter_queries(out: Tensor, values: Tensor, block: Block) -> None:
+    """Write values[H_kv*R, g*n, D] to the rows of the queries in out[H, T, D], without padding."""
+    values = _by_run(values, block).transpose(1, 2).reshape(len(out), -1, values.shape[2])
+    rows = block.queries.flatten()
+    if block.is_query is not None:
+        is_query = block.is_query.flatten()
+        values, rows = values[:, is_query], rows[is_query]
+    out.index_copy_(1, rows, values)
 
 
-def _add(total: Tensor, found: Tensor, block: Block) -> None:
-    """Adds [H_kv*R, L, D] where the keys stand in total[H_kv, T, D]; what padding found is zero."""
-    if block.span is not None:
-        total[:, slice(*block.span)] += found
+def _add_keys(total: Tensor, values: Tensor, block: Block) -> None:
+    """Add values[H_kv*R, L, D] to the rows of the keys in total[H_kv, T, D]; those of padding are
+    zero.
+    """
+    if block.key_range is not None:
+        total[:, slice(*block.key_range)] += values
     else:
         total.index_add_(
-            1, block.keys.flatten(), found.view(len(total), -1, found.shape[2]).to(total.dtype)
+            1, block.keys.flatten(), values.view(len(total), -1, values.shape[2]).to(total.dtype)
         )
 
 
 def _parts(queries: Tensor, keys: Tensor, block: Block) -> Iterator[slice]:
-    """Slices of the first axis, of whole heads, with no more than ELEMENTS scores each."""
+    """Slices of the first axis, of entire heads, with at most MAX_SCORES scores each."""
     runs = len(block.queries)
-    size = runs * max(1, ELEMENTS // (runs * queries.shape[1] * keys.shape[1]))
+    size = runs * max(1, MAX_SCORES // (runs * queries.shape[1] * keys.shape[1]))
     return (slice(start, start + size) for start in range(0, len(queries), size))
 
 
 def _product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    """alpha * a @ b^T over the last axes, [B, n, D] and [B, L, D] -> [B, n, L]; float32 from
-    bfloat16 operands, also where autocast would narrow the result.
+    """Return alpha * a @ b^T of a[B, n, D] and b[B, L, D]: [B, n, L], in float32 from bfloat16
+    operands, also where autocast would round the result.
     """
-    wide = torch.promote_types(torch.float32, a.dtype)
+    dtype = torch.promote_types(torch.float32, a.dtype)
     with bfloat16_operands(a.dtype == torch.bfloat16), torch.autocast("cpu", enabled=False):
-        out = torch.zeros((), dtype=wide).expand(len(a), a.shape[1], b.shape[1])
-        return torch.baddbmm(out, a.to(wide), b.to(wide).transpose(1, 2), beta=0, alpha=alpha)
+        out = torch.zeros((), dtype=dtype).expand(len(a), a.shape[1], b.shape[1])
+        return torch.baddbmm(out, a.to(dtype), b.to(dtype).transpose(1, 2), beta=0, alpha=alpha)
 
 
 def _softmax(
     q: Tensor, k: Tensor, scale: float, softcap: float, window: int, block: Block
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax of the scores [B, g*n, L] over visible keys, and the soft-cap's slope if there is
-    one.
+    """Return the softmax of the scores [B, g*n, L] over the visible keys, and the derivative of the
+    soft-cap if there is one.
     """
-    scores, bend = _product(q, k, scale), None
+    scores, slope = _product(q, k, scale), None
     if softcap:
-        bent = torch.tanh(scores.div_(softcap))
-        scores, bend = softcap * bent, 1 - bent * bent
+        tanh = torch.tanh(scores.div_(softcap))
+        scores, slope = softcap * tanh, 1 - tanh * tanh
     runs, length = block.queries.shape
-    each = scores.view(-1, runs, scores.shape[1] // length, length, scores.shape[2])
-    unseen = hidden(block, window)
-    each[..., scores.shape[2] - unseen.shape[3] :].masked_fill_(unseen, float("-inf"))
-    return torch.softmax(scores, -1), bend
+    by_run = scores.view(-1, runs, scores.shape[1] // length, length, scores.shape[2])
+    is_hidden = hidden_keys(block, window)
+    by_run[..., scores.shape[2] - is_hidden.shape[3] :].masked_fill_(is_hidden, float("-inf"))
+    return torch.softmax(scores, -1), slope
 
 
-AttentionInterface.register(NAME, forest_attention)
+AttentionInterface.register(NAME, prefix_tree_attention)
 AttentionMaskInterface.register(NAME, window_of_mask)

@@ -1,5 +1,5 @@
-"""Loading a causal or a reward model and its tokenizer, putting an adapter on it, and saying which
-weights train.
+"""Load a causal or a reward model and its tokenizer, add an adapter, and build the policy and the
+reference.
 """
 
 from __future__ import annotations
@@ -35,27 +35,31 @@ from valence.models.check import check_layout
 from valence.models.checkpointing import Checkpointing, recompute_layers
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.models.policy_model import PolicyModel
-from valence.models.quantized import compute_alike, how, packed
+from valence.models.quantized import (
+    disable_cpu_repacking,
+    packed_weights,
+    quantization_config,
+)
 from valence.models.reference import (
     AdapterDisabledReference,
     FrozenReference,
     Reference,
     SyncedReference,
-    copied,
+    copy_policy,
     frozen_weights,
 )
 from valence.models.scores import Scorer, is_reward_model, widen_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-BARS = sys.stderr.isatty()  # transformers' own bars are noise in a log
-# names of numbers that make a training forward random, and nothing else
+SHOWS_PROGRESS = sys.stderr.isatty()  # progress bars of transformers do not belong in a log
+# attributes with a number that only makes the forward pass of training random
 NOISE = re.compile("drop|^(input_)?jitter_noise$")
 
 
 def load_tokenizer(
     name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id. Raises UserError when there is none."""
+    """Return the tokenizer of a folder or hub id. Raises UserError when it cannot be loaded."""
     must_exist(name, "model.tokenizer or model.name")
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
@@ -67,26 +71,26 @@ def load_tokenizer(
 def generation_stops(
     name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False
 ) -> tuple[int, ...]:
-    """Tokens at which a model stops by its generation config, or else by its configuration; empty
-    if neither names any.
+    """Return the stop tokens of a model's generation config, or of its configuration if there is no
+    generation config; empty if there are none.
     """
     try:
         return stops_of(GenerationConfig.from_pretrained(name))
-    except (OSError, ValueError, TypeError):  # it has none
+    except (OSError, ValueError, TypeError):  # there is no generation config
         pass
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
-    except LOADING_ERRORS:  # what is wrong with the model is said when it is loaded
+    except LOADING_ERRORS:  # load_model reports the error
         return ()
     return stops_of(config.get_text_config())
 
 
 def stops_of(config: Any) -> tuple[int, ...]:
-    """``eos_token_id`` of a configuration, which may be one token, several or none."""
-    named: Any = getattr(config, "eos_token_id", None)
-    several = named if isinstance(named, list | tuple) else [named]
-    return tuple(dict.fromkeys(int(i) for i in several if i is not None))
+    """Return ``eos_token_id`` of a configuration, which may be one token, several or none."""
+    value: Any = getattr(config, "eos_token_id", None)
+    tokens = value if isinstance(value, list | tuple) else [value]
+    return tuple(dict.fromkeys(int(token) for token in tokens if token is not None))
 
 
 def load_model(
@@ -98,19 +102,22 @@ def load_model(
     trust_remote_code: bool = False,
     quantize: bool = False,
 ) -> nn.Module:
-    """A causal language model with its weights in ``dtype``; or with ``attributes`` a reward model,
-    which scores each of them.
+    """Load a causal language model with its weights in ``dtype``; with ``attributes`` a reward
+    model with one score per attribute.
 
-    A reward model's head is the one that was saved with it; on a language model it is fresh, and
-    zero: all answers score 0.
-    quantize: linear layers, but no head, keep 4 bits of each weight, and their products are in
-    ``dtype``; such a model is loaded onto the CUDA device if there is one. Raises UserError when
-    the model cannot be loaded, is quantized already, or was trained on other attributes.
+    The head of a saved reward model is loaded. A reward model that starts from a language model has
+    a new head of zeros: all completions score 0.
+
+    quantize: store the weights of linear layers, except the head, in 4 bits, and compute their
+    products in ``dtype``. A quantized model is loaded onto the CUDA device if there is one.
+
+    Raises UserError when the model cannot be loaded, is already quantized, or was trained on other
+    attributes.
     """
     config = read_config(
         name, attributes=attributes, gguf_file=gguf_file, trust_remote_code=trust_remote_code
     )
-    if not BARS:
+    if not SHOWS_PROGRESS:
         disable_progress_bar()
     extra: dict[str, Any] = {
         "dtype": dtype,
@@ -123,18 +130,17 @@ def load_model(
         extra |= {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     if quantize:
         if getattr(config, "quantization_config", None) is not None:
-            what = "the model is already quantized"
             raise UserError(
-                what,
+                "the model is already quantized",
                 code="model-quantized-already",
                 where=f"model.name: {name}",
                 fix="use the model that it was quantized from, or remove model.quantize",
             )
-        extra["quantization_config"] = how(dtype)
+        extra["quantization_config"] = quantization_config(dtype)
     try:
         if attributes is None:
             return AutoModelForCausalLM.from_pretrained(name, **extra)
-        with quiet():
+        with silence_transformers():
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 name, output_loading_info=True, **extra
             )
@@ -142,17 +148,18 @@ def load_model(
         raise cannot_load("model", name, error) from error
     absent = sorted(key for key in report["missing_keys"] if key != "score.weight")
     if not is_reward_model(model):
-        why, code = f"{type(model).__name__} has no linear head `score`", "reward-head-unsupported"
+        problem = f"{type(model).__name__} has no linear head `score`"
+        code = "reward-head-unsupported"
         fix = "use a causal language model, or a reward model with a linear head `score`"
     elif absent:
-        why, code = f"the folder lacks weights, such as {absent[0]}", "model-incomplete"
+        problem, code = f"the folder lacks weights, such as {absent[0]}", "model-incomplete"
         fix = "download or save the complete model again, or use another model"
     else:
         if "score.weight" in report["missing_keys"]:
             nn.init.zeros_(model.score.weight)
         return model
     raise UserError(
-        why,
+        problem,
         code=code,
         where=f"model.name: {name}",
         fix=fix,
@@ -166,10 +173,10 @@ def read_config(
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """The configuration of a model; with ``attributes`` that of a reward model which scores each of
-    them.
+    """Return the configuration of a model; with ``attributes`` of a reward model with one score per
+    attribute.
 
-    Raises UserError when it cannot be read, or is of a model for others.
+    Raises UserError when it cannot be read, or belongs to a reward model with other attributes.
     """
     must_exist(name, "model.name")
     extra = {"gguf_file": gguf_file} if gguf_file else {}
@@ -178,14 +185,14 @@ def read_config(
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
     if attributes is not None:
-        _name_attributes(config, attributes, name)
+        _set_attributes(config, attributes, name)
     return config
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """transformers tells at length that a head is new, and that the one over the vocabulary is not
-    used.
+def silence_transformers() -> Iterator[None]:
+    """Silence long messages of transformers: the head for scores is new, and the language model's
+    head is not used.
     """
     before = get_verbosity()
     set_verbosity_error()
@@ -195,27 +202,28 @@ def quiet() -> Iterator[None]:
         set_verbosity(before)
 
 
-def _name_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
-    """Gives the head its size and names.
+def _set_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
+    """Set the size of the head for scores and the names of its outputs.
 
-    Raises UserError when the model has a head for others, or can have none.
+    Raises UserError when the model has a head for other attributes, or does not support a head.
     """
     if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not getattr(
         config, "auto_map", None
     ):
         raise UserError(
-            f"transformers has no {config.model_type} with a head for scores, so "
-            f"a saved model could not be loaded",
+            f"transformers has no {config.model_type} model with a head for scores, and could not "
+            f"load a saved one",
             code="reward-head-unsupported",
             where=f"model.name: {name}",
             fix="use another decoder, such as Llama, Qwen, Gemma, Mistral or GPT-2",
         )
     saved = list(config.id2label.values())
-    given = any("SequenceClassification" in kind for kind in config.architectures or [])
+    has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
     unnamed = len(saved) == 1 or all(label.startswith("LABEL_") for label in saved)
-    if given and saved != list(attributes) and not (unnamed and len(saved) == len(attributes)):
+    if has_head and saved != list(attributes) and not (unnamed and len(saved) == len(attributes)):
         raise UserError(
-            f"the reward model scores {', '.join(saved)}, the data {', '.join(attributes)}",
+            f"the reward model scores {', '.join(saved)}, but the data has scores for "
+            f"{', '.join(attributes)}",
             code="reward-attributes-differ",
             where=f"model.name: {name}",
             fix="use data with the same attributes, or start from a language model",
@@ -225,15 +233,16 @@ def _name_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Sets every dropout (and multiplicative jitter) to 0, but not an adapter's own: with it, the
-    loss of a step would depend on how the step is cut into micro-batches.
+    """Set every dropout and multiplicative jitter of a model to 0, except an adapter's dropout.
+
+    With dropout, the loss of a step would depend on its division into micro-batches.
     """
     for name, module in model.named_modules():
         if "lora_" in name:
             continue
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        # Many models keep no dropout module but a number, by which they call the function.
+        # Many models have no dropout module, but call the function with the value of an attribute.
         module.__dict__.update(
             {
                 key: 0.0
@@ -245,9 +254,10 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def position_limit(model: nn.Module) -> tuple[int, bool] | None:
-    """The number of positions that a model was made for (None: its configuration says nothing), and
-    whether it is a table of positions that ends there, beyond which the forward pass fails (not so
-    with rotary positions).
+    """Return the number of positions that a model supports, and whether its positions are a learned
+    table. The forward pass fails beyond the end of a table, unlike with rotary positions.
+
+    None if the configuration has no limit.
     """
     config: Any = model.config
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -258,7 +268,7 @@ def position_limit(model: nn.Module) -> tuple[int, bool] | None:
         for name, p in (*model.named_parameters(), *model.named_buffers())
         if re.search(r"pos|wpe", name)
     ]
-    # Some tables have two rows more, for padding.
+    # Some tables have two additional rows, for padding.
     return limit, any(
         table.ndim == 2 and limit <= table.shape[0] <= limit + 2 for _, table in tables
     )
@@ -274,20 +284,20 @@ def check_positions(
     fix: str,
     warn: bool = True,
 ) -> None:
-    """Raise UserError when a learned table of positions has fewer than ``length``.
+    """Raise UserError when a learned table of positions has fewer than ``length`` positions.
 
-    A model whose positions go on beyond those that it was made for is warned of, with ``warn``.
+    With ``warn``, warn when ``length`` exceeds the limit of other kinds of positions.
 
-    subject: what is that long. fix: may name ``{limit}``.
+    subject: start of the message, up to the length. fix: may contain ``{limit}``.
     """
     limit, learned = position_limit(model) or (length, False)
     if length <= limit or not (learned or warn):
         return
-    what = f"{subject} {length} tokens, but the model was trained on at most {limit}"
+    problem = f"{subject} {length} tokens, but the model was trained on at most {limit}"
     fix = fix.format(limit=limit)
     if learned:
-        raise UserError(what, code=code, where=where, fix=fix)
-    warnings.warn(f"{where}: {what}, so its output may be poor; to fix it, {fix}", stacklevel=3)
+        raise UserError(problem, code=code, where=where, fix=fix)
+    warnings.warn(f"{where}: {problem}, so its output may be poor; to fix it, {fix}", stacklevel=3)
 
 
 def build_policy(
@@ -300,23 +310,25 @@ def build_policy(
     levels: int | None = None,
     check: bool = True,
 ) -> PolicyModel:
-    """Makes a loaded model trainable, without dropout of its own: whole, with a fresh adapter, or
-    with a continued one.
+    """Make a loaded model trainable, without its dropout: all weights, a new adapter, or the
+    adapter of a folder.
 
-    A reward model becomes a ``Scorer``; its head trains under an adapter too. levels: of its
-    thresholds (None: it has none).
-    lora: rank, alpha, dropout, targets. dtype: of the computation. Weights that train are float32
-    masters, whatever the type that the model comes in (float64 stays, and comes with float64);
-    those under an adapter are cast to ``dtype``. checkpointing: as for ``recompute_layers``. check:
-    whether its layout is chosen here (``check_layout``), which runs the model. Raises
-    UserError when the model is not causal, the adapter does not fit, or layers cannot be recomputed
-    as asked.
+    A reward model becomes a ``Scorer``, and its head trains together with an adapter.
+
+    dtype: of the computation. Trained weights are float32 masters whatever the dtype of the model;
+    they are float64 if the model or ``dtype`` is, unless ``dtype`` is bfloat16. The frozen weights
+    under an adapter are cast to ``dtype``. lora: rank, alpha, dropout, targets. checkpointing: as
+    for ``recompute_layers``. levels: number of levels of an ordinal reward model; None without
+    thresholds. check: whether to choose the layout (``check_layout``), which runs the model.
+
+    Raises UserError when the model is not causal, the adapter does not fit, or the layers do not
+    support the checkpointing mode.
     """
     model, scores = without_dropout(model), is_reward_model(model)
-    full = lora is None and adapter is None
-    if full:
-        wide = torch.float64 in (dtype, next(model.parameters()).dtype) and dtype != torch.bfloat16
-        _cast(model, torch.float64 if wide else torch.float32)
+    if lora is None and adapter is None:
+        dtypes = dtype, next(model.parameters()).dtype
+        is_float64 = torch.float64 in dtypes and dtype != torch.bfloat16
+        _cast(model, torch.float64 if is_float64 else torch.float32)
     else:
         _cast(model, dtype)
         if scores:
@@ -331,9 +343,9 @@ def build_policy(
         if scores
         else PolicyModel(model, compute=compute)
     )
-    compute_alike(model)
+    disable_cpu_repacking(model)
     if check:
-        check_layout(engine.eval())  # dropout of an adapter would make any two passes differ
+        check_layout(engine.eval())  # dropout of an adapter would make two forward passes differ
     return engine.train()
 
 
@@ -346,19 +358,19 @@ def build_reference(
     follows: bool = False,
     check: bool = True,
 ) -> Reference:
-    """Return the reference: a model of its own, or the policy as it starts.
+    """Return the reference: a separate model, or the policy at the start of training.
 
-    fresh_adapter: whether the policy with its adapter disabled is the policy as it starts
-    (``starts_at_base``). Otherwise the reference is a copy, which shares the weights that do not
-    train. follows: a copy that can be moved. check: as for ``build_policy``.
+    fresh_adapter: whether the policy with its adapter disabled is the policy at the start
+    (``starts_at_base``). Otherwise the reference is a copy, which shares the frozen weights.
+    follows: whether the copy is updated during training. check: as for ``build_policy``.
 
-    A model of its own is computed as the policy is, in the types of the policy's weights and
-    products and at its temperature: the same weights have a reward of exactly zero. Raises
-    UserError when it is not causal.
+    A separate model has the dtypes of the policy's weights and products, and the policy's
+    temperature: equal weights have an implicit reward of exactly zero. Raises UserError when the
+    model is not causal.
     """
     if model is not None:
         _cast(model, policy.causal.get_input_embeddings().weight.dtype)
-        engine = PolicyModel(compute_alike(without_dropout(model)), compute=policy.compute)
+        engine = PolicyModel(disable_cpu_repacking(without_dropout(model)), compute=policy.compute)
         engine.temperature = policy.temperature
         if check:
             check_layout(engine)
@@ -367,17 +379,17 @@ def build_reference(
         return SyncedReference(policy)
     if fresh_adapter:
         return AdapterDisabledReference(policy)
-    return FrozenReference(copied(policy, frozen_weights(policy)))
+    return FrozenReference(copy_policy(policy, frozen_weights(policy)))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives the weights a type, but not those of 4 bits.
+    """Cast the weights, except 4-bit weights.
 
-    Buffers keep theirs: rotary frequencies in bfloat16 would turn positions.
+    Buffers are not cast: rotary frequencies in bfloat16 would be wrong.
     """
-    bytes_only = packed(model)
+    packed = packed_weights(model)
     for weight in model.parameters():
-        if weight.is_floating_point() and id(weight) not in bytes_only:
+        if weight.is_floating_point() and id(weight) not in packed:
             weight.data = weight.data.to(dtype)
 
 
@@ -390,7 +402,7 @@ def best_device() -> torch.device:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Number of tokens that the model has an embedding for."""
+    """Return the number of tokens that the model has an embedding for."""
     return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
 

@@ -1,5 +1,5 @@
-"""Reference log-probabilities kept in a folder, so that another run with the same reference and
-rows computes none of them.
+"""Reference log-probabilities stored in a folder, so that another run with the same reference and
+rows need not compute them.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from torch import Tensor
 
 from valence.errors import UserError
 from valence.models.digest import Digests
-from valence.models.log_prob_store import Array, LogProbStore, entries_of
+from valence.models.log_prob_store import Array, LogProbStore, count_entries
 from valence.models.reference import LazyReference, Reference
 from valence.types import MicroBatch, TokenizedExample, sent
 from valence.version import __version__
 
 DRIFT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Largest difference (root mean square over tokens, nats) that another packing or machine explains,
-by the type of the products. Packings of a 30-layer model were seen to differ by 3e-6 in float32 and
-by 0.04 in bfloat16.
+by the dtype of the products. Packings of a 30-layer model were measured to differ by 3e-6 in
+float32 and by 0.04 in bfloat16.
 """
 
 
 class CachedReference:
-    """A reference whose values are looked up first.
+    """A reference with a cache of its log-probabilities.
 
-    Entries are per sequence and hold one number per measured token (nats).
+    An entry has one number per token in the loss mask of a sequence (nats). Its key is the digest
+    of the reference (weights, configuration, computation) and the tokens and mask of the sequence,
+    never a setting of the run. Entries do not change: a micro-batch with some cached sequences is
+    computed entirely, so that the others get the same values as without a cache, and the cached
+    ones keep theirs.
 
-    They are found by content alone: the digest of the reference (weights, configuration, how it is
-    computed), and the tokens and mask of the sequence; never by a setting of the run. What a
-    sequence was first found to be, it stays: a micro-batch of which a part is known is computed
-    whole, so that the rest comes out as it would have, and the known part keeps its values.
-
-    ``hits`` and ``misses`` count sequences. Values that another version or machine made are
-    compared with computed ones first.
+    ``hits`` and ``misses`` count sequences. Values from another version or machine are compared
+    with computed ones before their first use.
     """
 
     def __init__(
@@ -50,38 +49,36 @@ class CachedReference:
         *,
         about: str = "",
         fills: bool = True,
-        again: Callable[[], Reference] | None = None,
+        reload: Callable[[], Reference] | None = None,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """about: the reference in a few words, for whoever looks into the folder.
-
-        Without ``fills`` nothing is written. again: loads the reference anew, where that can be
-        done. agree: whether any process computes, where none can without the others. The folder is
-        opened when it is first needed.
+        """about: a description of the reference for readers of the folder. fills: whether to write.
+        reload: loads the reference again, if that is possible. agree: whether any process computes,
+        where processes have to compute together. The folder is opened on first use.
         """
         self.inner, self.name, self.precision = inner, inner.name, inner.precision
-        self.folder, self.about, self.fills, self.again, self.agree = (
+        self.folder, self.about, self.fills, self.reload, self.agree = (
             folder,
             about,
             fills,
-            again,
+            reload,
             agree,
         )
         self.hits = self.misses = 0
-        self._trusted = {made_by()}
+        self._trusted = {environment()}
 
     @cached_property
-    def ledger(self) -> LogProbStore:
-        """Raises UserError when the folder cannot be used, or has values of another reference in
-        the place of this one's.
+    def store(self) -> LogProbStore:
+        """The entries. Raises UserError when the folder cannot be used, or contains values of
+        another reference under the digest of this one.
         """
-        named = self._digests.model
-        identity = {"holds": "reference log-probabilities", "format": 1, "reference": named}
+        digest = self._digests.model
+        identity = {"holds": "reference log-probabilities", "format": 1, "reference": digest}
         return LogProbStore(
-            self.folder / named,
+            self.folder / digest,
             identity,
-            {"about": self.about[:200], "by": made_by()},
-            adds=self.fills,
+            {"about": self.about[:200], "by": environment()},
+            is_writable=self.fills,
         )
 
     @cached_property
@@ -93,116 +90,117 @@ class CachedReference:
 
     @property
     def note(self) -> str:
-        """What to say when the folder has nothing for this reference, but something for others;
-        else empty.
-        """
-        return "" if len(self.ledger) else _only_others(self.ledger.folder)
+        """A message if the folder has entries of other references only; otherwise empty."""
+        return "" if len(self.store) else _only_others(self.store.folder)
 
     @property
     def summary(self) -> str:
         damaged = (
-            f", {self.ledger.damaged} of them because they were damaged"
-            if self.ledger.damaged
+            f", {self.store.damaged} of them to replace damaged entries"
+            if self.store.damaged
             else ""
         )
         return f"reference cache: {self.hits:,} sequences reused, {self.misses:,} computed{damaged}"
 
     def sync(self) -> None:
-        """Returns when what was kept so far would survive a loss of power. Raises OSError."""
-        if "ledger" in self.__dict__:
-            self.ledger.sync()
+        """Block until all entries are on the disk. Raises OSError."""
+        if "store" in self.__dict__:
+            self.store.sync()
 
-    def let_go(self) -> None:
-        """Frees the memory of a reference that is not expected to be needed; it is loaded again if
-        it is.
-        """
-        if self.again is not None:
-            self.inner = LazyReference(self.inner, self._digests, self.again)
+    def unload(self) -> None:
+        """Free the memory of the reference, which is loaded again if it is needed."""
+        if self.reload is not None:
+            self.inner = LazyReference(self.inner, self._digests, self.reload)
 
-    def knows(self, units: Iterable[TokenizedExample]) -> bool:
-        """Whether every sequence of these units is there."""
+    def has_all(self, units: Iterable[TokenizedExample]) -> bool:
+        """Return whether all sequences of these examples are cached."""
         return all(
             key_of(np.array(unit.prompt_ids + a.ids), np.array(unit.prompt_mask + a.mask))
-            in self.ledger
+            in self.store
             for unit in units
             for a in unit.answers
         )
 
     def __call__(self, batch: MicroBatch) -> Tensor:
-        keys, rows = measured(batch)
-        found = self._found(keys)
-        self.hits += len(found)
-        self.misses += len(keys) - len(found)
-        doubted = {
-            by for s in found if (by := self.ledger.head(keys[s])["by"]) not in self._trusted
+        keys, rows = keys_and_rows(batch)
+        cached = self._cached(keys)
+        self.hits += len(cached)
+        self.misses += len(keys) - len(cached)
+        unverified = {
+            by for s in cached if (by := self.store.header(keys[s])["by"]) not in self._trusted
         }
-        if not self.agree(len(found) < len(keys) or bool(doubted)):
-            logp = np.zeros(len(batch.tokens), found[0].dtype)
+        if not self.agree(len(cached) < len(keys) or bool(unverified)):
+            logp = np.zeros(len(batch.tokens), cached[0].dtype)
         else:
             logp = self.inner(batch).cpu().numpy()
-            if doubted:
-                self._compare([(values, logp[rows[s]]) for s, values in found.items()])
-                self._trusted |= doubted
-            new = {keys[s]: logp[own] for s, own in enumerate(rows) if s not in found}
-            # A number that is not finite may be an accident of this moment; kept, it would be there
-            # for good.
-            self.ledger.add(
+            if unverified:
+                self._compare([(values, logp[rows[s]]) for s, values in cached.items()])
+                self._trusted |= unverified
+            new = {keys[s]: logp[r] for s, r in enumerate(rows) if s not in cached}
+            # Values that are not finite may have a temporary cause; entries are permanent.
+            self.store.add(
                 {key: values for key, values in new.items() if np.isfinite(values).all()}
             )
-        for s, values in found.items():
+        for s, values in cached.items():
             logp[rows[s]] = values
         return sent(torch.from_numpy(logp), batch.tokens.device)
 
-    def beside(self, batch: MicroBatch) -> Tensor:
-        """Takes part in what other processes compute, if they do. What it gives means nothing."""
-        # as those do that look something up: where weights are split, all put them together
+    def join_collectives(self, batch: MicroBatch) -> Tensor:
+        """Take part in the computation of other processes, if there is one. The result has no
+        meaning.
+        """
+        # Processes with a micro-batch compute the digests too, for which all gather the weights.
         self.digests()
-        wide = torch.promote_types(torch.float32, self.precision)
+        dtype = torch.promote_types(torch.float32, self.precision)
         return (
             self.inner(batch)
             if self.agree(False)
-            else batch.tokens.new_zeros(len(batch.tokens), dtype=wide)
+            else batch.tokens.new_zeros(len(batch.tokens), dtype=dtype)
         )
 
     def check(self, batch: MicroBatch) -> tuple[int, float]:
-        """Computes a micro-batch again.
+        """Compute a micro-batch again. Return the number of its sequences in the cache, and the
+        difference (root mean square over their tokens, nats).
 
-        Returns how many of its sequences are known, and the difference (root mean square over their
-        tokens, nats). Raises UserError when rounding does not explain it.
+        Raises UserError when rounding does not explain the difference.
         """
-        keys, rows = measured(batch)
-        found = self._found(keys)
+        keys, rows = keys_and_rows(batch)
+        cached = self._cached(keys)
         self.agree(True)
         logp = self.inner(batch).cpu().numpy()
-        return len(found), self._compare([(values, logp[rows[s]]) for s, values in found.items()])
+        return len(cached), self._compare([(values, logp[rows[s]]) for s, values in cached.items()])
 
-    def _found(self, keys: Sequence[bytes]) -> dict[int, Array]:
-        """The values that are there, by the number of the sequence."""
-        if not all(key in self.ledger for key in keys):
-            self.ledger.refresh()
+    def _cached(self, keys: Sequence[bytes]) -> dict[int, Array]:
+        """Return the cached values by the index of the sequence."""
+        if not all(key in self.store for key in keys):
+            self.store.refresh()
         return {
-            s: values for s, key in enumerate(keys) if (values := self.ledger.get(key)) is not None
+            s: values for s, key in enumerate(keys) if (values := self.store.get(key)) is not None
         }
 
     def _compare(self, pairs: Sequence[tuple[Array, Array]]) -> float:
         if not pairs:
             return 0.0
-        kept, live = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
-        difference = float(np.sqrt(np.mean((kept - live) ** 2)))
+        stored, computed = (
+            np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True)
+        )
+        difference = float(np.sqrt(np.mean((stored - computed) ** 2)))
         if not difference <= DRIFT[self.precision]:
             raise UserError(
-                f"the reference's log-probabilities differ from the cached ones by "
-                f"{difference:.2g} nats per token ({len(kept)} tokens of {len(pairs)} sequences), "
-                f"more than rounding explains ({DRIFT[self.precision]:g})",
+                f"the reference log-probabilities differ from the cached ones by {difference:.2g} "
+                f"nats per token "
+                f"({len(stored)} tokens of {len(pairs)} sequences), more than the "
+                f"{DRIFT[self.precision]:g} of rounding",
                 code="reference-cache-stale",
-                where=f"reference.cache: {self.ledger.folder}",
-                fix="delete this folder or choose another one, to compute them again",
+                where=f"reference.cache: {self.store.folder}",
+                fix="delete this folder or set another one to compute them again; the headers of "
+                "its files name the versions and the machine that computed them",
             )
         return difference
 
 
-def measured(batch: MicroBatch) -> tuple[list[bytes], list[NDArray[np.int64]]]:
-    """Of each sequence: its key, and the rows whose log-probabilities are its own."""
+def keys_and_rows(batch: MicroBatch) -> tuple[list[bytes], list[NDArray[np.int64]]]:
+    """Return for each sequence its key and the rows of its log-probabilities."""
     tokens, (read, owner) = batch.cpu_tokens.numpy(), batch.cpu_scored.numpy()
     seq = np.full(len(tokens), -1)
     seq[read] = owner
@@ -210,21 +208,19 @@ def measured(batch: MicroBatch) -> tuple[list[bytes], list[NDArray[np.int64]]]:
     rows: list[NDArray[np.int64]] = []
     for s, leaf in enumerate(batch.leaves):
         path = np.concatenate([np.arange(*batch.segments[k][:2]) for k in batch.path(leaf)])
-        own = seq[path] == s
-        keys.append(key_of(tokens[path], own))
-        rows.append(path[own])
+        mask = seq[path] == s
+        keys.append(key_of(tokens[path], mask))
+        rows.append(path[mask])
     return keys, rows
 
 
-def key_of(ids: NDArray[np.int64], own: NDArray[np.bool_]) -> bytes:
-    """16 bytes that stand for a sequence: a hash of its token ids and of which of them are
-    measured.
-    """
-    return hashlib.blake2b(ids.astype("<i4").tobytes() + own.tobytes(), digest_size=16).digest()
+def key_of(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> bytes:
+    """Return 16 bytes that identify a sequence: a hash of its token ids and loss mask."""
+    return hashlib.blake2b(ids.astype("<i4").tobytes() + mask.tobytes(), digest_size=16).digest()
 
 
-def made_by() -> str:
-    """What the last digits of a value depend on besides the reference."""
+def environment() -> str:
+    """Return the versions and the processor, on which the last digits of values depend."""
     chip = (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
@@ -237,18 +233,20 @@ def made_by() -> str:
 
 
 def _only_others(folder: Path) -> str:
-    """What the folders beside this one hold, in words."""
-    beside = sorted(folder.parent.iterdir()) if folder.parent.is_dir() else []
-    others = {path.name: entries_of(path) for path in beside if path.is_dir() and path != folder}
+    """Describe the entries of the other folders of the cache; empty without any."""
+    siblings = sorted(folder.parent.iterdir()) if folder.parent.is_dir() else []
+    entries = {
+        path.name: count_entries(path) for path in siblings if path.is_dir() and path != folder
+    }
     listed = [
-        f"{count} sequences of {head.get('about') or name}"
-        for name, (count, head) in others.items()
+        f"{count} sequences of {header.get('about') or name}"
+        for name, (count, header) in entries.items()
         if count
     ]
     if not listed:
         return ""
-    more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
+    rest = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
     return (
-        f"the reference cache {folder.parent} has no values of this reference, only "
-        f"{', '.join(listed[:4])}{more}"
+        f"the reference cache {folder.parent} has no entries of this reference, only "
+        f"{', '.join(listed[:4])}{rest}"
     )

@@ -1,9 +1,8 @@
-"""What is asked of a model before it is used: that it is causal, and that its packed layout equals
-its own forward.
+"""Checks of a model before it is used: it is causal, and its packed layout equals its own forward.
 
-Where influence must be absent, gradients are asked: what is said of one token (its log-probability,
-or its sequence's score) has exactly no slope in the embedding of another. Rounding cannot hide a
-leak from that, nor look like one, whatever the type of the weights.
+The absence of influence is checked by gradients: the gradient of a token's log-probability (or of a
+sequence's score) with respect to the embedding of another token is exactly zero. Rounding can
+neither hide an influence nor look like one, in any dtype.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from valence.models.policy_model import PolicyModel, rotary_by_length
 from valence.types import MicroBatch, sent
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""Largest difference (nats per token, or of a score) between the layouts that rounding explains.
+"""Largest difference (nats per token, or of a score) between the layouts that rounding explains."""
 
-Another computation shows as more.
-"""
-
-PROMPT, CUT = 6, 14  # tokens of the prompt, and with the first answer, of 24
+PROMPT_END, FIRST_END = 6, 14
+"""Ends of the prompt and of the first completion among the 24 tokens of the check."""
 FAILURES = (
     TypeError,
     ValueError,
@@ -42,7 +39,7 @@ FAILURES = (
 
 
 class PackingWarning(UserWarning):
-    """A model runs one sequence at a time. code: a short name of the reason."""
+    """A model computes one sequence at a time. code: a short name of the reason."""
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
@@ -50,8 +47,8 @@ class PackingWarning(UserWarning):
 
 
 def check_layout(engine: PolicyModel) -> None:
-    """Choose the layout of the engine: packed where that equals the model's own forward, else (with
-    a PackingWarning) one sequence at a time.
+    """Choose the layout of the engine: packed if that equals the model's own forward; otherwise one
+    sequence at a time, with a PackingWarning.
 
     Raises UserError when the model is not causal.
     """
@@ -62,54 +59,54 @@ def check_layout(engine: PolicyModel) -> None:
         )
         engine.lay_out(packed=False)
         _check_causal(engine, tokens)
-        batch = plain_batch([tokens[PROMPT:CUT], tokens[CUT:]], tokens[:PROMPT])
-        why = _why_not_packed(engine, batch)
-    # all of them run alike, or those in lockstep would never meet again
-    if engine.most(int(why is not None)) and why is None:
-        why = CannotPackError("another process found it so", code="other-process")
-    if why:
+        batch = plain_batch([tokens[PROMPT_END:FIRST_END], tokens[FIRST_END:]], tokens[:PROMPT_END])
+        problem = _packing_problem(engine, batch)
+    # All processes use the same layout, since sharded weights need equally many forwards.
+    if engine.max_over_ranks(int(problem is not None)) and problem is None:
+        problem = CannotPackError("packing fails in another process", code="other-process")
+    if problem:
         engine.lay_out(packed=False)
         message = (
-            f"{type(engine.causal).__name__} does not run with packed sequences ({why}): "
-            "each sequence runs by itself, which is exact and slower"
+            f"{type(engine.causal).__name__} does not support packed sequences ({problem}): "
+            "each sequence is computed separately, which is exact and slower"
         )
-        warnings.warn(PackingWarning(message, why.code), stacklevel=4)
-    # after a pass that no backward pass followed, weights that it put together are still there
+        warnings.warn(PackingWarning(message, problem.code), stacklevel=4)
+    # FSDP keeps weights gathered after a forward with a gradient that no backward pass follows.
     if engine.is_sharded:
         with torch.no_grad():
-            said(engine, batch)
+            scores_or_logps(engine, batch)
 
 
 def _check_causal(engine: PolicyModel, tokens: Tensor) -> None:
-    """Raises UserError when a token's probability depends on tokens after it."""
-    with _embedding(engine.causal) as seen:
+    """Raise UserError when a token's probability depends on tokens after it."""
+    with _record_embeddings(engine.causal) as embeddings:
         outputs = engine.outputs(tokens)[:-1]
-    (slope,) = torch.autograd.grad(outputs.sum(), seen[0])
-    if _influence(slope[:, -1]):
+    (grad,) = torch.autograd.grad(outputs.sum(), embeddings[0])
+    if _has_influence(grad[:, -1]):
         raise UserError(
             f"{type(engine.causal).__name__} is not a causal language model: a token's "
             f"probability depends on later tokens",
             code="model-not-causal",
             where="model.name",
-            fix="name a decoder, such as Llama, Qwen, Gemma or GPT-2; an encoder such as BERT "
+            fix="use a decoder, such as Llama, Qwen, Gemma or GPT-2; an encoder such as BERT "
             "has no next-token probabilities",
         )
 
 
-def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError | None:
-    """Why two answers behind one prompt are not what they are one by one; None, and the packed
-    layout, when they are.
+def _packing_problem(engine: PolicyModel, batch: MicroBatch) -> CannotPackError | None:
+    """Compare two completions of one prompt, packed and one by one. Return the problem, or None and
+    leave the engine packed.
     """
     if rotary_by_length(engine.causal):
-        what = "its rotary positions depend on the longest sequence that runs with it"
-        return CannotPackError(what, code="rotary-by-length")
+        message = "its rotary positions depend on the longest sequence of the micro-batch"
+        return CannotPackError(message, code="rotary-by-length")
     with torch.no_grad():
-        alone = said(engine, batch)
+        expected = scores_or_logps(engine, batch)
     engine.lay_out(packed=True)
     try:
-        packed, slopes = _influences(engine, batch)
-        engine.along = 0  # the second answer is now read over the first pass's keys and values
-        behind = said(engine, replace(batch, requires_grad=(True, False))).detach()
+        packed, grads = _influences(engine, batch)
+        engine.max_joint_rows = 0  # the second completion now needs a second pass
+        two_passes = scores_or_logps(engine, replace(batch, requires_grad=(True, False))).detach()
     except torch.OutOfMemoryError:
         raise
     except CannotPackError as error:
@@ -119,12 +116,12 @@ def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError |
             f"it fails with {type(error).__name__}: {error}", code="packing-fails"
         )
     finally:
-        engine.along = type(engine).along
-    if _influence(slopes[0][:, CUT:]) or _influence(slopes[1][:, PROMPT:CUT]):
+        engine.max_joint_rows = type(engine).max_joint_rows
+    if _has_influence(grads[0][:, FIRST_END:]) or _has_influence(grads[1][:, PROMPT_END:FIRST_END]):
         return CannotPackError(
-            "the tokens of one sequence change what is said of another", code="sequences-leak"
+            "the tokens of one sequence influence another", code="sequences-leak"
         )
-    difference = max((found - alone).abs().max().item() for found in (packed, behind))
+    difference = max((x - expected).abs().max().item() for x in (packed, two_passes))
     dtype = engine.compute or next(engine.model.parameters()).dtype
     if difference <= TOLERANCE[dtype]:
         return None
@@ -134,56 +131,55 @@ def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError |
 
 
 def _influences(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
-    """What is said of both answers, and of each its slope in the embeddings [1, T, h].
+    """Return the log-probabilities or scores of both completions, and for each their gradient with
+    respect to the embeddings [1, T, h].
 
-    Each in a pass of its own: a backward pass of compiled attention overwrites what it has read.
+    Each gradient has a separate pass, since the backward pass of compiled attention overwrites its
+    saved tensors.
     """
-    found: list[Tensor] = []
-    slopes: list[Tensor] = []
-    for answer in range(2):
-        with _embedding(engine.causal) as seen:
-            found.append(said(engine, batch))
-        part = found[-1].tensor_split([CUT if found[-1].ndim == 1 else 1])[answer]
-        slopes += torch.autograd.grad(part.sum(), seen[0])
-    return found[0].detach(), slopes
+    outputs: list[Tensor] = []
+    grads: list[Tensor] = []
+    for completion in range(2):
+        with _record_embeddings(engine.causal) as embeddings:
+            outputs.append(scores_or_logps(engine, batch))
+        part = outputs[-1].tensor_split([FIRST_END if outputs[-1].ndim == 1 else 1])[completion]
+        grads += torch.autograd.grad(part.sum(), embeddings[0])
+    return outputs[0].detach(), grads
 
 
-def said(engine: PolicyModel, batch: MicroBatch) -> Tensor:
-    """What the engine says of a micro-batch: log-probabilities [T], or under a reward model scores
-    [S, A].
-    """
+def scores_or_logps(engine: PolicyModel, batch: MicroBatch) -> Tensor:
+    """Return the log-probabilities [T] of a micro-batch, or the scores [S, A] of a reward model."""
     out = engine(batch)
     return out.logp if out.score is None else out.score
 
 
 @contextmanager
-def _embedding(model: Any) -> Iterator[list[Tensor]]:
-    """Collects what the input embedding gives inside the block ([1, T, h] each), with a
+def _record_embeddings(model: Any) -> Iterator[list[Tensor]]:
+    """Collect the outputs [1, T, h] of the input embedding inside the block, as leaves with a
     gradient.
     """
-    seen: list[Tensor] = []
+    embeddings: list[Tensor] = []
 
-    def keep(_module: nn.Module, _inputs: Any, out: Tensor) -> Tensor:
-        seen.append(out.detach().requires_grad_())
-        return seen[-1].clone()  # some models scale it in place
+    def record(_module: nn.Module, _inputs: Any, out: Tensor) -> Tensor:
+        embeddings.append(out.detach().requires_grad_())
+        return embeddings[-1].clone()  # some models scale it in place
 
-    handle = model.get_input_embeddings().register_forward_hook(keep)
+    handle = model.get_input_embeddings().register_forward_hook(record)
     try:
-        yield seen
+        yield embeddings
     finally:
         handle.remove()
 
 
-def _influence(slope: Tensor) -> bool:
-    """Whether any slope is there; one that is not a number tells nothing."""
-    return bool((slope.nan_to_num() != 0).any())
+def _has_influence(grad: Tensor) -> bool:
+    """Return whether any gradient is not zero; NaN counts as zero."""
+    return bool((grad.nan_to_num() != 0).any())
 
 
 def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroBatch:
-    """A micro-batch of token sequences without anything else to know about them; or of answers to
-    one prompt, that it shares.
+    """Return a micro-batch of token sequences, or of completions that share one prompt.
 
-    Every token is measured that has one before it, but not those of a prompt.
+    The loss mask has every token that follows another one, except those of a prompt.
     """
     device = sequences[0].device
     above = 0 if prompt is None else len(prompt)
@@ -191,14 +187,14 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroB
     spans = list(pairwise([above, *(above + lengths.cumsum(0)).tolist()]))
     rows = torch.arange(spans[-1][1])
     starts = torch.tensor([start for start, _ in spans])
-    own = torch.repeat_interleave(torch.arange(len(spans)), lengths)
-    source, pos, seq = rows - 1, rows.clone(), torch.cat([own.new_zeros(above), own])
+    owner = torch.repeat_interleave(torch.arange(len(spans)), lengths)
+    source, pos, seq = rows - 1, rows.clone(), torch.cat([owner.new_zeros(above), owner])
     source[starts] = above - 1
-    pos[above:] += above - starts[own]
+    pos[above:] += above - starts[owner]
     mask = (rows >= above) & (source >= 0)
     trunk = [] if prompt is None else [prompt]
     tokens = torch.cat([*trunk, *sequences])
-    each, numbers = sent(torch.zeros_like(lengths), device), sent(torch.zeros(len(spans)), device)
+    zeros, numbers = sent(torch.zeros_like(lengths), device), sent(torch.zeros(len(spans)), device)
     return MicroBatch(
         tokens=tokens,
         cpu_tokens=tokens.cpu(),
@@ -211,14 +207,14 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroB
         segments=(*((0, len(t), -1) for t in trunk), *((a, b, len(trunk) - 1) for a, b in spans)),
         leaves=tuple(range(len(trunk), len(trunk) + len(spans))),
         requires_grad=(True,) * len(spans),
-        unit=each,
-        side=each,
+        unit=zeros,
+        side=zeros,
         label=None,
         weight=numbers + 1,
         margin=numbers,
         soft=numbers + torch.nan,
         target=None,
-        group=each,
+        group=zeros,
         num_groups=1,
         ids=("",) * len(spans),
     )

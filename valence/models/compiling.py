@@ -1,5 +1,5 @@
-"""Compiled decoder layers: the same model with fewer passes over memory, where PyTorch's compiler
-can be had.
+"""Compiled decoder layers: the same computation with fewer passes over memory, where PyTorch's
+compiler is available.
 """
 
 from __future__ import annotations
@@ -16,128 +16,130 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from valence.models.check import FAILURES, TOLERANCE, plain_batch, said
+from valence.models.check import FAILURES, TOLERANCE, plain_batch, scores_or_logps
 from valence.models.policy_model import PolicyModel
 
-PROGRAMS = 32  # most of one model
-KEPT = 0.9
-"""Share of what a plain compiled layer would keep for its backward pass: the cheapest tenth is
-computed again, in no more time.
+MAX_PROGRAMS = 32
+"""Limit of compiled programs of a model."""
+ACTIVATION_BUDGET = 0.9
+"""Share of the activations that a compiled layer keeps. Computing the cheapest tenth again takes no
+additional time.
 """
 
 
 def why_not(device: torch.device) -> str | None:
-    """What keeps layers from being compiled for this device, or None."""
+    """Return the reason why layers cannot be compiled for this device, or None."""
     if device.type == "cpu":
-        return None if shutil.which("g++") else "there is no C++ compiler (g++)"
-    return None if device.type == "cuda" else f"there is no compiler for {device.type}"
+        return None if shutil.which("g++") else "g++ is not installed"
+    return None if device.type == "cuda" else f"the compiler does not support {device.type}"
 
 
 def compile_layers(engine: PolicyModel) -> bool:
-    """Compiles the engine's decoder layers; says so (a warning) and leaves them as they were when
-    the compiler fails on them, or makes another computation of them. All layers of one kind share
-    one compiled program, for any number of tokens.
+    """Compile the decoder layers, and return whether they are compiled. If the compiler fails, or
+    its programs compute different results, warn and leave the layers unchanged.
 
-    The first passes take the time of compiling, some ten seconds for each kind of layer and pass.
+    All layers of one kind share one program for any number of tokens. The first passes include
+    the compilation, about ten seconds for each kind of layer and pass.
     """
     layers = [
         layer for layer in engine.causal.modules() if isinstance(layer, GradientCheckpointingLayer)
     ]
-    why = (
+    reason = (
         why_not(engine.device)
         if engine.packs and layers
         else "its layers run one sequence at a time"
     )
-    why = why or _failure(engine, layers)
-    if why:
+    reason = reason or _failure(engine, layers)
+    if reason:
         for layer in layers:
-            _leave(layer)
+            _restore(layer)
         warnings.warn(
-            f"the layers of {type(engine.causal).__name__} are not compiled: {why}", stacklevel=2
+            f"the layers of {type(engine.causal).__name__} are not compiled: {reason}", stacklevel=2
         )
-    engine.compiled = why is None
+    engine.compiled = reason is None
     return engine.compiled
 
 
 def _failure(engine: PolicyModel, layers: list[Any]) -> str | None:
-    """Compiles, and says what is wrong with the result, if anything."""
+    """Compile the layers; return what is wrong with the result, or None."""
     size = int(engine.causal.get_input_embeddings().weight.shape[0])
     tokens = torch.randint(0, size, (40,), generator=torch.Generator().manual_seed(0)).to(
         engine.device
     )
-    # Not as many sequences as a forest has columns: the compiler would take these for one number.
+    # Not four sequences, the number of columns of the segment table: the compiler would treat equal
+    # sizes as one number.
     batch = plain_batch([tokens[8:20], tokens[20:30], tokens[30:]], tokens[:8])
     trained = [p for p in engine.parameters() if p.requires_grad]
-    plain = said(engine, batch)
-    wanted = _gradients(plain, trained)
+    expected = scores_or_logps(engine, batch)
+    expected_norm = _gradient_norm(expected, trained)
     try:
-        # Switches of this thread for all programs, and the only ones there are for compiled
-        # autograd and for the number of
-        # programs: layers may be of several kinds, each with and without a gradient, training and
-        # not.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, PROGRAMS)
-        torch._functorch.config.activation_memory_budget = KEPT
+        # These settings apply to all programs of this thread. The limit has to allow several kinds
+        # of layers, each with and without a gradient, in training and in evaluation.
+        torch._dynamo.config.recompile_limit = max(
+            torch._dynamo.config.recompile_limit, MAX_PROGRAMS
+        )
+        torch._functorch.config.activation_memory_budget = ACTIVATION_BUDGET
         torch._functorch.config.is_non_builtin_to_include = (
             True  # attention is not a cheap operation
         )
         for layer in layers:
             _compile(layer)
-        values = said(engine, batch)
-        found = _gradients(values, trained)
+        values = scores_or_logps(engine, batch)
+        norm = _gradient_norm(values, trained)
     except (*FAILURES, AssertionError, TorchDynamoException) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     dtype = engine.compute or next(engine.parameters()).dtype
-    # Not the largest: in bfloat16 what 30 layers say of one random token was seen to differ by 0.5,
-    # and of all together by 0.19.
-    apart = (values - plain).square().mean().sqrt().item()
-    if not apart <= TOLERANCE[dtype]:
-        return f"what it says differs by {apart:.2g}"
-    far = float((wanted - found).abs() / wanted) if trained else 0.0
-    return None if far <= 10 * TOLERANCE[dtype] else f"the norm of gradients differs by {far:.1%}"
+    # Not the largest difference: in bfloat16 with 30 layers that was measured to be 0.5 for one
+    # random token, and the root mean square 0.19.
+    difference = (values - expected).square().mean().sqrt().item()
+    if not difference <= TOLERANCE[dtype]:
+        return f"log-probabilities or scores differ by {difference:.2g}"
+    error = float((expected_norm - norm).abs() / expected_norm) if trained else 0.0
+    if not error <= 10 * TOLERANCE[dtype]:
+        return f"the norm of gradients differs by {error:.1%}"
+    return None
 
 
 def _compile(layer: Any) -> None:
-    # in older versions of transformers what runs again is the call
-    around_calls = "__call__" in vars(GradientCheckpointingLayer)
-    if layer.gradient_checkpointing and not around_calls:
+    # Older versions of transformers recompute the call instead of the forward.
+    recomputes_calls = "__call__" in vars(GradientCheckpointingLayer)
+    if layer.gradient_checkpointing and not recomputes_calls:
         layer.forward = partial(_forward, layer)
     else:
         nn.Module.compile(layer, dynamic=True)
 
 
-def _leave(layer: Any) -> None:
-    """As it was before ``_compile``."""
+def _restore(layer: Any) -> None:
+    """Undo ``_compile``."""
     layer._compiled_call_impl = None
     vars(layer).pop("forward", None)
 
 
-def _forward(layer: Any, *inputs: Any, **more: Any) -> Any:
-    """A layer whose activations are not kept: compiled inside what runs again, not around it.
-
-    Of what surrounds a second run (an adapter has something there) the compiler knows nothing.
+def _forward(layer: Any, *inputs: Any, **options: Any) -> Any:
+    """The forward of a checkpointed layer with a compiled program inside the recomputation: the
+    compiler does not support the contexts of a recomputation, which adapters need.
     """
-    whole, checkpoint = type(layer).forward, layer._gradient_checkpointing_func
+    forward, checkpoint = type(layer).forward, layer._gradient_checkpointing_func
     if not layer.training:
-        return compiled_program(whole)(layer, *inputs, **more)
+        return compiled_program(forward)(layer, *inputs, **options)
     layer._gradient_checkpointing_func = lambda run, *inputs: checkpoint(
         partial(compiled_program(run.func), *run.args, **run.keywords), *inputs
     )
     try:
-        return whole(layer, *inputs, **more)
+        return forward(layer, *inputs, **options)
     finally:
         layer._gradient_checkpointing_func = checkpoint
 
 
 @cache
 def compiled_program(forward: Any) -> Any:
+    """Return the compiled forward of a class of layers."""
     return torch.compile(forward, dynamic=True)
 
 
-def _gradients(values: Tensor, trained: list[nn.Parameter]) -> Tensor:
-    """The norm of the gradients of the sum, 0 if nothing trains."""
+def _gradient_norm(values: Tensor, trained: list[nn.Parameter]) -> Tensor:
+    """Return the norm of the gradients of the sum; 0 without trained parameters."""
     if not trained:
         return torch.zeros(())
-    found = torch.autograd.grad(values.sum(), trained, allow_unused=True)
-    return torch.stack(
-        [slope.detach().float().norm() for slope in found if slope is not None]
-    ).norm()
+    grads = torch.autograd.grad(values.sum(), trained, allow_unused=True)
+    return torch.stack([grad.detach().float().norm() for grad in grads if grad is not None]).norm()

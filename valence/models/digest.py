@@ -1,4 +1,4 @@
-"""A name for a model: the same for the same computation, another for other weights or settings."""
+"""Digests that identify a model by its weights, configuration and computation."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ OF_AN_ADAPTER_COPY = {
     "inference_mode",
     "auto_mapping",
 }
-"""Settings that differ between copies of one model, and change no value."""
+"""Settings that may differ between copies of a model without an effect on results."""
 
 
 class Digests(NamedTuple):
-    """Of a model as it is computed with, and of its weights alone, wherever and however that is."""
+    """model: of the weights, configuration and computation. weights: of the weights only."""
 
     model: str
     weights: str
 
 
 def model_digest(engine: PolicyModel, *, adapter: bool) -> str:
-    """See ``digests``."""
+    """Return the digest of the model (see ``digests``)."""
     return digests(engine, adapter=adapter).model
 
 
 def digests(engine: PolicyModel, *, adapter: bool) -> Digests:
-    """32 hexadecimal digits for the model's configuration, all weights with their types (with or
-    without those of an adapter, and its configuration), and how and on what kind of device they are
-    computed with; and as many for the weights alone.
+    """Return 32 hexadecimal digits of the configuration, all weights with their dtypes (with or
+    without an adapter and its configuration), the computation and the type of the device; and 32
+    of the weights only.
 
-    It is taken of the weights as they are, not of a file: what a loader, a cast or an adapter made
-    of them is in it. An adapter's wrapper around a model does not change the names of the model's
-    own weights here. Where weights are split over processes, all of them call this together.
+    The weights are those in memory, after loading and casting. The wrapper of an adapter does not
+    change the names of the weights of the base model. With sharded weights, all processes call
+    this together.
     """
     model: Any = engine.model
     adapters = getattr(model, "peft_config", {}) if adapter else {}
@@ -65,15 +65,16 @@ def digests(engine: PolicyModel, *, adapter: bool) -> Digests:
         _without(engine.causal.config.to_dict(), OF_A_COPY),
         {name: _without(config.to_dict(), OF_AN_ADAPTER_COPY) for name, config in adapters.items()},
     ]
-    digest, alone = hashlib.sha256(f"{engine.how} {engine.device.type}".encode()), hashlib.sha256()
-    digest.update(json.dumps(settings, sort_keys=True, default=_plain).encode())
+    model_hash = hashlib.sha256(f"{engine.computation} {engine.device.type}".encode())
+    weights_hash = hashlib.sha256()
+    model_hash.update(json.dumps(settings, sort_keys=True, default=_plain).encode())
     trained = {
         name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
     }
     weights = {
         _name_in_base(name): weight
         for name, weight in {**model.state_dict(), **states(model)}.items()
-        # modules_to_save: such as a head that trains with the adapter
+        # modules_to_save: for example a head that is trained with the adapter
         if adapter
         or not (
             name in trained or any(part in name for part in ("lora_", ".modules_to_save.", DELTA))
@@ -81,28 +82,27 @@ def digests(engine: PolicyModel, *, adapter: bool) -> Digests:
     }
     names = sorted(weights)
     for name, content in zip(names, _contents(weights[name] for name in names), strict=True):
-        for each in (digest, alone):
-            each.update(
+        for hash_ in (model_hash, weights_hash):
+            hash_.update(
                 f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode() + content
             )
-    return Digests(digest.hexdigest()[:32], alone.hexdigest()[:32])
+    return Digests(model_hash.hexdigest()[:32], weights_hash.hexdigest()[:32])
 
 
 DELTA = ".token_adapter.trainable_tokens_"
-"""Part of the names of what PEFT keeps for single tokens of an embedding that train."""
+"""Part of the names of PEFT's weights for single trained tokens of an embedding."""
 
 
 def _name_in_base(name: str) -> str:
-    """The name that a weight has in the model without an adapter's wrappers."""
+    """Return the name of a weight in the model without an adapter's wrappers."""
     name = name.replace("base_model.model.", "").replace(".token_adapter.base_layer.", ".")
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _contents(weights: Iterable[Any]) -> Iterator[bytes]:
-    """A hash of each tensor's bytes.
+    """Yield a hash of each tensor's bytes, computed in a few threads.
 
-    Some are made at once, as hashing lets other threads run; what is split over processes is put
-    together here, so that all of them do it in one order.
+    Sharded weights are gathered in this thread, in the same order in all processes.
     """
     waiting: deque[Future[bytes]] = deque()
     at_once = min(8, os.cpu_count() or 1)
@@ -115,7 +115,7 @@ def _contents(weights: Iterable[Any]) -> Iterator[bytes]:
             )
             if len(waiting) > at_once:
                 yield waiting.popleft().result()
-        yield from (each.result() for each in waiting)
+        yield from (future.result() for future in waiting)
 
 
 def _content(weight: Tensor) -> bytes:
@@ -125,7 +125,7 @@ def _content(weight: Tensor) -> bytes:
 
 
 def _without(settings: Any, names: set[str]) -> Any:
-    """Nested settings without those of these names."""
+    """Return nested settings without these names."""
     if not isinstance(settings, dict):
         return settings
     return {
@@ -134,5 +134,5 @@ def _without(settings: Any, names: set[str]) -> Any:
 
 
 def _plain(value: object) -> object:
-    """What JSON has no form for: a set in order, all else by its text."""
+    """Return a JSON value for a set (sorted) or any other object (its text)."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)

@@ -1,4 +1,6 @@
-"""The visibility of a forest for FlexAttention, which runs all of it as one kernel on CUDA."""
+"""The visibility of a prefix tree as block masks for FlexAttention, which computes it in one kernel
+on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,26 @@ import torch._functorch.config
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from valence.models.layout import Table, segments_of
+from valence.models.layout import SegmentTable, segments_of
 from valence.types import sent
 
-BLOCK, GRAIN = 128, 16  # rows and columns of a block, and of the parts of it that are looked at
-# most of them: one for each size with and without a gradient, and for each pair of sizes of two
-# passes
-PROGRAMS = 8192
+BLOCK, SUBBLOCK = 128, 16
+"""Rows and columns of a block, and of the parts of it that are tested for visible pairs."""
+MAX_PROGRAMS = 8192
+"""Limit of compiled programs: one for each size with and without a gradient, and for each pair of
+sizes of two passes.
+"""
 
 
 class Visible:
-    """Block masks of one pass, a mask for each window (0: none) that the model's layers have, which
-    all layers share.
-    """
+    """Block masks of one pass for all layers, one for each window (0: none) of the layers."""
 
-    def __init__(self, segments: Table, windows: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, segments: SegmentTable, windows: tuple[int, ...], device: torch.device
+    ) -> None:
         enter, leave, depth = sent(_columns(segments), device)
-        own = sum(end - start for start, end, _, asks in segments if asks)
-        self.masks = {window: _mask(enter, leave, depth, own, window) for window in windows}
+        queries = sum(end - start for start, end, _, is_query in segments if is_query)
+        self.masks = {window: _mask(enter, leave, depth, queries, window) for window in windows}
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float
@@ -38,60 +42,60 @@ class Visible:
         def capped(score: Tensor, *_: Tensor) -> Tensor:
             return softcap * torch.tanh(score / softcap)
 
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "score_mod": capped if softcap else None,
             "block_mask": self.masks[window],
             "scale": scale,
             "enable_gqa": q.shape[1] != k.shape[1],
         }
         if not q.is_cuda:
-            return flex_attention(q, k, v, **how)
+            return flex_attention(q, k, v, **options)
         raise_recompile_limits()
-        # Compiled layers keep less for their backward pass (see ``compiling``). Attention keeps
-        # all, or it would run twice.
+        # Compiled layers keep less for their backward pass (see ``compiling``), which would compute
+        # attention twice.
         with torch._functorch.config.patch(activation_memory_budget=1.0):
-            return _compiled()(q, k, v, **how)
+            return _compiled()(q, k, v, **options)
 
 
 @lru_cache(maxsize=2)
-def _visible(segments: Table, windows: tuple[int, ...], device: torch.device) -> Visible:
-    with torch.inference_mode(False):  # whoever asks first: a pass with a gradient may follow
+def _visible(segments: SegmentTable, windows: tuple[int, ...], device: torch.device) -> Visible:
+    with torch.inference_mode(False):  # the result is cached for passes with a gradient too
         return Visible(segments, windows, device)
 
 
 def visible(forest: Tensor, windows: tuple[int, ...], device: torch.device) -> Visible:
-    """What a pass sees; once for the policy and a reference that run one after the other. forest:
-    the table of ``layout.py``.
+    """Return the block masks of a pass; cached, since a reference often follows the policy. forest:
+    the segment table of ``layout.py``.
     """
     return _visible(segments_of(forest), windows, device)
 
 
 @cache
 def _compiled() -> Any:
-    """One program for each size.
+    """Return FlexAttention with one compiled program for each size.
 
-    Beyond its limit the compiler would leave attention as it is, with all scores in memory at once,
-    and go on: hence an error where it is reached.
+    fullgraph: beyond its limit of programs the compiler would otherwise silently compute attention
+    without a kernel, with all scores in memory at once.
     """
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def raise_recompile_limits() -> None:
-    """For as many programs as there may be.
+    """Let the compiler build up to MAX_PROGRAMS programs in this thread.
 
-    The compiler's settings are each thread's own: layers that run again do so in the thread of the
-    backward pass, and reward models in theirs.
+    Each thread has its own settings of the compiler: checkpointed layers run in the thread of the
+    backward pass, reward models in others.
     """
     limits = torch._dynamo.config
-    if limits.recompile_limit < PROGRAMS:
-        limits.recompile_limit = PROGRAMS
-    if limits.accumulated_recompile_limit < PROGRAMS:
-        limits.accumulated_recompile_limit = PROGRAMS
+    if limits.recompile_limit < MAX_PROGRAMS:
+        limits.recompile_limit = MAX_PROGRAMS
+    if limits.accumulated_recompile_limit < MAX_PROGRAMS:
+        limits.accumulated_recompile_limit = MAX_PROGRAMS
 
 
-def _columns(segments: Table) -> Tensor:
-    """For every row: when a walk depth first enters it and when it has left all that is behind it,
-    and its depth in tokens: [3, T].
+def _columns(segments: SegmentTable) -> Tensor:
+    """Return for every row when a depth-first walk enters it, when the walk has left all its
+    descendants, and its depth in tokens: [3, T].
     """
     total = max(end for _, end, _, _ in segments)
     enter, leave, depth = (torch.zeros(total, dtype=torch.long) for _ in range(3))
@@ -101,9 +105,9 @@ def _columns(segments: Table) -> Tensor:
     clock = 0
     walk = [(k, False) for k in reversed(children[-1])]
     while walk:
-        k, done = walk.pop()
+        k, is_done = walk.pop()
         start, end, parent, _ = segments[k]
-        if done:
+        if is_done:
             leave[start:end] = clock
             continue
         above = 0 if parent < 0 else int(depth[segments[parent][1] - 1]) + 1
@@ -115,47 +119,53 @@ def _columns(segments: Table) -> Tensor:
 
 
 def _mask(enter: Tensor, leave: Tensor, depth: Tensor, queries: int, window: int) -> BlockMask:
-    """What each of the last rows, so many queries, sees, and in which blocks it has to be asked:
-    those in which some pair may see, by the least and largest numbers of a few rows, and not every
-    pair does.
+    """Return the block mask of the last rows, ``queries`` in number.
+
+    The minimum and maximum of the columns over a few rows determine in which blocks some pair is
+    visible, and in which all pairs are, so that the mask of pairs is not evaluated there.
     """
     first = len(enter) - queries
 
-    def sees(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        at = query + first
-        path = (enter[key] <= enter[at]) & (enter[at] < leave[key])
-        return path & (depth[at] - depth[key] < window) if window else path
+    def is_visible(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        row = query + first
+        on_path = (enter[key] <= enter[row]) & (enter[row] < leave[key])
+        return on_path & (depth[row] - depth[key] < window) if window else on_path
 
-    asked, deep = enter[first:], depth[first:]
-    some = (_least(enter, GRAIN) <= _most(asked, GRAIN)[:, None]) & (
-        _least(asked, GRAIN)[:, None] < _most(leave, GRAIN)
+    query_enter, query_depth = enter[first:], depth[first:]
+    is_any = (_min(enter, SUBBLOCK) <= _max(query_enter, SUBBLOCK)[:, None]) & (
+        _min(query_enter, SUBBLOCK)[:, None] < _max(leave, SUBBLOCK)
     )
-    every = (_most(enter) <= _least(asked)[:, None]) & (_most(asked)[:, None] < _least(leave))
+    is_all = (_max(enter) <= _min(query_enter)[:, None]) & (
+        _max(query_enter)[:, None] < _min(leave)
+    )
     if window:
-        some &= _least(deep, GRAIN)[:, None] - _most(depth, GRAIN) < window
-        every &= _most(deep)[:, None] - _least(depth) < window
-    some = some.view(every.shape[0], BLOCK // GRAIN, every.shape[1], BLOCK // GRAIN).any(3).any(1)
-    every[queries // BLOCK :] = every[:, len(enter) // BLOCK :] = (
-        False  # a block that is cut off at the end
-    )
+        is_any &= _min(query_depth, SUBBLOCK)[:, None] - _max(depth, SUBBLOCK) < window
+        is_all &= _max(query_depth)[:, None] - _min(depth) < window
+    parts = BLOCK // SUBBLOCK
+    is_any = is_any.view(is_all.shape[0], parts, is_all.shape[1], parts).any(3).any(1)
+    # Incomplete blocks at the end need the mask of pairs.
+    is_all[queries // BLOCK :] = is_all[:, len(enter) // BLOCK :] = False
     lengths = queries, len(enter)
-    return BlockMask.from_kv_blocks(*_listed(some & ~every), *_listed(every), BLOCK, sees, lengths)
+    return BlockMask.from_kv_blocks(
+        *_list_blocks(is_any & ~is_all), *_list_blocks(is_all), BLOCK, is_visible, lengths
+    )
 
 
-def _least(values: Tensor, rows: int = BLOCK) -> Tensor:
-    """Of each so many of values[T], in whole blocks."""
+def _min(values: Tensor, rows: int = BLOCK) -> Tensor:
+    """Return the minimum of each block of ``rows`` of values[T]; the last value pads the last
+    block.
+    """
     return torch.cat([values, values[-1:].expand(-len(values) % BLOCK)]).view(-1, rows).amin(1)
 
 
-def _most(values: Tensor, rows: int = BLOCK) -> Tensor:
-    return -_least(-values, rows)
+def _max(values: Tensor, rows: int = BLOCK) -> Tensor:
+    return -_min(-values, rows)
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of blocks[Q, K] how many are marked, and their places, before those of the
-    others.
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row of blocks[Q, K] the number of True entries, and the indices of the
+    entries, those of True ones first.
     """
     count = blocks.sum(1, dtype=torch.int32)
-    return count[None, None], blocks.int().argsort(dim=1, descending=True, stable=True).int()[
-        None, None
-    ]
+    indices = blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    return count[None, None], indices[None, None]

@@ -1,8 +1,8 @@
-"""Gradients of vocabulary matrices: written where they belong by the backward pass itself, in
-memory kept from step to step.
+"""Gradients of vocabulary matrices, written in place by the backward pass into memory that is
+reused from step to step.
 
-On a CPU fresh memory of their size costs several times what is written to it: the system hands it
-out page by page.
+On a CPU allocating memory of their size takes several times longer than writing it, since the
+operating system provides it page by page.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
 
 LARGE = 2**25
-"""Bytes from which the C library takes memory from the system each time; what is smaller it keeps
-by itself.
+"""Bytes from which the C library allocates memory from the operating system each time. It reuses
+smaller blocks by itself.
 """
-WRITTEN, KEPT = "_valence_written", "_valence_kept"
-"""What a weight remembers: that its gradient's memory is worth keeping, and that memory between
+REUSABLE, MEMORY = "_valence_reusable_gradient", "_valence_gradient_memory"
+"""Attributes of a weight: whether to reuse the memory of its gradient, and that memory between
 steps.
 """
 
 
 def to_write(node: Any, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
-    """The gradient of a weight, of its shape, for a backward function to write or, if the flag says
-    so, to add to; nothing is then returned to autograd. None where autograd would do more than that
-    with it, or is asked for it itself. node: where it would go; dtype: that of the gradient.
+    """Return the gradient of a weight for a backward function to write in place, and whether to add
+    to it instead; the function then returns no gradient to autograd.
+
+    Return None if autograd itself needs the gradient (hooks, ``torch.autograd.grad``, another
+    dtype). node: the node of the graph that would receive the gradient, which has this dtype.
     """
     if not weight.is_leaf or weight.dtype != dtype:
         return None
@@ -40,12 +42,12 @@ def to_write(node: Any, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, boo
     try:
         if not torch._C._will_engine_execute_node(node):
             return None
-    except RuntimeError:  # torch.autograd.grad asks for this gradient itself
+    except RuntimeError:  # torch.autograd.grad returns this gradient
         return None
     if grad is not None:
         return grad, True
-    own = vars(weight)
-    memory: Tensor | None = own.pop(KEPT, None)
+    attributes = vars(weight)
+    memory: Tensor | None = attributes.pop(MEMORY, None)
     if memory is None or (memory.shape, memory.dtype, memory.device) != (
         weight.shape,
         dtype,
@@ -53,26 +55,26 @@ def to_write(node: Any, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, boo
     ):
         memory = torch.empty_like(weight)
     weight.grad = memory
-    own[WRITTEN] = memory.device.type == "cpu" and memory.nbytes >= LARGE
+    attributes[REUSABLE] = memory.device.type == "cpu" and memory.nbytes >= LARGE
     return memory, False
 
 
 def clear(parameters: Iterable[Tensor], *, keep: bool = True) -> None:
-    """Sets gradients to None. keep: the memory of large ones that ``to_write`` gave is used again,
-    so that nothing else may hold them any more; else all of it is given back.
+    """Set gradients to None. keep: reuse the memory of large ones from ``to_write``, to which
+    nothing else may then refer; otherwise free it.
     """
     for p in parameters:
-        own = vars(p)
-        written = own.pop(WRITTEN, False)
+        attributes = vars(p)
+        is_reusable = attributes.pop(REUSABLE, False)
         if not keep:
-            own.pop(KEPT, None)
-        elif written and p.grad is not None:
-            own[KEPT] = p.grad
+            attributes.pop(MEMORY, None)
+        elif is_reusable and p.grad is not None:
+            attributes[MEMORY] = p.grad
         p.grad = None
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose gradient is not made anew, with a row for every token there is, in each
+    """An embedding that writes its gradient in place instead of allocating [V, h] for each
     micro-batch.
     """
 
@@ -83,8 +85,8 @@ class Embedding(nn.Embedding):
             or self.weight.device.type != "cpu"
         ):
             return super().forward(input)
-        found: Any = EmbeddingLookup.apply(self.weight, input, self.padding_idx)
-        return found
+        rows: Any = EmbeddingLookup.apply(self.weight, input, self.padding_idx)
+        return rows
 
 
 class EmbeddingLookup(torch.autograd.Function):
@@ -100,29 +102,29 @@ class EmbeddingLookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
         weight, ids = ctx.saved_tensors
-        placed = to_write(ctx.next_functions[0][0], weight, slope.dtype)
-        grad, adds = placed or (torch.empty_like(weight), False)
-        if not adds:
-            grad.zero_()
-        rows, slope = ids.flatten(), slope.reshape(-1, weight.shape[1])
+        in_place = to_write(ctx.next_functions[0][0], weight, grad.dtype)
+        grad_weight, accumulates = in_place or (torch.empty_like(weight), False)
+        if not accumulates:
+            grad_weight.zero_()
+        rows, grad = ids.flatten(), grad.reshape(-1, weight.shape[1])
         if ctx.padding is not None:
-            slope = slope.masked_fill((rows == ctx.padding)[:, None], 0)
-        grad.index_add_(0, rows, slope)
-        return None if placed else grad, None, None
+            grad = grad.masked_fill((rows == ctx.padding)[:, None], 0)
+        grad_weight.index_add_(0, rows, grad)
+        return None if in_place else grad_weight, None, None
 
 
 def write_embedding_gradients(model: Any) -> None:
-    """From now on those of a model's tokens go where they belong at once, if it has a plain table
-    of them in full precision.
+    """Make the input embedding of a model write its gradient in place, if it is a plain embedding
+    in float32 or float64.
     """
     table = model.get_input_embeddings()
-    plain = (
+    is_plain = (
         type(table) is nn.Embedding
         and table.max_norm is None
         and not table.scale_grad_by_freq
         and not table.sparse
     )
-    if plain and table.weight.dtype in (torch.float32, torch.float64):
-        table.__class__ = Embedding  # not a new module: adapters and shards know this one
+    if is_plain and table.weight.dtype in (torch.float32, torch.float64):
+        table.__class__ = Embedding  # the same object, to which adapters and shards refer

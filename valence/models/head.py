@@ -1,14 +1,18 @@
-"""From hidden states to log-probabilities: the linear head and its log-softmax, a range of the
-vocabulary at a time.
+"""From hidden states to log-probabilities: the linear head, its log-softmax, and the backends that
+compute them.
+
+Logits never exist for all rows and the entire vocabulary at once, and are always float32 (float64
+for a float64 model). ``HEAD_BACKENDS`` lists the implementations, which are interchangeable.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,205 +20,485 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from valence.errors import UserError, install_command
 from valence.models import gradients, native
 from valence.models.adapters import active_module
 from valence.models.products import bfloat16_operands
 
-CHUNK = 8192
-"""Columns of [N, V] logits that exist at once; fewer, down to a sixteenth, where there are many
-rows.
-"""
-AREA = {"cpu": 2**21, "cuda": 2**26}
-"""Logits that exist at once: on a CPU they should stay in its cache (8 MB), on a CUDA device be a
+MAX_COLUMNS = 8192
+"""Columns of the logits [N, V] that exist at once; fewer for many rows, down to a sixteenth."""
+MAX_LOGITS = {"cpu": 2**21, "cuda": 2**26}
+"""Logits that exist at once: on a CPU they fit into its cache (8 MB), on a CUDA device they make a
 large product (256 MB).
 """
-LEAST = -3.4e38
-"""Stands for the largest of a range of logits that is all minus infinity."""
-GRAIN = 64
-"""Columns that a range is a multiple of: rows of another length would be copied before each
+LOWEST_LOGIT = -3.4e38
+"""Replaces the maximum of logits that are all minus infinity."""
+COLUMN_MULTIPLE = 64
+"""The number of columns is a multiple of this: PyTorch copies rows of other lengths before each
 product.
 """
-ROWS = 512
+LAYER_ROWS = 512
 """Rows of logits that exist at once where the head is not a plain linear layer."""
-KEEP = 128 * 2**20
-"""Bytes of probabilities that a forward pass keeps, so that its backward pass need not compute
-their logits again.
+CACHE_BYTES = 128 * 2**20
+"""Bytes of probabilities that a forward pass keeps on a CPU. The backward pass computes the others
+again.
 """
-KEEP_CUDA = 1 / 32
-"""The same on a CUDA device, as a part of its memory (of all of it: no number may depend on how
-much is free).
+CACHE_SHARE_CUDA = 1 / 32
+"""The same on a CUDA device, as a share of its total memory. A share of the free memory would let
+results depend on what else is allocated.
 """
 LOG2E = 1 / math.log(2)
-TINY = 1e-30
-"""A part of the probability that is nothing beside the rest, and whose inverse bfloat16 can
-hold.
+MIN_FACTOR = 1e-30
+"""Lower bound of exp(maximum of a range - maximum of the row). It is negligible, and bfloat16 can
+represent its inverse.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output layer of a causal model with the quirks of its family: a final soft-cap (Gemma 2)
-    or a scale (Cohere, Granite).
+    """The output layer of a causal model, with the final soft-cap (Gemma 2) or logit scale (Cohere,
+    Granite) of its family.
 
-    ``temperature``: divides the logits after these. ``half``: the operands of the products are
-    rounded to bfloat16; logits are accumulated and used in float32 all the same. A layer with a
-    ``group`` (see ``dist.tensor``) has the logits of some tokens alone, from ``first``; the other
-    processes of the group have the others.
+    logits = finish(hidden @ weight^T + bias). temperature: divides the logits after soft-cap and
+    scale. rounds_to_bfloat16: the operands of the products are rounded to bfloat16; logits are
+    still accumulated and used in float32. backend: a name in ``HEAD_BACKENDS``, or "auto". A layer
+    with a ``group`` (tensor parallelism) has the logits of the tokens from ``first`` on; the other
+    processes of the group have the other tokens.
     """
 
     layer: nn.Module
     softcap: float | None = None
     scale: float = 1.0
-    half: bool = False
+    rounds_to_bfloat16: bool = False
     temperature: float = 1.0
+    backend: str = "auto"
 
     @classmethod
-    def of(cls, model: Any, *, half: bool, temperature: float = 1.0) -> Head:
-        """The head of an unmodified Hugging Face causal model."""
+    def of(
+        cls,
+        model: Any,
+        *,
+        rounds_to_bfloat16: bool,
+        temperature: float = 1.0,
+        backend: str = "auto",
+    ) -> Head:
+        """Return the head of an unmodified Hugging Face causal model."""
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0
         scale /= getattr(config, "logits_scaling", None) or 1.0
         softcap = getattr(config, "final_logit_softcapping", None)
         layer = active_module(model.get_output_embeddings())
-        return cls(layer, softcap, scale, half, temperature)
+        return cls(layer, softcap, scale, rounds_to_bfloat16, temperature, backend)
 
     @property
-    def steepness(self) -> float:
-        """The slope of the logits in the layer's product, where no soft-cap bends it."""
+    def slope(self) -> float:
+        """Derivative of the logits with respect to the layer's output, without a soft-cap."""
         return self.scale / self.temperature
 
     @property
-    def highest(self) -> float | None:
-        """Below which a soft-cap keeps the logits."""
+    def max_logit(self) -> float | None:
+        """Upper bound of the logits under a soft-cap; None without one."""
         return None if self.softcap is None else self.softcap / self.temperature
 
     @property
     def group(self) -> Any:
+        """The processes that share the vocabulary under tensor parallelism, or None."""
         return getattr(self.layer, "group", None)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the layer is its weight and bias alone, without an adapter."""
+        return type(self.layer) is nn.Linear or bool(self.group)
 
     def __call__(
         self, hidden: Tensor, target: Tensor, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of each target under softmax(logits): hidden[N, h], target[N] -> [N]
-        (nats), and the entropy [N].
+        """Return the log-probability of each target under softmax(logits), and the entropy.
 
-        Both are float32 (float64 for a float64 model). At no time are there logits of all rows for
-        the whole vocabulary.
+        hidden[N, h], target[N] -> log-probabilities [N] (nats), entropy [N] (nats; None unless
+        ``entropy``), both float32 (float64 for a float64 model). Raises UserError when the backend
+        that was requested by name cannot compute them.
         """
-        # Autocast would turn the products back into bfloat16.
+        backend = HEAD_BACKENDS[choose_head_backend(self, hidden, entropy)]
+        # Autocast would round the products to bfloat16.
         with torch.autocast(hidden.device.type, enabled=False):
-            if type(self.layer) is not nn.Linear and not self.group:
-                # An adapter on the head: only the layer itself knows its product.
-                return self._by_layer(hidden, target, entropy)
-            weight, bias = self._own
-            grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-            found: Any = LinearLogProb.apply(hidden, weight, bias, target, self, entropy, grad)
-            return found
+            return backend.log_probs(self, hidden, target, entropy)
 
     @torch.no_grad()
     def sum_sq(self, hidden: Tensor) -> Tensor:
-        """sum_v p_v^2 under softmax(logits) [N], without a gradient."""
-        found: list[Tensor] = []
+        """Return sum_v p_v^2 under softmax(logits) [N], without a gradient."""
+        parts: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in hidden.split(ROWS // 8):
+            for rows in hidden.split(LAYER_ROWS // 8):
                 rows = rows.to(next(self.layer.parameters()).dtype)
-                logits = linear(rows, *self._own) if self.group else self.layer(rows)
+                logits = linear(rows, *self.local_weights) if self.group else self.layer(rows)
                 logits = self.finish(logits.to(torch.promote_types(torch.float32, logits.dtype)))
                 top = logits.amax(-1)
-                e = (
-                    logits - top[:, None]
-                ).exp_()  # a softmax's own rounding would all be in one direction
-                tops, totals, squares = everyones(
-                    torch.stack([top, e.sum(-1), e.square_().sum(-1)]), self.group
+                # The rounding errors of torch.softmax would all have the same sign.
+                exponentials = (logits - top[:, None]).exp_()
+                tops, totals, squares = gather_across_group(
+                    torch.stack([top, exponentials.sum(-1), exponentials.square_().sum(-1)]),
+                    self.group,
                 ).unbind(1)
-                share = torch.exp(tops - tops.amax(0))
-                found.append((squares * share.square()).sum(0) / (totals * share).sum(0).square())
-        return torch.cat(found)
+                factor = torch.exp(tops - tops.amax(0))
+                parts.append((squares * factor.square()).sum(0) / (totals * factor).sum(0).square())
+        return torch.cat(parts)
 
     @property
-    def _own(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a linear layer, or this process's part of them."""
+    def local_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [V, h] and bias [V] of a linear layer; under tensor parallelism those of this
+        process.
+        """
         weight, bias = cast(Any, self.layer).weight, cast(Any, self.layer).bias
-        return (
-            (weight.to_local(), None if bias is None else bias.to_local())
-            if self.group
-            else (weight, bias)
-        )
+        if not self.group:
+            return weight, bias
+        return weight.to_local(), None if bias is None else bias.to_local()
 
     def finish(self, logits: Tensor) -> Tensor:
-        """The layer's product, scaled, capped, and divided by the temperature."""
+        """Return the output of the layer after scale, soft-cap and temperature."""
         if self.softcap is None:
-            return logits if self.steepness == 1.0 else logits * self.steepness
+            return logits if self.slope == 1.0 else logits * self.slope
         scaled = logits if self.scale == 1.0 else logits * self.scale
         return self.softcap / self.temperature * torch.tanh(scaled / self.softcap)
 
-    def _by_layer(
-        self, hidden: Tensor, target: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        parts: list[tuple[Tensor, Tensor]] = []
-        for rows in zip(hidden.split(ROWS), target.split(ROWS), strict=True):
-            again = torch.is_grad_enabled()
-            parts.append(
-                checkpoint(self._rows, *rows, entropy, use_reentrant=False)
-                if again
-                else self._rows(*rows, entropy)
-            )
-        logp, spread = (torch.cat(column) for column in zip(*parts, strict=True))
-        return logp, spread if entropy else None
 
-    def _rows(self, hidden: Tensor, target: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        logits = self.layer(hidden)
-        logits = self.finish(logits.to(torch.promote_types(torch.float32, logits.dtype)))
-        logp: Any = TargetLogProb.apply(logits, target)
-        if not entropy:
-            return logp, logp.new_empty(0)
-        logps = torch.log_softmax(logits, -1)
-        return logp, -(logps.exp() * logps).sum(-1)
+# ---------------------------------------------------------------- backends
+
+
+class HeadBackend(Protocol):
+    """An implementation of log softmax(logits)[target] and of the entropy, with gradients."""
+
+    def unsupported(self, head: Head, hidden: Tensor, entropy: bool) -> str | None:
+        """Return the reason why this backend cannot compute the head of hidden[N, h] here, or None
+        if it can.
+
+        The reason depends on dtypes, devices, widths and settings alone.
+        """
+        ...
+
+    def log_probs(
+        self, head: Head, hidden: Tensor, target: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden[N, h], target[N] -> log-probabilities [N], entropy [N] or None (see ``Head``)."""
+        ...
+
+
+class TorchKernels:
+    """The elementwise part of the tiled computation as PyTorch operations, for any device."""
+
+    fuses_product = False
+    """Whether ``statistics`` computes the product of a range too, faster than ``_Tiles.logits``."""
+
+    def unsupported(self, head: Head, hidden: Tensor) -> str | None:
+        return None
+
+    def statistics(
+        self,
+        tiles: _Tiles,
+        start: int,
+        stop: int,
+        column: Tensor,
+        stats: Tensor,
+        entropy: bool,
+        keep: torch.dtype | None,
+    ) -> Tensor | None:
+        """Call ``logit_statistics`` for the logits of tokens ``start`` to ``stop``."""
+        return self.logit_statistics(tiles.logits(start, stop), column, stats, entropy, keep)
+
+    def logit_statistics(
+        self,
+        logits: Tensor,
+        column: Tensor,
+        stats: Tensor,
+        entropy: bool,
+        keep: torch.dtype | None,
+    ) -> Tensor | None:
+        """Fill stats[4, N] with the statistics of logits[N, w] that a softmax needs: the maximum of
+        each row; relative to it, the sum of exp(logit) and of logit * exp(logit) (for the entropy);
+        and the logit at column[N], 0 if the column is outside this range.
+
+        Return exp(logit - maximum) [N, w] with dtype ``keep``, None without one. The logits are
+        overwritten.
+        """
+        is_inside, place = _clamp_column(column, logits.shape[1])
+        stats[3] = torch.where(is_inside, logits.gather(1, place), 0).squeeze(1)
+        top = logits.amax(-1, keepdim=True).clamp_min_(LOWEST_LOGIT)
+        stats[0] = top.squeeze(1)
+        logits.sub_(top)
+        distance = logits.clone() if entropy else None
+        # On a CPU exp2 is several times faster than exp, and as accurate.
+        exponentials = logits.mul_(LOG2E).exp2_()
+        stats[1] = exponentials.sum(-1)
+        stats[2] = 0 if distance is None else distance.mul_(exponentials).sum(-1)
+        return None if keep is None else exponentials.to(keep, copy=True)
+
+    def exponentials(
+        self, logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return exp(logits[N, w] - reference[N]) as ``dtype``, with value[N] at column[N] where
+        that is inside this range. The logits are overwritten.
+        """
+        exponentials = logits.sub_(reference[:, None]).mul_(LOG2E).exp2_()
+        _set_column(exponentials, column, value)
+        return exponentials.to(dtype)
+
+
+class TritonKernels(TorchKernels):
+    """One pass over the logits in a Triton kernel instead of ten."""
+
+    def unsupported(self, head: Head, hidden: Tensor) -> str | None:
+        if reason := _triton_unsupported(hidden):
+            return reason
+        if torch.promote_types(torch.float32, head.local_weights[0].dtype) != torch.float32:
+            return "its kernels compute in float32, and the weights are float64"
+        return None
+
+    def logit_statistics(
+        self,
+        logits: Tensor,
+        column: Tensor,
+        stats: Tensor,
+        entropy: bool,
+        keep: torch.dtype | None,
+    ) -> Tensor | None:
+        from valence.models import head_triton
+
+        return head_triton.logit_statistics(logits, column, stats, keep)
+
+    def exponentials(
+        self, logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        from valence.models import head_triton
+
+        return head_triton.exponentials(logits, column, reference, value, dtype)
+
+
+class NativeKernels(TorchKernels):
+    """Product and statistics in one compiled kernel, for bfloat16 on a CPU."""
+
+    fuses_product = True
+
+    def unsupported(self, head: Head, hidden: Tensor) -> str | None:
+        weight, bias = head.local_weights
+        if bias is not None or head.softcap is not None:
+            return "its kernel computes neither a bias nor a soft-cap"
+        if not head.rounds_to_bfloat16:
+            return "its kernel rounds operands to bfloat16"
+        return native.head_unsupported(hidden, weight)
+
+    def statistics(
+        self,
+        tiles: _Tiles,
+        start: int,
+        stop: int,
+        column: Tensor,
+        stats: Tensor,
+        entropy: bool,
+        keep: torch.dtype | None,
+    ) -> Tensor | None:
+        weight = tiles.weight[start:stop]
+        return native.head_statistics(
+            tiles.hidden, weight, column, stats, tiles.head.slope, keep=keep is not None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TiledBackend:
+    """``LinearLogProb``: one range of the vocabulary at a time, over all rows."""
+
+    kernels: TorchKernels
+
+    def unsupported(self, head: Head, hidden: Tensor, entropy: bool) -> str | None:
+        if not head.is_linear:
+            return "the head has an adapter"
+        return self.kernels.unsupported(head, hidden)
+
+    def log_probs(
+        self, head: Head, hidden: Tensor, target: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        weight, bias = head.local_weights
+        requires_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        result: Any = LinearLogProb.apply(
+            hidden, weight, bias, target, head, self.kernels, entropy, requires_grad
+        )
+        return result
+
+
+class LayerBackend:
+    """Calls the layer itself, a few rows at a time, and computes their logits again in the backward
+    pass: for adapters on the head.
+    """
+
+    def unsupported(self, head: Head, hidden: Tensor, entropy: bool) -> str | None:
+        return "the vocabulary is split over processes" if head.group else None
+
+    def log_probs(
+        self, head: Head, hidden: Tensor, target: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        def of_rows(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            logits = head.layer(hidden)
+            logits = head.finish(logits.to(torch.promote_types(torch.float32, logits.dtype)))
+            logps: Any = TargetLogProb.apply(logits, target)
+            if not entropy:
+                return logps, logps.new_empty(0)
+            all_logps = torch.log_softmax(logits, -1)
+            return logps, -(all_logps.exp() * all_logps).sum(-1)
+
+        parts: list[tuple[Tensor, Tensor]] = []
+        for rows in zip(hidden.split(LAYER_ROWS), target.split(LAYER_ROWS), strict=True):
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(of_rows, *rows, use_reentrant=False))
+            else:
+                parts.append(of_rows(*rows))
+        logps, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+        return logps, entropies if entropy else None
+
+
+class LigerBackend:
+    """Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989), without reduction.
+
+    It computes logits in the dtype of its operands, so only float32 operands give float32 logits.
+    Its kernels for entropy and soft-cap could not be compared with the oracle
+    (docs/decisions/0047-liger-and-kernel-backends.md).
+    """
+
+    def unsupported(self, head: Head, hidden: Tensor, entropy: bool) -> str | None:
+        if not head.is_linear or head.group:
+            return "the head has an adapter, or its vocabulary is split over processes"
+        if entropy or head.softcap is not None:
+            return "it computes neither the entropy nor a soft-cap"
+        if head.rounds_to_bfloat16 or head.local_weights[0].dtype != torch.float32:
+            return "it computes logits in the dtype of the products, which has to be float32"
+        if find_spec("liger_kernel") is None:
+            return f"liger-kernel is not installed: {install_command('liger')}"
+        return _triton_unsupported(hidden)
+
+    def log_probs(
+        self, head: Head, hidden: Tensor, target: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+            LigerFusedLinearCrossEntropyFunction,
+        )
+
+        weight, bias = head.local_weights
+        if not len(hidden):  # Liger divides by the number of rows
+            return linear(hidden, weight[:1], None if bias is None else bias[:1]).squeeze(1), None
+        if head.slope != 1.0:
+            hidden, bias = hidden * head.slope, None if bias is None else bias * head.slope
+        loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
+            hidden, weight, target, bias, None, -100, 0.0, 0.0, "none"
+        )
+        return -loss, None
+
+
+HEAD_BACKENDS: dict[str, HeadBackend] = {
+    "cpu": TiledBackend(NativeKernels()),
+    "triton": TiledBackend(TritonKernels()),
+    "torch": TiledBackend(TorchKernels()),
+    "layer": LayerBackend(),
+    "liger": LigerBackend(),
+}
+AUTOMATIC_BACKENDS = {"cpu": ("cpu", "torch", "layer"), "cuda": ("triton", "torch", "layer")}
+"""The first one that supports a call computes it."""
+
+
+def choose_head_backend(head: Head, hidden: Tensor, entropy: bool = False) -> str:
+    """Return the name of the backend that computes the head of hidden[N, h].
+
+    Raises UserError when the head requests a backend by name which cannot compute it.
+    """
+    if head.backend == "auto":
+        names = AUTOMATIC_BACKENDS.get(hidden.device.type, ("torch", "layer"))
+        return next(
+            name for name in names if not HEAD_BACKENDS[name].unsupported(head, hidden, entropy)
+        )
+    if reason := HEAD_BACKENDS[head.backend].unsupported(head, hidden, entropy):
+        raise UserError(
+            f"the backend {head.backend} cannot compute this head: {reason}",
+            code="head-backend-unsupported",
+            where="VALENCE_HEAD",
+            fix="unset it, or set it to another backend",
+        )
+    return head.backend
+
+
+def requested_head_backend() -> str:
+    """Return the backend that the environment variable VALENCE_HEAD requests, by default "auto".
+
+    Raises UserError when there is no such backend.
+    """
+    name = os.environ.get("VALENCE_HEAD") or "auto"
+    if name != "auto" and name not in HEAD_BACKENDS:
+        raise UserError(
+            f"there is no head backend {name!r}",
+            code="environment-variable-invalid",
+            where="VALENCE_HEAD",
+            fix=f"set it to auto, {', '.join(list(HEAD_BACKENDS)[:-1])} or liger, or unset it",
+        )
+    return name
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+def _triton_unsupported(hidden: Tensor) -> str | None:
+    """Return why Triton's kernels cannot run on the device of this tensor, or None."""
+    if not has_triton():
+        return "triton is not installed"
+    if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return "its kernels need a CUDA device"
+    return None
+
+
+# ---------------------------------------------------------------- computation in tiles
 
 
 @torch.no_grad()
-def wide_product(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    """What the layer makes of hidden[..., h]: [..., V] in float32, accumulated from operands in
-    bfloat16, as where it trains.
+def float32_logits(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return the layer's output for hidden[..., h]: [..., V] in float32, accumulated from bfloat16
+    operands as in training.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         rows = hidden.flatten(0, -2)
-        tiles = _Tiles(Head(layer, half=True), rows, layer.weight, layer.bias)
-        found = rows.new_empty(len(rows), len(layer.weight), dtype=tiles.memory.dtype)
+        tiles = _Tiles(Head(layer, rounds_to_bfloat16=True), rows, layer.weight, layer.bias)
+        logits = rows.new_empty(len(rows), len(layer.weight), dtype=tiles.buffer.dtype)
         for start, stop in tiles.ranges:
-            found[:, start:stop] = tiles.logits(start, stop)
-    return found.unflatten(0, hidden.shape[:-1])
+            logits[:, start:stop] = tiles.logits(start, stop)
+    return logits.unflatten(0, hidden.shape[:-1])
 
 
 class TargetLogProb(torch.autograd.Function):
     """log softmax(logits)[target]: logits[N, V], target[N] -> [N] (nats).
 
-    In float32 and at a 49k vocabulary ``log_softmax`` was measured to be off by 8e-6 nats per token
-    of a real model on a CPU, always in the same direction, so that the errors of an answer add up;
-    this by 1e-7, in no direction, in the same time.
+    In float32 on a CPU, with a vocabulary of 49,000 tokens, ``log_softmax`` was measured to be off
+    by 8e-6 nats per token of a real model, always in the same direction, so that the errors of a
+    completion add up. This function is off by 1e-7 in either direction, and takes the same time.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
         top = logits.amax(-1, keepdim=True)
-        spread = (logits - top).exp_().sum(-1, keepdim=True).log()
-        ctx.save_for_backward(logits, target, top, spread)
-        return (logits.gather(1, target[:, None]) - top - spread).squeeze(1)
+        log_total = (logits - top).exp_().sum(-1, keepdim=True).log()
+        ctx.save_for_backward(logits, target, top, log_total)
+        return (logits.gather(1, target[:, None]) - top - log_total).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        logits, target, top, spread = ctx.saved_tensors
-        slope = (logits - (top + spread)).exp_().mul_(-grad[:, None])
-        return slope.scatter_add_(1, target[:, None], grad[:, None]), None
+        logits, target, top, log_total = ctx.saved_tensors
+        grad_logits = (logits - (top + log_total)).exp_().mul_(-grad[:, None])
+        return grad_logits.scatter_add_(1, target[:, None], grad[:, None]), None
 
 
 class LinearLogProb(torch.autograd.Function):
     """log softmax(finish(hidden @ weight^T + bias))[target] and its entropy: hidden[N, h],
     weight[V, h], target[N] -> [N], [N].
 
-    The slope of the logits is g (onehot - p), with p the probabilities and g the slope of the
-    log-probability. A forward pass keeps p, rounded like every operand, as far as there is room; a
-    backward pass computes the other logits again.
+    The gradient of the logits is g (onehot - p), with the probabilities p and the gradient g of the
+    log-probability. The forward pass keeps p of as many ranges as fit into the cache, rounded like
+    every operand; the backward pass computes the other logits again.
     """
 
     @staticmethod
@@ -225,319 +509,264 @@ class LinearLogProb(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         head: Head,
+        kernels: TorchKernels,
         entropy: bool,
-        grad: bool,
+        requires_grad: bool,
     ) -> tuple[Tensor, Tensor | None]:
         tiles = _Tiles(head, hidden, weight, bias)
         if head.group:
             target = target - cast(Any, head.layer).first
-        found = tiles.memory.new_empty(len(tiles.ranges), 4, hidden.shape[0])
-        kept: list[Tensor] = []
+        stats = tiles.buffer.new_empty(len(tiles.ranges), 4, hidden.shape[0])
+        cache: list[Tensor] = []
         for k, (start, stop) in enumerate(tiles.ranges):
-            keep = tiles.hidden.dtype if grad and k < tiles.room else None
-            exponentials = tiles.measure(start, stop, target - start, found[k], entropy, keep)
+            keep = tiles.hidden.dtype if requires_grad and k < tiles.num_cached_ranges else None
+            exponentials = kernels.statistics(
+                tiles, start, stop, target - start, stats[k], entropy, keep
+            )
             if exponentials is not None:
-                kept.append(exponentials)
-        whole = _merged(found)
-        peak, total, mean, hit = (
-            _merged(everyones(whole, head.group)) if head.group else whole
-        ).unbind()
-        share = _share(found[:, 0], peak)
-        logp = hit - peak - total.log()
-        spread = total.log() - mean / total if entropy else None
-        for k, exponentials in enumerate(kept):
-            _put(exponentials, target - tiles.ranges[k][0], torch.expm1(logp) * total / share[k])
-        ctx.head, ctx.dtype = head, hidden.dtype
+                cache.append(exponentials)
+        local = _merge_ranges(stats)
+        if head.group:
+            local = _merge_ranges(gather_across_group(local, head.group))
+        peak, total, weighted_total, target_logit = local.unbind()
+        factors = _range_factors(stats[:, 0], peak)
+        logps = target_logit - peak - total.log()
+        entropies = total.log() - weighted_total / total if entropy else None
+        for k, exponentials in enumerate(cache):
+            at_target = torch.expm1(logps) * total / factors[k]
+            _set_column(exponentials, target - tiles.ranges[k][0], at_target)
+        ctx.head, ctx.kernels, ctx.dtype = head, kernels, hidden.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            tiles.hidden, weight, bias, target, logp, spread, peak, total, share, *kept
+            tiles.hidden, weight, bias, target, logps, entropies, peak, total, factors, *cache
         )
-        return logp, spread
+        return logps, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, *saved = ctx.saved_tensors
-        want_hidden, want_weight, want_bias, *_ = ctx.needs_input_grad
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = _Tiles(ctx.head, hidden, weight, bias)
-            slopes = _Slopes(tiles, _Saved._make([*saved[:6], saved[6:]]), *grads)
-            wide = tiles.memory.dtype
-            to_hidden = torch.zeros_like(hidden, dtype=wide) if want_hidden else None
-            placed = (
-                gradients.to_write(ctx.next_functions[1][0], weight, wide) if want_weight else None
+            forward = _Saved._make([*saved[:6], saved[6:]])
+            logit_gradients = _LogitGradients(tiles, ctx.kernels, forward, *grads)
+            dtype = tiles.buffer.dtype
+            grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
+            in_place = (
+                gradients.to_write(ctx.next_functions[1][0], weight, dtype)
+                if needs_weight
+                else None
             )
-            to_weight, adds = placed or (
-                torch.empty_like(weight, dtype=wide) if want_weight else None,
+            grad_weight, accumulates = in_place or (
+                torch.empty_like(weight, dtype=dtype) if needs_weight else None,
                 False,
             )
-            to_bias = torch.zeros_like(bias, dtype=wide) if want_bias else None
+            grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
             for k, (start, stop) in enumerate(tiles.ranges):
-                slope, factor = slopes(k, start, stop)
-                if to_hidden is not None:
-                    to_hidden.addcmul_(_product(slope, tiles.operand(start, stop), wide), factor)
-                if to_weight is not None:
-                    other = (tiles.exact * factor).to(slope.dtype)
-                    _put_product(to_weight[start:stop], slope.t(), other, add=adds)
-                if to_bias is not None:
-                    to_bias[start:stop] = (slope * factor).sum(0)
-        if ctx.head.group and to_hidden is not None:
-            to_hidden = ctx.head.group.sum(to_hidden)  # of each process, through its own logits
+                grad, factor = logit_gradients(k, start, stop)
+                if grad_hidden is not None:
+                    product = _product(grad, tiles.weight_operand(start, stop), dtype)
+                    grad_hidden.addcmul_(product, factor)
+                if grad_weight is not None:
+                    other = (tiles.product_operand * factor).to(grad.dtype)
+                    _write_product(grad_weight[start:stop], grad.t(), other, add=accumulates)
+                if grad_bias is not None:
+                    grad_bias[start:stop] = (grad * factor).sum(0)
+        if ctx.head.group and grad_hidden is not None:
+            # Each process has the gradient through its part of the logits.
+            grad_hidden = ctx.head.group.sum(grad_hidden)
         return (
-            None if to_hidden is None else to_hidden.to(ctx.dtype),
-            None if to_weight is None or placed else to_weight.to(weight.dtype),
-            None if to_bias is None else to_bias.to(bias.dtype),
-            *[None] * 4,
+            None if grad_hidden is None else grad_hidden.to(ctx.dtype),
+            None if grad_weight is None or in_place else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *[None] * 5,
         )
 
 
-def everyones(values: Tensor, group: Any) -> Tensor:
-    """The values of all processes of a group [size, ...]; of this one if there is none."""
+def gather_across_group(values: Tensor, group: Any) -> Tensor:
+    """Return the values of all processes of a group [size, ...]; without a group, of this one."""
     if group is None:
         return values[None]
-    found = values.new_zeros(group.size, *values.shape)
-    found[group.rank] = values
-    return group.sum(found)
+    gathered = values.new_zeros(group.size, *values.shape)
+    gathered[group.rank] = values
+    return group.sum(gathered)
 
 
-def _merged(found: Tensor) -> Tensor:
-    """What ``measure_logits`` found of several ranges [ranges, 4, N] as that of them all [4, N]."""
-    tops, sums, means, hits = found.unbind(1)
+def _merge_ranges(stats: Tensor) -> Tensor:
+    """Merge the statistics (``TorchKernels.logit_statistics``) of several ranges [ranges, 4, N]
+    into those of all their logits [4, N].
+    """
+    tops, totals, weighted, target_logits = stats.unbind(1)
     peak = tops.amax(0)
-    share = _share(tops, peak)
+    factors = _range_factors(tops, peak)
     return torch.stack(
-        [peak, (sums * share).sum(0), ((means + sums * (tops - peak)) * share).sum(0), hits.sum(0)]
+        [
+            peak,
+            (totals * factors).sum(0),
+            ((weighted + totals * (tops - peak)) * factors).sum(0),
+            target_logits.sum(0),
+        ]
     )
 
 
-def _share(tops: Tensor, peak: Tensor) -> Tensor:
-    """What is known of a range is relative to its own largest logit: its factor [ranges, N]
-    relative to the largest of all.
+def _range_factors(tops: Tensor, peak: Tensor) -> Tensor:
+    """Return exp(maximum of each range - maximum of the row) [ranges, N]: sums of a range are
+    relative to its own maximum.
     """
-    return torch.exp(tops - peak).clamp_min_(TINY)
+    return torch.exp(tops - peak).clamp_min_(MIN_FACTOR)
 
 
 class _Saved(NamedTuple):
-    """What a backward pass knows of the forward pass."""
+    """Tensors of the forward pass that the backward pass needs."""
 
     target: Tensor
-    logp: Tensor
-    entropy: Tensor | None
+    logps: Tensor
+    entropies: Tensor | None
     peak: Tensor
     """The largest logit of each row [N]."""
     total: Tensor
     """The sum of exp(logit - peak) [N]."""
-    share: Tensor
+    factors: Tensor
     """exp(largest logit of a range - peak) [ranges, N]."""
-    kept: list[Tensor]
-    """Of the first ranges exp(logit - its largest) [N, w], but for the target what stands for p -
-    1.
+    cache: list[Tensor]
+    """exp(logit - largest of its range) [N, w] of the first ranges; at the target the value that
+    represents p - 1.
     """
 
 
 class _Tiles:
-    """Logits of all rows for one range of the vocabulary after the other, in memory that each range
-    uses again.
-    """
+    """Logits of all rows for one range of the vocabulary after another, in one buffer."""
 
     def __init__(self, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.head, self.weight, self.bias = head, weight, bias
-        wide = torch.promote_types(torch.float32, weight.dtype)
-        self.hidden = hidden.to(torch.bfloat16 if head.half else wide)
-        # A CPU has no product of bfloat16 with float32 results, only one of float32 that rounds.
-        self.exact = self.hidden if hidden.is_cuda else self.hidden.to(wide)
+        dtype = torch.promote_types(torch.float32, weight.dtype)
+        self.hidden = hidden.to(torch.bfloat16 if head.rounds_to_bfloat16 else dtype)
+        # A CPU has no product of bfloat16 with float32 results, only one of float32 that rounds its
+        # operands.
+        self.product_operand = self.hidden if hidden.is_cuda else self.hidden.to(dtype)
         rows, vocabulary = hidden.shape[0], weight.shape[0]
-        area = AREA["cuda" if hidden.is_cuda else "cpu"]
-        width = max(area // max(rows, 1) // GRAIN * GRAIN, CHUNK // 16)
-        width = min(vocabulary, width, CHUNK)
+        max_logits = MAX_LOGITS["cuda" if hidden.is_cuda else "cpu"]
+        width = max_logits // max(rows, 1) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
+        width = min(vocabulary, max(width, MAX_COLUMNS // 16), MAX_COLUMNS)
         self.ranges = [
             (start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)
         ]
-        self.memory = hidden.new_empty(rows * width, dtype=wide)
+        self.buffer = hidden.new_empty(rows * width, dtype=dtype)
 
     @property
-    def room(self) -> int:
-        """Of how many ranges the probabilities may be kept.
+    def num_cached_ranges(self) -> int:
+        """The number of ranges that the cache has room for.
 
-        A soft-cap's slope asks for the logits themselves.
+        None under a soft-cap, where the gradient depends on the logits themselves.
         """
-        device = self.memory.device
+        if self.head.softcap is not None:
+            return 0
+        device = self.buffer.device
         room = (
-            KEEP_CUDA * torch.cuda.get_device_properties(device).total_memory
+            CACHE_SHARE_CUDA * torch.cuda.get_device_properties(device).total_memory
             if device.type == "cuda"
-            else KEEP
+            else CACHE_BYTES
         )
-        tile = max(self.memory.numel(), 1) * self.hidden.element_size()
-        return int(room // tile) if self.head.softcap is None else 0
+        return int(room // (max(self.buffer.numel(), 1) * self.hidden.element_size()))
 
-    @property
-    def measured(self) -> bool:
-        """Whether a compiled kernel does it in one go."""
-        return (
-            self.bias is None
-            and self.head.softcap is None
-            and native.measures(self.hidden, self.weight)
-        )
-
-    def measure(
-        self,
-        start: int,
-        stop: int,
-        column: Tensor,
-        found: Tensor,
-        entropy: bool,
-        keep: torch.dtype | None,
-    ) -> Tensor | None:
-        """``measure_logits`` of these logits."""
-        if self.measured:
-            return native.measure(
-                self.hidden,
-                self.weight[start:stop],
-                column,
-                found,
-                self.head.steepness,
-                keep is not None,
-            )
-        return measure_logits(self.logits(start, stop), column, found, entropy, keep)
-
-    def operand(self, start: int, stop: int) -> Tensor:
-        """These rows of the weight, rounded."""
+    def weight_operand(self, start: int, stop: int) -> Tensor:
+        """Return these rows of the weight [w, h], rounded like all operands."""
         return self.weight[start:stop].to(self.hidden.dtype)
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """[N, stop - start], float32 or float64. They may be overwritten."""
+        """Return logits [N, stop - start] in float32 or float64, which the caller may overwrite."""
         rows = self.hidden.shape[0]
-        out = self.memory[: rows * (stop - start)].view(rows, stop - start)
-        other = self.operand(start, stop).to(self.exact.dtype).t()
-        if self.exact.dtype != out.dtype:
-            torch.mm(self.exact, other, out_dtype=out.dtype, out=out)
+        out = self.buffer[: rows * (stop - start)].view(rows, stop - start)
+        other = self.weight_operand(start, stop).to(self.product_operand.dtype).t()
+        if self.product_operand.dtype != out.dtype:
+            torch.mm(self.product_operand, other, out_dtype=out.dtype, out=out)
         else:
-            with bfloat16_operands(self.head.half):
-                torch.mm(self.exact, other, out=out)
+            with bfloat16_operands(self.head.rounds_to_bfloat16):
+                torch.mm(self.product_operand, other, out=out)
         return self.head.finish(out if self.bias is None else out.add_(self.bias[start:stop]))
 
 
-class _Slopes:
-    """The slope of the logits in one range after the other: an operand of products [N, w], and a
-    factor of its rows [N, 1].
+class _LogitGradients:
+    """The gradient of the logits for one range after another: an operand of products [N, w], and a
+    factor for each of its rows [N, 1].
     """
 
     def __init__(
-        self, tiles: _Tiles, saved: _Saved, grad: Tensor | None, grad_entropy: Tensor | None
+        self,
+        tiles: _Tiles,
+        kernels: TorchKernels,
+        saved: _Saved,
+        grad: Tensor | None,
+        grad_entropy: Tensor | None,
     ) -> None:
-        self.tiles, self.saved = tiles, saved
-        scale = -tiles.head.steepness / saved.total
+        self.tiles, self.kernels, self.saved = tiles, kernels, saved
+        scale = -tiles.head.slope / saved.total
         self.grad = torch.zeros_like(scale) if grad is None else scale * grad
         self.grad_entropy = None if grad_entropy is None else scale * grad_entropy
-        # At the target p - 1 is rounded, not p: nothing is lost where p is nearly 1.
-        self.at_target = torch.expm1(saved.logp) * saved.total
+        # At the target p - 1 is rounded instead of p: accurate where p is nearly 1.
+        self.at_target = torch.expm1(saved.logps) * saved.total
 
     def __call__(self, k: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        saved, tiles = self.saved, self.tiles
+        saved, tiles, kernels = self.saved, self.tiles, self.kernels
         dtype = tiles.hidden.dtype
         column, factor = saved.target - start, self.grad[:, None]
-        if self.grad_entropy is None and k < len(saved.kept):
-            return saved.kept[k], factor * saved.share[k][:, None]
-        if self.grad_entropy is None and tiles.measured:
-            found = tiles.memory.new_empty(4, len(column))
-            again = tiles.measure(start, stop, column, found, entropy=False, keep=dtype)
-            assert again is not None
-            _put(again, column, self.at_target / saved.share[k])
-            return again, factor * saved.share[k][:, None]
+        if self.grad_entropy is None and k < len(saved.cache):
+            return saved.cache[k], factor * saved.factors[k][:, None]
+        if self.grad_entropy is None and kernels.fuses_product:
+            stats = tiles.buffer.new_empty(4, len(column))
+            exponentials = kernels.statistics(
+                tiles, start, stop, column, stats, entropy=False, keep=dtype
+            )
+            assert exponentials is not None
+            _set_column(exponentials, column, self.at_target / saved.factors[k])
+            return exponentials, factor * saved.factors[k][:, None]
         logits = tiles.logits(start, stop)
         if self.grad_entropy is None and tiles.head.softcap is None:
-            return softmax_exponentials(logits, column, saved.peak, self.at_target, dtype), factor
-        bend = 1.0 if tiles.head.highest is None else 1 - (logits / tiles.head.highest).square_()
-        slope = factor * softmax_exponentials(
+            exponentials = kernels.exponentials(logits, column, saved.peak, self.at_target, dtype)
+            return exponentials, factor
+        max_logit = tiles.head.max_logit
+        softcap_slope = 1.0 if max_logit is None else 1 - (logits / max_logit).square_()
+        grad_logits = factor * kernels.exponentials(
             logits.clone(), column, saved.peak, self.at_target, logits.dtype
         )
         if self.grad_entropy is not None:
-            assert saved.entropy is not None
+            assert saved.entropies is not None
             log_p = logits - (saved.peak + saved.total.log())[:, None]
-            slope += (
+            grad_logits += (
                 self.grad_entropy[:, None]
                 * (log_p.exp() * saved.total[:, None])
-                * (log_p + saved.entropy[:, None])
+                * (log_p + saved.entropies[:, None])
             )
-        return (slope * bend).to(dtype), torch.ones_like(factor)
+        return (grad_logits * softcap_slope).to(dtype), torch.ones_like(factor)
 
 
-def measure_logits(
-    logits: Tensor, column: Tensor, found: Tensor, entropy: bool, keep: torch.dtype | None
-) -> Tensor | None:
-    """Fills found[4, N] with what a softmax needs to know of logits[N, w]: the largest of each row;
-    relative to that the sum of exp(logit), and of logit * exp(logit) (for the entropy); and the
-    logit at ``column``[N], 0 if that is not in this range.
-
-    Returns exp(logit - largest) [N, w] in the type ``keep``, if one is given. The logits are
-    overwritten.
+def _clamp_column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return whether column[N] is in [0, width), and the column clamped to that range, [N, 1]
+    each.
     """
-    if _fused(logits):
-        from valence.models import head_triton
-
-        return head_triton.measure(logits, column, found, keep)
-    inside, place = _inside(column, logits.shape[1])
-    found[3] = torch.where(inside, logits.gather(1, place), 0).squeeze(1)
-    top = logits.amax(-1, keepdim=True).clamp_min_(LEAST)
-    found[0] = top.squeeze(1)
-    logits.sub_(top)
-    distance = logits.clone() if entropy else None
-    exponentials = logits.mul_(LOG2E).exp2_()  # on a CPU several times as fast as exp, and as exact
-    found[1] = exponentials.sum(-1)
-    found[2] = 0 if distance is None else distance.mul_(exponentials).sum(-1)
-    return None if keep is None else exponentials.to(keep, copy=True)
-
-
-def softmax_exponentials(
-    logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """exp(logits[N, w] - reference[N]) as ``dtype``, with value[N] at column[N] in this range.
-
-    The logits are overwritten.
-    """
-    if _fused(logits):
-        from valence.models import head_triton
-
-        return head_triton.exponentials(logits, column, reference, value, dtype)
-    exponentials = logits.sub_(reference[:, None]).mul_(LOG2E).exp2_()
-    _put(exponentials, column, value)
-    return exponentials.to(dtype)
-
-
-def _fused(logits: Tensor) -> bool:
-    """Whether a kernel does in one pass what otherwise takes ten."""
-    return logits.is_cuda and logits.dtype == torch.float32 and has_triton()
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def _inside(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Which of column[N] are in [0, width), and places [N, 1] that all are."""
     return ((column >= 0) & (column < width))[:, None], column.clamp(0, width - 1)[:, None]
 
 
-def _put(values: Tensor, column: Tensor, value: Tensor) -> None:
+def _set_column(values: Tensor, column: Tensor, value: Tensor) -> None:
     """values[i, column[i]] = value[i] where there is such a column."""
-    inside, place = _inside(column, values.shape[1])
-    found = torch.where(inside, value[:, None].to(values.dtype), values.gather(1, place))
-    # Not by ``scatter_``, which on a CPU copies all values first.
-    values[torch.arange(len(values), device=values.device), place[:, 0]] = found[:, 0]
+    is_inside, place = _clamp_column(column, values.shape[1])
+    replaced = torch.where(is_inside, value[:, None].to(values.dtype), values.gather(1, place))
+    # On a CPU ``scatter_`` copies all values first.
+    values[torch.arange(len(values), device=values.device), place[:, 0]] = replaced[:, 0]
 
 
 def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """one @ other, accumulated in float32; on a CPU the result of bfloat16 is then rounded to
-    it.
+    """Return one @ other, accumulated in float32; on a CPU a bfloat16 result is rounded to
+    bfloat16.
     """
     return (
         torch.mm(one, other, out_dtype=dtype) if one.is_cuda and one.dtype != dtype else one @ other
     )
 
 
-def _put_product(out: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:
-    """out = one @ other, or out += it, as in ``_product``."""
+def _write_product(out: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:
+    """out = one @ other, or out += one @ other, accumulated as in ``_product``."""
     if one.dtype == out.dtype:
         out.addmm_(one, other, beta=int(add))
     elif one.is_cuda:

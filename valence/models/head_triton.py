@@ -1,4 +1,4 @@
-"""The elementwise part of the head on a CUDA device: one pass over a range of logits instead of
+"""Triton kernels for the elementwise part of the head: one pass over a range of logits instead of
 ten.
 """
 
@@ -16,78 +16,84 @@ from torch import Tensor
 def _exponentials(
     logits,
     column,
-    found,
+    stats,
     reference,
     value,
     out,
     rows,
     width,
     block: tl.constexpr,
-    measure: tl.constexpr,
+    statistics: tl.constexpr,
     write: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, block)
-    here = places < width
+    is_inside = places < width
     at_column = places == tl.load(column + row)
-    x = tl.load(logits + row * width + places, mask=here, other=float("-inf"))
-    if measure:
-        # As ``head.LEAST``. A number beyond those of float32 would have all that follows computed
-        # in float64.
+    x = tl.load(logits + row * width + places, mask=is_inside, other=float("-inf"))
+    if statistics:
+        # ``head.LOWEST_LOGIT``. A constant outside the range of float32 would make the rest of the
+        # kernel compute in float64.
         top = tl.maximum(tl.max(x, 0), -3.4e38)
     else:
         top = tl.load(reference + row)
     e = tl.exp2((x - top) * 1.4426950408889634)
-    if measure:
-        tl.store(found + row, top)
-        tl.store(found + rows + row, tl.sum(e, 0))
-        tl.store(found + 2 * rows + row, tl.sum(tl.where(e > 0, e * (x - top), 0.0), 0))
-        tl.store(found + 3 * rows + row, tl.sum(tl.where(at_column & here, x, 0.0), 0))
+    if statistics:
+        tl.store(stats + row, top)
+        tl.store(stats + rows + row, tl.sum(e, 0))
+        tl.store(stats + 2 * rows + row, tl.sum(tl.where(e > 0, e * (x - top), 0.0), 0))
+        tl.store(stats + 3 * rows + row, tl.sum(tl.where(at_column & is_inside, x, 0.0), 0))
     else:
         e = tl.where(at_column, tl.load(value + row), e)
     if write:
-        tl.store(out + row * width + places, e.to(out.dtype.element_ty), mask=here)
+        tl.store(out + row * width + places, e.to(out.dtype.element_ty), mask=is_inside)
 
 
-def measure(
-    logits: Tensor, column: Tensor, found: Tensor, keep: torch.dtype | None
+def logit_statistics(
+    logits: Tensor, column: Tensor, stats: Tensor, keep: torch.dtype | None
 ) -> Tensor | None:
-    """As ``head.measure_logits``: fills found[4, N]; returns exp(logits[N, w] - largest) in the
-    type ``keep``, if given.
+    """``head.TorchKernels.logit_statistics``, always with the sum for the entropy: fill stats[4, N]
+    and return exp(logits[N, w] - maximum) with dtype ``keep``, None without one.
     """
     out = None if keep is None else torch.empty_like(logits, dtype=keep)
-    _launch(logits, column, found, logits, logits, out, measure=True)
+    _launch(logits, column, stats, logits, logits, out, statistics=True)
     return out
 
 
 def exponentials(
     logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """As ``head.softmax_exponentials``: exp(logits[N, w] - reference[N]) as ``dtype``, with
+    """``head.TorchKernels.exponentials``: exp(logits[N, w] - reference[N]) as ``dtype``, with
     value[N] at column[N].
     """
     out = torch.empty_like(logits, dtype=dtype)
-    _launch(logits, column, logits, reference, value, out, measure=False)
+    _launch(logits, column, logits, reference, value, out, statistics=False)
     return out
 
 
 def _launch(
     logits: Tensor,
     column: Tensor,
-    found: Tensor,
+    stats: Tensor,
     reference: Tensor,
     value: Tensor,
     out: Tensor | None,
     *,
-    measure: bool,
+    statistics: bool,
 ) -> None:
     rows, width = logits.shape
     if rows == 0:
         return
-    tensors = logits.contiguous(), column, found, reference, value, logits if out is None else out
+    tensors = logits.contiguous(), column, stats, reference, value, logits if out is None else out
     block = triton.next_power_of_2(width)
     kernel: Any = _exponentials
     with torch.cuda.device_of(logits):
         kernel[(rows,)](
-            *tensors, rows, width, block=block, measure=measure, write=out is not None, num_warps=8
+            *tensors,
+            rows,
+            width,
+            block=block,
+            statistics=statistics,
+            write=out is not None,
+            num_warps=8,
         )

@@ -1,11 +1,11 @@
-"""Which queries run together, and over which keys: the forest of a micro-batch as dense blocks of
-attention.
+"""The prefix tree of a micro-batch as dense blocks of attention: which queries run together, and
+over which keys.
 
-Every token sees the tokens on its path from the root and nothing else. A run is a chain of segments
-that follow each other in the rows, each the parent of the next; its tokens see the path above the
-run, and each other causally. The keys of a run are therefore the rows of its path, in order: key j
-stands at depth j, and query i of a run behind ``above`` tokens sees the keys j <= above + i.
-Nothing else has to be masked, and no two blocks have to be merged.
+Every token attends to the tokens on its path from the root. A run is a chain of segments that
+follow one another in the rows, each the parent of the next; its tokens attend to the path above the
+run and causally to one another. The keys of a run are therefore the rows of its path, in order: key
+j has depth j, and query i of a run with ``num_prefix_keys`` tokens above it attends to the keys
+j <= num_prefix_keys + i. No other mask is needed, and no two blocks need merging.
 """
 
 from __future__ import annotations
@@ -17,214 +17,223 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-AREA = (
-    1 << 18
-    # queries x keys of one run in one block (of all its runs: four times that): scores stay in a
-    # processor's cache
-)
-FEWEST, MOST = 16, 512  # queries of one run in one block
-CALL = 25_000  # queries x keys that take as long as the calls of one more block
-STRIDE = (
-    16  # lengths are rounded up to multiples of it, so that the libraries below meet few shapes
-)
+MAX_RUN_SCORES = 1 << 18
+"""Queries x keys of one run in one block, and a quarter of those of all its runs: scores stay in
+the CPU's cache.
+"""
+MIN_QUERIES, MAX_QUERIES = 16, 512
+"""Queries of one run in one block."""
+BLOCK_COST = 25_000
+"""Queries x keys that take as long as the calls of one more block."""
+LENGTH_MULTIPLE = 16
+"""Lengths are rounded up to multiples of this, so that libraries get few different shapes."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """Queries of R runs and their keys. queries[R, n]: rows among the queries; keys[R, L]: rows
-    among the keys. What pads a shorter run repeats a row. real[R, n]: False where a query is
-    padding; None when none is. above[R]: query i of a run sees key j when j <= above + i; the first
-    ``least`` keys are seen by all. span: the keys as (first, last + 1) when they are successive
-    rows of one run.
+    """Queries of R runs and their keys.
+
+    queries[R, n]: rows of the queries. keys[R, L]: rows of the keys. Padding of shorter runs
+    repeats a row. is_query[R, n]: False where a query is padding; None without padding.
+    num_prefix_keys[R]: query i of a run attends to key j if j <= num_prefix_keys + i; the first
+    ``num_common_keys`` keys are visible to all queries. key_range: the keys as (first, last + 1)
+    when they are successive rows of one run.
     """
 
     queries: Tensor
     keys: Tensor
-    real: Tensor | None
-    above: Tensor
-    least: int
-    span: tuple[int, int] | None
+    is_query: Tensor | None
+    num_prefix_keys: Tensor
+    num_common_keys: int
+    key_range: tuple[int, int] | None
 
 
-Table = tuple[tuple[int, int, int, bool], ...]
+SegmentTable = tuple[tuple[int, int, int, bool], ...]
 """The segments as (first row, last row + 1, parent, whether its tokens are queries), parents
 first.
 """
 
 
-def table(segments: Sequence[tuple[int, int, int]]) -> Tensor:
-    """The layout of a whole forest as attention is handed it: [N, 4] on the CPU."""
+def segment_table(segments: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Return a prefix tree of which all tokens are queries in the form that attention receives:
+    [N, 4] on the CPU.
+    """
     return torch.tensor([(*segment, 1) for segment in segments])
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSplit:
-    """A forest in two passes: rows[T1] of what has a gradient, and rest[T2] that only reads its
-    keys and values.
+    """A prefix tree as two passes: rows grad_rows[T1] with a gradient, and no_grad_rows[T2], which
+    only read the keys and values of the first pass.
 
-    first, second: their tables. Rows of the second table count on behind those of the first, with
-    what fills these up.
+    grad_table, no_grad_table: their segment tables. Rows of the second table continue those of the
+    first, including its padding.
     """
 
-    rows: Tensor
-    rest: Tensor
-    first: Tensor
-    second: Tensor
+    grad_rows: Tensor
+    no_grad_rows: Tensor
+    grad_table: Tensor
+    no_grad_table: Tensor
 
 
-def split(
+def split_by_gradient(
     segments: Sequence[tuple[int, int, int]],
     paths: Sequence[Sequence[int]],
-    trains: Sequence[bool],
-    fill: Callable[[int], int] = int,
+    requires_grad: Sequence[bool],
+    padded_length: Callable[[int], int] = int,
 ) -> GradientSplit:
-    """paths[S]: the segments of each sequence; trains[S]: which of them have a gradient. fill: how
-    many rows the first pass has in place of so many.
+    """Split a prefix tree by whether sequences need a gradient.
+
+    paths[S]: the segments of each sequence. padded_length: the number of rows of the first pass
+    after padding, from the number before.
     """
-    kept = {k for path, it in zip(paths, trains, strict=True) if it for k in path}
-    ours, others = (
-        [k for k in range(len(segments)) if k in kept],
-        [k for k in range(len(segments)) if k not in kept],
-    )
+    with_grad = [path for path, grad in zip(paths, requires_grad, strict=True) if grad]
+    in_first = {k for path in with_grad for k in path}
+    first = [k for k in range(len(segments)) if k in in_first]
+    second = [k for k in range(len(segments)) if k not in in_first]
     number, spans, row = {-1: -1}, list[tuple[int, int, int]](), 0
 
-    def add(which: Sequence[int]) -> None:
+    def add(selected: Sequence[int]) -> None:
         nonlocal row
-        for k in which:  # parents come before children
+        for k in selected:  # parents come before children
             start, end, parent = segments[k]
             number[k] = len(spans)
             spans.append((row, row := row + end - start, number[parent]))
 
-    add(ours)
-    first = table(spans)
-    if fill(row) > row:
-        spans.append((row, row := fill(row), -1))
-    asked = len(spans)
-    add(others)
-    rows = [[r for k in which for r in range(*segments[k][:2])] for which in (ours, others)]
-    second = torch.tensor([(*span, i >= asked) for i, span in enumerate(spans)])
-    return GradientSplit(torch.tensor(rows[0]), torch.tensor(rows[1]), first, second)
+    add(first)
+    grad_table = segment_table(spans)
+    if padded_length(row) > row:
+        spans.append((row, row := padded_length(row), -1))
+    num_first = len(spans)
+    add(second)
+    rows = [[r for k in selected for r in range(*segments[k][:2])] for selected in (first, second)]
+    no_grad_table = torch.tensor([(*span, i >= num_first) for i, span in enumerate(spans)])
+    return GradientSplit(torch.tensor(rows[0]), torch.tensor(rows[1]), grad_table, no_grad_table)
 
 
-def segments_of(layout: Tensor) -> Table:
-    """The table as plain numbers."""
+def segments_of(layout: Tensor) -> SegmentTable:
+    """Return the segment table as Python numbers."""
     return tuple((a, b, p, bool(q)) for a, b, p, q in layout.tolist())
 
 
 @lru_cache(maxsize=32)
-def blocks(segments: Table, device: torch.device) -> tuple[Block, ...]:
-    """The blocks of a table, made once for all layers of a pass."""
-    pieces = [piece for run in runs(segments) for piece in _pieces(run)]
-    return tuple(_block(bucket, device) for bucket in _buckets(pieces))
+def make_blocks(segments: SegmentTable, device: torch.device) -> tuple[Block, ...]:
+    """Return the blocks of a table; cached for all layers of a pass."""
+    pieces = [piece for run in make_runs(segments) for piece in _split_run(run)]
+    return tuple(_make_block(bucket, device) for bucket in _bucket_runs(pieces))
 
 
 @lru_cache(maxsize=256)
-def hidden(block: Block, window: int) -> Tensor:
-    """True where a query may not see a key: later ones and, with a window (0: none), those so many
-    tokens or more before it. [R, 1, n, L], or without a window only the keys that not all queries
-    see: [R, 1, n, L - least].
+def hidden_keys(block: Block, window: int) -> Tensor:
+    """Return the mask that is True where a query does not attend to a key: later keys and, with a
+    window (0: none), keys at least that many tokens before the query.
+
+    [R, 1, n, L]; without a window only the keys that are not visible to all queries:
+    [R, 1, n, L - num_common_keys].
     """
-    start = 0 if window else block.least
+    start = 0 if window else block.num_common_keys
     device = block.keys.device
     length = block.keys.shape[1]
-    query = block.above[:, None] + torch.arange(block.queries.shape[1], device=device)
-    query = query.clamp(max=length - 1)  # what pads the queries must see something too
+    query = block.num_prefix_keys[:, None] + torch.arange(block.queries.shape[1], device=device)
+    query = query.clamp(max=length - 1)  # queries that are padding need a visible key too
     distance = query[:, :, None] - torch.arange(start, length, device=device)
     return ((distance < 0) | ((distance >= window) if window else False))[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """own: rows among the queries; keys: rows among the keys of the path to the last of them, of
-    which ``above`` come before the first.
+    """queries: rows of the queries. keys: rows of the keys on the path to the last query, of which
+    ``num_prefix_keys`` come before the first query.
     """
 
-    own: list[int]
+    queries: list[int]
     keys: list[int]
 
     @property
-    def above(self) -> int:
-        return len(self.keys) - len(self.own)
+    def num_prefix_keys(self) -> int:
+        return len(self.keys) - len(self.queries)
 
 
-def runs(segments: Table) -> list[RowRun]:
-    """Every segment of queries is in one run; a run starts where a segment does not follow its
+def make_runs(segments: SegmentTable) -> list[RowRun]:
+    """Return the runs of a table. A run starts where a segment of queries does not follow its
     parent.
     """
-    first = min(start for start, _, _, queries in segments if queries)
+    first = min(start for start, _, _, is_query in segments if is_query)
     paths: list[list[int]] = []  # rows to the end of each segment
-    found: list[RowRun] = []
-    at: dict[int, int] = {}  # segment -> its run, for the last segment of each run
-    for k, (start, end, parent, queries) in enumerate(segments):
+    runs: list[RowRun] = []
+    run_of: dict[int, int] = {}  # last segment of each run -> index of the run
+    for k, (start, end, parent, is_query) in enumerate(segments):
         rows = range(start, end)
         paths.append([*paths[parent], *rows] if parent >= 0 else list(rows))
-        if not queries:
+        if not is_query:
             continue
-        own = [row - first for row in rows]
-        at[k] = at.pop(parent) if parent in at and segments[parent][1] == start else len(found)
-        if at[k] == len(found):
-            found.append(RowRun(own, paths[k]))
+        queries = [row - first for row in rows]
+        follows_parent = parent in run_of and segments[parent][1] == start
+        run_of[k] = run_of.pop(parent) if follows_parent else len(runs)
+        if run_of[k] == len(runs):
+            runs.append(RowRun(queries, paths[k]))
         else:
-            found[at[k]] = RowRun(found[at[k]].own + own, paths[k])
-    return found
+            runs[run_of[k]] = RowRun(runs[run_of[k]].queries + queries, paths[k])
+    return runs
 
 
-def _pieces(run: RowRun) -> list[RowRun]:
-    """A long run in pieces, each over the keys up to its own last query."""
-    found: list[RowRun] = []
+def _split_run(run: RowRun) -> list[RowRun]:
+    """Split a long run into pieces, each with the keys up to its last query."""
+    pieces: list[RowRun] = []
     start = 0
-    while start < len(run.own):
-        keys = run.above + start + 1
-        stop = min(
-            len(run.own), start + min(MOST, max(FEWEST, AREA // (keys + min(MOST, AREA // keys))))
-        )
-        found.append(RowRun(run.own[start:stop], run.keys[: run.above + stop]))
+    while start < len(run.queries):
+        keys = run.num_prefix_keys + start + 1
+        size = MAX_RUN_SCORES // (keys + min(MAX_QUERIES, MAX_RUN_SCORES // keys))
+        stop = min(len(run.queries), start + min(MAX_QUERIES, max(MIN_QUERIES, size)))
+        pieces.append(RowRun(run.queries[start:stop], run.keys[: run.num_prefix_keys + stop]))
         start = stop
-    return found
+    return pieces
 
 
-def _buckets(runs: Sequence[RowRun]) -> list[list[RowRun]]:
-    """Runs together as long as padding them to one size costs less than the calls of one more
+def _bucket_runs(runs: Sequence[RowRun]) -> list[list[RowRun]]:
+    """Group runs as long as padding them to one size costs less than the calls of one more
     block.
     """
-    found: list[tuple[int, int, list[RowRun]]] = []  # queries, keys, runs
-    for run in sorted(runs, key=lambda run: (-len(run.keys), -len(run.own))):
-        n, length = len(run.own), len(run.keys)
-        best, least = None, n * length + CALL
-        for i, (most, longest, bucket) in enumerate(found):
-            wide = max(n, most)
-            more = (len(bucket) + 1) * wide * longest - len(bucket) * most * longest
-            if more < least and (len(bucket) + 1) * wide * longest <= 4 * AREA:
-                best, least = i, more
+    buckets: list[tuple[int, int, list[RowRun]]] = []  # queries, keys, runs
+    for run in sorted(runs, key=lambda run: (-len(run.keys), -len(run.queries))):
+        n, length = len(run.queries), len(run.keys)
+        best, min_cost = None, n * length + BLOCK_COST
+        for i, (max_queries, max_keys, bucket) in enumerate(buckets):
+            scores = (len(bucket) + 1) * max(n, max_queries) * max_keys
+            cost = scores - len(bucket) * max_queries * max_keys
+            if cost < min_cost and scores <= 4 * MAX_RUN_SCORES:
+                best, min_cost = i, cost
         if best is None:
-            found.append((n, length, [run]))
+            buckets.append((n, length, [run]))
         else:
-            most, longest, bucket = found[best]
-            found[best] = max(n, most), longest, [*bucket, run]
-    return [bucket for _, _, bucket in found]
+            max_queries, max_keys, bucket = buckets[best]
+            buckets[best] = max(n, max_queries), max_keys, [*bucket, run]
+    return [bucket for _, _, bucket in buckets]
 
 
-def _up(length: int) -> int:
-    return -(-length // STRIDE) * STRIDE
+def _round_up(length: int) -> int:
+    return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
-def _block(runs: Sequence[RowRun], device: torch.device) -> Block:
-    n, length = _up(max(len(run.own) for run in runs)), max(len(run.keys) for run in runs)
+def _make_block(runs: Sequence[RowRun], device: torch.device) -> Block:
+    n = _round_up(max(len(run.queries) for run in runs))
+    length = max(len(run.keys) for run in runs)
     start = runs[0].keys[0]
-    successive = len(runs) == 1 and runs[0].keys == list(range(start, start + length))
-    # else what pads the keys would be rows of others, and what is not a number there would come
-    # along
-    if not successive:
-        length = _up(length)
-    queries = [run.own + [run.own[-1]] * (n - len(run.own)) for run in runs]
+    is_range = len(runs) == 1 and runs[0].keys == list(range(start, start + length))
+    # Padding a range of rows would include rows of other sequences, and their NaN values.
+    if not is_range:
+        length = _round_up(length)
+    queries = [run.queries + [run.queries[-1]] * (n - len(run.queries)) for run in runs]
     keys = [run.keys + [run.keys[-1]] * (length - len(run.keys)) for run in runs]
-    real = torch.tensor([[i < len(run.own) for i in range(n)] for run in runs], device=device)
-    above = [run.above for run in runs]
+    is_query = torch.tensor(
+        [[i < len(run.queries) for i in range(n)] for run in runs], device=device
+    )
+    num_prefix_keys = [run.num_prefix_keys for run in runs]
     return Block(
         queries=torch.tensor(queries, device=device),
         keys=torch.tensor(keys, device=device),
-        real=None if all(len(run.own) == n for run in runs) else real,
-        above=torch.tensor(above, device=device),
-        least=min(above),
-        span=(start, start + length) if successive else None,
+        is_query=None if all(len(run.queries) == n for run in runs) else is_query,
+        num_prefix_keys=torch.tensor(num_prefix_keys, device=device),
+        num_common_keys=min(num_prefix_keys),
+        key_range=(start, start + length) if is_range else None,
     )

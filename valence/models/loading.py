@@ -33,8 +33,8 @@ def must_exist(name: str, setting: str) -> None:
     """Raise UserError unless ``name`` is a folder, or a hub id that is in the cache or can be
     downloaded.
 
-    The hub is asked once by each process. When it does not answer, this process uses the cache
-    alone: the libraries would retry for a minute.
+    Each process contacts the hub once. If the hub does not respond, this process uses only the
+    cache: the libraries would retry for a minute.
     """
     if Path(name).is_dir():
         return
@@ -66,7 +66,7 @@ def must_exist(name: str, setting: str) -> None:
 
 
 def is_cached(name: str, setting: str) -> bool:
-    """Whether a hub id was downloaded before. Raises UserError for a name that is no hub id."""
+    """Return whether a hub id is in the cache. Raises UserError for a name that is not a hub id."""
     try:
         return any(isinstance(try_to_load_from_cache(name, file), str) for file in IDENTIFYING)
     except HFValidationError as error:
@@ -78,10 +78,11 @@ def is_cached(name: str, setting: str) -> bool:
         ) from error
 
 
-def cannot_load(what: str, name: str, error: Exception) -> UserError:
+def cannot_load(kind: str, name: str, error: Exception) -> UserError:
+    """Return the error for a model, adapter or tokenizer that the libraries cannot load."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return UserError(
-        f"cannot load the {what} {name!r}: {first}",
+        f"cannot load the {kind} {name!r}: {first}",
         code="model-not-loadable",
         where="model",
         fix="check that the folder or hub id contains a causal language model, and that you have "
@@ -90,25 +91,27 @@ def cannot_load(what: str, name: str, error: Exception) -> UserError:
 
 
 SETTINGS = (".json", ".py", ".txt", ".jinja")
-SAMPLES, SAMPLE = 32, 1 << 16  # places of a file of weights that are looked at, and their bytes
+NUM_SAMPLES, SAMPLE_BYTES = 32, 1 << 16
+"""Samples of a weights file that its fingerprint hashes: their number, and the bytes of each."""
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".model")
 
 
 def fingerprint(name: str) -> dict[str, str]:
-    """What tells the folder of a model or adapter from another: by file, a hash of settings, and
-    the size of weights; for a hub id the commit. Raises UserError when that cannot be found out.
+    """Return a fingerprint of the folder of a model or adapter: for each file a hash of settings,
+    or the size and a hash of parts of weights; for a hub id the commit. Raises UserError when the
+    hub id cannot be resolved.
     """
     folder = Path(name)
     if not folder.is_dir():
         kinds = ("config.json", "adapter_config.json")
         try:
-            found = [
+            paths = [
                 cached_file(name, kind, _raise_exceptions_for_missing_entries=False)
                 for kind in kinds
             ]
         except OSError as error:
             raise cannot_load("model or adapter", name, error) from error
-        return {"commit": next((Path(path).parent.name for path in found if path), "")}
+        return {"commit": next((Path(path).parent.name for path in paths if path), "")}
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     settings = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
@@ -119,13 +122,13 @@ def fingerprint(name: str) -> dict[str, str]:
 
 
 def _sampled(path: Path) -> str:
-    """The size of a file, and a hash of a few places in it: all of it would take as long to read as
-    to load.
+    """Return the size of a file and a hash of parts of it, since reading all of it would take as
+    long as loading the model.
     """
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        for k in range(SAMPLES):
-            file.seek(max(0, size - SAMPLE) * k // (SAMPLES - 1))
-            digest.update(file.read(SAMPLE))
+        for k in range(NUM_SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * k // (NUM_SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
     return f"{size} bytes, {digest.hexdigest()[:16]}"

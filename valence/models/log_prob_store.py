@@ -1,12 +1,13 @@
-"""Arrays of numbers kept in a folder under 16-byte keys.
+"""A folder of floating-point arrays, each stored under a 16-byte key.
 
-Any number of processes add entries at once; none is ever changed.
+Any number of processes can add entries at the same time. An entry never changes.
 
-Each process that adds entries writes two files of its own: NAME.values, the numbers end to end, and
-NAME.index, a head that says what they are, then one row per entry, written after its numbers. So
-there is nothing to lock, and a process that is killed leaves at most numbers without a row or an
-unfinished last row, which nobody reads. Head, rows and numbers have checksums: what is damaged
-counts as absent, with a warning that names the file.
+Each process that adds entries writes two files. NAME.values contains the numbers of its entries,
+concatenated. NAME.index contains a header that describes the numbers, then one row per entry, which
+is written after the entry's numbers. Processes need no lock. A process that is killed leaves at
+most numbers without a row or an incomplete last row, and readers ignore both. The header, the rows
+and the numbers have checksums: a damaged entry counts as absent, with a warning that names the
+file.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from valence.errors import UserError
 from valence.files import make_folder
 
 Array = NDArray[np.floating[Any]]
-Head = Mapping[str, Any]
+Header = Mapping[str, Any]
 
-HEAD = 1024  # bytes: JSON, spaces, and the checksum of both
+HEADER_SIZE = 1024  # bytes: JSON, padding with spaces, and the checksum of both
 ROW = np.dtype(
     [("key", "V16"), ("start", "<u8"), ("count", "<u4"), ("sum", "<u4"), ("check", "<u4")]
 )
-# a row without its last column, and that: the row's own checksum
+# a row without its last column, and the last column, which is the checksum of the others
 FIELDS, CHECK = (
     struct.Struct("<16sQII"),
     struct.Struct("<I"),
@@ -48,13 +49,14 @@ OPEN_FILES = 64
 
 @dataclass(slots=True, eq=False)
 class StoreFile:
-    """The two files of one process: their path without the ending, what the head says, how many
-    rows of the index were read.
+    """The index and the values file of one process.
+
+    path: without the suffix. header: of the index. num_rows: rows of the index that were read.
     """
 
     path: Path
-    head: Head
-    rows: int = 0
+    header: Header
+    num_rows: int = 0
 
     @property
     def values(self) -> Path:
@@ -62,79 +64,79 @@ class StoreFile:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.head["dtype"])
+        return np.dtype(self.header["dtype"])
 
 
-Place = tuple[StoreFile, int, int, int]
-"""Where an entry is: its part, the position of its first number there, how many they are, their
-checksum.
+Location = tuple[StoreFile, int, int, int]
+"""Where an entry is stored: its file, the index of its first number in that file, the count of its
+numbers, and their checksum.
 """
 
 
 class LogProbStore:
     """The entries of one folder.
 
-    ``identity`` says what they are: files that say otherwise are refused.
+    ``identity`` describes the entries. Files with another identity are an error.
 
-    ``damaged``: how many entries could not be used. ``keeps``: whether ``add`` keeps anything.
+    ``damaged`` is the number of entries that could not be used. ``is_writable``: whether ``add``
+    writes entries.
     """
 
-    def __init__(self, folder: Path, identity: Head, about: Head, *, adds: bool = True) -> None:
-        """Finds out which entries there are; numbers are read when they are asked for.
+    def __init__(
+        self, folder: Path, identity: Header, about: Header, *, is_writable: bool = True
+    ) -> None:
+        """Read the index of all entries. Numbers are read on demand.
 
-        ``about``: more for the head of new files.
+        ``about``: additional fields for the header of new files.
 
-        Raises UserError when the folder cannot be made or read, or holds entries of another
+        Raises UserError when the folder cannot be created or read, or contains entries of another
         identity.
         """
         self.folder, self.about = folder, {**identity, **about}
-        self.identity, self.keeps = identity, adds
+        self.identity, self.is_writable = identity, is_writable
         self.damaged = 0
-        self._places: dict[bytes, Place] = {}
-        self._parts: dict[
-            str, StoreFile | None
-        ] = {}  # by the name of the index; None: its head is damaged
+        self._locations: dict[bytes, Location] = {}
+        # by the name of the index; None if its header is damaged
+        self._files: dict[str, StoreFile | None] = {}
         self._readers: dict[StoreFile, BinaryIO] = {}
-        self._own: tuple[StoreFile, BinaryIO, BinaryIO] | None = None
-        self._written = 0  # numbers in the own file
+        self._output: tuple[StoreFile, BinaryIO, BinaryIO] | None = None  # and index and values
+        self._num_written = 0  # numbers in the output file
         self._unwritten: dict[bytes, Array] = {}
         self._lock = threading.Lock()
         self._warned: set[Path] = set()
         try:
-            if adds:
+            if is_writable:
                 make_folder(folder, folder.parent)
         except OSError as error:
             raise self._unusable(error) from error
         self.refresh()
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._unwritten)
+        return len(self._locations) + len(self._unwritten)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._places or key in self._unwritten
+        return key in self._locations or key in self._unwritten
 
-    def head(self, key: bytes) -> Head:
-        """What is said about the file that an entry is in, or will be."""
-        return self._places[key][0].head if key in self._places else self.about
+    def header(self, key: bytes) -> Header:
+        """Return the header of the file that contains an entry, or will contain it."""
+        return self._locations[key][0].header if key in self._locations else self.about
 
     def refresh(self) -> None:
-        """Takes in what other processes have added.
-
-        Entries that are known already stay as they are.
+        """Read the entries that other processes have added. Entries already known do not change.
 
         Raises UserError when the folder cannot be read.
         """
         try:
             names = os.listdir(self.folder) if self.folder.is_dir() else []
-            # The newest first: an entry that was found damaged is there again in a later file.
+            # Newest first: an entry that was damaged is written again, to a later file.
             for name in sorted((name for name in names if name.endswith(".index")), reverse=True):
-                known = self._parts.get(name)
-                if known is None and name in self._parts:
+                known = self._files.get(name)
+                if known is None and name in self._files:
                     continue
-                with suppress(FileNotFoundError):  # deleted since it was listed
+                with suppress(FileNotFoundError):  # deleted after it was listed
                     if (
                         os.path.getsize(self.folder / name)
-                        >= HEAD + ((known.rows if known else 0) + 1) * ROW.itemsize
+                        >= HEADER_SIZE + ((known.num_rows if known else 0) + 1) * ROW.itemsize
                     ):
                         self._read_index(self.folder / name)
         except OSError as error:
@@ -142,109 +144,107 @@ class LogProbStore:
 
     def _unusable(self, error: OSError) -> UserError:
         return UserError(
-            f"the cache cannot be used ({error})",
+            f"cannot use the reference cache ({error})",
             code="reference-cache-unusable",
             where=str(self.folder),
-            fix="repair the folder, or choose another one",
+            fix="repair the folder, or set another one",
         )
 
     def _read_index(self, path: Path) -> None:
-        """Takes in the rows of an index that are new. An unfinished last row is left alone."""
-        with path.open("rb") as file:
-            if path.name not in self._parts:
-                self._parts[path.name] = self._opened(path, file.read(HEAD))
-            part = self._parts[path.name]
-            if part is None:
+        """Read the new rows of an index, except an incomplete last row."""
+        with path.open("rb") as stream:
+            if path.name not in self._files:
+                self._files[path.name] = self._open(path, stream.read(HEADER_SIZE))
+            file = self._files[path.name]
+            if file is None:
                 return
-            file.seek(HEAD + part.rows * ROW.itemsize)
-            raw = file.read()
+            stream.seek(HEADER_SIZE + file.num_rows * ROW.itemsize)
+            raw = stream.read()
         rows = np.frombuffer(raw, ROW, count=len(raw) // ROW.itemsize)
-        part.rows += len(rows)
+        file.num_rows += len(rows)
         view = memoryview(raw)
         sums = [
-            crc32(view[at : at + FIELDS.size])
-            for at in range(0, len(rows) * ROW.itemsize, ROW.itemsize)
+            crc32(view[offset : offset + FIELDS.size])
+            for offset in range(0, len(rows) * ROW.itemsize, ROW.itemsize)
         ]
-        whole = rows["check"] == np.array(sums, np.uint32)
-        if not whole.all():
-            self._damage(path, int((~whole).sum()))
-        keys, *columns = (rows[name][whole].tolist() for name in ("key", "start", "count", "sum"))
+        valid = rows["check"] == np.array(sums, np.uint32)
+        if not valid.all():
+            self._report_damage(path, int((~valid).sum()))
+        keys, *columns = (rows[name][valid].tolist() for name in ("key", "start", "count", "sum"))
         for key, start, count, checksum in zip(keys, *columns, strict=True):
-            self._places.setdefault(key, (part, start, count, checksum))
+            self._locations.setdefault(key, (file, start, count, checksum))
 
-    def _opened(self, path: Path, head: bytes) -> StoreFile | None:
-        """A part that is seen for the first time; None when its head is damaged."""
-        found = _head(head)
-        if found is None:
-            self._damage(path, 1)
+    def _open(self, path: Path, raw: bytes) -> StoreFile | None:
+        """Return the file with this index and raw header; None if the header is damaged."""
+        header = _parse_header(raw)
+        if header is None:
+            self._report_damage(path, 1)
             return None
         for name, value in self.identity.items():
-            if found.get(name) != value:
+            if header.get(name) != value:
                 raise UserError(
-                    f"this file has the {name} {found.get(name)}, but the folder is for the {name} "
-                    f"{value}",
+                    f"the file has {name} {header.get(name)!r}, but its folder has {value!r}",
                     code="reference-cache-foreign",
                     where=str(path),
-                    fix="move this file and the .values file of the same name back to their "
-                    "original folder, or delete both",
+                    fix="move it, and the .values file of the same name, back to the folder that "
+                    "it came from, or delete both",
                 )
-        return StoreFile(path.with_suffix(""), found)
+        return StoreFile(path.with_suffix(""), header)
 
     def get(self, key: bytes) -> Array | None:
-        """The numbers of an entry; None when there is none, or it is damaged."""
-        if key not in self._places:
+        """Return the numbers of an entry; None if it does not exist or is damaged."""
+        if key not in self._locations:
             return self._unwritten.get(key)
-        part, start, count, checksum = self._places[key]
-        size = part.dtype.itemsize
+        file, start, count, checksum = self._locations[key]
+        size = file.dtype.itemsize
         try:
-            reader = self._reader(part)
+            reader = self._reader(file)
             reader.seek(start * size)
             raw = reader.read(count * size)
         except OSError:
             raw = b""
         if len(raw) < count * size or crc32(raw) != checksum:
-            del self._places[key]
-            self._damage(part.values, 1)
+            del self._locations[key]
+            self._report_damage(file.values, 1)
             return None
-        return np.frombuffer(raw, part.dtype)
+        return np.frombuffer(raw, file.dtype)
 
-    def _reader(self, part: StoreFile) -> BinaryIO:
-        if part not in self._readers:
+    def _reader(self, file: StoreFile) -> BinaryIO:
+        if file not in self._readers:
             if len(self._readers) == OPEN_FILES:
                 self._readers.pop(next(iter(self._readers))).close()
-            self._readers[part] = part.values.open("rb", buffering=0)
-        return self._readers[part]
+            self._readers[file] = file.values.open("rb", buffering=0)
+        return self._readers[file]
 
     def add(self, entries: Mapping[bytes, Array]) -> None:
-        """Adds entries, all of one type of number; one that is known already stays as it is.
+        """Add entries, all of one dtype. Entries already known do not change.
 
-        When they cannot be written, they and all later ones stay in memory, with a warning;
-        ``sync`` tries again.
+        If writing fails, these entries and all later ones stay in memory, with a warning. ``sync``
+        tries to write them again.
         """
         new = {key: values for key, values in entries.items() if key not in self}
-        if not new or not self.keeps:
+        if not new or not self.is_writable:
             return
         try:
             with self._lock:
-                full = bool(self._unwritten)
+                has_failed = bool(self._unwritten)
                 self._unwritten |= new
-                if not full:
+                if not has_failed:
                     self._write_out()
         except OSError as error:
             warnings.warn(
-                f"{self.folder}: the cache cannot be written ({error}); new values are kept "
-                "only in memory until it can be. To fix it: free disk space, or set "
-                "reference.cache to another folder",
+                f"{self.folder}: cannot write the reference cache ({error}); new entries stay in "
+                "memory",
                 stacklevel=3,
             )
 
     def sync(self) -> None:
-        """Returns when what this process added is on the disk. Raises OSError."""
-        with self._lock:  # this may be a thread that writes a checkpoint
+        """Block until all entries of this process are on the disk. Raises OSError."""
+        with self._lock:  # the caller may be a thread that writes a checkpoint
             self._write_out()
-        for file in self._own[1:] if self._own else ():
+        for file in self._output[1:] if self._output else ():
             os.fsync(file.fileno())
-        if self._own:
+        if self._output:
             folder = os.open(self.folder, os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -257,73 +257,70 @@ class LogProbStore:
         try:
             self._append(self._unwritten)
         except OSError:
-            # where these files end is not known: others come next
-            self._own, self._written = (
-                None,
-                0,
-            )
+            # The files may end anywhere: start new ones.
+            self._output, self._num_written = None, 0
             raise
         self._unwritten = {}
 
     def _append(self, entries: Mapping[bytes, Array]) -> None:
-        self._own = self._own or self._begin(next(iter(entries.values())).dtype)
-        part, index, values = self._own
-        places: dict[bytes, Place] = {}
+        self._output = self._output or self._create_output(next(iter(entries.values())).dtype)
+        file, index, values = self._output
+        locations: dict[bytes, Location] = {}
         numbers, rows = bytearray(), bytearray()
-        start = self._written
+        start = self._num_written
         for key, array in entries.items():
             raw = array.tobytes()
-            places[key] = part, start, len(array), crc32(raw)
-            fields = FIELDS.pack(key, *places[key][1:])
+            locations[key] = file, start, len(array), crc32(raw)
+            fields = FIELDS.pack(key, *locations[key][1:])
             rows += fields + CHECK.pack(crc32(fields))
             numbers += raw
             start += len(array)
         _write(values, numbers)
         _write(index, rows)
-        self._written, part.rows = start, part.rows + len(places)
-        self._places |= places
+        self._num_written, file.num_rows = start, file.num_rows + len(locations)
+        self._locations |= locations
 
-    def _begin(self, dtype: np.dtype[Any]) -> tuple[StoreFile, BinaryIO, BinaryIO]:
-        """Files of this process alone, later in the order of names than those that are there."""
+    def _create_output(self, dtype: np.dtype[Any]) -> tuple[StoreFile, BinaryIO, BinaryIO]:
+        """Create the files of this process, with a name that sorts after the existing ones."""
         name = f"{time.time_ns():020}-{os.getpid()}-{secrets.token_hex(4)}"
-        part = StoreFile(self.folder / name, {**self.about, "dtype": dtype.str})
-        head = json.dumps(part.head).encode().ljust(HEAD - CHECK.size)
-        path = part.path.with_suffix(".index")
-        index, values = path.open("xb", buffering=0), part.values.open("xb", buffering=0)
-        _write(index, head + CHECK.pack(crc32(head)))
-        self._parts[path.name] = part
-        return part, index, values
+        file = StoreFile(self.folder / name, {**self.about, "dtype": dtype.str})
+        header = json.dumps(file.header).encode().ljust(HEADER_SIZE - CHECK.size)
+        path = file.path.with_suffix(".index")
+        index, values = path.open("xb", buffering=0), file.values.open("xb", buffering=0)
+        _write(index, header + CHECK.pack(crc32(header)))
+        self._files[path.name] = file
+        return file, index, values
 
-    def _damage(self, path: Path, entries: int) -> None:
-        self.damaged += entries
+    def _report_damage(self, path: Path, num_entries: int) -> None:
+        self.damaged += num_entries
         if path not in self._warned:
             self._warned.add(path)
             warnings.warn(
-                f"{path} is damaged: a checksum is wrong. The damaged values are computed again. "
-                f"To stop this warning, delete the file and the other file of its name",
+                f"{path} is damaged: a checksum is wrong. Damaged entries are computed again; to "
+                "stop this warning, delete the .index and the .values file of this name",
                 stacklevel=4,
             )
 
 
-def entries_of(folder: Path) -> tuple[int, Head]:
-    """How many entries a folder holds, by the sizes of its files alone, and what the head of one of
-    them says.
+def count_entries(folder: Path) -> tuple[int, Header]:
+    """Return the number of entries of a folder, computed from the sizes of its files, and the
+    header of one file.
     """
     count = 0
-    found: Head = {}
+    header: Header = {}
     for path in folder.glob("*.index"):
-        count += max(0, path.stat().st_size - HEAD) // ROW.itemsize
+        count += max(0, path.stat().st_size - HEADER_SIZE) // ROW.itemsize
         with path.open("rb") as file:
-            found = found or _head(file.read(HEAD)) or {}
-    return count, found
+            header = header or _parse_header(file.read(HEADER_SIZE)) or {}
+    return count, header
 
 
-def _head(raw: bytes) -> Head | None:
-    """What the head of an index says; None when it is damaged."""
+def _parse_header(raw: bytes) -> Header | None:
+    """Return the header of an index; None if it is damaged."""
     text, check = raw[: -CHECK.size], raw[-CHECK.size :]
     return json.loads(text) if CHECK.pack(crc32(text)) == check else None
 
 
 def _write(file: BinaryIO, data: bytes | bytearray) -> None:
     if file.write(data) != len(data):
-        raise OSError("no space left")
+        raise OSError("no space left on the device")

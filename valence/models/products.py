@@ -1,4 +1,4 @@
-"""How matrix products round, where PyTorch leaves a choice."""
+"""Rounding of the operands of matrix products on a CPU."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from threading import Lock
 import torch
 
 
-class _Inside:
-    """How many blocks are open, in all threads: the choice is one of the process, and ends with the
-    last of them.
+class _OpenBlocks:
+    """Number of open blocks in all threads, and the setting before the first: it applies to the
+    process, and is restored when the last block ends.
     """
 
-    count, before = 0, "none"
+    count, previous = 0, "none"
     lock = Lock()
 
 
 @contextmanager
-def bfloat16_operands(wanted: bool) -> Iterator[None]:
-    """Lets a float32 product on a CPU take operands that bfloat16 holds exactly for bfloat16
-    (others it may round); it is accumulated in, and returned as, float32 all the same.
+def bfloat16_operands(enabled: bool) -> Iterator[None]:
+    """Inside the block float32 products on a CPU may round their operands to bfloat16, which is
+    exact for operands that bfloat16 can represent. Products are accumulated and returned in
+    float32.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    with _Inside.lock:
-        if not _Inside.count:
-            _Inside.before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-        _Inside.count += 1
+    with _OpenBlocks.lock:
+        if not _OpenBlocks.count:
+            _OpenBlocks.previous, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+        _OpenBlocks.count += 1
     try:
         yield
     finally:
-        with _Inside.lock:
-            _Inside.count -= 1
-            if not _Inside.count:
-                matmul.fp32_precision = _Inside.before
+        with _OpenBlocks.lock:
+            _OpenBlocks.count -= 1
+            if not _OpenBlocks.count:
+                matmul.fp32_precision = _OpenBlocks.previous

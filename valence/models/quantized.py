@@ -1,4 +1,4 @@
-"""Frozen weights of 4 bits (QLoRA: Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes."""
+"""Frozen 4-bit weights (QLoRA: Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from valence.errors import UserError, install_command
 
 BYTES = 0.53
-"""Of a weight: 4 bits, an 8-bit scale for every 64 of them, a scale of those, and tables; a little
-more on small layers.
+"""Bytes per weight: 4 bits, an 8-bit scale for every 64 weights, a scale of the scales, and tables;
+slightly more on small layers.
 """
 STATES = 0.03
-"""Those of scales and tables."""
+"""Bytes per weight of scales and tables."""
 
 
 def check_library() -> None:
-    """Raises UserError when the library that keeps weights in 4 bits is missing."""
+    """Raise UserError when bitsandbytes is not installed."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "4-bit weights need bitsandbytes, which is not installed",
@@ -30,10 +30,10 @@ def check_library() -> None:
         )
 
 
-def how(dtype: torch.dtype) -> Any:
-    """What transformers is told: nf4 with scales that are quantized too, products in ``dtype``, and
-    bytes that are kept as numbers of that type, so that they are split over processes with the
-    weights beside them.
+def quantization_config(dtype: torch.dtype) -> Any:
+    """Return transformers' settings: nf4 with quantized scales, and products in ``dtype``.
+
+    The bytes are stored as numbers of that dtype, so that they are sharded with other weights.
     """
     from transformers import BitsAndBytesConfig
 
@@ -47,20 +47,19 @@ def how(dtype: torch.dtype) -> Any:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any layer keeps its weights in 4 bits."""
+    """Return whether any layer has 4-bit weights."""
     return any(True for _ in _layers(model))
 
 
-def packed(model: nn.Module) -> set[int]:
-    """The ids of weights whose bytes are no numbers of their type, and must not be cast."""
+def packed_weights(model: nn.Module) -> set[int]:
+    """Return the ids of weights that store 4-bit numbers, which must not be cast."""
     return {id(layer.weight) for _, layer in _layers(model)}
 
 
 def states(model: nn.Module) -> dict[str, Tensor]:
-    """Scales and tables of each layer, named as in its state_dict.
+    """Return the scales and tables of each layer, named as in its state_dict.
 
-    They are whole on every process, also where weights are split and the state_dict has them no
-    more.
+    Every process has all of them, also with sharded weights, where the state_dict omits them.
     """
     return {
         f"{path}.weight.{name}": value
@@ -69,10 +68,10 @@ def states(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def compute_alike(model: nn.Module) -> nn.Module:
-    """Has layers compute in one way. bitsandbytes would pack weights anew on some CPUs as soon as a
-    model is evaluated, and round otherwise from then on: policy and reference would differ, and so
-    would the weights' digest.
+def disable_cpu_repacking(model: nn.Module) -> nn.Module:
+    """Disable a repacking of weights in bitsandbytes and return the model. On some CPUs evaluation
+    would repack them, with other rounding from then on: policy and reference would differ, and so
+    would the digest of the weights.
     """
     for _, layer in _layers(model):
         layer.support_avx512bf16_for_cpu = False
@@ -80,8 +79,8 @@ def compute_alike(model: nn.Module) -> nn.Module:
 
 
 def countable(layers: list[nn.Module]) -> int:
-    """Weights of these layers (of a model that is not quantized) that would be kept in 4 bits:
-    those of linear layers, but not of experts that are kept as one tensor.
+    """Return the number of weights of these unquantized layers that would be stored in 4 bits:
+    those of linear layers, but not of experts in a single tensor.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -95,9 +94,8 @@ def countable(layers: list[nn.Module]) -> int:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of each layer of 4 bits.
-
-    Known by what it has: the library is loaded by those who need it.
+    """Yield name and module of each 4-bit layer, identified by an attribute, so that the library is
+    not imported.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and hasattr(module, "quant_state"):

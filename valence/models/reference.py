@@ -1,5 +1,5 @@
-"""Log-probabilities under the reference, by the cheapest way that is exact: the adapter switched
-off, or a frozen copy.
+"""Log-probabilities under the reference, by the cheapest exact method: the policy with its adapter
+disabled, or a frozen copy.
 """
 
 from __future__ import annotations
@@ -19,26 +19,23 @@ from valence.types import MicroBatch
 
 
 class Reference(Protocol):
-    """Something that gives ``logp[T]`` of a micro-batch without a gradient."""
+    """Computes ``logp[T]`` of a micro-batch without a gradient."""
 
     name: str
     precision: torch.dtype
-    """Of the products."""
+    """Dtype of the products."""
 
     def digests(self) -> Digests:
-        """Names the model that the values come from, and its weights alone."""
+        """Return the digests of the model and of its weights."""
         ...
 
     def __call__(self, batch: MicroBatch) -> Tensor: ...
 
 
 class AdapterDisabledReference:
-    """The policy's own weights with the adapter switched off.
+    """The policy with its adapter disabled: exact if the adapter was zero at the start."""
 
-    Exact when the adapter started from zero.
-    """
-
-    name = "the policy with its adapter switched off"
+    name = "the policy with its adapter disabled"
 
     def __init__(self, policy: PolicyModel) -> None:
         self.policy, self.precision = policy, _precision(policy)
@@ -54,8 +51,8 @@ class AdapterDisabledReference:
 
 @contextmanager
 def _without_adapter(model: nn.Module) -> Iterator[None]:
-    """As peft's ``disable_adapter``, which first walks through all layers several times for a
-    report on them: in a profile of a tiny run a tenth of its time.
+    """PEFT's ``disable_adapter`` without its report on all layers, which took a tenth of the time
+    in a profile of a tiny run.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -75,7 +72,7 @@ def _without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 class FrozenReference:
-    """A model of its own that is never updated."""
+    """A separate model that is never updated."""
 
     def __init__(
         self, engine: PolicyModel, name: str = "a frozen copy of the starting policy"
@@ -92,64 +89,66 @@ class FrozenReference:
 
 
 class SyncedReference(FrozenReference):
-    """A copy of the policy that moves towards it from time to time.
-
-    Both share the weights that the policy does not train.
+    """A copy of the policy that is moved towards it from time to time, and shares its frozen
+    weights.
     """
 
     def __init__(self, policy: PolicyModel) -> None:
-        engine = copied(policy, frozen_weights(policy))
+        engine = copy_policy(policy, frozen_weights(policy))
         self.trained = [name for name, p in engine.named_parameters() if p.requires_grad]
         super().__init__(engine, "a copy that is updated from the policy")
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Those that move, by name."""
-        own = dict(self.engine.named_parameters())
-        return {name: own[name] for name in self.trained}
+        """The weights that are moved, by name."""
+        parameters = dict(self.engine.named_parameters())
+        return {name: parameters[name] for name in self.trained}
 
     @torch.no_grad()
     def follow(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Moves this share of the way to weights that have the policy's names (Gorbatovski et al.
-        2024, arXiv 2404.09656).
+        """Replace the weights w by (1 - mix) w + mix * weights, by the policy's names (Gorbatovski
+        et al. 2024, arXiv 2404.09656).
         """
-        for name, own in self.weights.items():
-            own.copy_(weights[name] if mix == 1 else torch.lerp(own, weights[name].to(own), mix))
+        for name, weight in self.weights.items():
+            new = weights[name]
+            weight.copy_(new if mix == 1 else torch.lerp(weight, new.to(weight), mix))
 
 
 class LazyReference:
-    """A reference that was let go of, and is loaded again when it is first asked for."""
+    """A reference that was released, and is loaded again on first use."""
 
-    def __init__(self, reference: Reference, known: Digests, load: Callable[[], Reference]) -> None:
+    def __init__(
+        self, reference: Reference, expected: Digests, load: Callable[[], Reference]
+    ) -> None:
         self.name, self.precision = reference.name, reference.precision
-        self._digests, self._load = known, load
+        self._digests, self._load = expected, load
         self._loaded: Reference | None = None
 
     def digests(self) -> Digests:
         return self._digests
 
     def __call__(self, batch: MicroBatch) -> Tensor:
-        """Raises UserError when what is loaded is another model by now."""
+        """Raises UserError when the loaded model differs from the released one."""
         if self._loaded is None:
-            found = self._load()
-            if found.digests() != self._digests:
+            loaded = self._load()
+            if loaded.digests() != self._digests:
                 raise UserError(
-                    "the reference has changed since the run began",
+                    "the reference model has changed since the run began",
                     code="reference-changed",
                     where=self.name,
-                    fix="start the run over with --fresh",
+                    fix="restore the model, or start the run over with --fresh",
                 )
-            self._loaded = found
+            self._loaded = loaded
         return self._loaded(batch)
 
 
 def frozen_weights(policy: PolicyModel) -> dict[int, Any]:
-    """The weights that do not train, by their ids: a copy of the policy may share them."""
+    """Return the frozen weights by their ids: a copy of the policy may share them."""
     return {id(p): p for p in policy.parameters() if not p.requires_grad}
 
 
-def copied(policy: PolicyModel, shared: dict[int, Any]) -> PolicyModel:
-    """A copy of the policy without a critic. shared: by their ids, what both are to have."""
+def copy_policy(policy: PolicyModel, shared: dict[int, Any]) -> PolicyModel:
+    """Return a copy of the policy without a critic. shared: weights of both, by their ids."""
     critic, policy.critic = policy.critic, None
     try:
         return copy.deepcopy(policy, shared)

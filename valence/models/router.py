@@ -13,7 +13,7 @@ from valence.errors import UserError
 from valence.types import MicroBatch, sent
 
 ROUTER_AUX_LOSS = "router_aux_loss"
-"""Name of the output of the engine, and of the metric."""
+"""Name of the output of PolicyModel and of the metric."""
 SETTING = "train.router_aux_loss"
 
 
@@ -75,8 +75,8 @@ def num_experts_per_token(causal: Any) -> int | None:
 def check_router(engine: Any) -> None:
     """Raise UserError when the model has no router whose load can be balanced."""
     causal = engine.causal
-    found = num_experts_per_token(causal) is not None
-    if found:  # a configuration may leave all layers dense
+    has_router = num_experts_per_token(causal) is not None
+    if has_router:  # a configuration may leave all layers dense
         decoder = getattr(causal, causal.base_model_prefix)
         token = torch.zeros(1, 1, dtype=torch.long, device=engine.device)
         training = engine.training
@@ -84,8 +84,8 @@ def check_router(engine: Any) -> None:
         with torch.no_grad(), engine.stock():
             outputs = decoder(input_ids=token, use_cache=False, output_router_logits=True)
         engine.train(training)
-        found = bool(outputs.get("router_logits"))
-    if not found:
+        has_router = bool(outputs.get("router_logits"))
+    if not has_router:
         raise UserError(
             f"{type(causal).__name__} has no router with a load-balancing loss",
             code="router-missing",
@@ -95,16 +95,18 @@ def check_router(engine: Any) -> None:
 
 
 def sequence_counts(batch: MicroBatch) -> list[int]:
-    """Return for each segment in how many sequences that train it is."""
+    """Return for each segment the number of sequences with a gradient that contain it."""
     counts = [0] * len(batch.segments)
-    for leaf, trains in zip(batch.leaves, batch.requires_grad, strict=True):
-        for segment in batch.path(leaf) if trains else ():
+    for leaf, requires_grad in zip(batch.leaves, batch.requires_grad, strict=True):
+        for segment in batch.path(leaf) if requires_grad else ():
             counts[segment] += 1
     return counts
 
 
 def token_weights(batch: MicroBatch) -> Tensor:
-    """Return in how many sequences that train each token is: [T], float32."""
+    """Return for each token the number of sequences with a gradient that contain it: [T],
+    float32.
+    """
     weights = torch.zeros(len(batch.cpu_tokens))
     for (start, end, _), count in zip(batch.segments, sequence_counts(batch), strict=True):
         weights[start:end] = count
@@ -112,6 +114,8 @@ def token_weights(batch: MicroBatch) -> Tensor:
 
 
 def num_trained_tokens(batch: MicroBatch) -> int:
-    """Return the number of tokens of the sequences that train, a shared one once per sequence."""
+    """Return the number of tokens of the sequences with a gradient; a shared token counts once per
+    sequence.
+    """
     counts = zip(batch.segments, sequence_counts(batch), strict=True)
     return sum((end - start) * count for (start, end, _), count in counts)

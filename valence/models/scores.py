@@ -1,5 +1,5 @@
-"""Scores of whole sequences under a reward model: the decoder and the layouts of the engine, below
-a linear head.
+"""Scores of sequences under a reward model: a decoder in the layouts of ``PolicyModel`` with a
+linear head.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from torch.nn.functional import softplus
 from transformers import PreTrainedTokenizerBase
 
 from valence.errors import UserError
-from valence.models.policy_model import PolicyModel, nothing
+from valence.models.policy_model import PolicyModel, zero_with_gradient
 from valence.types import MicroBatch, PolicyOutput, sent
 
 
 def is_reward_model(model: nn.Module) -> bool:
-    """Whether a Hugging Face model has a linear head for attributes over its decoder, instead of
-    one for the vocabulary.
+    """Return whether a Hugging Face model has a linear head for attributes instead of one for the
+    vocabulary.
     """
     return isinstance(getattr(model, "score", None), nn.Linear)
 
 
 class Scorer(PolicyModel):
-    """A causal decoder that gives each sequence a number for each of A attributes, read at its last
-    token.
+    """A causal decoder that scores each sequence for each of A attributes at its last token.
 
-    levels: it also has thresholds between so many levels (stars): those of the model's
-    configuration, or else such that all levels are equally likely at a score of 0. Raises UserError
-    when the configuration has another number of them.
+    levels: the number of ordinal levels (stars), between which it has thresholds: those of the
+    model's configuration, or initially such that all levels are equally likely at a score of 0.
+    Raises UserError when the configuration has another number of thresholds.
     """
 
     def __init__(
@@ -42,14 +41,14 @@ class Scorer(PolicyModel):
         if levels is not None:
             theta = _first_thresholds(self.causal.config, levels)
             gaps = theta.diff()
-            cuts = torch.cat([theta[:1], gaps + (-torch.expm1(-gaps)).log()])  # softplus undone
+            cuts = torch.cat([theta[:1], gaps + (-torch.expm1(-gaps)).log()])  # inverse of softplus
             self.cuts = nn.Parameter(
-                cuts.to(self.device, _wide(next(self.causal.score.parameters()).dtype))
+                cuts.to(self.device, _widen_dtype(next(self.causal.score.parameters()).dtype))
             )
 
     @property
     def thresholds(self) -> Tensor | None:
-        """theta[levels - 1], ascending: a level is at most k with probability s(theta_k -
+        """Ascending theta[levels - 1]: a level is at most k with probability sigmoid(theta_k -
         score).
         """
         if self.cuts is None:
@@ -57,9 +56,9 @@ class Scorer(PolicyModel):
         return torch.cat([self.cuts[:1], self.cuts[:1] + softplus(self.cuts[1:]).cumsum(0)])
 
     def forward(self, batch: MicroBatch, want: Collection[str] = ()) -> PolicyOutput:
-        """The scores of all sequences, of which those that train have a gradient.
+        """Return the scores [S, A] of all sequences; those with requires_grad have a gradient.
 
-        Log-probabilities are 0; of what else may be wanted only router_aux_loss is computed.
+        Log-probabilities are 0. Of the further outputs only router_aux_loss is computed.
         """
         balance = self._router_balance(want)
         if self.packs:
@@ -68,13 +67,14 @@ class Scorer(PolicyModel):
         else:
             states = (
                 self.states_alone(batch.tokens[path], balance if batch.requires_grad[s] else None)
-                for s, path in self._alone(batch)
+                for s, path in self._sequences(batch)
             )
-            found = [self._head(hidden)[-1:] for hidden in states]
-            score = torch.cat(found[: batch.sequences]) + nothing(found[batch.sequences :])
+            scores = [self._head(hidden)[-1:] for hidden in states]
+            score = torch.cat(scores[: batch.sequences])
+            score = score + zero_with_gradient(scores[batch.sequences :])
         if not all(batch.requires_grad):
-            trains = sent(torch.tensor(batch.requires_grad), score.device)
-            score = torch.where(trains[:, None], score, score.detach())
+            requires_grad = sent(torch.tensor(batch.requires_grad), score.device)
+            score = torch.where(requires_grad[:, None], score, score.detach())
         loss = None if balance is None else balance.loss()
         return PolicyOutput(score.new_zeros(len(batch.tokens)), score=score, router_aux_loss=loss)
 
@@ -83,13 +83,13 @@ class Scorer(PolicyModel):
         return self._head(hidden if at is None else hidden[at])
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """[N, A] of hidden[N, h], in float32 at least."""
+        """Return scores [N, A] of hidden[N, h], in float32 or float64."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.causal.score(hidden.to(_wide(hidden.dtype)))
+            return self.causal.score(hidden.to(_widen_dtype(hidden.dtype)))
 
     def description(self, scores: Tensor) -> dict[str, Any]:
-        """What the configuration of the saved model says about it: mean and (population) standard
-        deviation of scores[N, A] for each attribute, and the thresholds (None: it has none).
+        """Return the entries of the saved model's configuration: mean and population standard
+        deviation of scores[N, A] for each attribute, and the thresholds (None without them).
         """
         scores = scores.double()
         return {
@@ -100,36 +100,36 @@ class Scorer(PolicyModel):
 
 
 def widen_head(model: Any) -> None:
-    """A reward model's head is computed, and trains, in float32 at least."""
-    model.score.to(_wide(model.score.weight.dtype))
+    """Cast the head of a reward model to float32 unless it is float64."""
+    model.score.to(_widen_dtype(model.score.weight.dtype))
 
 
 def with_padding(
     tokenizer: PreTrainedTokenizerBase, ends: Collection[int], size: int
 ) -> PreTrainedTokenizerBase:
-    """A copy that pads on the right, with a token that no sequence ends with; without one when it
-    has none to spare.
+    """Return a copy that pads on the right with a token that no sequence ends with, or without a
+    padding token if there is none.
 
-    transformers reads a score at the last token that is not padding: were that the end of a turn,
-    it would read one too early.
-    ends: tokens that sequences end with. size: of the model's embedding, where a token more may
-    find room.
+    transformers reads a score at the last token that is not padding. If the token at the end of a
+    turn were padding, it would read the token before.
+    ends: tokens that sequences end with. size: number of embeddings of the model, which limits
+    additional tokens.
     """
-    made = copy.deepcopy(tokenizer)
-    made.padding_side = "right"
-    made.pad_token = next(_spare(made, ends), None)
-    if made.pad_token is None and len(made) < size:
-        made.add_special_tokens({"pad_token": "<|pad|>"})
-    return made
+    padded = copy.deepcopy(tokenizer)
+    padded.padding_side = "right"
+    padded.pad_token = next(_padding_candidates(padded, ends), None)
+    if padded.pad_token is None and len(padded) < size:
+        padded.add_special_tokens({"pad_token": "<|pad|>"})
+    return padded
 
 
-def _spare(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> Iterator[str]:
-    """Special tokens that may pad, best first."""
+def _padding_candidates(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> Iterator[str]:
+    """Yield special tokens that may be padding, the best first."""
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    others = sorted(
+    by_preference = sorted(
         added.items(), key=lambda item: ("pad" in item[1].lower(), item[0]), reverse=True
     )
-    for token in (tokenizer.pad_token, tokenizer.unk_token, *(token for _, token in others)):
+    for token in (tokenizer.pad_token, tokenizer.unk_token, *(token for _, token in by_preference)):
         if (
             token
             and token != tokenizer.bos_token
@@ -139,22 +139,22 @@ def _spare(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> Iterato
 
 
 def _first_thresholds(config: Any, levels: int) -> Tensor:
-    """[levels - 1] of a model that was trained on levels before, else the logits of 1/levels,
-    2/levels, ...
+    """Return the saved thresholds [levels - 1] of a model that was trained on levels, else the
+    logits of 1/levels, 2/levels, ...
     """
     saved = getattr(config, "reward_thresholds", None)
     if saved is None:
         return (torch.arange(1, levels, dtype=torch.float64) / levels).logit()
     if len(saved) != levels - 1:
-        known = len(saved) + 1
+        saved_levels = len(saved) + 1
         raise UserError(
-            f"the model was trained on {known} levels",
+            f"the model was trained on {saved_levels} levels, not {levels}",
             code="levels-mismatch",
             where="loss.levels",
-            fix=f"set it to {known}",
+            fix=f"set loss.levels: {saved_levels}",
         )
     return torch.tensor(saved, dtype=torch.float64)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _widen_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(torch.float32, dtype)

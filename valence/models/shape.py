@@ -1,4 +1,4 @@
-"""What a model is made of, counted before any of its weights are loaded: for planning."""
+"""Count the weights of a model before they are loaded, to estimate memory and time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,21 @@ from valence.models.scores import is_reward_model
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A causal model and what of it trains.
+    """Sizes of a causal model and of the part of it that trains.
 
-    ``linear``: weights that each token is multiplied with in the decoder's layers (of experts,
-    those that it is sent to). ``inner``, ``heads``, ``keys``: numbers of a token inside a
-    feed-forward layer, and in all heads of an attention layer, of its queries and of its keys.
-    ``vocabulary``: numbers that the model's head gives (a reward model's: scores). ``adapted``:
-    inputs of all linear layers with an adapter, in numbers per token. ``largest``: weights of the
-    largest of the decoder's layers; ``outside``: those of no layer (embedding, head).
-    ``quantized``: weights that are kept in 4 bits. ``scaled``: outputs of all layers with DoRA, in
-    numbers per token. ``matrices``: weights that train in matrices of hidden layers.
+    ``parameters``, ``trained``: all weights, and those that train.
+    ``linear``: weights of the decoder's layers that multiply each token (of experts, only the
+    selected ones).
+    ``layers``, ``hidden``: number of layers, and hidden size.
+    ``inner``: size inside a feed-forward layer, over the selected experts.
+    ``heads``, ``keys``: size of the queries and of the keys of an attention layer, over all heads.
+    ``vocabulary``: outputs of the head (the scores of a reward model).
+    ``adapted``: summed input sizes of all linear layers with an adapter.
+    ``largest``: weights of the decoder's largest layer.
+    ``outside``: weights outside the decoder's layers (embedding, head).
+    ``quantized``: weights that are stored in 4 bits.
+    ``scaled``: summed output sizes of all layers with DoRA.
+    ``matrices``: trained weights in matrices of hidden layers.
     """
 
     parameters: int
@@ -54,7 +59,7 @@ class Shape:
 
     @property
     def full(self) -> bool:
-        """Do all weights train?"""
+        """Whether all weights train."""
         return self.trained == self.parameters
 
 
@@ -63,19 +68,19 @@ def skeleton(
     *,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
-    scores: int | None = None,
+    num_scores: int | None = None,
 ) -> nn.Module:
-    """The model's layers without memory behind them; with so many scores as a reward model's.
+    """Build a model on the meta device; with ``num_scores`` a reward model.
 
-    Raises UserError when there is no such model.
+    Raises UserError when the model does not exist.
     """
     must_exist(name, "model.name")
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
         kind = AutoModelForCausalLM
-        if scores is not None:
-            kind, config.num_labels = AutoModelForSequenceClassification, scores
+        if num_scores is not None:
+            kind, config.num_labels = AutoModelForSequenceClassification, num_scores
         with torch.device("meta"):
             return kind.from_config(config, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
@@ -83,7 +88,7 @@ def skeleton(
 
 
 def skeleton_of(model: Any) -> nn.Module:
-    """The layers of a model at hand, without its weights."""
+    """Build a copy of a loaded model on the meta device."""
     with torch.device("meta"):
         return type(model)(copy.deepcopy(model.config))
 
@@ -91,23 +96,27 @@ def skeleton_of(model: Any) -> nn.Module:
 def shape_of(
     model: nn.Module, *, lora: Any = None, adapter: str | None = None, quantize: bool = False
 ) -> Shape:
-    """Counts a skeleton (which it may change). lora, adapter: as for ``build_policy``; quantize: as
-    for ``load_model``.
+    """Count the weights of a model on the meta device. The model may be modified.
 
-    Raises UserError when the adapter does not fit.
+    lora, adapter: as for ``build_policy``. quantize: as for ``load_model``. Raises UserError when
+    the adapter does not fit.
     """
     config: Any = model.config.get_text_config()  # type: ignore[operator]
-    experts: int = _of(config, "num_experts_per_tok") or 1
-    inner: int = _of(config, "moe_intermediate_size", "intermediate_size") or 4 * config.hidden_size
-    head: int = _of(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    experts: int = _first_value(config, "num_experts_per_tok") or 1
+    inner: int = (
+        _first_value(config, "moe_intermediate_size", "intermediate_size") or 4 * config.hidden_size
+    )
+    head_size: int = (
+        _first_value(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    )
     trained = parameters = sum(p.numel() for p in model.parameters())
-    linear, adapted, scaled = _multiplied(model, experts), 0, 0
-    whole: nn.Module = model
+    linear, adapted, scaled = _linear_weights(model, experts), 0, 0
+    trained_model: nn.Module = model
     layers = decoder_layers(model)
-    each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     quantized = countable(layers) if quantize else 0
     if lora is not None or adapter is not None:
-        whole = planned = planned_adapter(model, lora, adapter)
+        trained_model = planned = planned_adapter(model, lora, adapter)
         trained = sum(p.numel() for p in planned.parameters() if p.requires_grad)
         adapted = sum(
             p.shape[1] for name, p in planned.named_parameters() if "lora_A" in name and p.ndim == 2
@@ -122,26 +131,29 @@ def shape_of(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         inner=inner * experts,
-        heads=head * config.num_attention_heads,
+        heads=head_size * config.num_attention_heads,
         vocabulary=config.num_labels if is_reward_model(model) else config.vocab_size,
         adapted=adapted,
-        largest=max(each, default=0),
-        outside=parameters - sum(each),
+        largest=max(layer_sizes, default=0),
+        outside=parameters - sum(layer_sizes),
         quantized=quantized,
         scaled=scaled,
-        matrices=sum(p.numel() for p in hidden_matrices(whole).values()),
-        keys=head * (_of(config, "num_key_value_heads") or config.num_attention_heads),
+        matrices=sum(p.numel() for p in hidden_matrices(trained_model).values()),
+        keys=head_size
+        * (_first_value(config, "num_key_value_heads") or config.num_attention_heads),
     )
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Matrices that train, by name, without those of the embedding and of the head."""
-    edges: list[nn.Module] = []
+    """Return the trained matrices by name, without the embedding and the head."""
+    excluded_modules: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            ends = module.get_input_embeddings(), module.get_output_embeddings()
-            edges += [end for end in (*ends, getattr(module, "score", None)) if end is not None]
-    excluded = {id(p) for module in edges for p in module.parameters()}
+            pair = module.get_input_embeddings(), module.get_output_embeddings()
+            excluded_modules += [
+                m for m in (*pair, getattr(module, "score", None)) if m is not None
+            ]
+    excluded = {id(p) for module in excluded_modules for p in module.parameters()}
     return {
         name: p
         for name, p in model.named_parameters()
@@ -150,7 +162,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a decoder, first to last; none of a model that has no list of them."""
+    """Return the layers of a decoder in order; an empty list if the model has no list of layers."""
     layers: list[nn.Module] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
@@ -163,21 +175,22 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers or list(next(lists, ()))
 
 
-def _multiplied(model: Any, experts: int) -> int:
-    """Weights of the decoder's products for one token: no table that is looked up in, and not the
-    head.
+def _linear_weights(model: Any, experts: int) -> int:
+    """Return the number of weights that multiply a token, without embeddings and the head.
+
+    experts: the number of experts that a token is routed to.
     """
     head = model.get_output_embeddings()
     tables = [
         module for module in model.modules() if isinstance(module, nn.Embedding) or module is head
     ]
-    apart = {id(p) for module in tables for p in module.parameters()}
-    weights = [p for p in model.parameters() if id(p) not in apart]
-    # a matrix for each expert
+    excluded = {id(p) for module in tables for p in module.parameters()}
+    weights = [p for p in model.parameters() if id(p) not in excluded]
+    # 3-dimensional weights have one matrix per expert
     stacked = [p.numel() // p.shape[0] * experts for p in weights if p.ndim == 3]
     return sum(stacked) + sum(p.numel() for p in weights if p.ndim == 2)
 
 
-def _of(config: Any, *names: str) -> int | None:
-    """The first of these entries that a configuration has."""
-    return next((found for name in names if (found := getattr(config, name, None))), None)
+def _first_value(config: Any, *names: str) -> int | None:
+    """Return the value of the first of these fields that a configuration has."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)

@@ -1,4 +1,4 @@
-"""How long a training step will take: its operations, counted, and the rate at which this machine
+"""Estimate the duration of a training step: count its operations, and measure how fast this machine
 multiplies matrices.
 """
 
@@ -23,27 +23,24 @@ if TYPE_CHECKING:
     from valence.models.shape import Shape
 
 EFFICIENCY = {torch.bfloat16: 0.55, torch.float32: 0.75, torch.float64: 0.75}
-"""Share of that rate which a step reaches, by the type of its products.
+"""Fraction of the matrix multiplication rate that a step reaches, by the dtype of its products.
 
-Seen on a CPU: 0.50 to 0.59 in bfloat16 (0.58 to 0.70 with compiled layers), 0.65 to 0.85 in
+Measured on a CPU: 0.50 to 0.59 in bfloat16 (0.58 to 0.70 with compiled layers), 0.65 to 0.85 in
 float32. Not measured on other devices.
 """
-MEASURED = 0.1  # seconds that finding out a rate may take
-BESIDES = {"cpu": (2e-3, 8e-5), "cuda": (5e-4, 0.0), "mps": (5e-4, 0.0)}
-"""Seconds that a layer of a stock model takes besides its products when a token is sampled, and
-more for each row. Seen on two cores of a CPU; not measured on other devices.
+MEASURING_SECONDS = 0.1  # for one rate
+LAYER_OVERHEAD = {"cpu": (2e-3, 8e-5), "cuda": (5e-4, 0.0), "mps": (5e-4, 0.0)}
+"""Seconds that a layer of a stock model needs per sampled token in addition to its products, and
+additional seconds per row. Measured on two cores of a CPU, not on other devices.
 """
-COLD, MANY = 2**27, 128
-"""Bytes of weights that are no longer in a CPU's cache when their turn comes again; most matrices,
-as small ones stay there.
-"""
+UNCACHED_BYTES, MAX_MATRICES = 2**27, 128
+"""Bytes of weights that do not fit a CPU's cache, and the largest number of matrices for them."""
 
 
 def slow(device: torch.device, dtype: torch.dtype) -> str:
-    """Why a type is a poor choice on a device, in a sentence; empty where it is not.
+    """Return a warning about a dtype that is slow on a device; empty if it is not slow.
 
-    A CPU without instructions for bfloat16 was seen to multiply in it 60 times slower than in
-    float32.
+    Bfloat16 was measured to be 60 times slower than float32 on a CPU without instructions for it.
     """
     if (
         device.type != "cpu"
@@ -52,38 +49,43 @@ def slow(device: torch.device, dtype: torch.dtype) -> str:
     ):
         return ""
     return (
-        "this CPU has no instructions for bfloat16, which makes it many times slower than "
+        "this CPU has no instructions for bfloat16, so bfloat16 is many times slower than "
         "float32: set model.dtype: float32"
     )
 
 
 def automatic_dtype() -> tuple[str, str]:
-    """The type that ``model.dtype: auto`` stands for on this machine, and why."""
+    """Return the dtype of ``model.dtype: auto`` on this machine, and the reason.
+
+    Raises UserError when VALENCE_DTYPE is not a dtype.
+    """
     if chosen := os.environ.get("VALENCE_DTYPE"):
         if chosen not in ("float32", "bfloat16", "float64"):
-            fix = "set it to float32, bfloat16 or float64, or unset it"
             raise UserError(
                 f"{chosen!r} is not a supported dtype",
                 code="environment-variable-invalid",
                 where="VALENCE_DTYPE",
-                fix=fix,
+                fix="set it to float32, bfloat16 or float64, or unset it",
             )
         return chosen, "auto: VALENCE_DTYPE"
     if torch.cuda.is_available():
-        device, narrow = "CUDA device", torch.cuda.is_bf16_supported(including_emulation=False)
+        device, has_bfloat16 = (
+            "CUDA device",
+            torch.cuda.is_bf16_supported(including_emulation=False),
+        )
     else:
-        device, narrow = "CPU", torch.cpu._is_avx512_bf16_supported()
+        device, has_bfloat16 = "CPU", torch.cpu._is_avx512_bf16_supported()
     return (
         ("bfloat16", f"auto: this {device} multiplies bfloat16")
-        if narrow
+        if has_bfloat16
         else ("float32", f"auto: this {device} does not multiply bfloat16")
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one pass runs: ``tokens`` through the decoder (shared ones once), ``scored`` ones
-    through the head, and ``pairs`` of a token and one that it sees.
+    """Size of one forward pass: ``tokens`` of the decoder (each shared token once), ``scored``
+    tokens of the head, and ``pairs`` of a query token and a key token.
     """
 
     tokens: float
@@ -97,23 +99,23 @@ class Work:
 
 
 def forward(shape: Shape, work: Work) -> float:
-    """Floating-point operations of a forward pass."""
+    """Return the floating-point operations of a forward pass."""
     return _decoder(shape, work) + 2 * shape.hidden * shape.vocabulary * work.scored
 
 
 def step(
     shape: Shape, trained: Work, *measured: Work, checkpointing: Checkpointing = "off"
 ) -> float:
-    """Floating-point operations of an optimizer step that no layout can avoid, and those of
+    """Return the floating-point operations that an optimizer step needs in any layout, and those of
     recomputed layers.
 
-    measured: what only goes forward, through the policy or the reference.
+    measured: forward passes without a gradient, of the policy or the reference.
     """
-    back = 2 if shape.full else 1  # frozen weights need no gradient of their own
-    again = RECOMPUTED[checkpointing] * _decoder(shape, trained)
+    backward = 2 if shape.full else 1  # frozen weights need no gradient
+    recomputed = RECOMPUTED[checkpointing] * _decoder(shape, trained)
     return (
-        (1 + back) * forward(shape, trained)
-        + again
+        (1 + backward) * forward(shape, trained)
+        + recomputed
         + sum(forward(shape, work) for work in measured)
     )
 
@@ -121,18 +123,17 @@ def step(
 def sampling(
     shape: Shape, rows: int, prompt: int, new: int, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """About how many seconds it takes to sample so many answers at once, of ``new`` tokens each
-    behind prompts of ``prompt``: every token runs through all weights, and through the keys and
-    values of those before it.
+    """Return the estimated seconds to sample ``rows`` completions at once, each with ``new`` tokens
+    after a prompt of ``prompt`` tokens. Every token reads all weights, and the keys and values of
+    the tokens before it.
     """
     weights = shape.linear + shape.hidden * shape.vocabulary
-    seen = rows * (prompt + new / 2) * 2 * shape.keys * shape.layers
+    cached = rows * (prompt + new / 2) * 2 * shape.keys * shape.layers
     sizes = shape.hidden, shape.inner
-    products = weights * per_weight(device, dtype, rows, *sizes) + seen * per_weight(
-        device, dtype, 1, *sizes
-    )
-    each, more = BESIDES[device.type]
-    return new * (products + shape.layers * (each + more * rows))
+    products = weights * seconds_per_weight(device, dtype, rows, *sizes)
+    products += cached * seconds_per_weight(device, dtype, 1, *sizes)
+    per_layer, per_row = LAYER_OVERHEAD[device.type]
+    return new * (products + shape.layers * (per_layer + per_row * rows))
 
 
 def _decoder(shape: Shape, work: Work) -> float:
@@ -141,8 +142,8 @@ def _decoder(shape: Shape, work: Work) -> float:
 
 @lru_cache
 def matmul_rate(device: torch.device, dtype: torch.dtype, hidden: int, inner: int) -> float:
-    """Floating-point operations per second of products as large as a feed-forward layer's, measured
-    now.
+    """Measure the floating-point operations per second of matrix products of the size of a
+    feed-forward layer.
     """
     rows = 1024 if device.type == "cpu" else 8192
     a, b = (
@@ -153,13 +154,13 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, hidden: int, inner: in
 
 
 @lru_cache
-def per_weight(
+def seconds_per_weight(
     device: torch.device, dtype: torch.dtype, rows: int, hidden: int, inner: int
 ) -> float:
-    """Seconds for each weight of a product of so many rows with a feed-forward layer's matrix that
-    is in no cache, measured now.
+    """Measure the seconds per weight of a product of ``rows`` rows with a feed-forward layer's
+    matrix that is not in the CPU's cache.
     """
-    count = min(MANY, -(-COLD // (inner * hidden * dtype.itemsize)))
+    count = min(MAX_MATRICES, -(-UNCACHED_BYTES // (inner * hidden * dtype.itemsize)))
     matrices = [torch.ones(inner, hidden, device=device, dtype=dtype) for _ in range(count)]
     a = torch.ones(rows, hidden, device=device, dtype=dtype)
     return _seconds(lambda: [linear(a, matrix) for matrix in matrices][-1]) / (
@@ -168,11 +169,11 @@ def per_weight(
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
-    """The least that it takes. Its first call, which loads libraries, does not count."""
-    float(run()[0, 0])  # waits for the device
-    taken, end = list[float](), time.perf_counter() + MEASURED
-    while not taken or time.perf_counter() < end:
-        began = time.perf_counter()
+    """Return the shortest duration of a call, after a first call that loads libraries."""
+    float(run()[0, 0])  # blocks until the device has finished
+    durations, end = list[float](), time.perf_counter() + MEASURING_SECONDS
+    while not durations or time.perf_counter() < end:
+        start = time.perf_counter()
         float(run()[0, 0])
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        durations.append(time.perf_counter() - start)
+    return min(durations)

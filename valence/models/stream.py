@@ -1,5 +1,5 @@
-"""Models that are made without their weights, and weights that are read later: of each only the
-part that a process keeps.
+"""Build models without their weights and load the weights later, so that each process reads only
+its shard of each weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file
 
-from valence.models.build import quiet, read_config
+from valence.models.build import read_config, silence_transformers
 from valence.models.loading import LOADING_ERRORS, cannot_load
 from valence.models.scores import is_reward_model
 
@@ -27,18 +27,19 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class CannotStreamError(Exception):
-    """The weights of a model can only be loaded whole, for the reason that the message and the code
-    name.
+    """The weights of a model cannot be loaded in shards.
+
+    The message is a clause with the reason, and the code is a short name of it.
     """
 
-    def __init__(self, what: str, *, code: str) -> None:
-        super().__init__(what)
+    def __init__(self, reason: str, *, code: str) -> None:
+        super().__init__(reason)
         self.code = code
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLocation:
-    """Where a weight lies: a file, its name there, and the type that it is loaded in."""
+    """Where a weight is stored: a file, its key in the file, and the dtype that it is loaded in."""
 
     file: Path
     key: str
@@ -46,51 +47,57 @@ class WeightLocation:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """The weights of a model that are still to be read, by their names in the model.
+class DeferredWeights:
+    """The locations of weights that are not loaded yet, by their names in the model.
 
-    Until then each has a stand-in: of its shape and type and on the model's device, but with the
-    memory of one number.
+    Until they are loaded, the model has placeholders with the shape, dtype and device of each
+    weight, which need the memory of one number.
     """
 
-    places: Mapping[str, WeightLocation]
+    locations: Mapping[str, WeightLocation]
 
-    def forget(self, model: nn.Module) -> None:
-        """Moves the stand-ins to the meta device, from where they can be copied and split. model:
-        as it was made, or with an adapter on it by now.
+    def move_to_meta(self, model: nn.Module) -> None:
+        """Move the placeholders to the meta device, where they can be copied and split.
+
+        model: with or without an adapter.
         """
-        _replace(model, self.places, lambda _, weight: torch.empty_like(weight, device="meta"))
+        _replace(model, self.locations, lambda _, weight: torch.empty_like(weight, device="meta"))
 
-    def fill(
-        self, model: nn.Module, device: torch.device, *, parts_on: torch.device | None = None
+    def load(
+        self, model: nn.Module, device: torch.device, *, shard_device: torch.device | None = None
     ) -> None:
-        """Reads the weights, of those that are split (as DTensor) this process's part alone.
-        parts_on: where parts are kept, if elsewhere. Raises UserError when a file is damaged.
+        """Load the weights; of a DTensor only the shard of this process.
+
+        shard_device: the device of the shards, if it is not ``device``. Raises UserError when a
+        file is damaged.
         """
         with ExitStack() as stack:
             files = {
-                path: stack.enter_context(_opened(path))
-                for path in {place.file for place in self.places.values()}
+                path: stack.enter_context(_open(path))
+                for path in {location.file for location in self.locations.values()}
             }
 
-            def read(name: str, weight: Tensor) -> Tensor:
-                place = self.places[name]
-                split = hasattr(weight, "placements")
-                made = torch.empty_like(weight, device=parts_on or device if split else device)
-                own, rows = part_of(made)
-                if own.numel():
-                    found = (
-                        files[place.file].get_slice(place.key)[rows]
-                        if split
-                        else files[place.file].get_tensor(place.key)
+            def read(name: str, placeholder: Tensor) -> Tensor:
+                location = self.locations[name]
+                is_split = hasattr(placeholder, "placements")
+                weight = torch.empty_like(
+                    placeholder, device=shard_device or device if is_split else device
+                )
+                local, slices = local_shard(weight)
+                if local.numel():
+                    values = (
+                        files[location.file].get_slice(location.key)[slices]
+                        if is_split
+                        else files[location.file].get_tensor(location.key)
                     )
-                    own.copy_(found if own.dtype == place.dtype else found.to(place.dtype))
-                return made
+                    needs_cast = local.dtype != location.dtype
+                    local.copy_(values.to(location.dtype) if needs_cast else values)
+                return weight
 
-            _replace(model, self.places, read)
+            _replace(model, self.locations, read)
 
 
-def outline(
+def build_without_weights(
     name: str,
     *,
     dtype: torch.dtype,
@@ -98,54 +105,55 @@ def outline(
     attributes: Sequence[str] | None = None,
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
-) -> tuple[nn.Module, Stream]:
-    """The model that ``load_model`` makes (see there), with stand-ins for its weights.
+) -> tuple[nn.Module, DeferredWeights]:
+    """Build the model that ``load_model`` returns, with placeholders for its weights.
 
-    What is small is read at once: buffers and a head for scores.
+    Buffers and a head for scores are small, and are loaded at once.
 
-    Raises CannotStreamError when the weights are no safetensors files, or not in the form that the
-    model has them; UserError when there is no such model.
+    Raises CannotStreamError when the weights are not in safetensors files, or their names or shapes
+    differ from the model's. Raises UserError when the model does not exist.
     """
     if gguf_file:
-        raise CannotStreamError("the weights are in a GGUF file", code="weights-gguf")
+        raise CannotStreamError("the weights are stored in a GGUF file", code="weights-gguf")
     config = read_config(name, attributes=attributes, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise CannotStreamError("the weights are quantized", code="weights-quantized")
     files = _files(name)
     try:
         model = _empty(name, config, dtype, attributes is not None, trust_remote_code)
-        places = _places(model, files)
+        locations = _locations(model, files)
         heads = {"score.weight"} if attributes is not None else set[str]()
-        early = heads | {buffer for buffer, _ in model.named_buffers()}
-        for each in sorted(places.keys() & early):
-            place = places.pop(each)
-            with _opened(place.file) as file:
-                _put(model, each, file.get_tensor(place.key).to(place.dtype, copy=True))
+        immediate = heads | {buffer for buffer, _ in model.named_buffers()}
+        for tensor in sorted(locations.keys() & immediate):
+            location = locations.pop(tensor)
+            with _open(location.file) as file:
+                value = file.get_tensor(location.key).to(location.dtype, copy=True)
+                _set_tensor(model, tensor, value)
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
     _replace(
         model,
-        places,
+        locations,
         lambda _, weight: torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape),
     )
     if heads:
         head: Any = model.score
         if head.weight.is_meta:
-            _put(model, "score.weight", torch.zeros_like(head.weight, device="cpu"))
-    if left := [each for each, weight in model.named_parameters() if weight.is_meta]:
+            _set_tensor(model, "score.weight", torch.zeros_like(head.weight, device="cpu"))
+    if missing := [weight for weight, p in model.named_parameters() if p.is_meta]:
         raise CannotStreamError(
-            f"some weights are missing in the files, such as {left[0]}", code="weights-missing"
+            f"the files lack weights, such as {missing[0]}", code="weights-missing"
         )
-    return model.to(device), Stream(places)
+    return model.to(device), DeferredWeights(locations)
 
 
-def part_of(weight: Any) -> tuple[Tensor, tuple[slice, ...]]:
-    """This process's part of a weight, and where that is in the whole.
+def local_shard(weight: Any) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return the local shard of a weight, and its slices in the full weight.
 
-    A weight that is no DTensor is its own part.
+    The shard of a weight that is not a DTensor is the full weight.
 
-    Along the last axis of the mesh (tensor parallel) a weight is split first, and what comes of it
-    along the one before.
+    A weight is split along the last axis of the mesh first (tensor parallel), and the resulting
+    shards along the axis before.
     """
     spans = [range(size) for size in weight.shape]
     if not hasattr(weight, "placements"):
@@ -154,136 +162,143 @@ def part_of(weight: Any) -> tuple[Tensor, tuple[slice, ...]]:
     for axis in reversed(range(mesh.ndim)):
         if not weight.placements[axis].is_replicate():
             span, rank = spans[weight.placements[axis].dim], mesh.get_local_rank(axis)
-            most = -(-len(span) // mesh.size(axis))
-            spans[weight.placements[axis].dim] = span[rank * most : (rank + 1) * most]
-    own = weight.detach().to_local()
-    assert list(own.shape) == [len(span) for span in spans]
-    return own, tuple(slice(span.start, span.stop) for span in spans)
+            size = -(-len(span) // mesh.size(axis))  # of all shards but the last ones
+            spans[weight.placements[axis].dim] = span[rank * size : (rank + 1) * size]
+    local = weight.detach().to_local()
+    assert list(local.shape) == [len(span) for span in spans]
+    return local, tuple(slice(span.start, span.stop) for span in spans)
 
 
 def _empty(
     name: str, config: Any, dtype: torch.dtype, scores: bool, trust_remote_code: bool
 ) -> Any:
-    """The model with its weights on the meta device, and its buffers as they are computed."""
+    """Build the model with its weights on the meta device and with computed buffers."""
     from accelerate import init_empty_weights
 
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with init_empty_weights(include_buffers=False), quiet():
+    with init_empty_weights(include_buffers=False), silence_transformers():
         model: Any = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()
     if scores and not is_reward_model(model):
-        raise CannotStreamError("the model has no linear head `score`", code="head-missing")
+        raise CannotStreamError("the model has no linear head for scores", code="head-missing")
     if model._keep_in_fp32_modules_strict and dtype == torch.bfloat16:
-        raise CannotStreamError("some weights must stay in float32", code="weights-mixed-types")
+        raise CannotStreamError("some weights need float32", code="weights-mixed-types")
     if model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(name)
-        except OSError:  # it has none, and that made of its configuration stays
+        except OSError:  # without a file, it is derived from the configuration
             model.generation_config = GenerationConfig.from_model_config(config)
     return model.eval()
 
 
 def _files(name: str) -> list[Path]:
-    """The safetensors files of a folder or hub id, which are downloaded if need be."""
+    """Return the safetensors files of a folder or hub id, downloaded if necessary."""
     find: Callable[..., str | None] = cached_file
     try:
-        if one := find(name, ONE_FILE, _raise_exceptions_for_missing_entries=False):
-            return [Path(one)]
+        if file := find(name, ONE_FILE, _raise_exceptions_for_missing_entries=False):
+            return [Path(file)]
         index = find(name, INDEX, _raise_exceptions_for_missing_entries=False)
         if index is None:
             raise CannotStreamError(
                 "the weights are not in safetensors files", code="not-safetensors"
             )
-        parts = sorted(
+        names = sorted(
             set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
         )
-        return [Path(find(name, part) or part) for part in parts]
+        return [Path(find(name, file) or file) for file in names]
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     return safe_open(path, framework="pt")
 
 
-def _places(model: Any, files: Sequence[Path]) -> dict[str, WeightLocation]:
-    """Where each weight and buffer lies; of those that are tied, the same place under each name."""
-    known = model.state_dict(keep_vars=True)
+def _locations(model: Any, files: Sequence[Path]) -> dict[str, WeightLocation]:
+    """Return the location of each weight and buffer. The names of a tied weight have the same
+    location.
+    """
+    tensors = model.state_dict(keep_vars=True)
     changes = get_model_conversion_mapping(model)
-    found: dict[str, WeightLocation] = {}
+    locations: dict[str, WeightLocation] = {}
     for path in files:
-        with _opened(path) as file:
-            for key in file.keys():  # noqa: SIM118 (it is no mapping)
-                name = _name_in(model, key, known, changes)
-                if name not in known:
-                    continue  # such as the other head
-                if name in found or file.get_slice(key).get_shape() != list(known[name].shape):
+        with _open(path) as file:
+            for key in file.keys():  # noqa: SIM118 (the file is not a mapping)
+                name = _model_name(model, key, tensors, changes)
+                if name not in tensors:
+                    continue  # such as the head of a language model, in a reward model
+                shape = list(tensors[name].shape)
+                if name in locations or file.get_slice(key).get_shape() != shape:
                     raise CannotStreamError(
-                        f"{key} is stored twice, or with a shape other than the model's",
+                        f"{key} has another shape in the model, or is stored twice",
                         code="weight-shape",
                     )
-                found[name] = WeightLocation(path, key, known[name].dtype)
-    for names in _tied(known):
-        stored = [name for name in names if name in found]
+                locations[name] = WeightLocation(path, key, tensors[name].dtype)
+    for names in _tied(tensors):
+        stored = [name for name in names if name in locations]
         if len(stored) > 1:
-            what = f"{stored[0]} and {stored[1]} are tied, but stored separately"
-            raise CannotStreamError(what, code="tied-weights-apart")
-        found |= {name: found[stored[0]] for name in names if stored}
-    return found
+            raise CannotStreamError(
+                f"{stored[0]} and {stored[1]} are tied, but are stored separately",
+                code="tied-weights-apart",
+            )
+        locations |= {name: locations[stored[0]] for name in names if stored}
+    return locations
 
 
-def _name_in(model: Any, key: str, known: Mapping[str, Tensor], changes: Sequence[Any]) -> str:
-    """The name in the model of what a file calls so, by the rules of transformers.
+def _model_name(model: Any, key: str, tensors: Mapping[str, Tensor], changes: Sequence[Any]) -> str:
+    """Return the name in the model of a key in a file, by the conversion rules of transformers.
 
-    Raises CannotStreamError when more is changed than names.
+    Raises CannotStreamError when the rules also change the values.
     """
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     name, pattern = rename_source_key(
-        key, renamings, converters, model.base_model_prefix, dict(known)
+        key, renamings, converters, model.base_model_prefix, dict(tensors)
     )
-    if name not in known and key in known:
+    if name not in tensors and key in tensors:
         return key
     if pattern is not None:
         raise CannotStreamError(
-            f"{key} is stored in another layout than in the model", code="weights-converted"
+            f"transformers converts the values of {key}", code="weights-converted"
         )
     return name
 
 
-def _tied(known: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of one and the same weight, where there are several."""
+def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of each weight that has several."""
     names: dict[int, list[str]] = {}
-    for name, weight in known.items():
+    for name, weight in tensors.items():
         names.setdefault(id(weight), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+    return [aliases for aliases in names.values() if len(aliases) > 1]
 
 
 def _replace(
-    model: nn.Module, names: Mapping[str, WeightLocation], made: Callable[[str, Tensor], Tensor]
+    model: nn.Module,
+    names: Mapping[str, WeightLocation],
+    replacement: Callable[[str, Tensor], Tensor],
 ) -> None:
-    """Puts others in the place of these weights, for those that are tied one."""
-    done: dict[Tensor, nn.Parameter] = {}
-    for name, module, own, weight in _weights(model):
+    """Replace these weights. Tied weights get the same replacement."""
+    replaced: dict[Tensor, nn.Parameter] = {}
+    for name, module, attribute, weight in _weights(model):
         if name in names:
-            if weight not in done:
-                done[weight] = nn.Parameter(made(name, weight), weight.requires_grad)
-            setattr(module, own, done[weight])
+            if weight not in replaced:
+                replaced[weight] = nn.Parameter(replacement(name, weight), weight.requires_grad)
+            setattr(module, attribute, replaced[weight])
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Name in the model without an adapter, module, name there, and weight; the tied ones under
-    each of their names.
+    """Yield for each weight its name in the model without an adapter, its module, its attribute in
+    the module, and the weight. A tied weight appears under all of its names.
     """
     for path, module in list(model.named_modules()):
-        for own, weight in list(module.named_parameters(recurse=False)):
-            name = f"{path}.{own}" if path else own
-            yield name.replace(".base_layer.", "."), module, own, weight
+        for attribute, weight in list(module.named_parameters(recurse=False)):
+            name = f"{path}.{attribute}" if path else attribute
+            yield name.replace(".base_layer.", "."), module, attribute, weight
 
 
-def _put(model: nn.Module, name: str, value: Tensor) -> None:
-    """Sets a weight or a buffer."""
-    path, _, own = name.rpartition(".")
+def _set_tensor(model: nn.Module, name: str, value: Tensor) -> None:
+    """Set a weight or a buffer."""
+    path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
-    buffer = own in dict(module.named_buffers(recurse=False))
-    setattr(module, own, value if buffer else nn.Parameter(value))
+    is_buffer = attribute in dict(module.named_buffers(recurse=False))
+    setattr(module, attribute, value if is_buffer else nn.Parameter(value))

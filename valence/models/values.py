@@ -1,4 +1,4 @@
-"""Values: what return is expected from a token on, read off hidden states by a linear head."""
+"""Values: the expected return from a token on, computed from hidden states by a linear head."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from valence.models.policy_model import Critic, PolicyModel
 from valence.models.scores import Scorer
 
 PREFIX = "critic."
-"""What the names of a critic's weights begin with among those of the policy."""
+"""Prefix of the names of a critic's weights among those of the policy."""
 
 
 def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> None:
-    """Gives the policy a critic, so that it answers ``want=("value",)``; at first all values are 0.
+    """Add a critic to the policy, which then computes ``want=("value",)``. All values are
+    initially 0.
 
-    shared: the head reads the policy's own hidden states, and its gradient trains the policy as
-    well. separate: it reads those of a copy of the policy, which trains with it; weights of the
-    policy that do not train are shared, so that under an adapter the copy is one of the adapter
-    alone. Its layers are not compiled. The critic's weights are among the policy's, as
-    ``critic.*``, but not in ``policy.model``.
+    trunk: with "shared" the head reads the policy's hidden states, and its gradient trains the
+    policy as well. With "separate" it reads those of a copy of the policy, which is trained with
+    it and not compiled. The copy shares the policy's frozen weights: under an adapter, only the
+    adapter is copied. The critic's weights are named ``critic.*``, and are not in ``policy.model``.
 
-    Raises UserError for a reward model, for a policy that has a critic, and where weights or
+    Raises UserError for a reward model, for a policy that has a critic, and when weights or
     products are split over processes.
     """
     if isinstance(policy, Scorer):
         raise UserError(
-            "a reward model has no tokens to value",
+            "reward models have no values of tokens",
             code="value-head-unsupported",
             where="method",
-            fix="train a language model",
+            fix="use a method that trains a language model",
         )
     if policy.critic is not None:
-        raise UserError("the policy has a critic already", code="value-head-exists", where="value")
-    if policy.is_sharded or policy.shared:
+        raise UserError("the policy already has a critic", code="value-head-exists", where="value")
+    if policy.is_sharded or policy.is_tensor_parallel:
         raise UserError(
-            "values are not computed where weights or products are split over processes",
+            "values are not supported with weights or products split over processes",
             code="value-head-unsupported",
             where="parallel",
-            fix="set parallel.shard: off and parallel.tensor: 1, or take a method without "
+            fix="set parallel.shard: off and parallel.tensor: 1, or use a method without "
             "values, such as rloo",
         )
     policy.critic = Critic(policy, _trunk(policy) if trunk == "separate" else None).train(
@@ -50,11 +50,11 @@ def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> 
 
 
 def _trunk(policy: PolicyModel) -> PolicyModel:
-    """A copy of the policy's decoder, which shares all weights that do not train."""
+    """Return a copy of the policy's decoder that shares all frozen weights."""
     shared: dict[int, Any] = {id(p): p for p in policy.model.parameters() if not p.requires_grad}
     head: Any = policy.causal.get_output_embeddings()
-    # nobody reads it: it would be a matrix that never gets a gradient
+    # The copy needs no head, which would be a matrix without a gradient.
     shared[id(head)] = nn.Identity()
-    made = PolicyModel(copy.deepcopy(policy.model, shared), compute=policy.compute)
-    made.lay_out(packed=policy.packs)
-    return made
+    trunk = PolicyModel(copy.deepcopy(policy.model, shared), compute=policy.compute)
+    trunk.lay_out(packed=policy.packs)
+    return trunk

@@ -17,7 +17,7 @@ from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.models.adapters import starts_at_base, unsplittable
 from valence.models.build import DTYPES
-from valence.models.memory import MOMENTS, Memory, Split, predict, sampled, with_values
+from valence.models.memory import MOMENTS, Memory, Split, add_value_model, predict, sampling_bytes
 from valence.models.shape import Shape, skeleton, skeleton_of
 from valence.planning.reward_models import (
     RewardModelSettings,
@@ -74,7 +74,7 @@ def choose_split(
             ways,
             parallel.tensor,
             reshard=parallel.reshard,
-            each=sync_every_micro_batch,
+            sync_every_micro_batch=sync_every_micro_batch,
             offload=parallel.offload,
         )
     if split.single:
@@ -158,7 +158,10 @@ def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
     spec = prepared.recipe.model
     scores = len(spec.attributes or ONE) if prepared.method.is_reward_model else None
     return skeleton(
-        spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file, scores=scores
+        spec.name,
+        trust_remote_code=spec.trust_remote_code,
+        gguf_file=spec.gguf_file,
+        num_scores=scores,
     )
 
 
@@ -185,16 +188,16 @@ def memory_of(
     )
     memory = estimate(compiled=compiled)
     if prepared.has_separate_value_model:
-        memory = with_values(memory, estimate(), shape, width)
+        memory = add_value_model(memory, estimate(), shape, width)
     if prepared.rollouts:
         rows, prompt, new = prepared.rollouts
         memory = replace(
             memory,
-            sampling=sampled(shape, rows, prompt + new, sampled_in(recipe, device).itemsize)
+            sampling=sampling_bytes(shape, rows, prompt + new, sampled_in(recipe, device).itemsize)
             // split.tensor,
         )
     if recipe.reward:
-        memory = replace(memory, judges=bytes_of_rewards(recipe))
+        memory = replace(memory, reward_models=bytes_of_rewards(recipe))
     return memory
 
 
@@ -248,5 +251,5 @@ def _bytes_of_reward_model(target: str, settings: RewardModelSettings, where: st
         source, _ = load_reward_recipe(target, settings)
         spec = source.recipe.model
         dtype = at_rest(source.recipe) if is_run(target) else DTYPES[spec.dtype]
-        layers = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, scores=1)
+        layers = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, num_scores=1)
         return sum(p.numel() for p in layers.parameters()) * dtype.itemsize

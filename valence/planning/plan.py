@@ -373,7 +373,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     optional = {
         "gathered weights": memory.gathered,
         "value model": memory.value,
-        "reward models": memory.judges,
+        "reward models": memory.reward_models,
         "or, while sampling, completions": memory.sampling,
     }
     parts |= {name: size for name, size in optional.items() if size}

@@ -72,7 +72,7 @@ class PolicySampler:
         """
         self.generator.version = self._version()
         with self.policy.sampling():
-            return self.policy.within(
+            return self.policy.with_gathered_weights(
                 lambda: self.generator.generate(
                     prompts, n, sampling, first=first, progress=progress
                 )
@@ -85,7 +85,7 @@ class PolicySampler:
         self.generator.version = self._version()
         batch = ContinuousBatch(self.generator)
         with self.policy.sampling(), evaluating(self.generator.model):
-            self.policy.within(lambda: action(batch))
+            self.policy.with_gathered_weights(lambda: action(batch))
 
     def begin(
         self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling

@@ -370,7 +370,7 @@ class Objective:
             batch = batches.local[k] if k < len(batches.local) and failure is None else None
             place = self.group.collective("a micro-batch") if is_sharded else nullcontext()
             try:
-                with final_out_of_memory(self.policy.shared or is_sharded), place:
+                with final_out_of_memory(self.policy.is_tensor_parallel or is_sharded), place:
                     if batch is not None:
                         results.append(run(batch))
                     elif is_sharded and batches.dummy is not None:
@@ -387,7 +387,7 @@ class Objective:
     def reference_logps(self, batch: MicroBatch, *, is_dummy: bool = False) -> Tensor | None:
         """Return the reference's log-probabilities, if there is one. Dummy rows are not cached."""
         if is_dummy and isinstance(self.reference, CachedReference):
-            return self.reference.beside(batch)
+            return self.reference.join_collectives(batch)
         return self.reference(batch) if self.reference else None
 
     @torch.no_grad()
