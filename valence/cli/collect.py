@@ -193,7 +193,7 @@ def make_tokens(names: list[str], *, no_token: bool, with_owner: bool = False) -
     for name in names:
         if not (name.strip() and name.isprintable()):
             raise UserError(
-                f"{name!r} is not a valid name of a rater",
+                f"the rater name {name!r} is empty or contains control characters",
                 code="rater-name-invalid",
                 where="--rater",
                 fix="use letters, digits and spaces",

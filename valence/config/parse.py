@@ -165,7 +165,7 @@ class _Reader:
                 f"the document has more than {_MAX_VALUES:,} values once its aliases are expanded",
                 code="recipe-too-large",
                 where=self.places.get(path[:1], self._place(node)),
-                fix="write the values out instead of repeating them with & and *",
+                fix="remove aliases (*NAME) that repeat large parts of the document",
             )
         if node.id == "mapping":
             return self._mapping(node, path)

@@ -267,8 +267,8 @@ class Encoder:
                 "template_in_text",
                 f"the prompt is plain text that already contains {marker}, a token of the chat "
                 f"template",
-                "set data.as_chat: false if the rows are rendered with the template already; "
-                f"or remove {marker} from them, to make each prompt a user message",
+                "set data.as_chat: false if the template is already applied to the rows; otherwise "
+                f"remove {marker} from the rows, and each prompt becomes a user message",
             )
         return _turns(prompt, "user")
 

@@ -359,7 +359,8 @@ def _read_export(sources: Sequence[Source]) -> ImportedRows:
     for name, value in (("split", first.split), ("subset", first.subset)):
         if value is not None:
             raise UserError(
-                f"{name} is set for the export of a feedback tool",
+                f"{name} is only for data sets from the hub, but this file is the export of a "
+                "feedback tool",
                 code="split-not-a-hub-dataset",
                 where=first.path,
                 fix=f"remove {name}",
@@ -367,10 +368,10 @@ def _read_export(sources: Sequence[Source]) -> ImportedRows:
     for part in first.keys:
         if part not in PARTS:
             raise UserError(
-                f"keys: exports of feedback tools have no part {part!r}",
+                f"unknown name {part!r} in keys: this file is the export of a feedback tool",
                 code="keys-unknown-column",
                 where=first.path,
-                fix=f"use the names {', '.join(PARTS)}",
+                fix=f"use only these names in keys: {', '.join(PARTS)}",
             )
     options = ReadOptions(paths=dict(first.keys))
     return import_votes(read_votes(first.format or "", [s.path for s in sources], options))

@@ -216,9 +216,9 @@ def ids(value: object, name: str) -> Ids:
         or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
     ):
         raise UserError(
-            f"{name} is {shown(value)}, and must be a list of token ids",
+            f"{name} is {shown(value)}, but must be a list of token ids",
             code="row-tokens-invalid",
-            fix="write a list of one or more integers from 0",
+            fix="write a list of one or more integers, each at least 0",
         )
     return Ids(tuple(value))
 
@@ -234,9 +234,9 @@ def logps(value: object, name: str) -> tuple[float, ...]:
     numbers = tuple(number(item, f"number {n} of {name}") for n, item in enumerate(value, 1))
     if max(numbers) > 1e-3:
         raise UserError(
-            f"{name} has {max(numbers)}, and a log-probability is 0 at most",
+            f"{name} contains {max(numbers)}, but a log-probability is at most 0",
             code="row-logps-invalid",
-            fix="give natural logarithms",
+            fix="write the natural logarithm of the probability of each token",
         )
     return numbers
 

@@ -135,15 +135,14 @@ def import_feedback(
     name, options = source_name(source), options or ReadOptions()
     console = console or Terminal()
     if bool(files) is bool(url):
-        raise UserError(
-            "the files of the export are missing"
-            if not files
-            else "files and --url cannot be combined",
-            code="import-input",
-            where=name,
-            fix=f"pass {SOURCES[name].files}"
-            + ("; or add --url to read from the server" if SOURCES[name].is_pullable else ""),
-        )
+        if files:
+            what, fix = "files and --url cannot be combined", "remove the files or --url"
+        else:
+            what = "the files of the export are missing"
+            fix = f"name the exported files: {SOURCES[name].files}"
+            if SOURCES[name].is_pullable:
+                fix += "; or add --url to read from the server"
+        raise UserError(what, code="import-input", where=name, fix=fix)
     if is_complete and since is not None:
         raise UserError(
             "--complete cannot be combined with --since, which skips votes",

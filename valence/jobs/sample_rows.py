@@ -372,10 +372,11 @@ class SampleTransform:
             ) from error
         except FloatingPointError as error:
             raise UserError(
-                f"{error}, for this prompt or a later one",
+                f"{error} (for this prompt or one of the next prompts)",
                 code="sampling-failed",
                 where=self.origin(items[0]),
-                fix="check the weights of the model, or add model.dtype=float32",
+                fix="add model.dtype=float32; if the error remains, the weights of the model are "
+                "not finite: use an earlier checkpoint",
             ) from error
 
     def _line(self, item: TokenizedPrompt, index: int, completion: Completion) -> Line:

@@ -90,7 +90,9 @@ def refuse(
                 f"there is no setting {allowed}",
                 code="allow-unknown-setting",
                 where="--allow",
-                fix=f"did you mean {meant[0]}?" if meant else None,
+                fix=f"did you mean {meant[0]}?"
+                if meant
+                else "use a name from config.yaml in the run folder, such as train.learning_rate",
             )
     known = _accepted(facts, prepared)
     refused = [

@@ -1,9 +1,10 @@
-"""How good a completion was, compared with others: from scores and rewards to advantages.
+"""Advantages: how much better a completion is than others, from its score or reward.
 
-Two tables use it. A row of the table of losses that reads stored, scored answers has a credit of
-signature (score[S], group[S], moments[2]): mean and standard deviation of the step's scores.
-``CREDITS`` has that of every method that learns from the policy's own answers, for a whole round:
-its positional parameters are what it reads, its keyword-only ones settings of the method.
+Methods that train on stored, scored completions have an advantage function of the signature
+(score[S], group[S], moments[2]) in the table of losses; moments are the mean and standard deviation
+of the scores of the step. ``CREDITS`` has the advantage function of each method that trains on
+completions of the policy, for all completions of a round: its positional parameters are its inputs,
+its keyword-only parameters the settings of the method.
 """
 
 from __future__ import annotations

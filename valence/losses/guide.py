@@ -207,9 +207,9 @@ GUIDE: dict[str, Guide] = {
         "differences is meaningful. Neither the length of a completion nor the spread of the "
         "scores in its group changes the weight of a token.",
         "Advantages are in units of the score, so the gradient is as small as the differences of "
-        "scores, and shrinks as the policy improves. On stored completions with `max_tokens: null`, "
-        "the gradient grows with the length of completions, and every step is clipped: set "
-        "`max_tokens`.",
+        "scores, and shrinks as the policy improves. On stored completions, set `max_tokens`: "
+        "with `max_tokens: null`, the gradient grows with the length of completions, and every "
+        "step is clipped.",
         "GRPO without length and standard-deviation normalization, which bias it towards long "
         "wrong completions and easy or hard prompts.",
     ),
@@ -231,8 +231,8 @@ GUIDE: dict[str, Guide] = {
         "Instead of grpo, if rare tokens matter, such as those that start a self-correction. Every "
         "token keeps its gradient, however far its ratio has moved. Only the cap limits the "
         "policy, so take few steps on the same completions.",
-        "The value of the loss is not meaningful; only its gradient is. `clipped` is the share of tokens "
-        "at the cap, near 0 by default.",
+        "Ignore the value of the loss: only its gradient is meaningful. `clipped` is the share of "
+        "tokens at the cap, near 0 by default.",
     ),
     "rloo": Guide(
         "Several rollouts per prompt, and rewards whose scale matters. The gradient is that of the "

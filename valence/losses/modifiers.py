@@ -137,7 +137,7 @@ def wpo(view: Named, *, wpo: bool = False) -> Named:
     """Weight a pair by the probability that the policy samples both completions.
 
     w = min(1, exp(c_w + c_l)), c = mean_t(logp_t - log sum_v p_v^2), without a gradient.
-    Zhou et al. 2024, arXiv 2406.11827, Eq. 5, with the upper bound of 1 of the authors' code. p_v is
+    Zhou et al. 2024, arXiv 2406.11827, Eq. 5, with the upper bound of the authors' code, 1. p_v is
     the probability of token v of the vocabulary at position t.
 
     view: confidence_w[P], confidence_l[P] (the c of both sides, nats).
@@ -158,8 +158,8 @@ def nll(
     """Add the negative log-likelihood of the chosen completion.
 
     token: nll_weight * sum(-logp_w) / number of chosen tokens of the step
-    sequence: nll_weight * mean(-logp_w / n_w) over the pairs of the step. Pang et al. 2024, arXiv 2404.19733 (RPO), Eq. 1; Xu et al. 2024,
-    arXiv 2401.08417 (CPO).
+    sequence: nll_weight * mean(-logp_w / n_w) over the pairs of the step.
+    Pang et al. 2024, arXiv 2404.19733 (RPO), Eq. 1; Xu et al. 2024, arXiv 2401.08417 (CPO).
 
     view: logp_w[P] (nats), n_w[P] (tokens).
 

@@ -104,8 +104,8 @@ def rloo(logp: Tensor, old: Tensor, adv: Tensor) -> Tensor:
     probability ratio.
 
     -rho*A, rho = exp(logp - old). Ahmadian et al. 2024, arXiv 2402.14740. The paper's
-    loss, -A*logp, has the same gradient as long as policy and sampling policy are equal. A rho above
-    exp(20) is clamped to exp(20) and has no gradient.
+    loss, -A*logp, has the same gradient as long as policy and sampling policy are equal. A rho
+    above exp(20) is clamped to exp(20) and has no gradient.
 
     logp[S]: summed log-probability of the completion (nats); old[S]: that of the sampling policy;
     adv[S]: advantage (units of reward).

@@ -307,10 +307,11 @@ def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
         )
     if _task(model) == "SEQ_CLS" != saved.task_type:
         raise UserError(
-            f"the adapter {adapter!r} was trained on a language model and has no head for scores",
+            f"the adapter {adapter!r} belongs to a language model, and has no score head",
             code="adapter-kind",
             where="model.adapter",
-            fix="merge it into its model and start from that, or continue the adapter of a "
+            fix="remove model.adapter, and set model.name to the merged model, such as the folder "
+            "model/ of the run that trained the adapter; or set model.adapter to the adapter of a "
             "reward model",
         )
 

@@ -83,7 +83,7 @@ class ServerEngine:
                 "weights that are split over processes cannot be sent to a server",
                 code="rollout-engine-unsupported",
                 where="rollout.engine",
-                fix="set it to hf, or parallel.shard: off and parallel.tensor: 1",
+                fix="set rollout.engine: hf, or set parallel.shard: off and parallel.tensor: 1",
             )
         self.server: Server | None = None
         self.generator = self._generator()

@@ -172,7 +172,8 @@ class WorkerPool:
                 _reason(error),
                 code="reward-worker-failed",
                 where=f"{self.where}: {self.target}",
-                fix="read the output of the worker above, and try `python -c 'import MODULE'`",
+                fix="read the output of the worker above, and try to import the module of the "
+                f"reward: `python -c 'import {self.target.partition(':')[0]}'`",
             ) from error
         self.parameters, self._identity = facts["parameters"], facts["identity"]
         num_workers = self.concurrency if facts["blocking"] else 1

@@ -352,7 +352,8 @@ class Rules:
             )
         except TimedOut as late:
             raise RewardError(
-                f"no result within {self.seconds:g} s; the call was abandoned"
+                f"the rule {self.name} gave no result within {self.seconds:g} s; the call was "
+                "abandoned"
             ) from late
         if isinstance(scores, Raised):
             raise scores.error

@@ -366,8 +366,9 @@ class LoraTransfer:
                 f"the server did not accept the adapter: {error.message}",
                 code="rollout-weights-refused",
                 where=error.where,
-                fix="start it with --enable-lora, a --max-lora-rank of at least model.lora.rank, "
-                "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or use another rollout.transport",
+                fix="restart the server with --enable-lora, a --max-lora-rank of at least "
+                "model.lora.rank, and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; "
+                "or use another rollout.transport",
             ) from error
         while len(self.labels) > 2:
             self.unload(client, self.labels.pop(0))

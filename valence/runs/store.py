@@ -331,7 +331,8 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
         }
     except IndexError:
         raise ValueError(
-            f"the saved state has {len(state['state'])} parameters instead of {len(parameters)}"
+            f"the saved optimizer state has {len(state['state'])} parameters, but the optimizer "
+            f"has {len(parameters)}"
         ) from None
     fill(pairs)
     return {**state, "state": loaded}

@@ -270,7 +270,7 @@ def _check_arguments(
                 f"{path} has no argument {name!r}",
                 code="optimizer-setting",
                 where=where,
-                fix=f"{hint}it has {known}",
+                fix=f"{hint}Its arguments are {known}" if hint else f"use one of {known}",
             )
     if "lr" not in names and not takes_any:
         raise UserError(

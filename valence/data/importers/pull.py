@@ -165,7 +165,8 @@ class Api:
                 f"the reply is not JSON: {text!r}",
                 code="import-reply-invalid",
                 where=where,
-                fix="check that this is the address of the API, and not of a page or a proxy",
+                fix="set --url to the address of the tool's API, not of one of its web pages or "
+                "of a proxy",
             ) from error
 
     def _redacted(self, text: str) -> str:
