@@ -146,7 +146,7 @@ def test_a_reward_model_is_scored_as_a_run_and_as_what_it_wrote(place: Path) -> 
 def test_an_adapter_of_a_reward_model_is_refused(place: Path) -> None:
     scores = load_model("model", dtype=torch.float32, attributes=("good",))
     with_adapter(scores, LoraSettings(rank=2), None).save_pretrained("adapter")  # type: ignore[operator]
-    with raises_error("adapter-kind", where="model.adapter", fix="merged model"):
+    with raises_error("adapter-kind", where="model.adapter", fix="merged reward model"):
         score("scored.jsonl", target="adapter")
 
 

@@ -32,7 +32,11 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         "4-bit weights and 8-bit optimizer state (model.quantize, train.optimizer: adamw_8bit)",
     ),
     "liger": (("liger_kernel",), "the head backend liger (VALENCE_HEAD=liger)"),
-    "serve": (("fastapi", "uvicorn", "prometheus_client"), "`valence serve-reward`"),
+    "serve": (
+        ("fastapi", "uvicorn", "prometheus_client"),
+        "`valence serve`, `valence collect`, `valence audit --review` and `valence serve-reward`",
+    ),
+    "optuna": (("optuna",), "`valence sweep --search optuna`"),
     "rewards": (
         ("math_verify", "jsonschema", "vaderSentiment"),
         "the rewards maths, json_schema and vader",

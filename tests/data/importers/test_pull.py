@@ -276,7 +276,7 @@ def test_a_server_that_is_not_there(delays: Delays) -> None:
 
 
 REPLIES: dict[str, tuple[Reply, str, str]] = {
-    "a page": (Reply("<html>Log in</html>"), "import-reply-invalid", "the API"),
+    "a page": (Reply("<html>Log in</html>"), "import-reply-invalid", "API"),
     "another object": (Reply({"detail": "no"}), "import-reply-invalid", "version"),
     "not found": (Reply({}, 404), "import-not-found", "address"),
     "refused": (Reply({"message": "limit"}, 400), "import-refused", "version"),
