@@ -18,7 +18,7 @@ from valence.errors import UserError
 from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
 # Each registers its commands, in the order of the help.
-from valence.cli import runs, report, models, look  # isort: skip
+from valence.cli import runs, report, models, export, look  # isort: skip
 from valence.cli import imports, collect, audit, rewards, serve, doctor  # isort: skip
 
 arrange(app)
@@ -121,6 +121,7 @@ __all__ = [
     "collect",
     "console",
     "doctor",
+    "export",
     "imports",
     "look",
     "main",

@@ -1,10 +1,8 @@
-"""Commands that use a trained model: measure it, ask it, write it for other programs."""
+"""Commands that use a trained model: measure it, ask it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +13,6 @@ from valence.cli import complete
 from valence.cli.common import (
     Nproc,
     Overrides,
-    RunArg,
     Step,
     TrustRemoteCode,
     allow_remote_code,
@@ -112,7 +109,9 @@ def evaluate(
         from valence.trainer.targets import overrides_to_measure
 
         ours = [*overrides_to_measure(target, data or [], ours), *ours]
-        run = _run_of(target, ours, step=step, group=group, rewards=True, trust_reward=trust_reward)
+        run = open_run_or_recipe(
+            target, ours, step=step, group=group, rewards=True, trust_reward=trust_reward
+        )
         if "eval" not in run.prepared.corpora:
             raise UserError(
                 "there are no rows to measure on",
@@ -235,59 +234,7 @@ def sample(
                 print_message(console, "")
 
 
-@app.command()
-def export(
-    run_dir: RunArg,
-    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the model.")],
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="The adapter alone instead of merged weights.")
-    ] = False,
-    step: Step = None,
-    trust_remote_code: TrustRemoteCode = False,
-    nproc: Nproc = None,
-) -> None:
-    """Write a run's weights as a folder that transformers loads and vLLM serves."""
-    with processes(nproc) as group:
-        from valence.distributed.process_group import run_on_first_rank
-
-        run_on_first_rank(group, partial(_check_can_be_made, to))
-        ours = allow_remote_code(trust_remote_code, ["data.eval=[]"])
-        run = _run_of(run_dir, ours, keeps=_needed_to_write(run_dir), step=step, group=group)
-        _check_writes(run, run_dir, adapter)
-        writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
-        writer.write(to, "adapter" if adapter else "merged")
-    print_message(console, str(to))
-
-
-def _check_writes(run: Any, run_dir: Path, adapter: bool) -> None:
-    """Raises UserError when there is no adapter that could be written by itself."""
-    if adapter and run.prepared.method.is_reward_model:
-        what = (
-            "a reward model is written whole: its head is what an adapter would be worth "
-            "nothing without"
-        )
-        raise UserError(
-            what, code="adapter-not-exportable", where=str(run_dir), fix="leave out --adapter"
-        )
-    if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
-        raise UserError(
-            "the run trained all weights: there is no adapter",
-            code="adapter-missing",
-            where=str(run_dir),
-            fix="leave out --adapter",
-        )
-
-
-def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
-    """Lists of rows without which a run's model cannot be written: a reward model's training rows
-    say how it scores.
-    """
-    from valence.trainer.targets import method_of_run
-
-    return ("train",) if method_of_run(run_dir).is_reward_model else ()
-
-
-def _run_of(
+def open_run_or_recipe(
     target: Path,
     overrides: list[str],
     *,
@@ -297,9 +244,11 @@ def _run_of(
     rewards: bool = False,
     trust_reward: bool = False,
 ) -> Any:
-    """The run of a folder with its newest weights, or those of a step, or that of a recipe before
-    its first step. keeps: its own lists of rows that are read. rewards: load those that the recipe
-    names; trust_reward: also those of a run's folder that are code or a server.
+    """Open the run of a folder, or that of a recipe before its first step.
+
+    step: of the checkpoint to load; the newest by default. keeps: lists of the recipe's rows that
+    are read. rewards: load those that the recipe names. trust_reward: also those of a run's folder
+    that are code or a server.
     """
     from valence.lifecycle.restore import open_recipe, restore
 
@@ -313,27 +262,6 @@ def _run_of(
     if target.is_dir():
         return restore(target, overrides=ours, trust_reward=trust_reward, **how)
     return open_recipe(target, ours, **how)
-
-
-def _check_can_be_made(folder: Path) -> None:
-    check_path(folder)
-    if folder.exists():
-        raise UserError(
-            "this exists already",
-            code="path-exists",
-            where=str(folder),
-            fix="name a folder that does not exist",
-        )
-    try:
-        folder.mkdir(parents=True)
-        folder.rmdir()
-    except OSError as error:
-        raise UserError(
-            f"the folder cannot be made ({error.strerror})",
-            code="folder-not-writable",
-            where=str(folder),
-            fix="name one in a place that you may write to",
-        ) from error
 
 
 def _write(path: Path, text: str) -> None:

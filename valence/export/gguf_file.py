@@ -7,10 +7,10 @@ file would load and answer wrongly.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class Architecture:
     """How llama.cpp computes a model type of transformers.
 
     name: in GGUF. permuted_rope: query and key rows are stored in llama.cpp's original order of
-    rotary pairs. norm_offset: added to the weights of norms. tensors: further tensors that the file
-    needs. check: returns the reason why llama.cpp would compute this model differently, or None.
+    rotary pairs. norm_offset: added to the weights of norms. check: returns the reason why
+    llama.cpp would compute a model differently, or None.
     """
 
     name: str
@@ -96,11 +96,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Model types of transformers that are converted here."""
 
 
-def check_convertible(folder: Path, file_type: str) -> Architecture:
-    """Return the architecture of a model folder.
-
-    Raises UserError for a model or a type that cannot be written.
-    """
+def check_type(file_type: str) -> None:
+    """Raise UserError for an unknown GGUF type, or if the package ``gguf`` is missing."""
     if file_type not in GGUF_TYPES:
         raise UserError(
             f"{file_type} is not a GGUF type",
@@ -108,33 +105,41 @@ def check_convertible(folder: Path, file_type: str) -> Architecture:
             where="--gguf",
             fix=f"use one of {', '.join(GGUF_TYPES)}",
         )
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
+    if find_spec("gguf") is None:
         raise UserError(
             "the package gguf is not installed",
             code="library-missing",
             where="--gguf",
             fix=install_command("gguf"),
-        ) from error
-    config: Any = AutoConfig.from_pretrained(folder)
+        )
+
+
+def architecture_of(config: Any) -> Architecture:
+    """The architecture of a model with this configuration.
+
+    Raises UserError for a model that llama.cpp would compute differently.
+    """
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
-        raise UserError(
+        raise _unsupported(
             f"models of type {config.model_type} are not converted to GGUF here (supported: "
-            f"{', '.join(ARCHITECTURES)})",
-            code="gguf-architecture-unsupported",
-            where=str(folder),
-            fix=CONVERTER,
+            f"{', '.join(ARCHITECTURES)})"
         )
-    if reason := architecture.check(config):
-        raise UserError(
-            f"llama.cpp would compute this {config.model_type} model differently: {reason}",
-            code="gguf-architecture-unsupported",
-            where=str(folder),
-            fix=CONVERTER,
+    rope_type = _rope(config).get("rope_type", "default")
+    reason = architecture.check(config)
+    if rope_type not in ("default", "linear", "llama3"):
+        reason = f"its RoPE scaling is {rope_type}"
+    if reason:
+        raise _unsupported(
+            f"llama.cpp would compute this {config.model_type} model differently: {reason}"
         )
     return architecture
+
+
+def _unsupported(reason: str) -> UserError:
+    return UserError(
+        reason, code="gguf-architecture-unsupported", where="config.json", fix=CONVERTER
+    )
 
 
 def write_gguf(
@@ -154,21 +159,14 @@ def write_gguf(
     """
     import gguf
 
-    architecture = check_convertible(folder, file_type)
     config: Any = AutoConfig.from_pretrained(folder)
+    architecture = architecture_of(config)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    weights = _Weights(folder)
+    weights = Weights(folder)
     num_rows = weights.shape("model.embed_tokens.weight")[0]
     writer = gguf.GGUFWriter(str(target), architecture.name)
-    file_types = gguf.LlamaFileType
-    writer.add_file_type(
-        {
-            "f32": file_types.ALL_F32,
-            "f16": file_types.MOSTLY_F16,
-            "bf16": file_types.MOSTLY_BF16,
-        }.get(file_type)
-        or getattr(file_types, f"MOSTLY_{file_type.upper()}")
-    )
+    kind_of_file = "ALL_F32" if file_type == "f32" else f"MOSTLY_{file_type.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[kind_of_file])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_hyperparameters(writer, config, num_rows)
     _add_tokenizer(writer, tokenizer_fields(tokenizer, num_rows, end_ids))
@@ -180,12 +178,7 @@ def write_gguf(
             continue
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
-            raise UserError(
-                f"llama.cpp has no tensor for {name} in the architecture {architecture.name}",
-                code="gguf-architecture-unsupported",
-                where=str(folder),
-                fix=CONVERTER,
-            )
+            raise _unsupported(f"llama.cpp's {architecture.name} models have no tensor {name}")
         shape = weights.shape(name)
         kind = _tensor_type(gguf_name, shape, file_type)
         byte_shape = (
@@ -221,9 +214,7 @@ _PLAIN: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 def _model_arch(architecture: Architecture) -> Any:
     import gguf
 
-    return next(
-        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name
-    )
+    return next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
 
 
 def _tensor_type(name: str, shape: tuple[int, ...], file_type: str) -> Any:
@@ -274,14 +265,12 @@ def _encode(values: np.ndarray[Any, Any], kind: Any, name: str) -> np.ndarray[An
     return gguf.quants.quantize(values, kind)
 
 
-class _Weights:
+class Weights:
     """The tensors of the safetensors files of a folder, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._files = {
-            name: path
-            for path in sorted(folder.glob("*.safetensors"))
-            for name in _names_in(path)
+            name: path for path in sorted(folder.glob("*.safetensors")) for name in _names_in(path)
         }
         if not self._files:
             raise UserError(
@@ -315,11 +304,13 @@ def _names_in(path: Path) -> Iterator[str]:
 
 def lossless_type(folder: Path) -> str:
     """The GGUF type that stores the weights of a folder without rounding."""
-    return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(_Weights(folder).dtype, "f32")
+    return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(Weights(folder).dtype, "f32")
 
 
 def _add_hyperparameters(writer: Any, config: Any, num_rows: int) -> None:
     """The sizes and constants of the model, under llama.cpp's names."""
+    import gguf
+
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
     is_gemma = config.model_type in ("gemma2", "gemma3_text")
@@ -346,19 +337,9 @@ def _add_hyperparameters(writer: Any, config: Any, num_rows: int) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     rope = _rope(config)
     writer.add_rope_freq_base(float(rope["rope_theta"]))
-    match rope.get("rope_type", "default"):
-        case "default" | "llama3":
-            pass
-        case "linear":
-            writer.add_rope_scaling_type("linear")
-            writer.add_rope_scaling_factor(float(rope["factor"]))
-        case kind:
-            raise UserError(
-                f"RoPE scaling of type {kind} is not converted to GGUF here",
-                code="gguf-architecture-unsupported",
-                where="config.json",
-                fix=CONVERTER,
-            )
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
@@ -425,7 +406,7 @@ def max_tensor_error(
     config: Any = AutoConfig.from_pretrained(folder)
     architecture = ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(_model_arch(architecture), config.num_hidden_layers)
-    weights = _Weights(folder)
+    weights = Weights(folder)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     largest, where = 0.0, ""
     for i, name in enumerate(weights.names):
@@ -443,23 +424,3 @@ def max_tensor_error(
             largest, where = error, name
         on_tensor(i + 1, len(weights.names))
     return largest, where
-
-
-def describe_types(path: Path) -> dict[str, int]:
-    """The number of tensors of each type in a GGUF file."""
-    import gguf
-
-    counts: dict[str, int] = {}
-    for tensor in gguf.GGUFReader(path).tensors:
-        name = tensor.tensor_type.name.lower()
-        counts[name] = counts.get(name, 0) + 1
-    return counts
-
-
-def chat_template_of(path: Path) -> str | None:
-    """The chat template in a GGUF file."""
-    return read_metadata(path).get("tokenizer.chat_template")
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"

@@ -21,8 +21,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_TAIL}"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}"
+QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_TAIL}"
+LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -67,7 +67,7 @@ def tokenizer_fields(
     vocabulary |= {i: token["content"] for i, token in added.items()}
     if vocabulary and max(vocabulary) >= num_rows:
         raise UserError(
-            f"the tokenizer has token id {max(vocabulary)}, but the model has {num_rows} embeddings",
+            f"the tokenizer has token id {max(vocabulary)}, and the model {num_rows} embeddings",
             code="vocabulary-too-large",
             where="tokenizer.json",
             fix="use the tokenizer that the model was trained with",
@@ -143,9 +143,9 @@ def _pre_tokenizer(spec: Mapping[str, Any]) -> str:
             name = "smollm"
     elif kinds == ["Split"] and before[0]["behavior"] == "Isolated" and not before[0]["invert"]:
         expression = before[0]["pattern"].get("Regex")
-        if expression == _QWEN2:
+        if expression == QWEN2:
             name = "qwen2"
-        elif expression == _LLAMA3:
+        elif expression == LLAMA3:
             return "llama-bpe" if ignores_merges else "dbrx"
     if name is None:
         raise _unsupported("its pre-tokenizer is none of gpt-2, smollm, qwen2 and llama-3")

@@ -28,7 +28,6 @@ function render(prompt) {
     return { text, ids: [...(addsBos ? [model.tokens.bos] : []), ...model.tokenize(text.slice(start), true)] };
 }
 
-// llama.cpp adds one space before the text for some tokenizers; `tokenize` above leaves that to llama.cpp as well.
 const context = await model.createContext({ contextSize: request.context, sequences: 1, flashAttention: false, swaFullCache: true,
     batchSize: Math.min(request.context, 512), threads: request.threads });
 const sequence = context.getSequence();
@@ -69,9 +68,8 @@ for (const [i, prompt] of request.prompts.entries()) {
     } catch (error) {
         result.error = String(error.message ?? error);
     }
-    if (prompt.completion_ids?.length)
-        await logits(prompt, join(request.out, `${i}.f32`));
-    if (result.ids != null && prompt.generate)
+    await logits(prompt, join(request.out, `${i}.f32`));
+    if (result.ids != null)
         Object.assign(result, await generate(result.ids));
     prompts.push(result);
     process.stdout.write(`${i + 1}\n`);
