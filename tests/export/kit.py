@@ -210,7 +210,7 @@ def export_files(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, d
     status = command("export", *words, "--json")
     files = json.loads(capsys.readouterr().out)["files"]
     differs = any(file["status"] == "differs" for file in files)
-    assert status == (3 if differs else 0)
+    assert status == (3 if differs else 0), files
     return {file["kind"]: file for file in files}
 
 

@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[str, Make, dict[str, Any]]] = {
     "llama-2": ("llama", lambda: sentencepiece(adds_space=True), {}),
     "padded": ("llama", lambda: byte_level("gpt-2"), {"rows": 768}),
     "mistral": ("mistral", lambda: byte_level("gpt-2"), {}),
-    "qwen2": ("qwen2", lambda: byte_level("qwen2"), {}),
+    "qwen2": ("qwen2", lambda: byte_level("qwen2"), {"rows": 768}),
     "qwen3": ("qwen3", lambda: byte_level("qwen2"), {}),
     "gemma2": ("gemma2", sentencepiece, {"tie_word_embeddings": True}),
     "gemma3": ("gemma3", sentencepiece, {"tie_word_embeddings": True}),
