@@ -99,7 +99,7 @@ def test_a_damaged_file_is_found_with_its_cause(
     words = (str(exported / "run"), str(tmp_path / "out"), "--verify-only")
     file = export_files(capsys, *words)["f16"]
     assert file["status"] == "differs"
-    assert [f["code"] for f in file["findings"] if f["severity"] == "error"] == [code]
+    assert [f["code"] for f in file["differences"] if f["severity"] == "error"] == [code]
     assert json.loads((tmp_path / "out/verification.json").read_text())["files"] == [file]
 
 
@@ -116,7 +116,7 @@ def test_a_missing_end_token_is_found(
     _change(tmp_path / "copy", "tokenizer_config.json", eos_token="</s>")
     write_gguf(tmp_path / "copy", out / "x-f16.gguf", "f16")
     file = export_files(capsys, str(exported / "run"), str(out), "--verify-only")["f16"]
-    codes = {f["code"]: f["severity"] for f in file["findings"]}
+    codes = {f["code"]: f["severity"] for f in file["differences"]}
     assert codes["stop-token-missing"] == "error"
     assert file["stops"] < file["num_ends"]
 
@@ -131,4 +131,4 @@ def test_a_file_that_llama_cpp_cannot_load_differs(
     (out / "x-f16.gguf").write_bytes(content[: len(content) // 2])
     file = export_files(capsys, str(exported / "run"), str(out), "--verify-only")["f16"]
     assert (file["status"], file["prompts"]) == ("differs", 0)
-    assert [f["code"] for f in file["findings"]] == ["llama-cpp-failed"]
+    assert [f["code"] for f in file["differences"]] == ["llama-cpp-failed"]

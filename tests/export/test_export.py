@@ -96,7 +96,7 @@ def test_changed_weights_are_found(
     weights["model.layers.0.self_attn.v_proj.weight"] *= -1
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (file,) = export_files(capsys, run, str(out), "--verify-only").values()
-    assert [f["code"] for f in file["findings"]] == ["logits-differ"]
+    assert [f["code"] for f in file["differences"]] == ["logits-differ"]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def _compare(**changes: Any) -> Any:
 
 def test_equal_results_are_verified() -> None:
     result = _compare()
-    assert (result.status, result.findings) == ("verified", ())
+    assert (result.status, result.differences) == ("verified", ())
     assert (result.agreement, result.kl_mean, result.kl_max) == (1.0, 0.0, 0.0)
 
 
@@ -241,7 +241,7 @@ def test_equal_results_are_verified() -> None:
 def test_each_difference_has_its_cause(changes: dict[str, Any], code: str) -> None:
     result = _compare(**changes)
     assert result.status == "differs"
-    assert [finding.code for finding in result.findings] == [code]
+    assert [difference.code for difference in result.differences] == [code]
     json.dumps(result.as_dict(), allow_nan=False)
 
 

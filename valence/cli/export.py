@@ -29,7 +29,7 @@ from valence.terminal import Terminal, print_message, write_line
 
 if TYPE_CHECKING:
     from valence.distributed.process_group import Group
-    from valence.export.artifacts import Reference
+    from valence.export.artifacts import ReferenceRun
     from valence.export.verify import Verification
 
 DIFFERS = 3
@@ -159,11 +159,11 @@ def _open(run_dir: Path, step: str | None, trust_remote_code: bool, group: Group
     )
 
 
-def _reference(run: Any, adapter: bool, is_wanted: bool, messages: Terminal) -> Reference | None:
+def _reference(run: Any, adapter: bool, is_wanted: bool, messages: Terminal) -> ReferenceRun | None:
     """The run's answers to the prompts of the verification; None if nothing is verified."""
     if not is_wanted or run.prepared.method.is_reward_model:
         return None
-    from valence.export.artifacts import Reference
+    from valence.export.artifacts import ReferenceRun
     from valence.export.probes import answer_probes, make_probes
 
     model, encoder = run.recipe.model, run.prepared.encoder
@@ -181,7 +181,7 @@ def _reference(run: Any, adapter: bool, is_wanted: bool, messages: Terminal) -> 
             encoder.end_ids,
             on_probe=lambda done: progress(f"run: {done} of {len(probes)} prompts"),
         )
-    return Reference(
+    return ReferenceRun(
         encoder=encoder,
         probes=probes,
         answers=answers,
@@ -233,7 +233,7 @@ def _write(
 
 
 def _verify(
-    to: Path, reference: Reference, llama: Any, facts: dict[str, Any], messages: Terminal
+    to: Path, reference: ReferenceRun, llama: Any, facts: dict[str, Any], messages: Terminal
 ) -> list[Verification]:
     from valence.export.artifacts import verify_folder, write_report
 

@@ -23,7 +23,7 @@ from valence.export.gguf_file import (
 from valence.export.llama_cpp import INSTALL, LlamaCpp, check_quantizer, quantize, run_llama_cpp
 from valence.export.ollama import modelfile
 from valence.export.probes import Probe, ProbeResult, run_transformers
-from valence.export.verify import Finding, Verification, compare
+from valence.export.verify import Difference, Verification, compare
 from valence.runs.store import write_atomically
 
 REPORT = "verification.json"
@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceRun:
     """The run that exported files are compared with: its prompts and its answers.
 
     base: the base model of an exported adapter. rounded_base: the run computed with a 4-bit base
@@ -110,7 +110,7 @@ def _write(
 
 def verify_folder(
     folder: Path,
-    reference: Reference,
+    reference: ReferenceRun,
     llama: LlamaCpp | None,
     progress: Progress = lambda text: None,
 ) -> list[Verification]:
@@ -134,7 +134,7 @@ def verify_folder(
 
 
 def _verify_transformers(
-    folder: Path, is_adapter: bool, reference: Reference, progress: Progress
+    folder: Path, is_adapter: bool, reference: ReferenceRun, progress: Progress
 ) -> Verification:
     kind = "adapter" if is_adapter else "model"
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -166,14 +166,14 @@ def _verify_transformers(
     )
 
 
-def _base_note(reference: Reference) -> list[str]:
+def _base_note(reference: ReferenceRun) -> list[str]:
     if not reference.rounded_base:
         return []
     return ["the run computes with a 4-bit base model, the export with its unquantized weights"]
 
 
 def _verify_gguf(
-    folder: Path, path: Path, reference: Reference, llama: LlamaCpp | None, progress: Progress
+    folder: Path, path: Path, reference: ReferenceRun, llama: LlamaCpp | None, progress: Progress
 ) -> Verification:
     kind = path.stem.rpartition("-")[2].lower()
     size = path.stat().st_size
@@ -192,8 +192,8 @@ def _verify_gguf(
             on_probe=lambda done: progress(f"{path.name}: {done} of {total} prompts"),
         )
     except UserError as error:
-        finding = Finding(error.code, "error", error.what, error.fix or "")
-        return Verification(path.name, kind, "differs", size=size, findings=(finding,))
+        difference = Difference(error.code, "error", error.what, error.fix or "")
+        return Verification(path.name, kind, "differs", size=size, differences=(difference,))
     has_weights = (folder / "config.json").is_file()
     notes = [*_base_note(reference), *_file_notes(folder, path)]
     if reference.variables:
@@ -268,7 +268,7 @@ def table(results: Sequence[Verification]) -> Table:
 
 def remarks(result: Verification) -> list[str]:
     """Findings, notes and reasons of a result, one sentence each."""
-    sentences = [f"{f.severity}: {f.message}. Fix: {f.fix}" for f in result.findings]
+    sentences = [f"{f.severity}: {f.message}. Fix: {f.fix}" for f in result.differences]
     if result.reason:
         sentences.append(f"not verified: {result.reason}")
     return [*sentences, *(f"note: {note}" for note in result.notes)]

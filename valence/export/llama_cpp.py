@@ -158,16 +158,15 @@ def _run_driver(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=stderr,
-        text=True,
+        encoding="utf-8",
     ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 if line.strip().isdecimal():
                     on_probe(int(line))
-        except BaseException:
-            process.kill()
-            raise
+        finally:
+            process.kill()  # has no effect on a process that has ended
 
 
 def _reason(lines: Sequence[str]) -> str:
@@ -205,7 +204,9 @@ def quantize(source: Path, target: Path, file_type: str, llama: LlamaCpp | None)
         number = gguf.LlamaFileType[f"MOSTLY_{file_type.upper()}"].value
         words = [sys.executable, str(QUANTIZER), str(llama.library), str(source), str(target)]
         words.append(str(number))
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        words, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if done.returncode or not target.is_file():
         raise UserError(
             f"llama.cpp cannot quantize to {file_type} "

@@ -22,7 +22,7 @@ Status = Literal["verified", "differs", "not verified"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Difference:
     """A difference and its cause. severity: an ``error`` makes the file unfit for use."""
 
     code: str
@@ -59,7 +59,7 @@ class Verification:
     kl_max: float = 0.0
     stops: int = 0
     num_ends: int = 0
-    findings: tuple[Finding, ...] = ()
+    differences: tuple[Difference, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def compare(
     end_names: the tokens at which the run stops. weights_error: the largest relative error of a
     tensor of the file, if known.
     """
-    findings = [
-        *_prompt_findings(probes, artifact.results, bos),
-        *_stop_findings(end_names, artifact.stops),
+    differences = [
+        *_prompt_differences(probes, artifact.results, bos),
+        *_stop_differences(end_names, artifact.stops),
     ]
     divergences = [
         _divergence(answer.logits, result.logits)
@@ -102,17 +102,17 @@ def compare(
     kl_mean = float(kl.mean())
     limit = MAX_KL.get(kind, 0.01 if kind == "adapter" else MAX_KL_QUANTIZED)
     if not kl_mean <= limit:
-        findings.append(_weights_finding(kl_mean, limit, kind, weights_error))
+        differences.append(_weights_difference(kl_mean, limit, kind, weights_error))
     same_prompts = [r.ids == p.ids for p, r in zip(probes, artifact.results, strict=True)]
     same_answers = [
         (a.completion, a.stop) == (r.completion, r.stop)
         for a, r in zip(expected, artifact.results, strict=True)
     ]
-    findings += _ending_findings(probes, expected, artifact.results)
+    differences += _ending_differences(probes, expected, artifact.results)
     return Verification(
         file=file,
         kind=kind,
-        status="differs" if any(f.severity == "error" for f in findings) else "verified",
+        status="differs" if any(f.severity == "error" for f in differences) else "verified",
         runtime=artifact.runtime,
         size=size,
         prompts=len(probes),
@@ -125,7 +125,7 @@ def compare(
         kl_max=float(kl.max()),
         stops=sum(artifact.stops),
         num_ends=len(artifact.stops),
-        findings=tuple(findings),
+        differences=tuple(differences),
         notes=tuple(notes),
     )
 
@@ -152,21 +152,21 @@ def _log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return values - np.log(np.exp(values).sum(axis=1, keepdims=True))
 
 
-def _prompt_findings(
+def _prompt_differences(
     probes: Sequence[Probe], results: Sequence[ProbeResult], bos: int | None
-) -> list[Finding]:
-    """Causes of different prompts, one finding for each cause, with the first prompt it affects."""
-    findings: dict[str, Finding] = {}
+) -> list[Difference]:
+    """Why prompts differ: each cause once, with the first prompt that it affects."""
+    differences: dict[str, Difference] = {}
     for probe, result in zip(probes, results, strict=True):
-        finding = _prompt_finding(probe, result, bos)
-        if finding is not None:
-            findings.setdefault(finding.code, finding)
-    return list(findings.values())
+        difference = _prompt_difference(probe, result, bos)
+        if difference is not None:
+            differences.setdefault(difference.code, difference)
+    return list(differences.values())
 
 
-def _prompt_finding(probe: Probe, result: ProbeResult, bos: int | None) -> Finding | None:
+def _prompt_difference(probe: Probe, result: ProbeResult, bos: int | None) -> Difference | None:
     if result.error is not None:
-        return Finding(
+        return Difference(
             "template-failed",
             "error",
             f"the chat template of the file fails on the prompt '{probe.name}': {result.error}",
@@ -175,29 +175,29 @@ def _prompt_finding(probe: Probe, result: ProbeResult, bos: int | None) -> Findi
     if result.ids == probe.ids and result.text == probe.text:
         return None
     if bos is not None and result.ids[:2] == (bos, bos) and probe.ids[:2] != (bos, bos):
-        return Finding(
+        return Difference(
             "double-bos",
             "error",
             "prompts start with two BOS tokens, and the run trained with one",
             "set tokenizer.ggml.add_bos_token to false, or remove the BOS from the chat template",
         )
     if bos is not None and result.ids == (bos, *probe.ids):
-        return Finding(
+        return Difference(
             "extra-bos",
             "error",
             "prompts start with a BOS token, and the run trained without one",
             "set tokenizer.ggml.add_bos_token to false",
         )
     if bos is not None and probe.ids == (bos, *result.ids):
-        return Finding(
+        return Difference(
             "missing-bos",
             "error",
             "prompts lack the BOS token that the run trained with",
             "set tokenizer.ggml.add_bos_token to true",
         )
     if result.text != probe.text:
-        expected, actual = _around_difference(probe.text, result.text or "")
-        return Finding(
+        expected, actual = _around_mismatch(probe.text, result.text or "")
+        return Difference(
             "template-differs",
             "error",
             f"the chat template renders the prompt '{probe.name}' differently: "
@@ -206,16 +206,16 @@ def _prompt_finding(probe: Probe, result: ProbeResult, bos: int | None) -> Findi
         )
     if result.ids == probe.ids:
         return None
-    first = _first_difference(probe.ids, result.ids)
+    first = _first_mismatch(probe.ids, result.ids)
     if unicodedata.normalize("NFC", probe.text) != probe.text:
-        return Finding(
+        return Difference(
             "not-normalized",
             "warning",
             f"the prompt '{probe.name}' is not in Unicode normal form C, which the run's tokenizer "
             "produces and llama.cpp does not",
             "normalize prompts to NFC before sending them",
         )
-    return Finding(
+    return Difference(
         "tokens-differ",
         "error",
         f"the tokenizer splits the prompt '{probe.name}' differently from token {first + 1} of "
@@ -226,27 +226,27 @@ def _prompt_finding(probe: Probe, result: ProbeResult, bos: int | None) -> Findi
     )
 
 
-def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
+def _first_mismatch(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
 
-def _around_difference(expected: str, actual: str) -> tuple[str, str]:
+def _around_mismatch(expected: str, actual: str) -> tuple[str, str]:
     """Both texts around their first difference."""
-    first = _first_difference(expected, actual)
+    first = _first_mismatch(expected, actual)
     start = max(0, first - CONTEXT)
     return expected[start : first + CONTEXT], actual[start : first + CONTEXT]
 
 
-def _stop_findings(end_names: Sequence[str], stops: Sequence[bool]) -> list[Finding]:
+def _stop_differences(end_names: Sequence[str], stops: Sequence[bool]) -> list[Difference]:
     missing = [name for name, stop in zip(end_names, stops, strict=True) if not stop]
     if not missing:
         return []
     # The first one ends the answers that the run trained on.
     severity = "error" if not stops[0] else "warning"
     return [
-        Finding(
+        Difference(
             "stop-token-missing",
             severity,
             f"generation does not stop at {', '.join(missing)}, at which the run stops",
@@ -255,9 +255,9 @@ def _stop_findings(end_names: Sequence[str], stops: Sequence[bool]) -> list[Find
     ]
 
 
-def _ending_findings(
+def _ending_differences(
     probes: Sequence[Probe], expected: Sequence[ProbeResult], results: Sequence[ProbeResult]
-) -> list[Finding]:
+) -> list[Difference]:
     """Answers that go on behind the token at which the run stops."""
     for probe, answer, result in zip(probes, expected, results, strict=True):
         n = len(answer.completion)
@@ -266,7 +266,7 @@ def _ending_findings(
             and answer.completion == result.completion[:n] != result.completion
         ):
             return [
-                Finding(
+                Difference(
                     "runs-on",
                     "error",
                     f"the answer to '{probe.name}' goes on where the run's ends",
@@ -276,9 +276,9 @@ def _ending_findings(
     return []
 
 
-def _weights_finding(
+def _weights_difference(
     kl_mean: float, limit: float, kind: str, weights_error: float | None
-) -> Finding:
+) -> Difference:
     expected = f"the mean KL divergence is {kl_mean:.3g} nats per token; up to {limit:g} is normal"
     rounding = kind not in ("f32", "f16", "bf16", "model", "adapter")
     if weights_error is None:
@@ -295,4 +295,4 @@ def _weights_finding(
             "attention windows or soft-capping)"
         )
         fix = "do not use this file; use vLLM or transformers, and report the architecture"
-    return Finding("logits-differ", "error", f"{expected}. Cause: {cause}", fix)
+    return Difference("logits-differ", "error", f"{expected}. Cause: {cause}", fix)
