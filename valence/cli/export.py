@@ -186,6 +186,7 @@ def _reference(run: Any, adapter: bool, is_wanted: bool, messages: Terminal) -> 
         probes=probes,
         answers=answers,
         base=model.name if adapter else None,
+        dtype=policy.causal.get_input_embeddings().weight.dtype,
         rounded_base=bool(model.quantize),
         trust_remote_code=model.trust_remote_code,
     )
@@ -252,7 +253,7 @@ def _finish(
     messages: Terminal,
 ) -> None:
     """Print the folder, what was verified, and what was not."""
-    from valence.export.artifacts import remarks, table
+    from valence.export.artifacts import remarks, runtimes, table
 
     if as_json:
         files = [result.as_dict() for result in results]
@@ -260,6 +261,8 @@ def _finish(
     print_message(messages, str(to))
     if results:
         messages.print(table(results))
+        for runtime in runtimes(results):
+            print_message(messages, f"loaded with {runtime}", "dim")
     elif verify:
         print_message(messages, "not verified: this model, or several processes", "yellow")
     for result in results:

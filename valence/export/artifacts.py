@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from valence.data.encode import Encoder
@@ -15,6 +16,7 @@ from valence.errors import UserError
 from valence.export.gguf_file import (
     DIRECT_TYPES,
     check_type,
+    file_type_of,
     lossless_type,
     max_tensor_error,
     read_metadata,
@@ -36,7 +38,7 @@ Progress = Callable[[str], None]
 class ReferenceRun:
     """The run that exported files are compared with: its prompts and its answers.
 
-    base: the base model of an exported adapter. rounded_base: the run computed with a 4-bit base
+    base: the base model of an exported adapter, which the run holds in ``dtype``. rounded_base: the run computed with a 4-bit base
     model, and the export has that model's unquantized weights.
     """
 
@@ -44,6 +46,7 @@ class ReferenceRun:
     probes: Sequence[Probe]
     answers: Sequence[ProbeResult]
     base: str | None = None
+    dtype: torch.dtype | None = None
     rounded_base: bool = False
     trust_remote_code: bool = False
 
@@ -148,6 +151,7 @@ def _verify_transformers(
             variables=reference.variables,
             end_ids=reference.encoder.end_ids,
             base=reference.base if is_adapter else None,
+            dtype=reference.dtype if is_adapter else None,
             trust_remote_code=reference.trust_remote_code,
             on_probe=lambda done: progress(f"{name}: {done} of {total} prompts"),
         )
@@ -155,13 +159,14 @@ def _verify_transformers(
         return Verification(name, kind, "not verified", reason=f"it cannot be loaded ({error})")
     return compare(
         name,
-        "rounded model" if reference.rounded_base and not is_adapter else kind,
+        kind,
         reference.probes,
         reference.answers,
         artifact,
         end_names=reference.end_names,
         bos=reference.encoder.tokenizer.bos_token_id,  # type: ignore[arg-type]
         size=size,
+        rounded_base=reference.rounded_base,
         notes=_base_note(reference),
     )
 
@@ -175,7 +180,7 @@ def _base_note(reference: ReferenceRun) -> list[str]:
 def _verify_gguf(
     folder: Path, path: Path, reference: ReferenceRun, llama: LlamaCpp | None, progress: Progress
 ) -> Verification:
-    kind = path.stem.rpartition("-")[2].lower()
+    kind = file_type_of(path) or path.stem.rpartition("-")[2].lower()
     size = path.stat().st_size
     if llama is None:
         reason = f"no llama.cpp found; {INSTALL}"
@@ -203,14 +208,15 @@ def _verify_gguf(
         )
     return compare(
         path.name,
-        kind if not reference.rounded_base else f"rounded {kind}",
+        kind,
         reference.probes,
         reference.answers,
         artifact,
         end_names=reference.end_names,
         bos=reference.encoder.tokenizer.bos_token_id,  # type: ignore[arg-type]
         size=size,
-        weights_error=max_tensor_error(folder, path)[0] if has_weights else None,
+        rounded_base=reference.rounded_base,
+        weights_error=max_tensor_error(folder, path) if has_weights else None,
         notes=notes,
     )
 
@@ -240,18 +246,17 @@ def write_report(folder: Path, results: Sequence[Verification], run: Mapping[str
     write_atomically(card, section.encode(), folder)
 
 
-COLUMNS = ("file", "runs in", "prompts", "top token", "KL per token", "answers", "stops", "result")
+COLUMNS = ("file", "prompts", "top token", "KL/token", "answers", "stops", "result")
 
 
 def _cells(result: Verification) -> tuple[str, ...]:
     if not result.prompts:
-        return (result.file, "-", "-", "-", "-", "-", "-", result.status)
+        return (result.file, *("-" for _ in COLUMNS[2:]), result.status)
     return (
         result.file,
-        (result.runtime or "").partition(" (")[0],
         f"{result.same_tokens}/{result.prompts}",
         f"{result.agreement:.1%}",
-        f"{result.kl_mean:.2g} (max {result.kl_max:.2g})",
+        f"{result.kl_mean:.1e}",
         f"{result.same_answers}/{result.prompts}",
         f"{result.stops}/{result.num_ends}",
         result.status,
@@ -266,6 +271,11 @@ def table(results: Sequence[Verification]) -> Table:
     return shown
 
 
+def runtimes(results: Sequence[Verification]) -> list[str]:
+    """The programs that ran the files, with their versions."""
+    return list(dict.fromkeys(result.runtime for result in results if result.runtime))
+
+
 def remarks(result: Verification) -> list[str]:
     """Findings, notes and reasons of a result, one sentence each."""
     sentences = [f"{f.severity}: {f.message}. Fix: {f.fix}" for f in result.differences]
@@ -278,9 +288,10 @@ def _markdown(results: Sequence[Verification]) -> str:
     rows = [COLUMNS, ("---",) * len(COLUMNS), *(_cells(result) for result in results)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.append(
-        "\nEach file was loaded and compared with the training run: prompts that become the same "
-        "tokens, answer tokens of the run that are the most likely ones here too, KL divergence "
-        "(nats), equal greedy answers, and end tokens at which generation stops."
+        f"\nEach file was loaded with {' or '.join(runtimes(results)) or 'no program'}, and "
+        "compared with the training run. The columns: prompts that become the same tokens; answer tokens of "
+        "the run that are the most likely ones here too; mean KL divergence (nats); equal greedy "
+        "answers; end tokens of the run at which generation stops."
     )
     for result in results:
         lines += [f"- `{result.file}`: {' '.join(text.split())}" for text in remarks(result)]

@@ -381,6 +381,18 @@ def _add_tokenizer(writer: Any, fields: TokenizerFields) -> None:
         writer.add_name(fields.source)
 
 
+def file_type_of(path: Path) -> str | None:
+    """The type of a GGUF file, such as ``q8_0``; None if the file does not say or is damaged."""
+    import gguf
+
+    try:
+        number = read_metadata(path).get("general.file_type")
+        name = gguf.LlamaFileType(number).name
+    except (ValueError, IndexError, KeyError):
+        return None
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
+
+
 def read_metadata(path: Path) -> dict[str, Any]:
     """The scalar fields of a GGUF file by name; arrays by their length."""
     import gguf
@@ -393,10 +405,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return values
 
 
-def max_tensor_error(
-    folder: Path, path: Path, on_tensor: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[float, str]:
-    """The largest relative error of a tensor of a GGUF file, and the tensor's name.
+def max_tensor_error(folder: Path, path: Path) -> float | None:
+    """The largest relative error of a tensor of a GGUF file; None for other architectures.
 
     The error is the root of the mean square of the difference to the folder's tensor, divided by
     that of the folder's tensor. Infinite for a tensor that is missing from the file.
@@ -404,23 +414,23 @@ def max_tensor_error(
     import gguf
 
     config: Any = AutoConfig.from_pretrained(folder)
-    architecture = ARCHITECTURES[config.model_type]
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        return None
     names = gguf.get_tensor_name_map(_model_arch(architecture), config.num_hidden_layers)
     weights = Weights(folder)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    largest, where = 0.0, ""
-    for i, name in enumerate(weights.names):
+    largest = 0.0
+    for name in weights.names:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         tensor = stored.get(gguf_name or "")
         if tensor is None:
-            return math.inf, name
+            return math.inf
         expected = _as_stored(weights.tensor(name), name, config, architecture)
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(expected.shape)
         scale = float(np.sqrt(np.mean(np.square(expected)))) or 1.0
         error = float(np.sqrt(np.mean(np.square(values - expected)))) / scale
-        if error > largest:
-            largest, where = error, name
-        on_tensor(i + 1, len(weights.names))
-    return largest, where
+        largest = max(largest, error)
+    return largest

@@ -80,8 +80,11 @@ def tokenizer_fields(
             tokens.append(f"[PAD{i}]")
             types.append(UNUSED)
         elif i in added:
-            tokens.append(text)
-            types.append(CONTROL if added[i]["special"] else USER_DEFINED)
+            is_special = bool(added[i]["special"])
+            # llama.cpp finds added tokens in the text before it writes spaces as ▁
+            is_plain = is_special or is_byte_level
+            tokens.append(text if is_plain else text.replace("▁", " "))
+            types.append(CONTROL if is_special else USER_DEFINED)
         else:
             tokens.append(text)
             is_byte = not is_byte_level and BYTE_TOKEN.fullmatch(text)

@@ -162,17 +162,19 @@ def run_transformers(
     variables: Mapping[str, Any],
     end_ids: Collection[int],
     base: str | None = None,
+    dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     on_probe: Callable[[int], None] = lambda done: None,
 ) -> ArtifactResult:
     """Answers of an exported folder, loaded with transformers.
 
-    base: the base model of an adapter's folder, which is loaded with peft.
+    base: the base model of an adapter's folder, which is loaded with peft. dtype: of the weights
+    of the base model; by default that of its files.
     """
     import transformers
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    settings = {"dtype": "auto", "trust_remote_code": trust_remote_code}
+    settings = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
     model: Any = AutoModelForCausalLM.from_pretrained(base or folder, **settings)
     runtime = f"transformers {transformers.__version__}"
     if base is not None:

@@ -11,10 +11,14 @@ import numpy as np
 
 from valence.export.probes import ArtifactResult, Probe, ProbeResult
 
-MAX_KL = {"f32": 0.01, "f16": 0.01, "bf16": 0.01, "model": 0.01, "q8_0": 0.05}
+UNROUNDED = ("model", "adapter", "f32", "f16", "bf16")
+"""Kinds of files that contain the weights as they were trained."""
+MAX_KL = dict.fromkeys(UNROUNDED, 0.01) | {"q8_0": 0.05}
 """Mean KL divergence (nats per token) up to which a type counts as the same model."""
 MAX_KL_QUANTIZED = 1.0
-"""The limit for types of fewer than 8 bits, which round much: only a damaged file exceeds it."""
+"""The limit for types of fewer than 8 bits, and for runs on a 4-bit base model. Rounding changes
+the model much: only a damaged file exceeds it.
+"""
 CONTEXT = 24
 """Characters shown before and after the first difference of two texts."""
 
@@ -82,12 +86,14 @@ def compare(
     bos: int | None,
     size: int = 0,
     weights_error: float | None = None,
+    rounded_base: bool = False,
     notes: Sequence[str] = (),
 ) -> Verification:
     """Compare the answers of an exported file with those of the run.
 
     end_names: the tokens at which the run stops. weights_error: the largest relative error of a
-    tensor of the file, if known.
+    tensor of the file, if known. rounded_base: the run computed with a 4-bit base model, and the
+    file has that model's unquantized weights.
     """
     differences = [
         *_prompt_differences(probes, artifact.results, bos),
@@ -100,7 +106,7 @@ def compare(
     kl = np.concatenate([values for values, _ in divergences])
     matches = np.concatenate([values for _, values in divergences])
     kl_mean = float(kl.mean())
-    limit = MAX_KL.get(kind, 0.01 if kind == "adapter" else MAX_KL_QUANTIZED)
+    limit = MAX_KL_QUANTIZED if rounded_base else MAX_KL.get(kind, MAX_KL_QUANTIZED)
     if not kl_mean <= limit:
         differences.append(_weights_difference(kl_mean, limit, kind, weights_error))
     same_prompts = [r.ids == p.ids for p, r in zip(probes, artifact.results, strict=True)]
@@ -280,7 +286,7 @@ def _weights_difference(
     kl_mean: float, limit: float, kind: str, weights_error: float | None
 ) -> Difference:
     expected = f"the mean KL divergence is {kl_mean:.3g} nats per token; up to {limit:g} is normal"
-    rounding = kind not in ("f32", "f16", "bf16", "model", "adapter")
+    rounding = kind not in UNROUNDED
     if weights_error is None:
         cause, fix = "the weights or settings differ from those of the run", "export the run again"
     elif weights_error > (0.5 if rounding else 0.02):
