@@ -24,8 +24,8 @@ LANGUAGES = {
 
 def outside(page: str, path: str) -> Path | None:
     """What a page links in the repository, unless it is a page itself or nothing is there."""
-    found = (ROOT / "docs" / page).parent.joinpath(path).resolve()
-    return found if found.exists() and ROOT / "docs" not in (found, *found.parents) else None
+    target = (ROOT / "docs" / page).parent.joinpath(path).resolve()
+    return target if target.exists() and ROOT / "docs" not in (target, *target.parents) else None
 
 
 def name_of(path: Path) -> str:
@@ -34,7 +34,7 @@ def name_of(path: Path) -> str:
 
 def shown(path: Path) -> str:
     if path.is_dir():
-        return "\n".join(shown(each) for each in sorted(path.iterdir()) if each.is_file())
+        return "\n".join(shown(entry) for entry in sorted(path.iterdir()) if entry.is_file())
     language, text = LANGUAGES.get(path.suffix, "text"), path.read_text(encoding="utf-8")
     return f"# {path.relative_to(ROOT)}\n\n`````{language}\n{text}\n`````\n"
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
+from valence.data.tokenized_dataset import TokenizedDataset
 from valence.errors import UserError
 from valence.types import TokenizedExample
 
@@ -32,9 +32,7 @@ def verdict(units: Sequence[TokenizedExample], order: Sequence[str]) -> str:
     raise _lacks(next(unit for unit in units if not _given(unit, best)), best)
 
 
-def with_targets(
-    units: Sequence[TokenizedExample], kind: str, names: Sequence[str]
-) -> tuple[TokenizedExample, ...]:
+def with_targets(units: TokenizedDataset, kind: str, names: Sequence[str]) -> TokenizedDataset:
     """The same units with targets in the place of their scores: their label (1 up, 0 down), score,
     or attributes, of which one that a unit lacks is NaN.
 
@@ -44,7 +42,7 @@ def with_targets(
     odd = next((unit for unit in units if not _given(unit, kind)), None)
     if odd is not None:
         raise _lacks(odd, kind)
-    return tuple(replace(unit, scores=_targets(unit, kind, names)) for unit in units)
+    return units.with_scores([_targets(unit, kind, names) for unit in units])
 
 
 def _lacks(unit: TokenizedExample, kind: str) -> UserError:

@@ -38,8 +38,8 @@ Progress = Callable[[str], None]
 class ReferenceRun:
     """The run that exported files are compared with: its prompts and its answers.
 
-    base: the base model of an exported adapter, which the run holds in ``dtype``. rounded_base: the run computed with a 4-bit base
-    model, and the export has that model's unquantized weights.
+    base: the base model of an exported adapter, which the run holds in ``dtype``. rounded_base: the
+    run computed with a 4-bit base model, and the export has that model's unquantized weights.
     """
 
     encoder: Encoder
@@ -289,9 +289,9 @@ def _markdown(results: Sequence[Verification]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.append(
         f"\nEach file was loaded with {' or '.join(runtimes(results)) or 'no program'}, and "
-        "compared with the training run. The columns: prompts that become the same tokens; answer tokens of "
-        "the run that are the most likely ones here too; mean KL divergence (nats); equal greedy "
-        "answers; end tokens of the run at which generation stops."
+        "compared with the training run. The columns: prompts that become the same tokens; answer "
+        "tokens of the run that are the most likely ones here too; mean KL divergence (nats); "
+        "equal greedy answers; end tokens of the run at which generation stops."
     )
     for result in results:
         lines += [f"- `{result.file}`: {' '.join(text.split())}" for text in remarks(result)]

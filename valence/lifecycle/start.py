@@ -135,6 +135,7 @@ def build_run(
             given=given,
             policy=model,
             training=True,
+            console=None if quiet else console,
         )
         check_ranks_agree(
             world, lambda: settings_of(prepared), "give all processes the same recipe"

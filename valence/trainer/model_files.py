@@ -175,7 +175,7 @@ class ModelWriter:
             policy.train()
         local = [row for scores in results if scores is not None for row in scores.tolist()]
         scores = [row for rows in gather_objects(self.state.group, local) for row in rows]
-        ends = {*encoder.end_ids, *(answer.ids[-1] for unit in units for answer in unit.answers)}
+        ends = {*encoder.end_ids, *units.last_tokens}
         tokenizer = with_padding(
             encoder.tokenizer, ends, policy.causal.get_input_embeddings().weight.shape[0]
         )
