@@ -12,12 +12,12 @@ from huggingface_hub import HfApi
 from transformers import AutoTokenizer
 
 from tests.command import command, command_error
-from tests.errors import check_error
+from tests.errors import check_error, raises_error
 from tests.export.kit import byte_level, export_files, sentencepiece, train_place
 from tests.tiny import BOS, CHATML, INST, NO_END, tiny_tokenizer
 from valence.data.template import ChatTemplate
 from valence.export import artifacts, llama_cpp
-from valence.export.gguf_file import read_metadata
+from valence.export.gguf_file import file_type_of, max_tensor_error, read_metadata
 from valence.export.ollama import turn_texts
 from valence.export.probes import Probe, ProbeResult
 from valence.export.verify import compare
@@ -76,6 +76,54 @@ def test_without_llama_cpp_a_gguf_file_is_written_and_not_called_verified(
     assert lines[0] == "FROM ./named-q8_0.gguf"
     assert 'PARAMETER stop "<|im_end|>"' in lines
     assert "<|im_start|>" in (out / "Modelfile").read_text()
+
+
+def test_types_of_llama_cpp_are_quantized_from_unrounded_weights(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = tmp_path / "llama-quantize"
+    program.write_text('#!/bin/sh\necho "$3" > "$2.type"\ncp "$1" "$2"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(
+        llama_cpp.shutil, "which", lambda name: str(program) if name == program.name else None
+    )
+    out = tmp_path / "out"
+    export_files(capsys, str(place / "run"), str(out), "--gguf", "q4_k_m")
+    assert (out / "out-q4_k_m.gguf.type").read_text() == "Q4_K_M\n"
+    assert file_type_of(out / "out-q4_k_m.gguf") == "f32"  # of the copy
+    assert max_tensor_error(out, out / "out-q4_k_m.gguf") == 0
+    assert [path.name for path in out.glob(".*")] == []
+
+
+def test_leftovers_of_a_killed_export_are_replaced(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".out.part").mkdir()
+    (tmp_path / ".out.part/out-f16.gguf").write_bytes(b"GGUF")
+    export_files(capsys, str(place / "run"), str(tmp_path / "out"), "--gguf", "f32")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").glob("*.gguf")] == ["out-f32.gguf"]
+
+
+def test_llama_cpp_is_looked_for_in_the_folder_of_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp.shutil, "which", lambda name: "/usr/bin/node")
+    monkeypatch.setenv(llama_cpp.SETTING, str(tmp_path))
+    with raises_error("llama-cpp-missing", where=llama_cpp.SETTING):
+        llama_cpp.find_llama_cpp()
+    module = tmp_path / llama_cpp.PACKAGE
+    module.parent.mkdir(parents=True)
+    module.touch()
+    found = llama_cpp.find_llama_cpp()
+    assert found is not None
+    assert found.module == module
+    monkeypatch.delenv(llama_cpp.SETTING)
+    monkeypatch.chdir(tmp_path)
+    assert llama_cpp.find_llama_cpp() == found
 
 
 def test_verification_can_be_left_out(

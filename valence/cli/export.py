@@ -117,7 +117,10 @@ def export(
         run = _open(run_dir, step, trust_remote_code, group)
         _check_writes(run, run_dir, adapter, bool(types))
         notes: list[str] = []
-        reference = _reference(run, adapter, verify and group.size == 1, messages)
+        unverified = _reason_not_to_verify(run, group) if verify else None
+        reference = None
+        if verify and unverified is None:
+            reference = _reference(run, adapter, messages)
         if not verify_only:
             writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
             notes = _write(writer, to, adapter, types, run.prepared.encoder, llama, messages)
@@ -125,7 +128,7 @@ def export(
         del run  # its memory is needed for the models that are verified
         results = _verify(to, reference, llama, facts, messages) if reference else []
         if group.rank == 0:
-            _finish(to, results, notes, verify, as_json, messages)
+            _finish(to, results, notes, unverified, as_json, messages)
             differs = any(result.status == "differs" for result in results)
             if push and not differs:
                 _push(to, push, dry_run, messages)
@@ -159,10 +162,14 @@ def _open(run_dir: Path, step: str | None, trust_remote_code: bool, group: Group
     )
 
 
-def _reference(run: Any, adapter: bool, is_wanted: bool, messages: Terminal) -> ReferenceRun | None:
-    """The run's answers to the prompts of the verification; None if nothing is verified."""
-    if not is_wanted or run.prepared.method.is_reward_model:
-        return None
+def _reason_not_to_verify(run: Any, group: Group) -> str | None:
+    if run.prepared.method.is_reward_model:
+        return "reward models generate no answers to compare"
+    return "the verification runs in one process" if group.size > 1 else None
+
+
+def _reference(run: Any, adapter: bool, messages: Terminal) -> ReferenceRun:
+    """The run's answers to the prompts of the verification."""
     from valence.export.artifacts import ReferenceRun
     from valence.export.probes import answer_probes, make_probes
 
@@ -248,7 +255,7 @@ def _finish(
     to: Path,
     results: Sequence[Verification],
     notes: Sequence[str],
-    verify: bool,
+    unverified: str | None,
     as_json: bool,
     messages: Terminal,
 ) -> None:
@@ -263,8 +270,8 @@ def _finish(
         messages.print(table(results))
         for runtime in runtimes(results):
             print_message(messages, f"loaded with {runtime}", "dim")
-    elif verify:
-        print_message(messages, "not verified: this model, or several processes", "yellow")
+    elif unverified:
+        print_message(messages, f"not verified: {unverified}", "yellow")
     for result in results:
         for text in remarks(result):
             style = "red" if text.startswith("error") else "yellow"

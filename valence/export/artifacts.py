@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -294,5 +295,7 @@ def _markdown(results: Sequence[Verification]) -> str:
         "equal greedy answers; end tokens of the run at which generation stops."
     )
     for result in results:
-        lines += [f"- `{result.file}`: {' '.join(text.split())}" for text in remarks(result)]
+        # messages quote chat templates, which may contain markup
+        sentences = [escape(" ".join(text.split()), quote=False) for text in remarks(result)]
+        lines += [f"- `{result.file}`: {sentence}" for sentence in sentences]
     return "\n".join(lines)
