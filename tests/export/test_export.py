@@ -51,7 +51,9 @@ def test_merged_weights_and_adapter_are_verified_with_transformers(
         assert file["kl_max"] < 1e-6
         report = json.loads((out / artifacts.REPORT).read_text())
         assert report == {"run": {"name": "run", "step": 1}, "files": [file]}
-        assert artifacts.SECTION in (out / "README.md").read_text()
+        assert (out / "README.md").read_text().count(artifacts.SECTION) == 1
+        assert export_files(capsys, run, str(out), "--verify-only") == {kind: file}
+        assert (out / "README.md").read_text().count(artifacts.SECTION) == 1
         assert str(tmp_path) not in (out / artifacts.REPORT).read_text()
 
 
@@ -143,7 +145,8 @@ def test_changed_weights_are_found(
     weights = load_file(out / "model.safetensors")
     weights["model.layers.0.self_attn.v_proj.weight"] *= -1
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    (file,) = export_files(capsys, run, str(out), "--verify-only").values()
+    words = ("--verify-only", "--push", "me/model")  # without a connection: it is not uploaded
+    (file,) = export_files(capsys, run, str(out), *words).values()
     assert [f["code"] for f in file["differences"]] == ["logits-differ"]
 
 
@@ -154,6 +157,7 @@ def test_changed_weights_are_found(
         (["--gguf", "q9"], "gguf-type-unknown", "--gguf"),
         (["--gguf", "f16", "--adapter"], "option-conflict", "--adapter"),
         (["--gguf", "f16", "--verify-only"], "option-conflict", "--verify-only"),
+        (["--no-verify", "--verify-only"], "option-conflict", "--verify-only"),
         (["--dry-run"], "option-conflict", "--dry-run"),
         (["--push", "name"], "option-conflict", "--push"),
         (["--push", "../x"], "option-conflict", "--push"),

@@ -36,7 +36,8 @@ CLICK_ERROR: Any = next(
 def main() -> None:
     """Run a command.
 
-    Exit status: 0 done, 2 a mistake of the user or something in the way, 124 run.max_time is over,
+    Exit status: 0 done, 2 a mistake of the user or something in the way, 3 an exported model
+    differs from its run, 124 run.max_time is over,
     128 + n stopped by signal n, 1 a defect.
     """
     sys.excepthook = print_traceback

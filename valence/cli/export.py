@@ -95,7 +95,7 @@ def export(
     """
     messages = Terminal(stderr=True) if as_json else console
     types = [kind.lower() for kind in gguf or []]
-    _check_options(adapter, types, push, dry_run, verify_only)
+    _check_options(adapter, types, push, dry_run, verify_only, verify)
     with processes(nproc) as group:
         from valence.distributed.process_group import run_on_first_rank
         from valence.export.artifacts import check_types
@@ -120,7 +120,7 @@ def export(
         unverified = _reason_not_to_verify(run, group) if verify else None
         reference = None
         if verify and unverified is None:
-            reference = _reference(run, adapter, messages)
+            reference = _reference(run, messages)
         if not verify_only:
             writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
             notes = _write(writer, to, adapter, types, run.prepared.encoder, llama, messages)
@@ -130,15 +130,23 @@ def export(
         if group.rank == 0:
             _finish(to, results, notes, unverified, as_json, messages)
             differs = any(result.status == "differs" for result in results)
-            if push and not differs:
-                _push(to, push, dry_run, messages)
             if differs:
+                if push:
+                    print_message(messages, f"not uploaded to {push}: a file differs", "yellow")
                 raise typer.Exit(DIFFERS)
+            if push:
+                _push(to, push, dry_run, messages)
 
 
 def _check_options(
-    adapter: bool, types: Sequence[str], push: str | None, dry_run: bool, verify_only: bool
+    adapter: bool,
+    types: Sequence[str],
+    push: str | None,
+    dry_run: bool,
+    verify_only: bool,
+    verify: bool,
 ) -> None:
+    """Raise UserError for options that exclude each other."""
     from valence.files import is_hub_id
 
     conflict = None
@@ -146,6 +154,8 @@ def _check_options(
         conflict = ("--adapter", "a GGUF file has merged weights", "leave out --adapter or --gguf")
     elif verify_only and types:
         conflict = ("--verify-only", "it writes no GGUF file", "leave out --gguf")
+    elif verify_only and not verify:
+        conflict = ("--verify-only", "there is nothing left to do", "leave out --no-verify")
     elif dry_run and push is None:
         conflict = ("--dry-run", "it has no effect without --push", "leave it out, or add --push")
     elif push is not None and (not is_hub_id(push) or push.count("/") != 1):
@@ -168,7 +178,7 @@ def _reason_not_to_verify(run: Any, group: Group) -> str | None:
     return "the verification runs in one process" if group.size > 1 else None
 
 
-def _reference(run: Any, adapter: bool, messages: Terminal) -> ReferenceRun:
+def _reference(run: Any, messages: Terminal) -> ReferenceRun:
     """The run's answers to the prompts of the verification."""
     from valence.export.artifacts import ReferenceRun
     from valence.export.probes import answer_probes, make_probes
@@ -192,7 +202,7 @@ def _reference(run: Any, adapter: bool, messages: Terminal) -> ReferenceRun:
         encoder=encoder,
         probes=probes,
         answers=answers,
-        base=model.name if adapter else None,
+        base=model.name,
         dtype=policy.causal.get_input_embeddings().weight.dtype,
         rounded_base=bool(model.quantize),
         trust_remote_code=model.trust_remote_code,

@@ -39,14 +39,14 @@ Progress = Callable[[str], None]
 class ReferenceRun:
     """The run that exported files are compared with: its prompts and its answers.
 
-    base: the base model of an exported adapter, which the run holds in ``dtype``. rounded_base: the
+    base: the base model, which the run holds in ``dtype``. rounded_base: the
     run computed with a 4-bit base model, and the export has that model's unquantized weights.
     """
 
     encoder: Encoder
     probes: Sequence[Probe]
     answers: Sequence[ProbeResult]
-    base: str | None = None
+    base: str
     dtype: torch.dtype | None = None
     rounded_base: bool = False
     trust_remote_code: bool = False
