@@ -43,14 +43,14 @@ H100 = Machine(
 )
 CONSTANTS = (
     (
-        "products, bfloat16",
+        "matrix products, bfloat16",
         "989 TFLOPS",
         "vendor: data sheets of H100 SXM and H200, without sparsity",
     ),
     (
-        "share of it that a step reaches",
+        "fraction of this that a step reaches",
         f"{SHARE:.2f}",
-        "assumed: it makes the published figure of 8 GPUs below come out",
+        "assumed, so that the prediction for 8 GPUs below is the published one",
     ),
     ("memory", "80 GB at 3.35 TB/s (H200: 141 GB at 4.8 TB/s)", "vendor: the same data sheets"),
     ("links within a host", "450 GB/s each way", "vendor: NVLink 4, 900 GB/s both ways together"),
@@ -65,7 +65,7 @@ CONSTANTS = (
         "8.4, 3.4, 14 us",
         "NCCL's own model of rings (`tuning.cc`)",
     ),
-    ("collectives behind products", "as far as these last", "assumed: neither slows the other"),
+    ("overlap of collectives and products", "complete", "assumed: neither slows the other"),
 )
 
 ROWS, SHORTEST, LONGEST = 1024, 256, 3840

@@ -228,27 +228,27 @@ def advised_weights(
     Never raises, also when a class is empty.
     """
     up, down = desirable_weight * n_up, undesirable_weight * n_down
-    given = {
+    counts = {
         "n_up": n_up,
         "n_down": n_down,
         "desirable_weight": desirable_weight,
         "undesirable_weight": undesirable_weight,
     }
     if up <= 0 or down <= 0:
-        return WeightAdvice(**given, ratio=None)
+        return WeightAdvice(**counts, ratio=None)
     ratio, (low, high) = up / down, RATIO
     if low - 1e-9 <= ratio <= high + 1e-9:
-        return WeightAdvice(**given, ratio=ratio)
+        return WeightAdvice(**counts, ratio=ratio)
     if n_up <= n_down:
         return WeightAdvice(
-            **given,
+            **counts,
             ratio=ratio,
             change="desirable_weight",
             low=low * down / n_up,
             high=high * down / n_up,
         )
     return WeightAdvice(
-        **given,
+        **counts,
         ratio=ratio,
         change="undesirable_weight",
         low=up / (high * n_down),
@@ -315,7 +315,7 @@ def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[Unused
     groups: dict[str, list[BadRow | Unusable]] = defaultdict(list)
     for row in (*bad, *unusable):
         groups[row.kind if isinstance(row, Unusable) else row.reason].append(row)
-    found = [
+    findings = [
         UnusedSummary(
             kind=kind if isinstance(rows[0], Unusable) else "bad_row",
             reason=rows[0].reason,
@@ -325,7 +325,7 @@ def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[Unused
         )
         for kind, rows in groups.items()
     ]
-    return tuple(sorted(found, key=lambda u: -u.count))
+    return tuple(sorted(findings, key=lambda u: -u.count))
 
 
 def _not_converted(loaded: Loaded) -> tuple[UnusedSummary, ...]:
@@ -333,13 +333,13 @@ def _not_converted(loaded: Loaded) -> tuple[UnusedSummary, ...]:
     groups: dict[str, list[str]] = defaultdict(list)
     for origin, why in loaded.unused:
         groups[why].append(str(origin))
-    found = (
+    repeated = (
         UnusedSummary(
             kind="not_converted", reason=why, fix=None, count=len(rows), rows=_first(rows)
         )
         for why, rows in groups.items()
     )
-    return tuple(sorted(found, key=lambda u: -u.count))
+    return tuple(sorted(repeated, key=lambda u: -u.count))
 
 
 def _first(rows: Iterable[str]) -> tuple[str, ...]:

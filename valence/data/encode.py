@@ -167,8 +167,8 @@ class Encoder:
         """
         turn = self.template.turn_end.token
         turns = () if turn is None else (turn,)
-        own = (*turns, *self.vocab.ends) if self.as_chat else (*self.vocab.ends, *turns)
-        return tuple(dict.fromkeys((*own, *self.stop_ids)))
+        rendered_ids = (*turns, *self.vocab.ends) if self.as_chat else (*self.vocab.ends, *turns)
+        return tuple(dict.fromkeys((*rendered_ids, *self.stop_ids)))
 
     def encode_prompt(self, prompt: Content) -> tuple[int, ...]:
         """The tokens that a prompt is sampled from, and the same ones that training sees.
@@ -299,23 +299,25 @@ class Encoder:
             self._note_special(chat, row)
             rendered.append(self.template.answer(prompt, text, chat))
             row.notes.update(rendered[-1].notes)
-        context = min((each.context for each in rendered), key=len, default=text)
+        context = min((part.context for part in rendered), key=len, default=text)
         ids = plain if context == text else self.vocab.ids(context)
         mask = (False,) * len(ids)
         if trained_prompt:
             joined, mask = self._join(self.template.prompt_pieces(prompt, text), "", (), row)
             if joined != ids:
-                what = (
+                message = (
                     "the tokens of an earlier turn merge with the text around it, or its "
                     "prompt differs"
                 )
-                raise RewrittenTurnError("not_a_prefix", what, "leave data.train_on at completion")
+                raise RewrittenTurnError(
+                    "not_a_prefix", message, "leave data.train_on at completion"
+                )
         answers: list[TokenizedCompletion] = []
-        for each in rendered:
+        for part in rendered:
             # Answers share the shortest context; what others have more of it precedes their own
             # text.
-            between = each.context[len(context) :]
-            pieces = [(between, False), *each.pieces] if between else each.pieces
+            between = part.context[len(context) :]
+            pieces = [(between, False), *part.pieces] if between else part.pieces
             answers.append(self._ended(self._join(pieces, context, ids, row), row))
         return _Tokens(ids, mask, tuple(answers))
 
@@ -464,18 +466,18 @@ class Encoder:
         return fitted
 
     def _too_long(self, length: Length, origin: Origin, source: str) -> Unusable:
-        what = {
+        reasons = {
             "drop": f"{length.longest} tokens",
             "cut_completion": f"the prompt alone has {length.prompt} tokens",
             "cut_prompt": f"{length.longest} tokens, and too many still when the prompt is cut "
             f"as far as it may be",
         }[self.long_rows]
-        kept = (
+        shortened = (
             f", of which {self.answers} are for the answer (rollout.max_new_tokens)"
             if self.answers
             else ""
         )
-        reason = f"{what}; data.max_length is {self.max_length + self.answers}{kept}"
+        reason = f"{reasons}; data.max_length is {self.max_length + self.answers}{shortened}"
         fix = "raise data.max_length, or shorten the row"
         return Unusable(
             origin=origin, kind="too_long", reason=reason, fix=fix, dropped=True, source=source
@@ -556,8 +558,8 @@ def _empty_answer() -> RowError:
     )
 
 
-def _mixed(wanted: str, found: Content) -> RowError:
-    name = {str: "text", Chat: "chat messages", Ids: "token ids"}[type(found)]
+def _mixed(wanted: str, content: Content) -> RowError:
+    name = {str: "text", Chat: "chat messages", Ids: "token ids"}[type(content)]
     return RowError(
         "mixed_content",
         f"the row mixes {wanted} with {name}",
@@ -579,7 +581,7 @@ def _cut(answer: TokenizedCompletion, room: int) -> TokenizedCompletion:
         answer.ids[:room],
         answer.mask[:room],
         False,
-        tuple((name, each[:room]) for name, each in answer.columns),
+        tuple((name, values[:room]) for name, values in answer.columns),
     )
 
 

@@ -185,7 +185,10 @@ def load(
     skipped: list[tuple[Origin, str]] = []
 
     def select(imported: ImportedRows) -> list[Example]:
-        skipped.extend((each.origin, SKIP_REASONS[each.reason]) for each in imported.unused)
+        skipped.extend(
+            (skipped_row.origin, SKIP_REASONS[skipped_row.reason])
+            for skipped_row in imported.unused
+        )
         examples = [example for _, example in _located(imported)]
         return imported_examples(examples, kind, conversion)
 
@@ -207,7 +210,7 @@ def load(
     left_out = (*((e.origin, str(why)) for e, why in unused), *skipped)
     if not examples:
         raise _nothing_left(files, bad, left_out)
-    made = Counter(examples.sources)
+    num_examples = Counter(examples.sources)
     num_skipped = Counter(origin.path for origin, _ in skipped)
     return Loaded(
         examples=examples,
@@ -217,7 +220,7 @@ def load(
             replace(
                 f,
                 rows=f.rows + num_skipped[f.path],
-                examples=made[f.path],
+                examples=num_examples[f.path],
                 unused=dict(Counter(why for origin, why in left_out if origin.path == f.path)),
             )
             for f in files
@@ -252,10 +255,10 @@ def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Exam
         read_rows(source.path, split=source.split, subset=source.subset, limit=source.limit), "skip"
     )
     layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
-    absent, seen = set(source.keys.values()), set[str]()
+    absent, present = set(source.keys.values()), set[str]()
     for row in chain(head, rest):
         if isinstance(row, Row) and layout.format:
-            seen |= row.value.keys()
+            present |= row.value.keys()
             absent = {
                 path for path in absent if path not in row.value and lookup(row.value, path) is None
             }
@@ -263,7 +266,7 @@ def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Exam
         elif isinstance(row, BadRow):
             yield row, row
     if absent and source.limit is None:
-        raise _no_such_columns(source.path, sorted(absent), seen)
+        raise _no_such_columns(source.path, sorted(absent), present)
 
 
 def columns_of(source: Source) -> dict[str, str]:
@@ -407,7 +410,7 @@ def _read(
     layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
     columns = columns_read(layout.format, layout.keys) if layout.format in FORMATS else {}
     zeros = _Zeros(columns.get("label"))
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     absent = list(source.keys.values())
     # rows by file: Examples in memory name the one they came from
     path, rows = (
@@ -418,7 +421,7 @@ def _read(
         rows[row.origin.path] += 1
         if isinstance(row, Row) and layout.format:
             path = row.origin.path
-            seen.update(column for column, value in row.value.items() if value is not None)
+            counts.update(column for column, value in row.value.items() if value is not None)
             absent = (
                 [theirs for theirs in absent if lookup(row.value, theirs) is None]
                 if absent
@@ -427,7 +430,7 @@ def _read(
             zeros.add(row)
             row = _example(row, layout)
         elif isinstance(row, Example):
-            row = _given(row, source)
+            row = _check_and_weight(row, source)
         if isinstance(row, BadRow):
             if on_bad_row == "stop":
                 raise UserError(
@@ -441,12 +444,12 @@ def _read(
         elif not isinstance(row, Row):
             examples.append(row)
     if absent and len(examples) > first and limit is None:
-        raise _no_such_columns(path, absent, seen)
+        raise _no_such_columns(path, absent, counts)
     zeros.check()
     # a Prompt's info has its other columns
     carried = layout.format in FORMATS and FORMATS[layout.format].gives == "prompt"
     known = {part for column in columns.values() for part in (column, column.partition(".")[0])}
-    ignored = {} if carried else {column: n for column, n in seen.items() if column not in known}
+    ignored = {} if carried else {column: n for column, n in counts.items() if column not in known}
     refused = Counter(row.origin.path for row in bad[first_bad:])
     notes += layout.notes(examples[i] for i in range(first, len(examples)))
     return [
@@ -625,7 +628,7 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
     return _weighted(example, layout.weight)
 
 
-def _given(example: Example, source: Source) -> Example | BadRow:
+def _check_and_weight(example: Example, source: Source) -> Example | BadRow:
     """An Example that a program made, with its numbers checked as those of a file are."""
     try:
         _check_numbers(example)

@@ -80,9 +80,9 @@ class Vocab:
     @cached_property
     def prefix(self) -> tuple[int, ...]:
         """What the tokenizer puts before plain text by itself: BOS, or nothing."""
-        plain, whole = self.ids("a"), tuple(self._tokenizer("a")["input_ids"])
-        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-        return whole[: next(starts, 0)]
+        plain, with_special = self.ids("a"), tuple(self._tokenizer("a")["input_ids"])
+        starts = (i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain)
+        return with_special[: next(starts, 0)]
 
     @cached_property
     def stand_in(self) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ def memory_of(
         split=split,
     )
     memory = estimate(compiled=compiled)
-    if prepared.values_apart:
+    if prepared.has_separate_value_model:
         memory = with_values(memory, estimate(), shape, width)
     if prepared.rollouts:
         rows, prompt, new = prepared.rollouts

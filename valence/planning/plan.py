@@ -233,7 +233,7 @@ class Plan:
         headless = replace(self.shape, vocabulary=0)
         values = (
             speed.step(headless, trained, checkpointing=recipe.train.checkpointing)
-            if prepared.values_apart
+            if prepared.has_separate_value_model
             else 0
         )
         return measured / recipe.rollout.num_epochs + values

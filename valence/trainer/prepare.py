@@ -171,19 +171,25 @@ class Prepared:
         if not self.method.online:
             return self.sampler
         rollout = self.recipe.rollout
-        most = TokenizedCompletion((0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens)
+        longest_completion = TokenizedCompletion(
+            (0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens
+        )
         sides = 2 if self.method.loss.view == "pair" else 1
-        each = {"rejection": rollout.top_n}.get(
+        num_repeats = {"rejection": rollout.top_n}.get(
             self.method.name, 1 if sides == 2 else rollout.num_rollouts
         )
-        units = _RepeatedPrompts(self.corpora["train"].units, (most,) * sides, each)
+        units = _RepeatedPrompts(
+            self.corpora["train"].units, (longest_completion,) * sides, num_repeats
+        )
         return Sampler(
-            units, each * -(-self.recipe.train.batch_size // rollout.steps), self.recipe.train.seed
+            units,
+            num_repeats * -(-self.recipe.train.batch_size // rollout.steps),
+            self.recipe.train.seed,
         )
 
     @property
-    def values_apart(self) -> bool:
-        """Whether a model of its own says what answers are worth."""
+    def has_separate_value_model(self) -> bool:
+        """Whether a second model, rather than a head on the policy, predicts values."""
         return (
             self.method.online
             and bool(self.recipe.loss.get("value"))
@@ -192,7 +198,10 @@ class Prepared:
 
     @cached_property
     def rollouts(self) -> tuple[int, int, int] | None:
-        """Where this process samples: answers at once, and most tokens of prompt and answer."""
+        """Completions per batch, and the longest prompt and completion, in tokens.
+
+        None if this process does not sample.
+        """
         rollout = self.recipe.rollout
         if not self.method.online or rollout.engine != "hf" or "train" not in self.corpora:
             return None
@@ -270,10 +279,12 @@ class Prepared:
     @property
     def ends_early(self) -> str:
         """What to say when train.max_steps is never reached."""
-        most = self.recipe.train.max_steps
-        if most is None or self.total_steps >= most:
+        max_steps = self.recipe.train.max_steps
+        if max_steps is None or self.total_steps >= max_steps:
             return ""
-        return f"train.epochs ends after {self.total_steps} steps, before train.max_steps: {most}"
+        return (
+            f"train.epochs ends after {self.total_steps} steps, before train.max_steps: {max_steps}"
+        )
 
 
 def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe:
@@ -289,7 +300,7 @@ def prepare(
     source: LoadedRecipe,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    given: Mapping[str, Rows | None] | None = None,
+    rows: Mapping[str, Rows | None] | None = None,
     policy: Any = None,
     rewards: bool = True,
     training: bool = False,
@@ -297,7 +308,7 @@ def prepare(
 ) -> Prepared:
     """Read, encode and audit all rows of a recipe.
 
-    given: rows in memory that replace the recipe's train or eval files. policy: a model that
+    rows: rows in memory that replace the recipe's train or eval files. policy: a model that
     replaces the recipe's, for the tokens at which it stops. rewards: False leaves the recipe's
     reward functions out; nothing of them is imported, and they cannot be called later. training:
     whether the run is to be trained; otherwise its optimizer is not imported. console: for the
@@ -315,7 +326,7 @@ def prepare(
                 trust_remote_code=model.trust_remote_code,
             )
         tokenizer = with_template(tokenizer, data.chat_template)
-        how: dict[str, Any] = {
+        encoder_options: dict[str, Any] = {
             "long_rows": data.long_rows,
             "train_on": data.train_on,
             "as_chat": data.as_chat,
@@ -324,7 +335,7 @@ def prepare(
         }
         answers = recipe.rollout.max_new_tokens if method.online else 0
         _check_room(data.max_length, answers)
-        encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **how)
+        encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **encoder_options)
         if data.as_chat == "auto":
             why = (
                 "the tokenizer has a chat template"
@@ -335,12 +346,12 @@ def prepare(
         corpora: dict[str, Corpus] = {}
         wrong_keys: list[UserError] = []
         for name in LISTS:
-            rows = (given or {}).get(name)
-            if rows is not None or getattr(data, name):
+            list_rows = (rows or {}).get(name)
+            if list_rows is not None or getattr(data, name):
                 try:
                     corpora[name] = read_corpus(
-                        rows if rows is not None else getattr(data, name), method, data, encoder,
-                        console,
+                        list_rows if list_rows is not None else getattr(data, name), method, data,
+                        encoder, console,
                     )  # fmt: skip
                 except UserError as error:
                     if error.code not in KEYS_CODES and not wrong_keys:
@@ -353,12 +364,14 @@ def prepare(
         if wrong_keys:
             raise all_of(wrong_keys, source.settings["method"].origin.split(":")[0])
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
-            own = data.model_copy(update={"convert": part.convert, "threshold": part.threshold})
+            part_data = data.model_copy(
+                update={"convert": part.convert, "threshold": part.threshold}
+            )
             corpora[_mix(i)] = read_corpus(
                 part.train,
                 method_of(part.method),
-                own,
-                Encoder(tokenizer, max_length=data.max_length, **how),
+                part_data,
+                Encoder(tokenizer, max_length=data.max_length, **encoder_options),
                 console,
             )
         corpora = {
@@ -399,9 +412,9 @@ def _stop_ids(recipe: Recipe, policy: Any) -> tuple[int, ...]:
 def _check_room(max_length: int, answers: int) -> None:
     """Raises UserError when answers of so many tokens leave no room for their prompts."""
     if max_length - answers < 1:
-        what = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
+        message = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
         raise UserError(
-            what,
+            message,
             code="max-length-too-small",
             where="data.max_length",
             fix="raise it, or lower rollout.max_new_tokens",
@@ -414,11 +427,11 @@ def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedReci
     """
     recipe, settings = source.recipe, dict(source.settings)
     if "train" in corpora and recipe.loss.get("class_weights") == "auto":
-        found = _weights(recipe.method, corpora["train"].units)
-        recipe = recipe.model_copy(update={"loss": recipe.loss | found})
+        class_weights = _weights(recipe.method, corpora["train"].units)
+        recipe = recipe.model_copy(update={"loss": recipe.loss | class_weights})
         settings |= {
             f"loss.{name}": Setting(value, "loss.class_weights: auto", False)
-            for name, value in found.items()
+            for name, value in class_weights.items()
         }
     mix = [
         part.model_copy(update={"loss": part.loss | _weights(part.method, corpora[_mix(i)].units)})
@@ -463,13 +476,17 @@ def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
         )
     names = recipe.model.attributes or list(attribute_names(units) if kind == "attributes" else ONE)
     if kind != "attributes" and len(names) > 1:
-        what = f"{recipe.method} learns one number of each answer here, and these are {len(names)}"
-        raise UserError(what, code="attributes-unused", where="model.attributes", fix="remove it")
+        message = (
+            f"{recipe.method} learns one number of each answer here, and these are {len(names)}"
+        )
+        raise UserError(
+            message, code="attributes-unused", where="model.attributes", fix="remove it"
+        )
     loss = recipe.loss | ({"verdict": kind} if "verdict" in recipe.loss else {})
-    found = {"model.attributes": names, **({"loss.verdict": kind} if "verdict" in loss else {})}
+    resolved = {"model.attributes": names, **({"loss.verdict": kind} if "verdict" in loss else {})}
     settings = {
         **source.settings,
-        **{name: Setting(value, "the rows", False) for name, value in found.items()},
+        **{name: Setting(value, "the rows", False) for name, value in resolved.items()},
     }
     model = recipe.model.model_copy(update={"attributes": names})
     return LoadedRecipe(recipe.model_copy(update={"model": model, "loss": loss}), settings)
@@ -482,15 +499,15 @@ def _with_targets(corpus: Corpus, recipe: Recipe) -> Corpus:
         corpus.units, recipe.loss.get("verdict", "score"), recipe.model.attributes or ONE
     )
     if levels:
-        what = f"{recipe.method} reads whole numbers from 1 to {levels}"
+        message = f"{recipe.method} reads whole numbers from 1 to {levels}"
         fix = (
             "number them from 1, set loss.levels to the largest; or use pointwise with "
             "loss.error: squared"
         )
-        check_range(units, 1, levels, True, what, fix)
+        check_range(units, 1, levels, True, message, fix)
     elif error == "cross_entropy":
-        what = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
-        check_range(units, 0, 1, False, what, "set loss.error: squared or huber")
+        message = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
+        check_range(units, 0, 1, False, message, "set loss.error: squared or huber")
     return replace(corpus, encoded=replace(corpus.encoded, units=units))
 
 
@@ -512,10 +529,10 @@ def read_corpus(
     """Rows of files (``Source`` sections or paths) or in memory, as examples of the method's kind,
     as tokens, audited.
     """
-    how = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
-    how |= {"mask_truncated": data.mask_truncated}
-    how |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
-    loaded = load(sources_from(rows), method.kind, **how)
+    options = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
+    options |= {"mask_truncated": data.mask_truncated}
+    options |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
+    loaded = load(sources_from(rows), method.kind, **options)
     encoded = _tokenize(encoder, loaded.examples, console)
     bad = [row for row in encoded.unusable if not row.dropped]
     if bad and data.on_bad_row == "stop":
@@ -578,10 +595,10 @@ def _check(prepared: Prepared, *, training: bool) -> None:
         check_optimizer(recipe)
     if recipe.model.quantize:
         check_library()
-    kept = recipe.reference.cache
-    if kept not in ("auto", "off") and Path(kept).exists() and not Path(kept).is_dir():
+    cache = recipe.reference.cache
+    if cache not in ("auto", "off") and Path(cache).exists() and not Path(cache).is_dir():
         raise UserError(
-            f"{kept} is a file",
+            f"{cache} is a file",
             code="path-is-file",
             where="reference.cache",
             fix="name a folder, new or old",
@@ -601,11 +618,11 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             and not method.online
             and _loss_of(recipe, name)["z0_scope"] == "step"
         ):
-            most = prepared.recipe.eval.max_examples if name == "eval" else None
+            max_examples = prepared.recipe.eval.max_examples if name == "eval" else None
             units = corpus.units
             check_kl_pairs(
-                units.prompt_column("digest")[:most],
-                units.answer_column("digest")[:most],
+                units.prompt_column("digest")[:max_examples],
+                units.answer_column("digest")[:max_examples],
                 units.origins,
             )
     if "train" in prepared.corpora and prepared.total_steps == 0:
@@ -657,12 +674,12 @@ def class_weight_warning(prepared: Prepared) -> str | None:
     At the default weights the audit of the training rows says what is advised.
     """
     settings = prepared.recipe.loss
-    given = [
+    defaults = [
         name
         for name, s in prepared.source.settings.items()
         if name.endswith("desirable_weight") and not s.is_default
     ]
-    if not given or "train" not in prepared.corpora:
+    if not defaults or "train" not in prepared.corpora:
         return None
     from valence.data.audit import advised_weights
 
