@@ -24,10 +24,8 @@ from valence.export.probes import MAX_NEW_TOKENS, ArtifactResult, Probe, ProbeRe
 
 SETTING = "VALENCE_LLAMA_CPP"
 """Environment variable with the folder in which node-llama-cpp was installed."""
-INSTALL = (
-    "npm install node-llama-cpp (in any folder), and set "
-    f"{SETTING} to that folder if it is not the current one"
-)
+NPM = "npm install --ignore-scripts node-llama-cpp"
+INSTALL = f"run `{NPM}` in any folder, and set {SETTING} to that folder"
 DRIVER = Path(__file__).with_name("llama_cpp.mjs")
 QUANTIZER = Path(__file__).with_name("quantize_process.py")
 PACKAGE = Path("node_modules/node-llama-cpp/dist/index.js")
@@ -65,7 +63,7 @@ def find_llama_cpp() -> LlamaCpp | None:
                 f"{setting}: {missing}",
                 code="llama-cpp-missing",
                 where=SETTING,
-                fix="install Node.js 20 or later, and run: npm install node-llama-cpp",
+                fix=f"install Node.js 20 or later, and run `{NPM}` in that folder",
             )
         return LlamaCpp(node, module)
     if node is None:

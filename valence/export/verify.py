@@ -181,10 +181,11 @@ def _prompt_difference(probe: Probe, result: ProbeResult, bos: int | None) -> Di
     if result.ids == probe.ids and result.text == probe.text:
         return None
     if bos is not None and result.ids[:2] == (bos, bos) and probe.ids[:2] != (bos, bos):
+        count = "one" if probe.ids[:1] == (bos,) else "none"
         return Difference(
             "double-bos",
             "error",
-            "prompts start with two BOS tokens, and the run trained with one",
+            f"prompts start with two BOS tokens, and the run trained with {count}",
             "set tokenizer.ggml.add_bos_token to false, or remove the BOS from the chat template",
         )
     if bos is not None and result.ids == (bos, *probe.ids):
