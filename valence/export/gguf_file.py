@@ -377,8 +377,6 @@ def _add_tokenizer(writer: Any, fields: TokenizerFields) -> None:
     writer.add_add_space_prefix(fields.adds_space)
     if fields.chat_template:
         writer.add_chat_template(fields.chat_template)
-    if fields.source:
-        writer.add_name(fields.source)
 
 
 def file_type_of(path: Path) -> str | None:

@@ -45,7 +45,6 @@ class TokenizerFields:
     adds_bos: bool
     adds_space: bool
     chat_template: str | None
-    source: str = ""
 
 
 def tokenizer_fields(

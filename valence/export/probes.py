@@ -95,7 +95,7 @@ class ArtifactResult:
 def make_probes(encoder: Encoder) -> list[Probe]:
     """Prompts of many kinds, as the run renders and encodes them.
 
-    Conversations that the chat template refuses are left out.
+    Conversations that the chat template refuses are left out. Raises UserError if none is left.
     """
     if not encoder.template.exists:
         return [
@@ -112,6 +112,13 @@ def make_probes(encoder: Encoder) -> list[Probe]:
         except RowError:
             continue
         probes.append(Probe(name, messages, text, encoder.encode_prompt(chat)))
+    if not probes:
+        raise UserError(
+            "the chat template refuses every prompt of the verification",
+            code="verification-no-prompts",
+            where="data.chat_template",
+            fix="export with --no-verify",
+        )
     return probes
 
 
@@ -206,13 +213,3 @@ def run_transformers(
         results.append(ProbeResult(None, text, ids, completion, stop, logits.numpy()))
         on_probe(i + 1)
     return ArtifactResult(runtime, tuple(i in stop_ids for i in end_ids), tuple(results))
-
-
-def require_answers(probes: Sequence[Probe]) -> None:
-    """Raise UserError if the chat template refuses every prompt."""
-    if not probes:
-        raise UserError(
-            "the chat template refuses every prompt of the verification",
-            code="verification-no-prompts",
-            fix="export with --no-verify",
-        )
