@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.arch.source import ROOT
 from tests.command import command
-from tests.tiny import BOS, CHATML, CORPUS
+from tests.tiny import CHATML, CORPUS
 from tests.tiny_models import tiny
 from valence.export.gguf_tokenizer import LLAMA3, QWEN2
 from valence.export.llama_cpp import PACKAGE, SETTING
@@ -212,6 +212,3 @@ def export_files(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, d
     differs = any(file["status"] == "differs" for file in files)
     assert status == (3 if differs else 0), files
     return {file["kind"]: file for file in files}
-
-
-__all__ = ["BOS"]

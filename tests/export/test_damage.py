@@ -12,15 +12,15 @@ import pytest
 
 from tests.command import command
 from tests.export.kit import (
-    BOS,
     byte_level,
     export_files,
     llama_cpp,
     needs_llama_cpp,
     train_place,
 )
-from tests.tiny import CHATML
+from tests.tiny import BOS, CHATML
 from valence.export.gguf_file import write_gguf
+from valence.export.llama_cpp import PACKAGE, SETTING
 
 __all__ = ["llama_cpp"]
 pytestmark = [pytest.mark.slow, needs_llama_cpp, pytest.mark.usefixtures("llama_cpp")]
@@ -119,6 +119,21 @@ def test_a_missing_end_token_is_found(
     codes = {f["code"]: f["severity"] for f in file["differences"]}
     assert codes["stop-token-missing"] == "error"
     assert file["stops"] < file["num_ends"]
+
+
+def test_a_llama_cpp_that_does_not_start_verifies_nothing(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    module = tmp_path / "broken" / PACKAGE
+    module.parent.mkdir(parents=True)
+    module.write_text("export async function getLlama() { throw new Error('no binary'); }")
+    monkeypatch.setenv(SETTING, str(tmp_path / "broken"))
+    (tmp_path / "out").mkdir()
+    write_gguf(exported / "out", tmp_path / "out/x-f16.gguf", "f16")
+    words = (str(exported / "run"), str(tmp_path / "out"), "--verify-only")
+    file = export_files(capsys, *words)["f16"]
+    assert (file["status"], file["differences"]) == ("not verified", [])
+    assert "no binary" in file["reason"]
 
 
 def test_a_file_that_llama_cpp_cannot_load_differs(

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from huggingface_hub import HfApi
-from transformers import AutoTokenizer
+from tokenizers import normalizers, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer
 
 from tests.command import command, command_error
 from tests.errors import check_error, raises_error
@@ -17,7 +18,13 @@ from tests.export.kit import byte_level, export_files, sentencepiece, train_plac
 from tests.tiny import BOS, CHATML, INST, NO_END, tiny_tokenizer
 from valence.data.template import ChatTemplate
 from valence.export import artifacts, llama_cpp
-from valence.export.gguf_file import file_type_of, max_tensor_error, read_metadata
+from valence.export.gguf_file import (
+    architecture_of,
+    file_type_of,
+    max_tensor_error,
+    read_metadata,
+)
+from valence.export.gguf_tokenizer import has_nfc_normalizer, tokenizer_fields
 from valence.export.ollama import turn_texts
 from valence.export.probes import Probe, ProbeResult
 from valence.export.verify import compare
@@ -93,7 +100,9 @@ def test_types_of_llama_cpp_are_quantized_from_unrounded_weights(
         llama_cpp.shutil, "which", lambda name: str(program) if name == program.name else None
     )
     out = tmp_path / "out"
-    export_files(capsys, str(place / "run"), str(out), "--gguf", "q4_k_m")
+    words = ("--gguf", "q4_k_m", "--gguf", "Q4_K_M")  # the same type is written once
+    export_files(capsys, str(place / "run"), str(out), *words)
+    assert (out / "Modelfile").is_file()
     assert (out / "out-q4_k_m.gguf.type").read_text() == "Q4_K_M\n"
     assert file_type_of(out / "out-q4_k_m.gguf") == "f32"  # of the copy
     assert max_tensor_error(out, out / "out-q4_k_m.gguf") == 0
@@ -120,12 +129,12 @@ def test_llama_cpp_is_looked_for_in_the_folder_of_the_setting(
     module = tmp_path / llama_cpp.PACKAGE
     module.parent.mkdir(parents=True)
     module.touch()
-    found = llama_cpp.find_llama_cpp()
-    assert found is not None
-    assert found.module == module
+    llama = llama_cpp.find_llama_cpp()
+    assert llama is not None
+    assert llama.module == module
     monkeypatch.delenv(llama_cpp.SETTING)
     monkeypatch.chdir(tmp_path)
-    assert llama_cpp.find_llama_cpp() == found
+    assert llama_cpp.find_llama_cpp() == llama
 
 
 def test_verification_can_be_left_out(
@@ -194,6 +203,51 @@ def test_models_that_llama_cpp_computes_differently_are_refused(
     words = ("export", str(tmp_path / "run"), str(tmp_path / "out"), "--gguf", "f16")
     check_error(command_error(*words), "gguf-architecture-unsupported")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("qwen2", {"hidden_act": "relu"}),
+        ("gemma2", {"hidden_activation": "gelu"}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"tie_word_embeddings": False}),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}),
+    ],
+)
+def test_settings_that_llama_cpp_does_not_read_are_refused(
+    name: str, changes: dict[str, Any]
+) -> None:
+    assert architecture_of(AutoConfig.for_model(name)).name == name.removesuffix("_text")
+    with raises_error("gguf-architecture-unsupported"):
+        architecture_of(AutoConfig.for_model(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [
+        ("normalizer", normalizers.Lowercase()),
+        ("normalizer", normalizers.Replace("a", "b")),
+        ("pre_tokenizer", pre_tokenizers.Whitespace()),
+    ],
+)
+def test_tokenizers_that_llama_cpp_reads_differently_are_refused(part: str, step: Any) -> None:
+    tokenizer: Any = byte_level("gpt-2")
+    tokenizer_fields(tokenizer, len(tokenizer))
+    setattr(tokenizer.backend_tokenizer, part, step)
+    with raises_error("gguf-tokenizer-unsupported"):
+        tokenizer_fields(tokenizer, len(tokenizer))
+
+
+@pytest.mark.parametrize("step", [normalizers.NFC(), normalizers.Sequence([normalizers.NFC()])])
+def test_unicode_normalization_is_accepted(step: Any) -> None:
+    tokenizer: Any = byte_level("qwen2")
+    assert not has_nfc_normalizer(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = step
+    assert has_nfc_normalizer(tokenizer)
+    assert tokenizer_fields(tokenizer, len(tokenizer)).pre == "qwen2"
 
 
 def test_a_killed_export_leaves_no_folder(

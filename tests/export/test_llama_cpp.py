@@ -10,7 +10,6 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.export.kit import (
-    BOS,
     byte_level,
     export_files,
     llama_cpp,
@@ -18,6 +17,7 @@ from tests.export.kit import (
     sentencepiece,
     train_place,
 )
+from tests.tiny import BOS
 
 __all__ = ["llama_cpp"]
 pytestmark = [pytest.mark.slow, needs_llama_cpp, pytest.mark.usefixtures("llama_cpp")]
@@ -67,13 +67,13 @@ def test_llama_cpp_computes_the_same_model(
     kind, make, changes = MODELS[name]
     train_place(place, kind, make(), **changes)
     types = ("f16", "q8_0", "q4_0", "q4_k_m")
-    words = [word for each in types for word in ("--gguf", each)]
+    words = [word for file_type in types for word in ("--gguf", file_type)]
     files = export_files(capsys, "run", "out", *words)
     assert set(files) == {"model", *types}
-    for each in files.values():
-        assert each["status"] == "verified", each
-        assert each["same_text"] == each["same_tokens"] == each["prompts"] == 14
-        assert each["stops"] == each["num_ends"] > 0
+    for file in files.values():
+        assert file["status"] == "verified", file
+        assert file["same_text"] == file["same_tokens"] == file["prompts"] == 14
+        assert file["stops"] == file["num_ends"] > 0
     assert files["model"]["kl_max"] < 1e-9
     assert files["f16"]["kl_mean"] < 1e-4
     assert files["f16"]["agreement"] > 0.98

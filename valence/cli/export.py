@@ -94,7 +94,7 @@ def export(
     status 3: a file answers differently; the table says which and why.
     """
     messages = Terminal(stderr=True) if as_json else console
-    types = [kind.lower() for kind in gguf or []]
+    types = list(dict.fromkeys(kind.lower() for kind in gguf or []))
     _check_options(adapter, types, push, dry_run, verify_only, verify)
     with processes(nproc) as group:
         from valence.distributed.process_group import run_on_first_rank

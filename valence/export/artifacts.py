@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from valence.export.gguf_file import (
     read_metadata,
     write_gguf,
 )
+from valence.export.gguf_tokenizer import has_nfc_normalizer
 from valence.export.llama_cpp import INSTALL, LlamaCpp, check_quantizer, quantize, run_llama_cpp
 from valence.export.ollama import modelfile
 from valence.export.probes import Probe, ProbeResult, run_transformers
@@ -198,10 +200,16 @@ def _verify_gguf(
             on_probe=lambda done: progress(f"{path.name}: {done} of {total} prompts"),
         )
     except UserError as error:
+        if error.code == "llama-cpp-broken":
+            return Verification(path.name, kind, "not verified", reason=error.what, size=size)
         difference = Difference(error.code, "error", error.what, error.fix or "")
         return Verification(path.name, kind, "differs", size=size, differences=(difference,))
     has_weights = (folder / "config.json").is_file()
     notes = [*_base_note(reference), *_file_notes(folder, path)]
+    if has_nfc_normalizer(reference.encoder.tokenizer):
+        notes.append(
+            "the run's tokenizer normalizes Unicode (NFC) and llama.cpp does not: normalize prompts"
+        )
     if reference.variables:
         notes.append(
             "start llama-server with --chat-template-kwargs "
@@ -217,7 +225,7 @@ def _verify_gguf(
         bos=reference.encoder.tokenizer.bos_token_id,  # type: ignore[arg-type]
         size=size,
         rounded_base=reference.rounded_base,
-        weights_error=max_tensor_error(folder, path) if has_weights else None,
+        weights_error=partial(max_tensor_error, folder, path) if has_weights else lambda: None,
         notes=notes,
     )
 

@@ -42,13 +42,14 @@ class Architecture:
     """How llama.cpp computes a model type of transformers.
 
     name: in GGUF. permuted_rope: query and key rows are stored in llama.cpp's original order of
-    rotary pairs. norm_offset: added to the weights of norms. check: returns the reason why
-    llama.cpp would compute a model differently, or None.
+    rotary pairs. norm_offset: added to the weights of norms. activation: of the feed-forward
+    layers. check: returns the reason why llama.cpp would compute a model differently, or None.
     """
 
     name: str
     permuted_rope: bool = False
     norm_offset: float = 0.0
+    activation: str = "silu"
     check: Callable[[Any], str | None] = lambda config: None
 
 
@@ -69,6 +70,13 @@ def _check_gemma(config: Any) -> str | None:
     scale = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
     if config.query_pre_attn_scalar != scale:
         return f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, not {scale}"
+    if config.model_type == "gemma2":
+        if config.attn_logit_softcapping is None or config.final_logit_softcapping is None:
+            return "its attention or its logits have no soft-capping"
+        if not config.tie_word_embeddings:
+            return "its output layer is not the embedding matrix"
+    elif config.final_logit_softcapping is not None:
+        return "its logits have soft-capping"
     period = 2 if config.model_type == "gemma2" else 6
     expected = [
         "full_attention" if (i + 1) % period == 0 else "sliding_attention"
@@ -90,8 +98,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": Architecture("llama", permuted_rope=True, check=_check_biases),
     "qwen2": Architecture("qwen2", check=_check_windows),
     "qwen3": Architecture("qwen3", check=_check_windows),
-    "gemma2": Architecture("gemma2", norm_offset=1.0, check=_check_gemma),
-    "gemma3_text": Architecture("gemma3", norm_offset=1.0, check=_check_gemma),
+    "gemma2": Architecture(
+        "gemma2", norm_offset=1.0, activation="gelu_pytorch_tanh", check=_check_gemma
+    ),
+    "gemma3_text": Architecture(
+        "gemma3", norm_offset=1.0, activation="gelu_pytorch_tanh", check=_check_gemma
+    ),
 }
 """Model types of transformers that are converted here."""
 
@@ -127,6 +139,9 @@ def architecture_of(config: Any) -> Architecture:
         )
     rope_type = _rope(config).get("rope_type", "default")
     reason = architecture.check(config)
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation != architecture.activation:
+        reason = f"its activation function is {activation}, not {architecture.activation}"
     if rope_type not in ("default", "linear", "llama3"):
         reason = f"its RoPE scaling is {rope_type}"
     if reason:

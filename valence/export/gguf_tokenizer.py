@@ -72,6 +72,7 @@ def tokenizer_fields(
             fix="use the tokenizer that the model was trained with",
         )
     is_byte_level = _is_byte_level(spec)
+    _check_normalizer(spec, is_byte_level)
     tokens, types = list[str](), list[int]()
     for i in range(num_rows):
         text = vocabulary.get(i)
@@ -122,6 +123,32 @@ def _steps(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
     if part is None:
         return []
     return list(part[key]) if part["type"] == "Sequence" else [part]
+
+
+def has_nfc_normalizer(tokenizer: Any) -> bool:
+    """Whether a tokenizer normalizes texts to Unicode form C, which llama.cpp never does."""
+    if not getattr(tokenizer, "is_fast", False):
+        return False
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    return any(step["type"] == "NFC" for step in _steps(spec["normalizer"], "normalizers"))
+
+
+def _check_normalizer(spec: Mapping[str, Any], is_byte_level: bool) -> None:
+    """Raise UserError for a normalizer, or a SentencePiece pre-tokenizer, that llama.cpp lacks.
+
+    NFC is accepted, because nearly all prompts are in this form already.
+    """
+    known = {"NFC"} if is_byte_level else {"Prepend", "Replace"}
+    steps = _steps(spec["normalizer"], "normalizers")
+    if not is_byte_level:
+        known |= {"Metaspace", "Split"}
+        steps += _steps(spec["pre_tokenizer"], "pretokenizers")
+    for step in steps:
+        is_other = step["type"] == "Replace" and (
+            (step["pattern"], step["content"]) != ({"String": " "}, "▁")
+        )
+        if step["type"] not in known or is_other:
+            raise _unsupported(f"it changes or splits texts with {step['type']}")
 
 
 def _is_byte_level(spec: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ const request = JSON.parse(await readFile(process.argv[2], "utf8"));
 const { getLlama } = await import(pathToFileURL(request.module).href);
 const llama = await getLlama({ build: "never", gpu: false, progressLogs: false, logLevel: "warn",
     logger: (level, message) => process.stderr.write(`${message}\n`) });
+process.stdout.write("0\n");
 const model = await llama.loadModel({ modelPath: request.model, useMmap: true });
 const tokenizer = model.fileInfo.metadata.tokenizer ?? {};
 const addsBos = model.tokens.shouldPrependBosToken;

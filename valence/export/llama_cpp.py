@@ -88,8 +88,8 @@ def run_llama_cpp(
     """Run prompts through a GGUF file in a process of its own.
 
     variables: of the chat template. expected: the run's answers, at whose tokens logits are
-    computed. on_probe: called with the number of prompts done. Raises UserError if llama.cpp cannot
-    load or run the file.
+    computed. on_probe: called with the number of prompts done. Raises UserError if llama.cpp does
+    not start (``llama-cpp-broken``), or cannot load or run the file (``llama-cpp-failed``).
     """
     longest = max(len(p.ids) + len(a.completion) for p, a in zip(probes, expected, strict=True))
     vocabulary = expected[0].logits.shape[1]
@@ -118,9 +118,16 @@ def run_llama_cpp(
         (out / "request.json").write_text(json.dumps(request), encoding="utf-8")
         errors = out / "errors.txt"
         with errors.open("w", encoding="utf-8") as stderr:
-            _run_driver(llama, out / "request.json", stderr, on_probe)
+            is_loaded = _run_driver(llama, out / "request.json", stderr, on_probe)
         if not (out / "result.json").is_file():
             lines = errors.read_text(encoding="utf-8", errors="replace").splitlines()
+            if not is_loaded:
+                raise UserError(
+                    f"node-llama-cpp does not start ({_reason(lines)})",
+                    code="llama-cpp-broken",
+                    where=str(llama.module.parents[3]),
+                    fix="install Node.js 20 or later, and node-llama-cpp again",
+                )
             raise UserError(
                 f"llama.cpp cannot run this file ({_reason(lines)})",
                 code="llama-cpp-failed",
@@ -149,8 +156,12 @@ def run_llama_cpp(
 
 def _run_driver(
     llama: LlamaCpp, request: Path, stderr: IO[str], on_probe: Callable[[int], None]
-) -> None:
-    """Run the driver, which writes its results next to the request."""
+) -> bool:
+    """Run the driver, which writes its results next to the request.
+
+    Returns whether it could load llama.cpp. on_probe: called with the number of prompts done.
+    """
+    is_loaded = False
     with subprocess.Popen(
         [llama.node, str(DRIVER), str(request)],
         stdin=subprocess.DEVNULL,
@@ -161,10 +172,13 @@ def _run_driver(
         assert process.stdout is not None
         try:
             for line in process.stdout:
+                # node-llama-cpp may print lines too
+                is_loaded = is_loaded or line.strip() == "0"
                 if line.strip().isdecimal():
                     on_probe(int(line))
         finally:
             process.kill()  # has no effect on a process that has ended
+    return is_loaded
 
 
 def _reason(lines: Sequence[str]) -> str:
