@@ -30,6 +30,8 @@ from valence.export.llama_cpp import PACKAGE, SETTING
 from valence.export.probes import TEXTS
 
 HOW_TO = "no llama.cpp: run `make llama-cpp`"
+ADAPTER = ("model.lora.rank=4", "run.export=adapter")
+"""Settings of a recipe that trains an adapter."""
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
     "{% set first = messages[0]['content'] + '\n\n' %}{% set turns = messages[1:] %}"
@@ -87,6 +89,8 @@ def byte_level(
     prevent.
     """
     tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama-3"))
+    if kind == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[kind]()
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -186,16 +190,21 @@ def write_model(
 def train_place(
     folder: Path, name: str, tokenizer: PreTrainedTokenizerBase, *settings: str, **changes: Any
 ) -> None:
-    """Write a model, rows and a recipe into a folder, and train for one step: ``run`` is the run.
+    """Write a model into a folder, and train it for one step: ``run`` is the run.
 
     settings: further settings of the recipe. changes: to the configuration of the model.
     """
     write_model(folder / "model", name, tokenizer, **changes)
+    train_one_step(folder, folder / "model", *settings)
+
+
+def train_one_step(folder: Path, model: Path, *settings: str) -> None:
+    """Write rows and a recipe into a folder, and train a model for one step: ``run`` is the run."""
     rows = [{"prompt": f"What is {i} + 1?", "completion": f"It is {i + 1}."} for i in range(4)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {
         "method": "sft",
-        "model": {"name": str(folder / "model"), "dtype": "float32"},
+        "model": {"name": str(model), "dtype": "float32"},
         "data": {"train": str(folder / "rows.jsonl")},
         "train": {"batch_size": 4, "epochs": 1, "learning_rate": 1e-4},
         "run": {"dir": str(folder / "run"), "samples": {"prompts": 0}},

@@ -244,6 +244,8 @@ def test_tokenizers_that_llama_cpp_reads_differently_are_refused(part: str, step
 @pytest.mark.parametrize("step", [normalizers.NFC(), normalizers.Sequence([normalizers.NFC()])])
 def test_unicode_normalization_is_accepted(step: Any) -> None:
     tokenizer: Any = byte_level("qwen2")
+    assert has_nfc_normalizer(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = None
     assert not has_nfc_normalizer(tokenizer)
     tokenizer.backend_tokenizer.normalizer = step
     assert has_nfc_normalizer(tokenizer)
