@@ -64,7 +64,7 @@ def export(
     verify_only: Annotated[
         bool,
         typer.Option(
-            "--verify-only", help="Write nothing; verify what FOLDER contains, also *.gguf files."
+            "--verify-only", help="Write no model; verify what FOLDER contains, also *.gguf files."
         ),
     ] = False,
     push: Annotated[
