@@ -113,9 +113,12 @@ def byte_level(
 
 
 def sentencepiece(
-    template: str | None = GEMMA, *, adds_space: bool = False
+    template: str | None = GEMMA, *, adds_space: bool = False, space_at_start: bool = False
 ) -> PreTrainedTokenizerBase:
-    """A SentencePiece BPE tokenizer as Gemma's, or with a space before texts as Llama 2's."""
+    """A SentencePiece BPE tokenizer as Gemma's, or with a space before texts as Llama 2's.
+
+    space_at_start: a space only before texts at the start of a prompt, as Mistral's.
+    """
     replace = normalizers.Replace(" ", "▁")
     normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), replace]) if adds_space else replace
@@ -139,7 +142,10 @@ def sentencepiece(
     tokenizer = Tokenizer(
         models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
-    tokenizer.normalizer = normalizer
+    if space_at_start:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )

@@ -18,6 +18,7 @@ from tests.export.kit import (
     train_place,
 )
 from tests.tiny import BOS
+from valence.export.probes import CONVERSATIONS, TEXTS
 
 __all__ = ["llama_cpp"]
 pytestmark = [pytest.mark.slow, needs_llama_cpp, pytest.mark.usefixtures("llama_cpp")]
@@ -45,6 +46,9 @@ MODELS: dict[str, tuple[str, Make, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
     "llama-2": ("llama", lambda: sentencepiece(adds_space=True), {}),
+    "space-at-start": ("llama", lambda: sentencepiece(space_at_start=True), {}),
+    "bos-for-plain-text": ("llama", lambda: byte_level("gpt-2", adds_bos=True), {}),
+    "no-template": ("llama", lambda: byte_level("gpt-2", None, adds_bos=True), {}),
     "padded": ("llama", lambda: byte_level("gpt-2"), {"rows": 768}),
     "mistral": ("mistral", lambda: byte_level("gpt-2"), {}),
     "qwen2": ("qwen2", lambda: byte_level("qwen2"), {"rows": 768}),
@@ -66,13 +70,14 @@ def test_llama_cpp_computes_the_same_model(
 ) -> None:
     kind, make, changes = MODELS[name]
     train_place(place, kind, make(), **changes)
+    num_prompts = len(TEXTS) + (0 if name == "no-template" else len(CONVERSATIONS))
     types = ("f16", "q8_0", "q4_0", "q4_k_m")
     words = [word for file_type in types for word in ("--gguf", file_type)]
     files = export_files(capsys, "run", "out", *words)
     assert set(files) == {"model", *types}
     for file in files.values():
         assert file["status"] == "verified", file
-        assert file["same_text"] == file["same_tokens"] == file["prompts"] == 14
+        assert file["same_text"] == file["same_tokens"] == file["prompts"] == num_prompts
         assert file["stops"] == file["num_ends"] > 0
     assert files["model"]["kl_max"] < 1e-9
     assert files["f16"]["kl_mean"] < 1e-4

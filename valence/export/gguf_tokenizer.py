@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from valence.data.vocab import Vocab
+from valence.data.template import ChatTemplate
+from valence.data.vocab import RowError, Vocab
 from valence.errors import UserError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -32,7 +33,7 @@ class TokenizerFields:
 
     model: ``gpt2`` for byte-level BPE, ``llama`` for SentencePiece. pre: the pre-tokenizer. types:
     the kind of each token. scores: of SentencePiece tokens, the higher the earlier they are merged.
-    special: ids by role. adds_bos: BOS is put before plain text. adds_space: so is a space.
+    special: ids by role. adds_bos: BOS is put before prompts. adds_space: a space before texts.
     """
 
     model: str
@@ -93,7 +94,6 @@ def tokenizer_fields(
     if not is_byte_level and unknown is not None:
         types[unknown] = UNKNOWN
     merges = [_pair(merge) for merge in model["merges"]]
-    vocab = Vocab(tokenizer)
     template = tokenizer.chat_template
     return TokenizerFields(
         model="gpt2" if is_byte_level else "llama",
@@ -103,7 +103,7 @@ def tokenizer_fields(
         merges=[" ".join(pair) for pair in merges],
         scores=None if is_byte_level else _scores(tokens, merges),
         special=_special(tokenizer, end_ids),
-        adds_bos=vocab.bos is not None and vocab.prefix == (vocab.bos,),
+        adds_bos=_adds_bos(tokenizer),
         adds_space=not is_byte_level and _adds_space(tokenizer),
         chat_template=tokenizer.get_chat_template() if template else None,
     )
@@ -217,6 +217,29 @@ def _special(tokenizer: Any, end_ids: Collection[int]) -> dict[str, int]:
 
 
 def _adds_space(tokenizer: Any) -> bool:
-    """Whether a SentencePiece tokenizer puts a space before a text."""
-    first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
-    return first.startswith("▁")
+    """Whether a SentencePiece tokenizer puts a space before a text.
+
+    llama.cpp treats the start of a prompt and the text after a special token alike. Some tokenizers
+    put a space only at the start of a prompt. Chats usually start with a special token instead.
+    """
+    marker = next(iter(tokenizer.all_special_tokens), "") if tokenizer.chat_template else ""
+    ids = tokenizer.encode(f"{marker}a", add_special_tokens=False)
+    return tokenizer.convert_ids_to_tokens(ids)[1 if marker else 0].startswith("▁")
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    """Whether llama.cpp must put BOS before prompts.
+
+    It removes the BOS that a chat template prints, and adds its own. Chats whose template prints
+    none are trained without BOS, even if the tokenizer adds it to plain text.
+    """
+    vocab = Vocab(tokenizer)
+    if vocab.bos is None or vocab.prefix != (vocab.bos,):
+        return False
+    if not tokenizer.chat_template:
+        return True
+    try:
+        text = ChatTemplate(tokenizer).render([{"role": "user", "content": "a"}], ask=True)
+    except RowError:
+        return True
+    return text.startswith(str(tokenizer.bos_token))
