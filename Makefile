@@ -101,6 +101,7 @@ NODE_LLAMA_CPP := 3.22.1
 LLAMA_CPP_PLATFORM ?= linux-x64
 llama-cpp: .peers/llama_cpp/.ready
 .peers/llama_cpp/.ready:
+	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' || { echo "node-llama-cpp needs Node.js 20 or later"; exit 1; }
 	mkdir -p .peers/llama_cpp
 	cd .peers/llama_cpp && npm install --no-audit --no-fund --loglevel=error --ignore-scripts --omit=optional \
 		node-llama-cpp@$(NODE_LLAMA_CPP) @node-llama-cpp/$(LLAMA_CPP_PLATFORM)@$(NODE_LLAMA_CPP)
