@@ -39,9 +39,9 @@ DIFFERS = 3
 @app.command()
 def export(
     run_dir: RunArg,
-    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the model.")],
+    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder to write the model to.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write the adapter alone instead of merged weights.")
+        bool, typer.Option("--adapter", help="Write only the adapter instead of merged weights.")
     ] = False,
     gguf: Annotated[
         list[str] | None,
@@ -113,7 +113,7 @@ def export(
         if verify_only:
             _check_is_folder(to)
         else:
-            run_on_first_rank(group, partial(_check_can_be_made, to))
+            run_on_first_rank(group, partial(_check_new_folder, to))
         run = _open(run_dir, step, trust_remote_code, group)
         _check_writes(run, run_dir, adapter, bool(types))
         notes: list[str] = []
@@ -167,9 +167,7 @@ def _check_options(
 
 def _open(run_dir: Path, step: str | None, trust_remote_code: bool, group: Group) -> Any:
     ours = allow_remote_code(trust_remote_code, ["data.eval=[]"])
-    return open_run_or_recipe(
-        run_dir, ours, keeps=_needed_to_write(run_dir), step=step, group=group
-    )
+    return open_run_or_recipe(run_dir, ours, keeps=_needed_lists(run_dir), step=step, group=group)
 
 
 def _reason_not_to_verify(run: Any, group: Group) -> str | None:
@@ -330,24 +328,24 @@ def _check_writes(run: Any, run_dir: Path, adapter: bool, is_gguf: bool) -> None
         architecture_of(run.state.policy.causal.config)
     if adapter and run.prepared.method.is_reward_model:
         raise UserError(
-            "the adapter of a reward model is useless without its head",
+            "the adapter of a reward model cannot be exported: it does not include the head",
             code="adapter-not-exportable",
             where=str(run_dir),
-            fix="leave out --adapter",
+            fix="remove --adapter to export the merged model",
         )
     if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
         raise UserError(
-            "the run trained all weights: there is no adapter",
+            "the run trained all weights and has no adapter",
             code="adapter-missing",
             where=str(run_dir),
-            fix="leave out --adapter",
+            fix="remove --adapter",
         )
 
 
-def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
-    """Lists of rows without which a run's model cannot be written.
+def _needed_lists(run_dir: Path) -> tuple[str, ...]:
+    """The lists of rows that an export needs.
 
-    A reward model needs its training rows, from which the scale of its scores is computed.
+    A reward model is saved with the mean and standard deviation of its scores of training rows.
     """
     from valence.trainer.targets import method_of_run
 
@@ -365,14 +363,14 @@ def _check_is_folder(folder: Path) -> None:
         )
 
 
-def _check_can_be_made(folder: Path) -> None:
+def _check_new_folder(folder: Path) -> None:
     check_path(folder)
     if folder.exists():
         raise UserError(
-            "this path exists already",
+            "the path already exists",
             code="path-exists",
             where=str(folder),
-            fix="name a folder that does not exist; to verify this one, add --verify-only",
+            fix="choose a path that does not exist, or add --verify-only to verify this folder",
         )
     try:
         folder.mkdir(parents=True)
@@ -382,5 +380,5 @@ def _check_can_be_made(folder: Path) -> None:
             f"the folder cannot be created ({error.strerror})",
             code="folder-not-writable",
             where=str(folder),
-            fix="name a folder in a place that you may write to",
+            fix="choose a path where you have write permission",
         ) from error
