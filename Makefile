@@ -14,7 +14,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # The distribution was called valence: left installed, it would own the same command as valence-align.
 remove_old_name = $(1) -m pip uninstall --disable-pip-version-check -q -y valence 2>/dev/null || true
 
-.PHONY: setup demo test test-all mutants lint docs peers vllm open-webui oldest
+.PHONY: setup demo test test-all mutants lint docs peers vllm open-webui llama-cpp oldest
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -31,10 +31,11 @@ FAST := not slow and not real and not site and not vllm
 test: setup lint
 	$(PYTEST) -m "$(FAST)"
 
-# Tests that need vLLM, Open WebUI, Chromium or the network are skipped where these are missing, and fail with VALENCE_REQUIRE_ALL=1.
+# Tests that need vLLM, Open WebUI, llama.cpp, Chromium or the network are skipped where these are missing, and fail with VALENCE_REQUIRE_ALL=1.
 test-all: setup lint
 	@$(MAKE) --no-print-directory vllm || echo "no environment with vLLM could be built: the tests that need one are skipped"
 	@$(MAKE) --no-print-directory open-webui || echo "no environment with Open WebUI could be built: the test that needs one is skipped"
+	@$(MAKE) --no-print-directory llama-cpp || echo "llama.cpp could not be installed: the tests that need it are skipped"
 	$(PYTEST)
 	@$(MAKE) --no-print-directory mutants
 
@@ -92,4 +93,16 @@ open-webui: .peers/open_webui/.ready
 	.peers/open_webui/bin/python -m pip install --disable-pip-version-check -q -r .peers/open_webui/wheel/requirements-slim.txt
 	.peers/open_webui/bin/python -m pip install --disable-pip-version-check -q --no-deps .peers/open_webui/wheel/*.whl
 	rm -r .peers/open_webui/wheel
+	touch $@
+
+# llama.cpp, compiled for this platform, as the npm package node-llama-cpp. Its optional packages include builds for CUDA, and its
+# scripts would compile it.
+NODE_LLAMA_CPP := 3.22.1
+LLAMA_CPP_PLATFORM ?= linux-x64
+llama-cpp: .peers/llama_cpp/.ready
+.peers/llama_cpp/.ready:
+	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' || { echo "node-llama-cpp needs Node.js 20 or later"; exit 1; }
+	mkdir -p .peers/llama_cpp
+	cd .peers/llama_cpp && npm install --no-audit --no-fund --loglevel=error --ignore-scripts --omit=optional \
+		node-llama-cpp@$(NODE_LLAMA_CPP) @node-llama-cpp/$(LLAMA_CPP_PLATFORM)@$(NODE_LLAMA_CPP)
 	touch $@

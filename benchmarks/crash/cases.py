@@ -130,7 +130,7 @@ ALSO_SFT = {"mix": [{"method": "sft", "train": "shown", "batch_size": 3, "weight
 SAVED_MODELS = {"run": {"save_hf": True}}
 SPLIT = {"parallel": {"shard": "full"}}
 ONLINE = {
-    "reward": {"reward": "length", "settings": {"unit": "characters", "most": 3, "fall": 10}},
+    "reward": {"reward": "length", "settings": {"unit": "characters", "max_length": 3, "fall": 10}},
     "rollout": {"num_rollouts": 3, "max_new_tokens": 6, "epochs": 2, "steps": 2},
     "train": {"max_steps": 17, "epochs": 9.0},
     "run": {"keep_best": {"metric": "eval/reward/mean", "mode": "max"}},

@@ -255,7 +255,7 @@ def write(engine: Scorer, folder: Path, tokenizer: PreTrainedTokenizerBase, scor
     """Saves the reward model as a run does."""
     config = engine.description(scores) | {"pad_token_id": tokenizer.pad_token_id}
     with engine.stock():
-        export(engine.model, tokenizer, folder, what="auto", card="", config=config)
+        export(engine.model, tokenizer, folder, kind="auto", card="", config=config)
 
 
 @pytest.mark.parametrize("how", ["full", "lora"])

@@ -140,7 +140,7 @@ RECIPES = (
     _recipe(
         "grpo", "llama", "prompts", name="online_grpo", lora=True,
         reward=[{"reward": "regression_rewards:vowels"},
-                {"reward": "length", "weight": 0.1, "settings": {"unit": "words", "most": 4}}],
+                {"reward": "contains", "weight": 0.1, "settings": {"words": ["a", "e"]}}],
         rollout={"temperature": 0.8}, loss={"kl_weight": 0.05},
     ),
     _recipe(

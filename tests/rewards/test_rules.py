@@ -41,14 +41,14 @@ def one(
     ("contains", {"words": ["a", "b"], "want": "none"}, "xyz", {}, 1.0),
     ("contains", {"words": ["SORRY"], "want": "none", "ignore_case": True}, "sorry", {}, 0.0),
     ("regex", {"pattern": "<think>.*</think>"}, "<think>a\nb</think> c", {}, 1.0),
-    ("regex", {"pattern": "<think>.*</think>", "whole": True}, "<think>a\nb</think> c", {}, 0.0),
+    ("regex", {"pattern": "<b>.*</b>", "full_match": True}, "<b>a\nb</b> c", {}, 0.0),
     ("regex", {"pattern": "YES", "ignore_case": True}, "oh yes", {}, 1.0),
-    ("length", {"unit": "words", "most": 3}, "one two three", {}, 1.0),
-    ("length", {"unit": "words", "most": 3}, "one two three four", {}, 0.0),
-    ("length", {"unit": "words", "most": 3, "fall": 4}, "one two three four", {}, 0.75),
-    ("length", {"unit": "words", "least": 4, "fall": 8}, "one two", {}, 0.75),
-    ("length", {"unit": "words", "least": 40, "fall": 8}, "one two", {}, 0.0),
-    ("length", {"unit": "characters", "least": 3, "most": 3}, "abc", {}, 1.0),
+    ("length", {"unit": "words", "max_length": 3}, "one two three", {}, 1.0),
+    ("length", {"unit": "words", "max_length": 3}, "one two three four", {}, 0.0),
+    ("length", {"unit": "words", "max_length": 3, "fall": 4}, "one two three four", {}, 0.75),
+    ("length", {"unit": "words", "min_length": 4, "fall": 8}, "one two", {}, 0.75),
+    ("length", {"unit": "words", "min_length": 40, "fall": 8}, "one two", {}, 0.0),
+    ("length", {"unit": "characters", "min_length": 3, "max_length": 3}, "abc", {}, 1.0),
     ("json_schema", {}, '{"a": [1, 2]}', {}, 1.0),
     ("json_schema", {}, '{"a": [1, 2]', {}, 0.0),
     ("json_schema", {}, '{"a": NaN}', {}, 0.0),
@@ -69,19 +69,20 @@ def test_what_rules_give(
 
 
 def test_tokens_are_counted_as_they_were_sampled() -> None:
-    assert one("length", "a b c d", {"most": 2}, tokens=2) == 1.0
-    assert one("length", "a", {"most": 2}, tokens=3) == 0.0
-    assert one("length", "", {"most": 2}, tokens=0) == 1.0
-    assert one("length", "", {"most": 2}, tokens=3) == 0.0
+    assert one("length", "a b c d", {"max_length": 2}, tokens=2) == 1.0
+    assert one("length", "a", {"max_length": 2}, tokens=3) == 0.0
+    assert one("length", "", {"max_length": 2}, tokens=0) == 1.0
+    assert one("length", "", {"max_length": 2}, tokens=3) == 0.0
 
 
 @pytest.mark.parametrize("text", ["some text", " "])
 @pytest.mark.parametrize(
-    "settings", [{}, {"least": 0}, {"most": 2, "fall": 3}, {"unit": "tokens", "least": 4}]
+    "settings",
+    [{}, {"min_length": 0}, {"max_length": 2, "fall": 3}, {"unit": "tokens", "min_length": 4}],
 )
 def test_tokens_that_are_not_known_are_not_counted(text: str, settings: dict[str, Any]) -> None:
     assert has_words(error(reward("length", settings=settings), [answer(text, tokens=())]), "unit")
-    assert one("length", text, {"unit": "characters", "most": 9}, tokens=0) == 1.0
+    assert one("length", text, {"unit": "characters", "max_length": 9}, tokens=0) == 1.0
 
 
 MATHS = [
@@ -146,9 +147,9 @@ def test_a_schema_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("rule", "settings", "code", "name", "words"), [
     ("length", {"mots": 3}, "reward-setting-unknown", "mots", []),
-    ("length", {"most": "3"}, "reward-setting-value", "most", ["integer"]),
-    ("length", {"most": -1}, "reward-setting-value", "most", []),
-    ("length", {"least": 5, "most": 3}, "reward-setting-value", "most", [5, 3]),
+    ("length", {"max_length": "3"}, "reward-setting-value", "max_length", ["integer"]),
+    ("length", {"max_length": -1}, "reward-setting-value", "max_length", []),
+    ("length", {"min_length": 5, "max_length": 3}, "reward-setting-value", "max_length", [5, 3]),
     ("regex", {}, "reward-setting-missing", "pattern", []),
     ("regex", {"pattern": "(a"}, "reward-setting-value", "pattern", []),
     ("contains", {"words": ["a", ""]}, "reward-setting-value", "words", []),

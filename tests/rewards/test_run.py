@@ -200,7 +200,7 @@ def test_ctrl_c_comes_through_and_the_program_ends_though_a_function_hangs() -> 
 FORKS = """
 import os
 from tests.rewards.kit import answers, reward, values
-made = reward("length", settings={"most": 3})
+made = reward("length", settings={"max_length": 3})
 assert values(made, answers(2)) == [1.0, 1.0]
 child = os.fork()
 found = values(made, answers(3))

@@ -413,7 +413,7 @@ def test_a_rule_reads_the_label() -> None:
 
 
 def test_the_command_keeps_no_more_scores_than_it_is_told(tmp_path: Path) -> None:
-    assert signature(serve_reward).parameters["max_kept"].default == MAX_SCORES
+    assert signature(serve_reward).parameters["max_cached"].default == MAX_SCORES
     for keep, again in ((1, ["x", "y"]), (0, ["x", "y", "x", "y", "y"])):
         file = tmp_path / f"{keep}.txt"
         words = ("deterministic=true", f"settings.file={file}")

@@ -322,14 +322,15 @@ class Case:
     """
 
     def __init__(
-        self, kind: str, *, lora: dict[str, Any] | None = None, narrow: bool = False, **how: Any
+        self,
+        architecture: str,
+        *,
+        lora: dict[str, Any] | None = None,
+        narrow: bool = False,
+        **options: Any,
     ) -> None:
-        self.kind, self.lora, self.narrow, self.how = (
-            kind,
-            lora,
-            narrow,
-            {"what": "auto", "card": "A card.", **how},
-        )
+        self.architecture, self.lora, self.narrow = architecture, lora, narrow
+        self.options = {"kind": "auto", "card": "A card.", **options}
 
     def model(self) -> Any:
         from peft import LoraConfig, get_peft_model
@@ -337,7 +338,7 @@ class Case:
 
         from tests.tiny_models import tiny
 
-        made: Any = tiny(self.kind, dtype=torch.bfloat16 if self.narrow else torch.float32)
+        made: Any = tiny(self.architecture, dtype=torch.bfloat16 if self.narrow else torch.float32)
         if scores := (self.lora or {}).get("task_type") == "SEQ_CLS":
             made.config.num_labels = 2
             scorer = AutoModelForSequenceClassification.from_config(made.config)
@@ -373,7 +374,7 @@ CASES = {
         "llama-tied", lora={"use_dora": True, "target_modules": "all-linear"}, narrow=True
     ),
     "reward model": Case("llama", lora={"task_type": "SEQ_CLS"}),
-    "adapter": Case("llama", lora={"modules_to_save": ["lm_head"]}, what="adapter"),
+    "adapter": Case("llama", lora={"modules_to_save": ["lm_head"]}, kind="adapter"),
 }
 
 
@@ -389,7 +390,7 @@ def exports(
 
     tokenizer, said = tiny_tokenizer(), []
     for name, case in CASES.items():
-        exporting.export(case.sharded(), tokenizer, Path(folder, name), group=group, **case.how)
+        exporting.export(case.sharded(), tokenizer, Path(folder, name), group=group, **case.options)
     for place in ("save_file", "fsync_path"):
         where: Any = exporting if place == "save_file" else store
         as_it_is = getattr(where, place)
@@ -401,7 +402,7 @@ def exports(
                 tokenizer,
                 Path(folder, "full"),
                 group=group,
-                **CASES["tied"].how,
+                **CASES["tied"].options,
             )
         except UserError as error:
             said.append(error.message)
@@ -419,7 +420,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, saved: Any) -> tuple[Path
     ended = run(exports, 2, str(ours), *after(saved), deadline=60.0)
     assert [(each.error, each.code) for each in ended] == [("", 0)] * 2
     for name, case in CASES.items():
-        export(case.model(), tiny_tokenizer(), theirs / name, **case.how)
+        export(case.model(), tiny_tokenizer(), theirs / name, **case.options)
     return ours, theirs, [each.value for each in ended]
 
 
@@ -477,7 +478,7 @@ def said(file: Path) -> Any:
 
 @slow
 @pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if "max_file_bytes" in case.how]
+    "name", [name for name, case in CASES.items() if "max_file_bytes" in case.options]
 )
 def test_files_are_no_larger_than_asked_for(
     name: str, exported: tuple[Path, Path, list[Any]]
@@ -511,5 +512,5 @@ def test_an_adapter_on_tied_weights_is_not_merged_into_one_of_them(
     monkeypatch.setattr("valence.runs.export.is_sharded", lambda tensor: True)
     model = Case("llama-tied", lora={"target_modules": ["lm_head"]}).model()
     with raises_error("adapter-tied-weights", where="run.export", fix="parallel.shard"):
-        export(model, tiny_tokenizer(), tmp_path / "model", what="auto", card="")
+        export(model, tiny_tokenizer(), tmp_path / "model", kind="auto", card="")
     assert not list(tmp_path.iterdir())

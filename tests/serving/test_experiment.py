@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,13 @@ from valence.serving.experiment import (
 from valence.serving.sequential import sequential_test
 
 RUNS = (ServedRun("runs/first", 26), ServedRun("runs/second", 52))
+
+
+@pytest.fixture(autouse=True)
+def fixed_salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different in each test of A and B, and the same in each run of these tests."""
+    numbers = count()
+    monkeypatch.setattr(secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}")
 
 
 @contextmanager

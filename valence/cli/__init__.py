@@ -18,7 +18,7 @@ from valence.errors import UserError
 from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
 # Each module registers its commands.
-from valence.cli import runs, sweep, report, models, look  # isort: skip
+from valence.cli import runs, sweep, report, models, export, look  # isort: skip
 from valence.cli import imports, collect, audit, serve_model, rewards, serve, doctor  # isort: skip
 
 arrange(app)
@@ -37,7 +37,8 @@ def main() -> None:
     """Run a command.
 
     Exit status: 0 success, 1 a bug in Valence, 2 a user error or a problem of the environment,
-    124 run.max_time was reached, 128 + n stopped by signal n.
+    3 an exported model differs from its run, 124 run.max_time was reached, 128 + n stopped by
+    signal n.
     """
     sys.excepthook = print_traceback
     _hide_deprecations()
@@ -120,6 +121,7 @@ __all__ = [
     "collect",
     "console",
     "doctor",
+    "export",
     "imports",
     "look",
     "main",

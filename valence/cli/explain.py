@@ -165,8 +165,8 @@ def _first_step(method: Method) -> str:
     sides, moves = SIDES.get(method.loss.data, {}), SCORES if method.is_reward_model else MOVES
     directions = {sides.get(side, side): value for side, value in method.loss.direction.items()}
     changes = [f"{side} {moves[value]}" for side, value in directions.items() if value]
-    kept = [f"leaves {side} {moves[value]}" for side, value in directions.items() if not value]
-    return "; ".join([f"makes {', '.join(changes)}", *kept])
+    unchanged = [f"leaves {side} {moves[value]}" for side, value in directions.items() if not value]
+    return "; ".join([f"makes {', '.join(changes)}", *unchanged])
 
 
 def _line(text: str) -> str:

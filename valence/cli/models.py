@@ -1,10 +1,8 @@
-"""Commands that use a model: evaluate it, sample from it, export it."""
+"""Commands that use a model: evaluate it, sample from it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +13,6 @@ from valence.cli import complete
 from valence.cli.common import (
     Nproc,
     Overrides,
-    RunArg,
     Step,
     TrustRemoteCode,
     allow_remote_code,
@@ -111,7 +108,7 @@ def evaluate(
         from valence.trainer.targets import overrides_to_measure
 
         settings = [*overrides_to_measure(target, data or [], settings), *settings]
-        run = _open_run(
+        run = open_run_or_recipe(
             target, settings, step=step, group=group, rewards=True, trust_reward=trust_reward
         )
         if "eval" not in run.prepared.corpora:
@@ -234,59 +231,7 @@ def sample(
                 print_message(console, "")
 
 
-@app.command()
-def export(
-    run_dir: RunArg,
-    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder to write the model to.")],
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write only the adapter instead of merged weights.")
-    ] = False,
-    step: Step = None,
-    trust_remote_code: TrustRemoteCode = False,
-    nproc: Nproc = None,
-) -> None:
-    """Export the weights of a run to a folder that transformers and vLLM can load."""
-    with processes(nproc) as group:
-        from valence.distributed.process_group import run_on_first_rank
-
-        run_on_first_rank(group, partial(_check_new_folder, to))
-        settings = allow_remote_code(trust_remote_code, ["data.eval=[]"])
-        lists = _needed_lists(run_dir)
-        run = _open_run(run_dir, settings, lists=lists, step=step, group=group)
-        _check_adapter(run, run_dir, adapter)
-        writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
-        writer.write(to, "adapter" if adapter else "merged")
-    print_message(console, str(to))
-
-
-def _check_adapter(run: Any, run_dir: Path, adapter: bool) -> None:
-    """Raise UserError if --adapter is set and the adapter cannot be exported by itself."""
-    if adapter and run.prepared.method.is_reward_model:
-        raise UserError(
-            "the adapter of a reward model cannot be exported: it does not include the head",
-            code="adapter-not-exportable",
-            where=str(run_dir),
-            fix="remove --adapter to export the merged model",
-        )
-    if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
-        raise UserError(
-            "the run trained all weights and has no adapter",
-            code="adapter-missing",
-            where=str(run_dir),
-            fix="remove --adapter",
-        )
-
-
-def _needed_lists(run_dir: Path) -> tuple[str, ...]:
-    """The lists of rows that an export needs: a reward model is saved with the mean and standard
-    deviation of its scores of training rows.
-    """
-    from valence.trainer.targets import method_of_run
-
-    return ("train",) if method_of_run(run_dir).is_reward_model else ()
-
-
-def _open_run(
+def open_run_or_recipe(
     target: Path,
     overrides: list[str],
     *,
@@ -317,27 +262,6 @@ def _open_run(
     if target.is_dir():
         return restore(target, overrides=settings, trust_reward=trust_reward, **options)
     return open_recipe(target, settings, **options)
-
-
-def _check_new_folder(folder: Path) -> None:
-    check_path(folder)
-    if folder.exists():
-        raise UserError(
-            "the path already exists",
-            code="path-exists",
-            where=str(folder),
-            fix="choose a path that does not exist",
-        )
-    try:
-        folder.mkdir(parents=True)
-        folder.rmdir()
-    except OSError as error:
-        raise UserError(
-            f"the folder cannot be created ({error.strerror})",
-            code="folder-not-writable",
-            where=str(folder),
-            fix="choose a path where you have write permission",
-        ) from error
 
 
 def _write(path: Path, text: str) -> None:

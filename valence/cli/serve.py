@@ -86,7 +86,7 @@ def serve_reward(
             help="Time limit of a request, in seconds. Answers without a score by then fail.",
         ),
     ] = 60.0,
-    max_kept: Annotated[
+    max_cached: Annotated[
         int,
         typer.Option(
             min=0,
@@ -124,7 +124,7 @@ def serve_reward(
         rate=rate,
     )
     service = reward_service(
-        reward, overrides or [], limits, token=token_of(token_env), ends=end, keep=max_kept
+        reward, overrides or [], limits, token=token_of(token_env), ends=end, keep=max_cached
     )
     serve(
         service,

@@ -136,13 +136,13 @@ def import_feedback(
     console = console or Terminal()
     if bool(files) is bool(url):
         if files:
-            what, fix = "files and --url cannot be combined", "remove the files or --url"
+            problem, fix = "files and --url cannot be combined", "remove the files or --url"
         else:
-            what = "the files of the export are missing"
+            problem = "the files of the export are missing"
             fix = f"name the exported files: {SOURCES[name].files}"
             if SOURCES[name].is_pullable:
                 fix += "; or add --url to read from the server"
-        raise UserError(what, code="import-input", where=name, fix=fix)
+        raise UserError(problem, code="import-input", where=name, fix=fix)
     if is_complete and since is not None:
         raise UserError(
             "--complete cannot be combined with --since, which skips votes",

@@ -86,7 +86,7 @@ def contains(
 def regex(
     *,
     pattern: Annotated[str, Field(description="a Python regular expression")],
-    whole: Annotated[bool, Field(description="match the complete answer")] = False,
+    full_match: Annotated[bool, Field(description="match the complete answer")] = False,
     ignore_case: IgnoreCase = False,
 ) -> Rule:
     """1 if the pattern matches in the answer, else 0. `.` also matches line breaks."""
@@ -105,7 +105,7 @@ def regex(
         ) from error
 
     def rule(completion: Completion) -> float:
-        search = compiled.fullmatch if whole else compiled.search
+        search = compiled.fullmatch if full_match else compiled.search
         try:
             match = search(completion.text, timeout=PATTERN_SECONDS, concurrent=True)
         except TimeoutError as error:
@@ -122,8 +122,8 @@ def length(
     unit: Annotated[
         Literal["tokens", "characters", "words"], Field(description="unit of the length")
     ] = "tokens",
-    least: Annotated[int, Field(ge=0, description="minimum length for score 1")] = 0,
-    most: Annotated[
+    min_length: Annotated[int, Field(ge=0, description="minimum length for score 1")] = 0,
+    max_length: Annotated[
         int | None, Field(ge=0, description="maximum length for score 1; null: no maximum")
     ] = None,
     fall: Annotated[
@@ -138,12 +138,12 @@ def length(
 
     Tokens cannot be counted if only the text is known.
     """
-    if most is not None and most < least:
+    if max_length is not None and max_length < min_length:
         raise UserError(
-            f"the maximum {most} is smaller than the minimum {least}",
+            f"the maximum {max_length} is smaller than the minimum {min_length}",
             code="reward-setting-value",
-            where="most",
-            fix="set most to at least the value of least",
+            where="max_length",
+            fix="set max_length to at least the value of min_length",
         )
 
     def rule(completion: Completion) -> float:
@@ -156,7 +156,7 @@ def length(
             "characters": len(completion.text),
             "words": len(completion.text.split()),
         }[unit]
-        outside = max(least - n, 0, 0 if most is None else n - most)
+        outside = max(min_length - n, 0, 0 if max_length is None else n - max_length)
         return 1.0 - min(outside, fall) / fall if fall else float(outside == 0)
 
     return rule

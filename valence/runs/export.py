@@ -39,7 +39,7 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     target: Path,
     *,
-    what: Literal["auto", "merged", "adapter"],
+    kind: Literal["auto", "merged", "adapter"],
     card: str,
     ends: Collection[int] = (),
     config: Mapping[str, Any] | None = None,
@@ -50,7 +50,7 @@ def export(
 ) -> Path:
     """Write weights (safetensors), tokenizer with chat template, generation settings and card.
 
-    what: ``merged`` (also ``auto``) merges the adapter into a copy of the weights; ``adapter``
+    kind: ``merged`` (also ``auto``) merges the adapter into a copy of the weights; ``adapter``
     writes it alone. Without an adapter, all weights are written.
     ends: additional stop tokens.
     config: additional entries of config.json.
@@ -65,7 +65,7 @@ def export(
     Raises UserError in all processes if the folder cannot be written.
     """
     leads = group is None or group.rank == 0
-    adapter = hasattr(model, "peft_config") and what == "adapter"
+    adapter = hasattr(model, "peft_config") and kind == "adapter"
     with ExitStack() as opened:
         with agreed(group):
             folder = (

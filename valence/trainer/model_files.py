@@ -97,7 +97,7 @@ class ModelWriter:
                 state.policy.model,
                 tokenizer,
                 target,
-                what=kind,
+                kind=kind,
                 card=model_card(card),
                 ends=self.prepared.encoder.end_ids,
                 config=config,

@@ -1,0 +1,416 @@
+"""The command ``valence export``: what it writes, verifies, refuses and uploads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface_hub import HfApi
+from tokenizers import normalizers, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer
+
+from tests.command import command, command_error
+from tests.errors import check_error, raises_error
+from tests.export.kit import byte_level, export_files, sentencepiece, train_place
+from tests.tiny import BOS, CHATML, INST, NO_END, tiny_tokenizer
+from valence.data.template import ChatTemplate
+from valence.export import artifacts, llama_cpp
+from valence.export.gguf_file import (
+    architecture_of,
+    file_type_of,
+    max_tensor_error,
+    read_metadata,
+)
+from valence.export.gguf_tokenizer import has_nfc_normalizer, tokenizer_fields
+from valence.export.ollama import turn_texts
+from valence.export.probes import Probe, ProbeResult
+from valence.export.verify import compare
+from valence.types import Message
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that trained an adapter of a tiny Llama."""
+    folder = tmp_path_factory.mktemp("export")
+    train_place(folder, "llama", byte_level("gpt-2"), "model.lora.rank=2")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No llama.cpp is installed."""
+    monkeypatch.delenv(llama_cpp.SETTING, raising=False)
+    monkeypatch.setattr(llama_cpp.shutil, "which", lambda name: None)
+
+
+def test_merged_weights_and_adapter_are_verified_with_transformers(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(place / "run")
+    for kind, words in {"model": [], "adapter": ["--adapter"]}.items():
+        out = tmp_path / kind
+        (file,) = export_files(capsys, run, str(out), *words).values()
+        assert (file["kind"], file["status"]) == (kind, "verified")
+        assert file["same_tokens"] == file["same_answers"] == file["prompts"] == 14
+        assert file["kl_max"] < 1e-6
+        report = json.loads((out / artifacts.REPORT).read_text())
+        assert report == {"run": {"name": "run", "step": 1}, "files": [file]}
+        assert (out / "README.md").read_text().count(artifacts.SECTION) == 1
+        assert export_files(capsys, run, str(out), "--verify-only") == {kind: file}
+        assert (out / "README.md").read_text().count(artifacts.SECTION) == 1
+        assert str(tmp_path) not in (out / artifacts.REPORT).read_text()
+
+
+def test_without_llama_cpp_a_gguf_file_is_written_and_not_called_verified(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "named"
+    files = export_files(capsys, str(place / "run"), str(out), "--gguf", "q8_0")
+    assert files["q8_0"]["file"] == "named-q8_0.gguf"
+    assert files["q8_0"]["status"] == "not verified"
+    assert files["q8_0"]["reason"]
+    assert files["q8_0"]["prompts"] == 0
+    assert files["model"]["status"] == "verified"
+    metadata = read_metadata(out / "named-q8_0.gguf")
+    tokenizer: Any = AutoTokenizer.from_pretrained(out)
+    assert metadata["general.architecture"] == "llama"
+    assert metadata["tokenizer.chat_template"] == tokenizer.chat_template == CHATML
+    assert metadata["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    assert metadata["tokenizer.ggml.tokens"] == len(tokenizer)
+    assert metadata["tokenizer.ggml.add_bos_token"] is False
+    lines = (out / "Modelfile").read_text().splitlines()
+    assert lines[0] == "FROM ./named-q8_0.gguf"
+    assert 'PARAMETER stop "<|im_end|>"' in lines
+    assert "<|im_start|>" in (out / "Modelfile").read_text()
+
+
+def test_types_of_llama_cpp_are_quantized_from_unrounded_weights(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = tmp_path / "llama-quantize"
+    program.write_text('#!/bin/sh\necho "$3" > "$2.type"\ncp "$1" "$2"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(
+        llama_cpp.shutil, "which", lambda name: str(program) if name == program.name else None
+    )
+    out = tmp_path / "out"
+    words = ("--gguf", "q4_k_m", "--gguf", "Q4_K_M")  # the same type is written once
+    export_files(capsys, str(place / "run"), str(out), *words)
+    assert (out / "Modelfile").is_file()
+    assert (out / "out-q4_k_m.gguf.type").read_text() == "Q4_K_M\n"
+    assert file_type_of(out / "out-q4_k_m.gguf") == "f32"  # of the copy
+    assert max_tensor_error(out, out / "out-q4_k_m.gguf") == 0
+    assert [path.name for path in out.glob(".*")] == []
+
+
+def test_leftovers_of_a_killed_export_are_replaced(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".out.part").mkdir()
+    (tmp_path / ".out.part/out-f16.gguf").write_bytes(b"GGUF")
+    export_files(capsys, str(place / "run"), str(tmp_path / "out"), "--gguf", "f32")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").glob("*.gguf")] == ["out-f32.gguf"]
+
+
+def test_llama_cpp_is_looked_for_in_the_folder_of_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp.shutil, "which", lambda name: "/usr/bin/node")
+    monkeypatch.setenv(llama_cpp.SETTING, str(tmp_path))
+    with raises_error("llama-cpp-missing", where=llama_cpp.SETTING):
+        llama_cpp.find_llama_cpp()
+    module = tmp_path / llama_cpp.PACKAGE
+    module.parent.mkdir(parents=True)
+    module.touch()
+    llama = llama_cpp.find_llama_cpp()
+    assert llama is not None
+    assert llama.module == module
+    monkeypatch.delenv(llama_cpp.SETTING)
+    monkeypatch.chdir(tmp_path)
+    assert llama_cpp.find_llama_cpp() == llama
+
+
+def test_verification_can_be_left_out(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export_files(capsys, str(place / "run"), str(tmp_path / "out"), "--no-verify") == {}
+    assert not (tmp_path / "out" / artifacts.REPORT).exists()
+
+
+def test_changed_weights_are_found(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run, out = str(place / "run"), tmp_path / "out"
+    assert command("export", run, str(out), "--no-verify") == 0
+    weights = load_file(out / "model.safetensors")
+    weights["model.layers.0.self_attn.v_proj.weight"] *= -1
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    words = ("--verify-only", "--push", "me/model")  # without a connection: it is not uploaded
+    (file,) = export_files(capsys, run, str(out), *words).values()
+    assert [f["code"] for f in file["differences"]] == ["logits-differ"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "where"),
+    [
+        (["--gguf", "q4_k_m"], "llama-cpp-missing", "--gguf"),
+        (["--gguf", "q9"], "gguf-type-unknown", "--gguf"),
+        (["--gguf", "f16", "--adapter"], "option-conflict", "--adapter"),
+        (["--gguf", "f16", "--verify-only"], "option-conflict", "--verify-only"),
+        (["--no-verify", "--verify-only"], "option-conflict", "--verify-only"),
+        (["--dry-run"], "option-conflict", "--dry-run"),
+        (["--push", "name"], "option-conflict", "--push"),
+        (["--push", "../x"], "option-conflict", "--push"),
+        (["--verify-only"], "path-missing", "out"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is(
+    words: list[str],
+    code: str,
+    where: str,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_error(command_error("export", str(place / "run"), "out", *words), code, where=where)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt_neox", {}),
+        ("llama", {"attention_bias": True}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+        ("gemma3", {"query_pre_attn_scalar": 7}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+)
+def test_models_that_llama_cpp_computes_differently_are_refused(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    train_place(tmp_path, name, byte_level("gpt-2"), **changes)
+    words = ("export", str(tmp_path / "run"), str(tmp_path / "out"), "--gguf", "f16")
+    check_error(command_error(*words), "gguf-architecture-unsupported")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("qwen2", {"hidden_act": "relu"}),
+        ("gemma2", {"hidden_activation": "gelu"}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"tie_word_embeddings": False}),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}),
+    ],
+)
+def test_settings_that_llama_cpp_does_not_read_are_refused(
+    name: str, changes: dict[str, Any]
+) -> None:
+    assert architecture_of(AutoConfig.for_model(name)).name == name.removesuffix("_text")
+    with raises_error("gguf-architecture-unsupported"):
+        architecture_of(AutoConfig.for_model(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [
+        ("normalizer", normalizers.Lowercase()),
+        ("normalizer", normalizers.Replace("a", "b")),
+        ("pre_tokenizer", pre_tokenizers.Whitespace()),
+    ],
+)
+def test_tokenizers_that_llama_cpp_reads_differently_are_refused(part: str, step: Any) -> None:
+    tokenizer: Any = byte_level("gpt-2")
+    tokenizer_fields(tokenizer, len(tokenizer))
+    setattr(tokenizer.backend_tokenizer, part, step)
+    with raises_error("gguf-tokenizer-unsupported"):
+        tokenizer_fields(tokenizer, len(tokenizer))
+
+
+@pytest.mark.parametrize("step", [normalizers.NFC(), normalizers.Sequence([normalizers.NFC()])])
+def test_unicode_normalization_is_accepted(step: Any) -> None:
+    tokenizer: Any = byte_level("qwen2")
+    assert has_nfc_normalizer(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = None
+    assert not has_nfc_normalizer(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = step
+    assert has_nfc_normalizer(tokenizer)
+    assert tokenizer_fields(tokenizer, len(tokenizer)).pre == "qwen2"
+
+
+def test_a_killed_export_leaves_no_folder(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: Any, **settings: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(artifacts, "write_gguf", fail)
+    words = ("export", str(place / "run"), str(tmp_path / "out"), "--gguf", "f16")
+    check_error(command_error(*words), "file-not-writable")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_push_uploads_the_folder_and_a_dry_run_does_not(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def create(self: HfApi, repo_id: str, **settings: Any) -> None:
+        calls.append((repo_id, settings))
+
+    def upload(self: HfApi, repo_id: str, folder_path: Path, **settings: Any) -> str:
+        calls.append((repo_id, {"files": sorted(path.name for path in folder_path.iterdir())}))
+        return "https://example.org"
+
+    monkeypatch.setattr(HfApi, "create_repo", create)
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    run = str(place / "run")
+    words = ("export", run, str(tmp_path / "dry"), "--push", "me/model")
+    assert command(*words, "--dry-run") == 0
+    assert calls == []
+    assert "model.safetensors" in capsys.readouterr().out
+    assert command("export", run, str(tmp_path / "out"), "--push", "me/model") == 0
+    (name, settings), (uploaded, content) = calls
+    assert name == uploaded == "me/model"
+    assert settings["private"] is True
+    assert {"model.safetensors", "README.md", artifacts.REPORT} <= set(content["files"])
+
+
+def test_a_failed_upload_keeps_the_folder(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(self: HfApi, repo_id: str, **settings: Any) -> None:
+        raise OSError("no connection")
+
+    monkeypatch.setattr(HfApi, "create_repo", create)
+    words = ("export", str(place / "run"), str(tmp_path / "out"), "--push", "me/model")
+    check_error(command_error(*words, "--no-verify"), "upload-failed", where="--push")
+    assert (tmp_path / "out/model.safetensors").is_file()
+
+
+# --- comparison
+
+
+def _results(changes: dict[str, Any]) -> tuple[Probe, ProbeResult, ProbeResult]:
+    probe = Probe("question", None, "text", (1, 5, 6))
+    logits = np.array([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]], np.float32)
+    expected = ProbeResult(None, "text", (1, 5, 6), (0, 1), "stop", logits)
+    values = {f: getattr(expected, f) for f in expected.__dataclass_fields__} | changes
+    return probe, expected, ProbeResult(**values)
+
+
+def _compare(**changes: Any) -> Any:
+    from valence.export.probes import ArtifactResult
+
+    stops = changes.pop("stops", (True,))
+    probe, expected, result = _results(changes)
+    artifact = ArtifactResult("program 1", stops, (result,))
+    return compare("f", "f16", [probe], [expected], artifact, end_names=["</s>"], bos=1)
+
+
+def test_equal_results_are_verified() -> None:
+    result = _compare()
+    assert (result.status, result.differences) == ("verified", ())
+    assert (result.agreement, result.kl_mean, result.kl_max) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"ids": (1, 1, 5, 6)}, "double-bos"),
+        ({"ids": (5, 6)}, "missing-bos"),
+        ({"ids": (1, 5, 7)}, "tokens-differ"),
+        ({"text": "test", "ids": (1, 9, 6)}, "template-differs"),
+        ({"error": "no filter", "text": None, "ids": ()}, "template-failed"),
+        ({"stops": (False,)}, "stop-token-missing"),
+        ({"completion": (0, 1, 2), "stop": "length"}, "runs-on"),
+        ({"logits": np.zeros((2, 3), np.float32)}, "logits-differ"),
+        ({"logits": np.full((2, 3), np.nan, np.float32)}, "logits-differ"),
+        ({"logits": np.zeros((0, 3), np.float32)}, "logits-differ"),
+    ],
+)
+def test_each_difference_has_its_cause(changes: dict[str, Any], code: str) -> None:
+    result = _compare(**changes)
+    assert result.status == "differs"
+    assert [difference.code for difference in result.differences] == [code]
+    json.dumps(result.as_dict(), allow_nan=False)
+
+
+def test_the_divergence_is_that_of_the_formula() -> None:
+    logits = np.array([[1.0, 0.0, 1.0], [0.0, 3.0, 1.0]], np.float32)
+    result = _compare(logits=logits)
+    p = np.exp([2.0, 0.0, 1.0]) / np.exp([2.0, 0.0, 1.0]).sum()
+    q = np.exp([1.0, 0.0, 1.0]) / np.exp([1.0, 0.0, 1.0]).sum()
+    expected = float((p * np.log(p / q)).sum())
+    assert result.kl_max == pytest.approx(expected)
+    assert result.kl_mean == pytest.approx(expected / 2)
+
+
+# --- Ollama
+
+CONVERSATION: tuple[Message, ...] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+)
+
+
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("kind", ["chatml", "gemma", "bos"])
+def test_turns_render_as_the_chat_template(kind: str, system: bool) -> None:
+    tokenizer: Any = {
+        "chatml": lambda: tiny_tokenizer(CHATML),
+        "bos": lambda: tiny_tokenizer(BOS),
+        "gemma": sentencepiece,
+    }[kind]()
+    template = ChatTemplate(tokenizer)
+    texts = turn_texts(template, "")
+    assert texts is not None
+    messages = CONVERSATION if system else CONVERSATION[1:]
+    assert texts.render(messages) == template.render(messages, ask=True)
+    for literal in (texts.before_user, texts.after_user, texts.before_assistant, texts.ask):
+        assert literal in texts.go_template()
+
+
+def test_a_bos_that_ollama_adds_is_left_out() -> None:
+    template = ChatTemplate(tiny_tokenizer(BOS))
+    without, with_bos = turn_texts(template, "<s>"), turn_texts(template, "")
+    assert without is not None
+    assert with_bos is not None
+    assert "<s>" not in without.go_template()
+    assert "<s>" in with_bos.go_template()
+
+
+def test_templates_that_turns_do_not_describe_have_no_go_template() -> None:
+    last = (
+        "{% for m in messages %}{{ m['role'] }}:{% if loop.last %}!{% endif %}{{ m['content'] }}"
+        "<|im_end|>{% endfor %}"
+    )
+    assert turn_texts(ChatTemplate(tiny_tokenizer(last)), "") is None
+
+
+@pytest.mark.parametrize("source", [INST, NO_END])
+def test_templates_without_system_turns_or_end_tokens_are_derived(source: str) -> None:
+    template = ChatTemplate(tiny_tokenizer(source))
+    texts = turn_texts(template, "")
+    assert texts is not None
+    messages = CONVERSATION[1:]
+    assert texts.render(messages) == template.render(messages, ask=True)

@@ -1,0 +1,386 @@
+"""The command that writes a trained model for other programs, and verifies what it wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from valence.cli.common import (
+    Nproc,
+    RunArg,
+    Step,
+    TrustRemoteCode,
+    allow_remote_code,
+    app,
+    console,
+    processes,
+)
+from valence.cli.models import open_run_or_recipe
+from valence.errors import UserError
+from valence.files import check_path
+from valence.terminal import Terminal, print_message, write_line
+
+if TYPE_CHECKING:
+    from valence.distributed.process_group import Group
+    from valence.export.artifacts import ReferenceRun
+    from valence.export.verify import Verification
+
+DIFFERS = 3
+"""Exit status if an exported file answers differently from the run."""
+
+
+@app.command()
+def export(
+    run_dir: RunArg,
+    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder to write the model to.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the adapter instead of merged weights.")
+    ] = False,
+    gguf: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gguf",
+            metavar="TYPE",
+            help="Also write a GGUF file for llama.cpp and an Ollama Modelfile: f32, f16, bf16, "
+            "q8_0, q5_1, q5_0, q4_1, q4_0; or, with llama.cpp installed, q2_k to q6_k such as "
+            "q4_k_m. May be given several times.",
+        ),
+    ] = None,
+    step: Step = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Load what was written and compare its answers with the run's.",
+        ),
+    ] = True,
+    verify_only: Annotated[
+        bool,
+        typer.Option(
+            "--verify-only", help="Write no model; verify what FOLDER contains, also *.gguf files."
+        ),
+    ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="Upload FOLDER to this repository of the Hugging Face hub, which is created as a "
+            "private one if it does not exist. Not uploaded if the verification finds errors.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --push, list the files and upload nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print the verification as one JSON object; all else goes to stderr."
+        ),
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    nproc: Nproc = None,
+) -> None:
+    """Write a run's model for transformers, vLLM, llama.cpp and Ollama, and verify it.
+
+    The verification loads each file and runs the same prompts through it and through the run. Exit
+    status 3: a file answers differently; the table says which and why.
+    """
+    messages = Terminal(stderr=True) if as_json else console
+    types = list(dict.fromkeys(kind.lower() for kind in gguf or []))
+    _check_options(adapter, types, push, dry_run, verify_only, verify)
+    with processes(nproc) as group:
+        from valence.distributed.process_group import run_on_first_rank
+        from valence.export.artifacts import check_types
+        from valence.export.llama_cpp import find_llama_cpp
+
+        llama = find_llama_cpp() if types or verify_only else None
+        check_types(types, llama)
+        if group.size > 1 and (types or verify_only):
+            raise UserError(
+                "GGUF files are written and verified in one process",
+                code="option-conflict",
+                where="--nproc",
+                fix="leave out --nproc",
+            )
+        if verify_only:
+            _check_is_folder(to)
+        else:
+            run_on_first_rank(group, partial(_check_new_folder, to))
+        run = _open(run_dir, step, trust_remote_code, group)
+        _check_writes(run, run_dir, adapter, bool(types))
+        notes: list[str] = []
+        unverified = _reason_not_to_verify(run, group) if verify else None
+        reference = None
+        if verify and unverified is None:
+            reference = _reference(run, messages)
+        if not verify_only:
+            writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
+            notes = _write(writer, to, adapter, types, run.prepared.encoder, llama, messages)
+        facts = {"name": run_dir.resolve().name, "step": run.step}
+        del run  # its memory is needed for the models that are verified
+        results = _verify(to, reference, llama, facts, messages) if reference else []
+        if group.rank == 0:
+            _finish(to, results, notes, unverified, as_json, messages)
+            differs = any(result.status == "differs" for result in results)
+            if differs:
+                if push:
+                    print_message(messages, f"not uploaded to {push}: a file differs", "yellow")
+                raise typer.Exit(DIFFERS)
+            if push:
+                _push(to, push, dry_run, messages)
+
+
+def _check_options(
+    adapter: bool,
+    types: Sequence[str],
+    push: str | None,
+    dry_run: bool,
+    verify_only: bool,
+    verify: bool,
+) -> None:
+    """Raise UserError for options that exclude each other."""
+    from valence.files import is_hub_id
+
+    conflict = None
+    if adapter and types:
+        conflict = ("--adapter", "a GGUF file has merged weights", "leave out --adapter or --gguf")
+    elif verify_only and types:
+        conflict = ("--verify-only", "it writes no GGUF file", "leave out --gguf")
+    elif verify_only and not verify:
+        conflict = ("--verify-only", "there is nothing left to do", "leave out --no-verify")
+    elif dry_run and push is None:
+        conflict = ("--dry-run", "it has no effect without --push", "leave it out, or add --push")
+    elif push is not None and (not is_hub_id(push) or push.count("/") != 1):
+        conflict = ("--push", f"{push} is not OWNER/NAME", "name a repository of the hub")
+    if conflict is not None:
+        where, problem, fix = conflict
+        raise UserError(problem, code="option-conflict", where=where, fix=fix)
+
+
+def _open(run_dir: Path, step: str | None, trust_remote_code: bool, group: Group) -> Any:
+    settings = allow_remote_code(trust_remote_code, ["data.eval=[]"])
+    return open_run_or_recipe(
+        run_dir, settings, lists=_needed_lists(run_dir), step=step, group=group
+    )
+
+
+def _reason_not_to_verify(run: Any, group: Group) -> str | None:
+    if run.prepared.method.is_reward_model:
+        return "reward models generate no answers to compare"
+    return "the verification runs in one process" if group.size > 1 else None
+
+
+def _reference(run: Any, messages: Terminal) -> ReferenceRun:
+    """The run's answers to the prompts of the verification."""
+    from valence.export.artifacts import ReferenceRun
+    from valence.export.probes import answer_probes, make_probes
+
+    model, encoder = run.recipe.model, run.prepared.encoder
+    probes = make_probes(encoder)
+    policy = run.state.policy
+    with (
+        _progress(messages) as progress,
+        run.state.evaluation_weights(),
+        _evaluating(policy),
+        policy.sampling(),
+    ):
+        answers = answer_probes(
+            policy.model,
+            probes,
+            encoder.end_ids,
+            on_probe=lambda done: progress(f"run: {done} of {len(probes)} prompts"),
+        )
+    return ReferenceRun(
+        encoder=encoder,
+        probes=probes,
+        answers=answers,
+        base=model.name,
+        dtype=policy.causal.get_input_embeddings().weight.dtype,
+        rounded_base=bool(model.quantize),
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+@contextmanager
+def _evaluating(policy: Any) -> Iterator[None]:
+    """The policy without dropout inside the block."""
+    was_training = policy.training
+    policy.eval()
+    try:
+        yield
+    finally:
+        policy.train(was_training)
+
+
+@contextmanager
+def _progress(messages: Terminal) -> Iterator[Any]:
+    """A line that shows what is being done, on a terminal."""
+    from rich.text import Text
+
+    with messages.status("") as status:
+        yield lambda text: status.update(Text(text))
+
+
+def _write(
+    writer: Any,
+    to: Path,
+    adapter: bool,
+    types: Sequence[str],
+    encoder: Any,
+    llama: Any,
+    messages: Terminal,
+) -> list[str]:
+    """Write the folder, which gets its name once it is complete."""
+    from valence.export.artifacts import write_gguf_files
+    from valence.runs.store import atomic_folder
+
+    if not types:
+        writer.write(to, "adapter" if adapter else "merged")
+        return []
+    with atomic_folder(to) as folder, _progress(messages) as progress:
+        writer.write(folder, "merged")
+        return write_gguf_files(folder, to.resolve().name, types, encoder, llama, progress)
+
+
+def _verify(
+    to: Path, reference: ReferenceRun, llama: Any, facts: dict[str, Any], messages: Terminal
+) -> list[Verification]:
+    from valence.export.artifacts import verify_folder, write_report
+
+    with _progress(messages) as progress:
+        results = verify_folder(to, reference, llama, progress)
+    write_report(to, results, facts)
+    return results
+
+
+def _finish(
+    to: Path,
+    results: Sequence[Verification],
+    notes: Sequence[str],
+    unverified: str | None,
+    as_json: bool,
+    messages: Terminal,
+) -> None:
+    """Print the folder, what was verified, and what was not."""
+    from valence.export.artifacts import remarks, runtimes, table
+
+    if as_json:
+        files = [result.as_dict() for result in results]
+        write_line(json.dumps({"folder": str(to), "files": files, "notes": list(notes)}))
+    print_message(messages, str(to))
+    if results:
+        messages.print(table(results))
+        for runtime in runtimes(results):
+            print_message(messages, f"loaded with {runtime}", "dim")
+    elif unverified:
+        print_message(messages, f"not verified: {unverified}", "yellow")
+    for result in results:
+        for text in remarks(result):
+            style = "red" if text.startswith("error") else "yellow"
+            print_message(messages, f"{result.file}: {text}", style)
+    for note in notes:
+        print_message(messages, f"note: {note}", "yellow")
+
+
+def _push(folder: Path, repository: str, dry_run: bool, messages: Terminal) -> None:
+    """Upload a folder to the Hugging Face hub."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    if dry_run:
+        for path in files:
+            size = path.stat().st_size
+            print_message(messages, f"would upload {path.relative_to(folder)} ({size} bytes)")
+        return
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        url = api.upload_folder(repo_id=repository, folder_path=folder)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise UserError(
+            f"the folder cannot be uploaded to {repository} ({error})",
+            code="upload-failed",
+            where="--push",
+            fix=f"log in with `hf auth login`, then run: hf upload {repository} {folder}",
+        ) from error
+    print_message(messages, str(url))
+
+
+def _check_writes(run: Any, run_dir: Path, adapter: bool, is_gguf: bool) -> None:
+    """Raise UserError for a model that cannot be written in this form."""
+    if is_gguf:
+        from valence.export.gguf_file import architecture_of
+
+        if run.prepared.method.is_reward_model:
+            raise UserError(
+                "llama.cpp cannot score with this reward model",
+                code="gguf-architecture-unsupported",
+                where=str(run_dir),
+                fix="leave out --gguf, and serve it with valence serve-reward",
+            )
+        architecture_of(run.state.policy.causal.config)
+    if adapter and run.prepared.method.is_reward_model:
+        raise UserError(
+            "the adapter of a reward model cannot be exported: it does not include the head",
+            code="adapter-not-exportable",
+            where=str(run_dir),
+            fix="remove --adapter to export the merged model",
+        )
+    if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
+        raise UserError(
+            "the run trained all weights and has no adapter",
+            code="adapter-missing",
+            where=str(run_dir),
+            fix="remove --adapter",
+        )
+
+
+def _needed_lists(run_dir: Path) -> tuple[str, ...]:
+    """The lists of rows that an export needs.
+
+    A reward model is saved with the mean and standard deviation of its scores of training rows.
+    """
+    from valence.trainer.targets import method_of_run
+
+    return ("train",) if method_of_run(run_dir).is_reward_model else ()
+
+
+def _check_is_folder(folder: Path) -> None:
+    check_path(folder)
+    if not folder.is_dir():
+        raise UserError(
+            "this folder does not exist",
+            code="path-missing",
+            where=str(folder),
+            fix="name a folder that valence export wrote",
+        )
+
+
+def _check_new_folder(folder: Path) -> None:
+    check_path(folder)
+    if folder.exists():
+        raise UserError(
+            "the path already exists",
+            code="path-exists",
+            where=str(folder),
+            fix="choose a path that does not exist, or add --verify-only to verify this folder",
+        )
+    try:
+        folder.mkdir(parents=True)
+        folder.rmdir()
+    except OSError as error:
+        raise UserError(
+            f"the folder cannot be created ({error.strerror})",
+            code="folder-not-writable",
+            where=str(folder),
+            fix="choose a path where you have write permission",
+        ) from error

@@ -1,0 +1,299 @@
+"""Compare an exported model with its run, and name the causes of differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from valence.export.probes import ArtifactResult, Probe, ProbeResult
+
+UNROUNDED = ("model", "adapter", "f32", "f16", "bf16")
+"""Kinds of files that contain the weights as they were trained."""
+MAX_KL = dict.fromkeys(UNROUNDED, 0.01) | {"q8_0": 0.05}
+"""Mean KL divergence (nats per token) up to which a type counts as the same model."""
+MAX_KL_QUANTIZED = 1.0
+"""The limit for types of fewer than 8 bits, and for runs on a 4-bit base model. Rounding changes
+the model much: only a damaged file exceeds it.
+"""
+CONTEXT = 24
+"""Characters shown before and after the first difference of two texts."""
+
+Status = Literal["verified", "differs", "not verified"]
+
+
+@dataclass(frozen=True)
+class ExportDifference:
+    """A difference and its cause. severity: an ``error`` makes the file unfit for use."""
+
+    code: str
+    severity: Literal["error", "warning"]
+    message: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How an exported file compares with the run.
+
+    file: its name in the folder. kind: a GGUF type, ``model`` or ``adapter``. status: ``not
+    verified`` if nothing could run it. same_text, same_tokens: prompts that render to the same text
+    and tokens. agreement: fraction of the run's answer tokens that are the most likely ones here
+    too. same_answers: greedy answers that are equal, with the way they end. kl_mean, kl_max: KL
+    divergence from the run's distribution (nats per token). stops: the end tokens of the run at
+    which this file's program stops too, of num_ends.
+    """
+
+    file: str
+    kind: str
+    status: Status
+    runtime: str | None = None
+    reason: str | None = None
+    size: int = 0
+    prompts: int = 0
+    same_text: int = 0
+    same_tokens: int = 0
+    answer_tokens: int = 0
+    agreement: float = 0.0
+    same_answers: int = 0
+    kl_mean: float = 0.0
+    kl_max: float = 0.0
+    stops: int = 0
+    num_ends: int = 0
+    differences: tuple[ExportDifference, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, for a JSON file. Numbers that are not finite become None."""
+        values = asdict(self)
+        for name in ("agreement", "kl_mean", "kl_max"):
+            if not np.isfinite(values[name]):
+                values[name] = None
+        return values
+
+
+def compare(
+    file: str,
+    kind: str,
+    probes: Sequence[Probe],
+    expected: Sequence[ProbeResult],
+    artifact: ArtifactResult,
+    *,
+    end_names: Sequence[str],
+    bos: int | None,
+    size: int = 0,
+    weights_error: Callable[[], float | None] = lambda: None,
+    rounded_base: bool = False,
+    notes: Sequence[str] = (),
+) -> Verification:
+    """Compare the answers of an exported file with those of the run.
+
+    end_names: the tokens at which the run stops. weights_error: returns the largest relative error
+    of a tensor of the file, if known; called only if logits differ, because it reads all weights.
+    rounded_base: the run computed with a 4-bit base model, and the file has that model's
+    unquantized weights.
+    """
+    differences = [
+        *_prompt_differences(probes, artifact.results, bos),
+        *_stop_differences(end_names, artifact.stops),
+    ]
+    divergences = [
+        _divergence(answer.logits, result.logits)
+        for answer, result in zip(expected, artifact.results, strict=True)
+    ]
+    kl = np.concatenate([values for values, _ in divergences])
+    matches = np.concatenate([values for _, values in divergences])
+    kl_mean = float(kl.mean())
+    limit = MAX_KL_QUANTIZED if rounded_base else MAX_KL.get(kind, MAX_KL_QUANTIZED)
+    if not kl_mean <= limit:
+        differences.append(_weights_difference(kl_mean, limit, kind, weights_error()))
+    same_prompts = [r.ids == p.ids for p, r in zip(probes, artifact.results, strict=True)]
+    same_answers = [
+        (a.completion, a.stop) == (r.completion, r.stop)
+        for a, r in zip(expected, artifact.results, strict=True)
+    ]
+    differences += _ending_differences(probes, expected, artifact.results)
+    return Verification(
+        file=file,
+        kind=kind,
+        status="differs" if any(f.severity == "error" for f in differences) else "verified",
+        runtime=artifact.runtime,
+        size=size,
+        prompts=len(probes),
+        same_text=sum(r.text == p.text for p, r in zip(probes, artifact.results, strict=True)),
+        same_tokens=sum(same_prompts),
+        answer_tokens=len(kl),
+        agreement=float(matches.mean()),
+        same_answers=sum(same_answers),
+        kl_mean=kl_mean,
+        kl_max=float(kl.max()),
+        stops=sum(artifact.stops),
+        num_ends=len(artifact.stops),
+        differences=tuple(differences),
+        notes=tuple(notes),
+    )
+
+
+def _divergence(
+    expected: np.ndarray[Any, Any], logits: np.ndarray[Any, Any]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """KL divergence of each token (nats), and whether the most likely tokens agree.
+
+    expected, logits [N, V]; logits that are missing give an infinite divergence.
+    """
+    if logits.shape != expected.shape:
+        return np.full(len(expected), np.inf), np.zeros(len(expected), bool)
+    p, q = _log_softmax(expected), _log_softmax(logits)
+    with np.errstate(invalid="ignore"):
+        kl = (np.exp(p) * (p - q)).sum(axis=1)
+    kl = np.where(np.isfinite(kl), np.maximum(kl, 0), np.inf)
+    return kl, expected.argmax(axis=1) == logits.argmax(axis=1)
+
+
+def _log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    values = logits.astype(np.float64)
+    values = values - values.max(axis=1, keepdims=True)
+    return values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+
+
+def _prompt_differences(
+    probes: Sequence[Probe], results: Sequence[ProbeResult], bos: int | None
+) -> list[ExportDifference]:
+    """Why prompts differ: each cause once, with the first prompt that it affects."""
+    differences: dict[str, ExportDifference] = {}
+    for probe, result in zip(probes, results, strict=True):
+        difference = _prompt_difference(probe, result, bos)
+        if difference is not None:
+            differences.setdefault(difference.code, difference)
+    return list(differences.values())
+
+
+def _prompt_difference(
+    probe: Probe, result: ProbeResult, bos: int | None
+) -> ExportDifference | None:
+    if result.error is not None:
+        return ExportDifference(
+            "template-failed",
+            "error",
+            f"the chat template of the file fails on the prompt '{probe.name}': {result.error}",
+            "use a template that llama.cpp's Jinja engine can run, or render prompts yourself",
+        )
+    if result.ids == probe.ids and result.text == probe.text:
+        return None
+    if bos is not None and result.ids[:2] == (bos, bos) and probe.ids[:2] != (bos, bos):
+        count = "one" if probe.ids[:1] == (bos,) else "none"
+        return ExportDifference(
+            "double-bos",
+            "error",
+            f"prompts start with two BOS tokens, and the run trained with {count}",
+            "set tokenizer.ggml.add_bos_token to false, or remove the BOS from the chat template",
+        )
+    if bos is not None and result.ids == (bos, *probe.ids):
+        return ExportDifference(
+            "extra-bos",
+            "error",
+            "prompts start with a BOS token, and the run trained without one",
+            "set tokenizer.ggml.add_bos_token to false",
+        )
+    if bos is not None and probe.ids == (bos, *result.ids):
+        return ExportDifference(
+            "missing-bos",
+            "error",
+            "prompts lack the BOS token that the run trained with",
+            "set tokenizer.ggml.add_bos_token to true",
+        )
+    if result.text != probe.text:
+        expected, actual = _around_mismatch(probe.text, result.text or "")
+        return ExportDifference(
+            "template-differs",
+            "error",
+            f"the chat template renders the prompt '{probe.name}' differently: "
+            f"{actual!r} instead of {expected!r}",
+            "write the template that the run trained with into the file",
+        )
+    if result.ids == probe.ids:
+        return None
+    first = _first_mismatch(probe.ids, result.ids)
+    return ExportDifference(
+        "tokens-differ",
+        "error",
+        f"the tokenizer splits the prompt '{probe.name}' differently from token {first + 1} of "
+        f"{len(probe.ids)}: {list(result.ids[first : first + 4])} instead of "
+        f"{list(probe.ids[first : first + 4])}",
+        "the file names a wrong pre-tokenizer, or its added tokens differ: write it again from "
+        "the exported folder",
+    )
+
+
+def _first_mismatch(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def _around_mismatch(expected: str, actual: str) -> tuple[str, str]:
+    """Both texts around their first difference."""
+    first = _first_mismatch(expected, actual)
+    start = max(0, first - CONTEXT)
+    return expected[start : first + CONTEXT], actual[start : first + CONTEXT]
+
+
+def _stop_differences(end_names: Sequence[str], stops: Sequence[bool]) -> list[ExportDifference]:
+    missing = [name for name, stop in zip(end_names, stops, strict=True) if not stop]
+    if not missing:
+        return []
+    # The first one ends the answers that the run trained on.
+    severity = "error" if not stops[0] else "warning"
+    return [
+        ExportDifference(
+            "stop-token-missing",
+            severity,
+            f"generation does not stop at {', '.join(missing)}, at which the run stops",
+            "pass these as stop strings, as the Modelfile does",
+        )
+    ]
+
+
+def _ending_differences(
+    probes: Sequence[Probe], expected: Sequence[ProbeResult], results: Sequence[ProbeResult]
+) -> list[ExportDifference]:
+    """Answers that go on behind the token at which the run stops."""
+    for probe, answer, result in zip(probes, expected, results, strict=True):
+        n = len(answer.completion)
+        if (
+            answer.stop == "stop"
+            and answer.completion == result.completion[:n] != result.completion
+        ):
+            return [
+                ExportDifference(
+                    "runs-on",
+                    "error",
+                    f"the answer to '{probe.name}' goes on where the run's ends",
+                    "write the run's end tokens into the file",
+                )
+            ]
+    return []
+
+
+def _weights_difference(
+    kl_mean: float, limit: float, kind: str, weights_error: float | None
+) -> ExportDifference:
+    expected = f"the mean KL divergence is {kl_mean:.3g} nats per token; up to {limit:g} is normal"
+    rounding = kind not in UNROUNDED
+    if weights_error is None:
+        cause, fix = "the weights or settings differ from those of the run", "export the run again"
+    elif weights_error > (0.5 if rounding else 0.02):
+        cause = f"stored weights differ from the exported ones (relative error {weights_error:.2g})"
+        fix = "write the file again"
+    elif rounding:
+        cause = f"rounding to {kind} (relative error of the weights {weights_error:.2g})"
+        fix = "use a type with more bits"
+    else:
+        cause = (
+            "stored weights are right, so the program computes the model differently (RoPE, norms, "
+            "attention windows or soft-capping)"
+        )
+        fix = "do not use this file; use vLLM or transformers, and report the architecture"
+    return ExportDifference("logits-differ", "error", f"{expected}. Cause: {cause}", fix)
