@@ -12,13 +12,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.rich_utils import rich_format_error
 
-from valence.cli.common import MISTAKE, app, console, refuse_dashes, status_of
+from valence.cli.common import GATE_FAILED, MISTAKE, app, console, refuse_dashes, status_of
 from valence.cli.guide import arrange
 from valence.errors import UserError
 from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
 # Each registers its commands, in the order of the help.
-from valence.cli import runs, report, models, look  # isort: skip
+from valence.cli import runs, report, models, compare, look  # isort: skip
 from valence.cli import imports, collect, audit, rewards, serve, doctor  # isort: skip
 
 arrange(app)
@@ -36,8 +36,8 @@ CLICK_ERROR: Any = next(
 def main() -> None:
     """Run a command.
 
-    Exit status: 0 done, 2 a mistake of the user or something in the way, 124 run.max_time is over,
-    128 + n stopped by signal n, 1 a defect.
+    Exit status: 0 done, 2 a mistake of the user or something in the way, 3 a release gate failed,
+    124 run.max_time is over, 128 + n stopped by signal n, 1 a defect.
     """
     sys.excepthook = print_traceback
     _hide_deprecations()
@@ -115,10 +115,12 @@ def valence(
 
 
 __all__ = [
+    "GATE_FAILED",
     "MISTAKE",
     "app",
     "audit",
     "collect",
+    "compare",
     "console",
     "doctor",
     "imports",

@@ -29,6 +29,9 @@ NOTHING_BEGUN = "stopped before anything was begun"
 MISTAKE = 2
 """Exit status of the user's mistake, or something in the way."""
 
+GATE_FAILED = 3
+"""Exit status if a model is worse than a release gate demands."""
+
 app = typer.Typer(
     help=HELP,
     no_args_is_help=True,

@@ -32,6 +32,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "losses": (LOOK, "valence losses kto"),
     "evaluate": (ASK, "valence evaluate runs/first --data held_out.jsonl --out found.json"),
     "sample": (ASK, 'valence sample runs/first --prompt "Why is the sky blue?" -n 2'),
+    "compare": (
+        ASK,
+        "valence compare recipes/kto.yaml runs/first --prompts held_out.jsonl --judge runs/judge",
+    ),
     "export": (ASK, "valence export runs/first my-model"),
     "import": (JUDGE, "valence import open-webui export.json --out feedback.jsonl"),
     "collect": (JUDGE, "valence collect runs/first --out feedback.jsonl"),

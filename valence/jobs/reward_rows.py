@@ -205,12 +205,12 @@ def _read_pairs(sources: Sequence[SourceSettings], encoder: Encoder | None) -> I
     for row, example in chain.from_iterable(map(stream, sources)):
         assert isinstance(row, Row)
         if encoder is None or _has_token_ids(row.value):
-            yield row, _sampled_completion(row.value)
+            yield row, sampled_completion(row.value)
         else:
             yield row, _tokenized_completion(row.value, example, encoder)
 
 
-def _sampled_completion(value: Mapping[str, Any]) -> Completion:
+def sampled_completion(value: Mapping[str, Any]) -> Completion:
     """The completion of a row as `valence sample` writes it."""
     prompt, tools = value.get("prompt") or "", value.get("tools")
     return Completion(
@@ -269,16 +269,8 @@ class RewardTransform:
         scores = [Score(None)] * len(completions)
         for other, share in enumerate(shares):
             scores[other::size] = [Score(value, parts, error) for value, parts, error in share]
-        if scores and all(score.value is None for score in scores):
-            # the reward itself failed, for example as its server is down: do not write the errors
-            row = next(row for row, part in batch if isinstance(part, Completion))
-            raise UserError(
-                f"the reward failed for all {len(scores)} answers from here on; the first: "
-                f"{scores[0].error}",
-                code="reward-failures",
-                where=str(row.origin),
-                fix="fix the reward, then rerun the same command to resume",
-            )
+        scored_rows = (row for row, part in batch if isinstance(part, Completion))
+        refuse_all_failed(scores, next((str(row.origin) for row in scored_rows), ""))
         remaining = iter(scores)
         return [
             _line(row, next(remaining) if isinstance(part, Completion) else part)
@@ -300,6 +292,20 @@ class RewardTransform:
 
     def error_in(self, line: Line) -> str | None:
         return line["error"] if line["score"] is None else None
+
+
+def refuse_all_failed(scores: Sequence[Score], where: str) -> None:
+    """Raise UserError if all scores of a batch failed: the reward itself failed, for example as its
+    server is down, and the errors should not be written. where: origin of the first completion.
+    """
+    if scores and all(score.value is None for score in scores):
+        raise UserError(
+            f"the reward failed for all {len(scores)} answers from here on; the first: "
+            f"{scores[0].error}",
+            code="reward-failures",
+            where=where,
+            fix="fix the reward, then rerun the same command to resume",
+        )
 
 
 def _line(row: Row, score: Score) -> Line:

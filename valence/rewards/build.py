@@ -121,6 +121,13 @@ def identities(reward: Combined) -> list[Mapping[str, Any] | None]:
     ]
 
 
+def backend_identities(reward: Combined) -> list[Mapping[str, Any] | None]:
+    """For each part everything besides the completions that its scores depend on, such as a
+    function's source; None where it is unknown.
+    """
+    return [calls.backend.identity for calls in _all_calls(reward)]
+
+
 def digests(reward: Combined) -> dict[str, str]:
     """For each part a digest of everything besides the completions that its scores depend on, such
     as a function's source; without parts whose identity is unknown.

@@ -1,0 +1,210 @@
+"""The command that compares the answers of two models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from valence.cli import complete
+from valence.cli.common import (
+    GATE_FAILED,
+    Overrides,
+    Quiet,
+    Step,
+    TrustRemoteCode,
+    allow_remote_code,
+    app,
+    checkpoint_of,
+    command_line,
+    console,
+    stoppable,
+)
+from valence.cli.models import AtOnce, TopP
+from valence.errors import UserError
+from valence.terminal import Terminal, json_line, print_message, write_line
+
+if TYPE_CHECKING:
+    from valence.jobs.compare_models import ModelComparison
+
+
+@app.command()
+def compare(
+    baseline: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASELINE",
+            help="The model to compare with: a run's folder, a recipe (the policy as it starts), "
+            "or a model's folder or hub id.",
+            autocompletion=complete.runs_or_recipes,
+        ),
+    ],
+    candidate: Annotated[
+        str,
+        typer.Argument(
+            metavar="CANDIDATE",
+            help="The model that should be better, named in the same way.",
+            autocompletion=complete.runs_or_recipes,
+        ),
+    ],
+    overrides: Overrides = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="A file of held-out prompts that both models answer; may be given several times.",
+        ),
+    ] = None,
+    judge: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--judge",
+            metavar="REWARD",
+            help="What says which answer is better: a rule, a function (package.module:function), "
+            "a reward model or a server, or an entry of a recipe's reward section "
+            "('{reward: NAME, settings: {...}}'). Given several times, each gets its own win rate.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            metavar="FOLDER",
+            help="Folder of answers, verdicts, compare.json and report.html. The same command "
+            "resumes there.",
+        ),
+    ] = Path("comparison"),
+    at_least: Annotated[
+        float | None,
+        typer.Option(
+            "--at-least",
+            min=0.0,
+            max=1.0,
+            help="Release gate: exit with 3 unless the win rate of the candidate is at least this, "
+            "for every judge.",
+        ),
+    ] = None,
+    tag: Annotated[
+        str | None,
+        typer.Option(
+            "--tag",
+            metavar="COLUMN",
+            help="Column of the prompts with their groups. Default: tags or tag.",
+        ),
+    ] = None,
+    max_failed: Annotated[
+        float,
+        typer.Option(
+            "--max-failed",
+            min=0.0,
+            max=1.0,
+            help="Share of prompts that may lack a verdict; with more there is no result.",
+        ),
+    ] = 0.1,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
+    ] = 0.7,
+    top_p: TopP = 1.0,
+    at_once: AtOnce = None,
+    seed: Annotated[
+        int, typer.Option(help="Fixes the answers and the resamples of the intervals.")
+    ] = 0,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move an earlier comparison aside and start over.")
+    ] = False,
+    step: Step = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the result as a JSON object; all else goes to stderr."),
+    ] = False,
+    quiet: Quiet = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Compare the answers of two models on held-out prompts: the candidate's win rate over the
+    baseline with its interval, in all and by tag.
+
+    With --at-least, the exit status is a release gate. `--step` is the checkpoint of the baseline.
+    `valence report RUN RUN` compares the metrics of trainings instead.
+    """
+    terminal = Terminal(stderr=True) if as_json else console
+    try:
+        with stoppable():
+            from valence.jobs.compare_models import compare_models
+            from valence.jobs.sample_rows import Draws
+
+            result = compare_models(
+                baseline,
+                candidate,
+                out,
+                prompts=_required(prompts),
+                judges=judge or [],
+                draws=Draws(1, temperature, top_p, max_new_tokens, at_once, seed),
+                tag=tag,
+                max_failed=max_failed,
+                overrides=allow_remote_code(trust_remote_code, overrides),
+                at=checkpoint_of(step),
+                fresh=fresh,
+                console=terminal,
+                quiet=quiet,
+                command=command_line(),
+            )
+    except UserError as error:
+        if as_json:
+            write_line(json_line({"status": "failed", "code": error.code, "error": str(error)}))
+        raise
+    failures = [] if at_least is None else result.failed_gates(at_least)
+    if as_json:
+        gate = {} if at_least is None else {"at_least": at_least, "passed": not failures}
+        write_line(json_line({"status": "done", **result.to_dict(), **gate}))
+    elif not quiet:
+        _print_comparison(result, terminal)
+    if at_least is not None and not (quiet or as_json):
+        state = f"failed ({'; '.join(failures)})" if failures else "passed"
+        print_message(terminal, f"gate of {100 * at_least:g} %: {state}", "red" if failures else "")
+    if failures:
+        raise typer.Exit(GATE_FAILED)
+
+
+def _required(prompts: list[str] | None) -> list[str]:
+    if not prompts:
+        raise UserError(
+            "there are no prompts",
+            code="rows-missing",
+            where="compare",
+            fix="name a file of held-out prompts with --prompts",
+        )
+    return prompts
+
+
+def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
+    from valence.jobs.compare_models import REPORT
+    from valence.reports.win_rates import HEADER, rates_row, warnings_of
+
+    facts: dict[str, Any] = result.to_dict()
+    print_message(
+        terminal, f"\nWin rate of {facts['candidate']} over {facts['baseline']}", style="bold"
+    )
+    tables = {"": {judge["judge"]: judge for judge in facts["judges"]}}
+    tables |= {f"\nBy tag: {judge['judge']}": judge["tags"] for judge in facts["judges"]}
+    for title, rows in tables.items():
+        if rows:
+            table = Table(*HEADER, box=None, pad_edge=False, title_justify="left")
+            for name, rates in rows.items():
+                table.add_row(*rates_row(name, rates))
+            if title:
+                print_message(terminal, title)
+            terminal.print(table)
+    lengths = [
+        f"{facts[side]} {answers['mean_characters']:.0f}"
+        for side, answers in facts["answers"].items()
+    ]
+    print_message(terminal, f"\nmean characters of an answer: {', '.join(lengths)}")
+    for warning in warnings_of(facts):
+        print_message(terminal, warning, "yellow")
+    print_message(terminal, f"report: {Path(result.folder) / REPORT}")

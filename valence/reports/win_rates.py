@@ -1,0 +1,100 @@
+"""The page of a comparison of two models, from its result as ``compare.json`` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from valence.reports.page import MARK
+from valence.reports.rendering import Charts, render_page
+from valence.reports.rows import Json
+
+SIDES = ("baseline", "candidate")
+MAX_TEXT = 1500
+"""Characters shown of a text."""
+HEADER = ("", "win rate", "95 % interval", "length-controlled", "95 % interval", "wins", "ties",
+          "losses", "no verdict")  # fmt: skip
+
+
+def rates_row(name: str, rates: Json) -> list[str]:
+    """A row of the table of win rates: the columns of ``HEADER``."""
+    cells = [name]
+    for estimate in (rates["win_rate"], rates["length_controlled"]):
+        cells += _cells(estimate)
+    return [*cells, *(str(rates[name]) for name in ("wins", "ties", "losses", "failed"))]
+
+
+def _cells(estimate: Mapping[str, float] | None) -> list[str]:
+    if estimate is None:
+        return ["\N{EN DASH}"] * 2
+    low, high = 100 * estimate["low"], 100 * estimate["high"]
+    return [f"{100 * estimate['value']:.1f} %", f"{low:.1f} to {high:.1f} %"]
+
+
+def warnings_of(result: Json) -> list[str]:
+    """Reasons to doubt a result, one sentence each."""
+    messages: list[str] = []
+    for side, count in result["trained"].items():
+        messages.append(
+            f"{count} of {result['prompts']} prompts are in the training data of the {side}: they "
+            f"are not held out."
+        )
+    if result["duplicates"]:
+        messages.append(f"{result['duplicates']} duplicate prompts were left out.")
+    for side in SIDES:
+        facts = result["answers"][side]
+        for name in ("truncated", "empty"):
+            if facts[name]:
+                messages.append(
+                    f"{facts[name]:.0f} of {result['prompts']} answers of the {side} are {name}."
+                )
+    messages += [f"{note[:1].upper()}{note[1:]}." for note in result["notes"]]
+    return messages
+
+
+def win_rate_page(result: Json) -> str:
+    """The result as a self-contained HTML page."""
+    charts = Charts()
+    judges: Sequence[Json] = result["judges"]
+    sections: dict[str, Any] = {
+        "Win rate": {
+            "header": HEADER,
+            "rows": [rates_row(judge["judge"], judge) for judge in judges],
+            "lengths": {side: result["answers"][side]["mean_characters"] for side in SIDES},
+        },
+        "Limits of this comparison": warnings_of(result),
+    }
+    for judge in judges:
+        if judge["tags"]:
+            rows = [rates_row(tag, rates) for tag, rates in judge["tags"].items()]
+            sections[f"By tag: {judge['judge']}"] = {"header": HEADER, "rows": rows}
+    for judge in judges:
+        for side in reversed(SIDES):
+            examples = [_shortened(example) for example in judge["clearest"][side]]
+            name = result[side]
+            sections[f"Clearest wins of {name}: {judge['judge']}"] = {"examples": examples}
+    return render_page(
+        "win_rates.html.j2",
+        mark=Markup(MARK),
+        title=f"{result['candidate']} compared with {result['baseline']}",
+        result=result,
+        sections={
+            title: content
+            for title, content in sections.items()
+            if content and content != {"examples": []}
+        },
+        charts=charts,
+    )
+
+
+def _shortened(example: Json) -> Json:
+    texts = {name: example[name] for name in ("prompt", *SIDES)}
+    return {
+        **example,
+        **{
+            name: text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
+            for name, text in texts.items()
+        },
+    }
