@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.command import command, command_error, place
+from tests.evaluation.judge_server import JudgeServer, always_first, judge_server, longer
 from tests.programs import Program
 from valence.cli import GATE_FAILED
 
@@ -278,3 +279,76 @@ def test_rules_read_the_columns_of_prompts(folder: Path) -> None:
     judge = "{reward: contains, settings: {answer: tags}}"
     result = compare(judge=judge)
     assert result["judges"][0]["ties"] == 8
+
+
+# LLM judges
+
+
+def llm_judge(server: JudgeServer, **settings: Any) -> str:
+    return json.dumps({"judge": server.url, "settings": {"model": "m", **settings}})
+
+
+def test_a_language_model_judges_both_orders(folder: Path) -> None:
+    with judge_server(longer) as server:
+        result = compare("--judge", llm_judge(server))
+        num_requests = len(server.requests)
+        assert num_requests == len({json.dumps(shown) for shown in server.shown})
+        compare("--judge", llm_judge(server))
+        assert len(server.requests) == num_requests
+    by_reward, by_model = result["judges"]
+    assert by_model["judge"] == "m"
+    assert by_model["win_rate"] == by_reward["win_rate"]
+    assert by_model["position"] == {"first": 0.5, "consistent": 1.0}
+
+
+def test_a_judge_of_positions_gives_even_results_and_shows_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with judge_server(always_first) as server:
+        result = compare(judge=llm_judge(server))
+    (judge,) = result["judges"]
+    assert judge["win_rate"]["value"] == 0.5
+    assert judge["position"] == {"first": 1.0, "consistent": 0.0}
+    assert "position" in capsys.readouterr().out
+
+
+def test_a_judge_file_is_an_entry_of_a_reward_section(folder: Path) -> None:
+    with judge_server(longer) as server:
+        Path("judge.yaml").write_text(
+            f"judge: {server.url}\nname: mine\nsettings:\n  model: m\n  rubric: |\n    Be fair.\n"
+        )
+        result = compare(judge="judge.yaml")
+        assert "Be fair." in server.requests[0]["messages"][0]["content"]
+    assert result["judges"][0]["judge"] == "mine"
+    assert command_error("compare", "model", "other", *ASKED, "--judge", "no.yaml").code
+
+
+def test_killed_while_a_language_model_judges_no_reply_is_paid_for_twice(folder: Path) -> None:
+    write_prompts(40)
+    with judge_server(lambda shown: (0.02, longer(shown))) as server:
+        words = ("compare", "model", "other", *ASKED, "--judge", llm_judge(server))
+        program = Program(*words)
+        program.wait_until(lambda: len(server.requests) >= 40)
+        assert program.kill() == -signal.SIGKILL
+        (log,) = Path("comparison/replies").glob("judge-*.jsonl")
+        stored = sum("valid" in line for line in log.read_text().splitlines())
+        in_flight = len(server.requests) - stored
+        assert in_flight <= 8 + 1
+        assert command(*words) == 0
+        contents = [json.dumps(shown) for shown in server.shown]
+        assert len(contents) - len(set(contents)) <= in_flight
+    assert len(verdicts()) == 40
+
+
+def test_the_cost_limit_ends_a_comparison_which_a_larger_one_resumes(folder: Path) -> None:
+    with judge_server(longer) as server:
+        paid = {"prices": [1000, 0], "max_cost": 0.5}
+        error = command_error(
+            "compare", "model", "other", *ASKED, "--judge", llm_judge(server, **paid)
+        )
+        assert error.code == "judge-cost-limit"
+        assert 5 <= len(server.requests) <= 5 + 8
+        paid["max_cost"] = 50
+        result = compare(judge=llm_judge(server, **paid))
+        assert len(server.requests) <= 16
+    assert result["judges"][0]["cost"] == pytest.approx(len(server.requests) / 10)

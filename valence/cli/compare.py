@@ -184,7 +184,7 @@ def _required(prompts: list[str] | None) -> list[str]:
 
 def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
     from valence.jobs.compare_models import REPORT
-    from valence.reports.win_rates import HEADER, rates_row, warnings_of
+    from valence.reports.win_rates import HEADER, judge_notes, rates_row, warnings_of
 
     facts: dict[str, Any] = result.to_dict()
     print_message(
@@ -205,6 +205,9 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
         for side, answers in facts["answers"].items()
     ]
     print_message(terminal, f"\nmean characters of an answer: {', '.join(lengths)}")
+    for judge in facts["judges"]:
+        for note in judge_notes(judge):
+            print_message(terminal, note)
     for warning in warnings_of(facts):
         print_message(terminal, warning, "yellow")
     print_message(terminal, f"report: {Path(result.folder) / REPORT}")

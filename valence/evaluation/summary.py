@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from valence.evaluation.judges import AnswerPair, PairVerdict
+from valence.evaluation.judges import FIRST, LAST, AnswerPair, PairVerdict
 from valence.evaluation.win_rate import Estimate, length_controlled_rate, win_rate
 
 NUM_CLEAREST = 5
@@ -36,9 +36,21 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
+class Position:
+    """How far the verdicts of a judge depend on the order of the answers.
+
+    first: share of verdicts for the answer that is shown first, ties counted half; 0.5 is no bias.
+    consistent: share of pairs with the same verdict in both orders.
+    """
+
+    first: float
+    consistent: float
+
+
+@dataclass(frozen=True, slots=True)
 class JudgeSummary:
     """tags: rates by tag. clearest: the largest margins by the side that wins. error: the first
-    error of the judge.
+    error of the judge. position: of a judge that is shown both answers. cost: in US dollars.
     """
 
     judge: str
@@ -48,12 +60,16 @@ class JudgeSummary:
         default_factory=dict[str, Sequence[tuple[AnswerPair, PairVerdict]]]
     )
     error: str = ""
+    position: Position | None = None
+    cost: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "judge": self.judge,
             **self.rates.to_dict(),
             **({"error": self.error} if self.error else {}),
+            **({"position": asdict(self.position)} if self.position else {}),
+            **({"cost": self.cost} if self.cost is not None else {}),
             "tags": {tag: rates.to_dict() for tag, rates in self.tags.items()},
             "clearest": {
                 side: [_example(pair, verdict) for pair, verdict in examples]
@@ -63,7 +79,12 @@ class JudgeSummary:
 
 
 def summarize(
-    judge: str, pairs: Sequence[AnswerPair], verdicts: Sequence[PairVerdict], *, seed: int = 0
+    judge: str,
+    pairs: Sequence[AnswerPair],
+    verdicts: Sequence[PairVerdict],
+    *,
+    seed: int = 0,
+    cost: float | None = None,
 ) -> JudgeSummary:
     """verdicts: one for each pair."""
     judged = list(zip(pairs, verdicts, strict=True))
@@ -79,7 +100,19 @@ def summarize(
             "baseline": _clearest(judged, preferred=0.0, sign=-1),
         },
         error=next((verdict.error for verdict in verdicts if verdict.preference is None), ""),
+        position=position_bias(verdicts),
+        cost=cost,
     )
+
+
+def position_bias(verdicts: Sequence[PairVerdict]) -> Position | None:
+    """None without verdicts in both orders."""
+    orders = [(v.parts[FIRST], v.parts[LAST]) for v in verdicts if FIRST in v.parts]
+    if not orders:
+        return None
+    firsts = [preference for first, last in orders for preference in (first, 1 - last)]
+    consistent = sum(first == last for first, last in orders) / len(orders)
+    return Position(sum(firsts) / len(firsts), consistent)
 
 
 def _rates(judged: Sequence[tuple[AnswerPair, PairVerdict]], seed: int) -> Rates:

@@ -17,9 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
+from valence.config.parse import from_yaml
 from valence.data.load import stream
 from valence.errors import UserError
-from valence.evaluation.judges import AnswerPair, PairJudge, PairVerdict, RewardJudge
+from valence.evaluation.judges import AnswerPair, PairJudge, PairVerdict, build_judge
 from valence.evaluation.summary import JudgeSummary, summarize
 from valence.files import check_path
 from valence.jobs.reward_rows import list_rewards, sampled_completion
@@ -29,7 +30,7 @@ from valence.lifecycle.reward_models import reward_model
 from valence.lifecycle.saved_models import At
 from valence.reports.rendering import write_atomically
 from valence.reports.win_rates import win_rate_page
-from valence.rewards.build import check_rewards, reward_of
+from valence.rewards.build import check_rewards
 from valence.rewards.cache import digest
 from valence.terminal import Terminal
 from valence.trainer.evaluate import as_text
@@ -37,6 +38,8 @@ from valence.trainer.targets import is_run, load_target, with_files
 from valence.types import Completion, Content, Prompt, content_id
 
 PROMPTS, RESULT, REPORT = "prompts.jsonl", "compare.json", "report.html"
+REPLIES = "replies"
+"""Folder of the replies of LLM judges."""
 SIDES = ("baseline", "candidate")
 READING = Draws(n=1, temperature=0.7, top_p=1.0, max_new_tokens=256)
 """Sampling parameters of both models unless others are set, whatever their recipes have."""
@@ -115,7 +118,7 @@ def compare_models(
     Raises UserError for invalid arguments, before any model is loaded.
     """
     console = console or Terminal()
-    specs = [list_rewards([judge], None, ()) for judge in judges]
+    specs = [list_rewards([_read_entry(judge)], None, ()) for judge in judges]
     for entries in specs:
         check_rewards(entries)
     if not specs:
@@ -148,11 +151,13 @@ def compare_models(
     pairs = folder.read_pairs(examples_to_answer, tag)
     summaries: list[JudgeSummary] = []
     for entries in specs:
-        with closing(RewardJudge(reward_of(entries, model=reward_model))) as judge:
+        with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
             path = folder.verdicts_path(judge)
             verdicts = folder.judge(judge, pairs, console=console, quiet=quiet)
+            cost = judge.cost
         _check_failures(verdicts, max_failed, path)
-        summaries.append(summarize(judge.name, pairs, verdicts, seed=draws.seed))
+        summary = summarize(judge.name, pairs, verdicts, seed=draws.seed, cost=cost)
+        summaries.append(summary)
     result = ModelComparison(
         models=_model_names(baseline, candidate),
         num_prompts=len(pairs),
@@ -165,6 +170,23 @@ def compare_models(
     )
     folder.write_result(result.to_dict())
     return result
+
+
+def _read_entry(judge: str) -> str:
+    """An entry of a reward section: the content of a YAML file, or what was given."""
+    path = Path(judge)
+    if path.suffix not in (".yaml", ".yml"):
+        return judge
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the file cannot be read ({error})",
+            code="file-not-readable",
+            where=judge,
+            fix="name a YAML file with an entry of a recipe's reward section",
+        ) from error
+    return json.dumps(from_yaml(text, judge).values)
 
 
 def _model_names(baseline: str, candidate: str) -> tuple[str, str]:

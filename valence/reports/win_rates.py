@@ -54,6 +54,20 @@ def warnings_of(result: Json) -> list[str]:
     return messages
 
 
+def judge_notes(judge: Json) -> list[str]:
+    """How a judge worked, one sentence each."""
+    messages: list[str] = []
+    if position := judge.get("position"):
+        messages.append(
+            f"{judge['judge']} was shown both orders: {100 * position['consistent']:.0f} % of its "
+            f"verdicts do not depend on the position, and {100 * position['first']:.0f} % are for "
+            f"the answer that is shown first (50 % is no bias)."
+        )
+    if judge.get("cost") is not None:
+        messages.append(f"{judge['judge']} cost {judge['cost']:.4g} US dollars.")
+    return messages
+
+
 def win_rate_page(result: Json) -> str:
     """The result as a self-contained HTML page."""
     charts = Charts()
@@ -65,6 +79,7 @@ def win_rate_page(result: Json) -> str:
             "lengths": {side: result["answers"][side]["mean_characters"] for side in SIDES},
         },
         "Limits of this comparison": warnings_of(result),
+        "Judges": [note for judge in judges for note in judge_notes(judge)],
     }
     for judge in judges:
         if judge["tags"]:
