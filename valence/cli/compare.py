@@ -87,6 +87,28 @@ def compare(
             "for every judge.",
         ),
     ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--labels",
+            metavar="FILE",
+            help="A file of your own thumbs or pairs that every judge is measured against first; "
+            "may be given several times.",
+        ),
+    ] = None,
+    min_agreement: Annotated[
+        float | None,
+        typer.Option(
+            "--min-agreement",
+            min=0.0,
+            max=1.0,
+            help="Refuse a judge that agrees with the labels less than this. Default: 0.6.",
+        ),
+    ] = None,
+    allow_below: Annotated[
+        bool,
+        typer.Option("--allow-below", help="Use a judge that agrees less nevertheless."),
+    ] = False,
     tag: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +166,9 @@ def compare(
                 out,
                 prompts=_required(prompts),
                 judges=judge or [],
+                labels=labels or [],
+                min_agreement=min_agreement,
+                allow_below=allow_below,
                 draws=Draws(1, temperature, top_p, max_new_tokens, at_once, seed),
                 tag=tag,
                 max_failed=max_failed,

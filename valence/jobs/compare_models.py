@@ -20,6 +20,14 @@ from rich.console import Console
 from valence.config.parse import from_yaml
 from valence.data.load import stream
 from valence.errors import UserError
+from valence.evaluation.calibration import (
+    MIN_AGREEMENT,
+    Calibration,
+    calibrate,
+    describe,
+    read_labels,
+    require_agreement,
+)
 from valence.evaluation.judges import AnswerPair, PairJudge, PairVerdict, build_judge
 from valence.evaluation.summary import JudgeSummary, summarize
 from valence.files import check_path
@@ -30,9 +38,9 @@ from valence.lifecycle.reward_models import reward_model
 from valence.lifecycle.saved_models import At
 from valence.reports.rendering import write_atomically
 from valence.reports.win_rates import win_rate_page
-from valence.rewards.build import check_rewards
+from valence.rewards.build import check_rewards, judge_settings
 from valence.rewards.cache import digest
-from valence.terminal import Terminal
+from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
 from valence.trainer.targets import is_run, load_target, with_files
 from valence.types import Completion, Content, Prompt, content_id
@@ -55,7 +63,8 @@ START_OVER = (
 class ModelComparison:
     """models: names of baseline and candidate. answers: for each side the mean length in characters
     and the number of truncated answers. duplicates: rows with a prompt of an earlier row. trained:
-    prompts that are in the training data as well, by model.
+    prompts that are in the training data as well, by model. calibrations: of judges that were
+    measured against labels.
     """
 
     models: tuple[str, str]
@@ -64,6 +73,7 @@ class ModelComparison:
     judges: Sequence[JudgeSummary]
     duplicates: int = 0
     trained: Mapping[str, int] = field(default_factory=dict[str, int])
+    calibrations: Sequence[Calibration] = ()
     notes: Sequence[str] = ()
     folder: str = ""
 
@@ -85,6 +95,7 @@ class ModelComparison:
             "trained": dict(self.trained),
             "answers": {side: dict(facts) for side, facts in self.answers.items()},
             "judges": [judge.to_dict() for judge in self.judges],
+            "calibrations": [calibration.to_dict() for calibration in self.calibrations],
             "notes": list(self.notes),
             "folder": self.folder,
         }
@@ -97,6 +108,9 @@ def compare_models(
     *,
     prompts: Sequence[str],
     judges: Sequence[str],
+    labels: Sequence[str] = (),
+    min_agreement: float | None = None,
+    allow_below: bool = False,
     draws: Draws = READING,
     tag: str | None = None,
     max_failed: float = MAX_FAILED,
@@ -111,7 +125,9 @@ def compare_models(
 
     baseline, candidate: a run's folder, a recipe, or a model's folder or hub id; the same one on
     both sides is allowed. out: a folder; if an interrupted call wrote it, resume; ``fresh`` moves
-    it aside. judges: entries of a recipe's reward section, each a judge by itself. tag: column of
+    it aside. judges: entries of a recipe's reward section, each a judge by itself. labels: files of
+    thumbs or pairs that each judge is measured against first; one that agrees with less than
+    ``min_agreement`` of them is refused, unless ``allow_below``. tag: column of
     the prompts with the groups that are reported. max_failed: share of prompts without a verdict
     above which UserError is raised. at: checkpoint of the baseline.
 
@@ -136,6 +152,23 @@ def compare_models(
     )
     folder = ComparisonFolder(out, fresh=fresh)
     folder.write_prompts(examples_to_answer)
+    calibrations: list[Calibration] = []
+    for entries in specs:
+        settings = judge_settings(entries[0], "judge")
+        files = labels or ([settings.labels] if settings and settings.labels else [])
+        with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
+            if files:
+                calibrations.append(calibrate(judge, read_labels(files)))
+            elif settings:
+                notes.append(f"{judge.name} was not measured against labels (--labels)")
+        if files:
+            if not quiet:
+                print_message(console, describe(calibrations[-1]))
+            minimum = min_agreement or (settings.min_agreement if settings else MIN_AGREEMENT)
+            is_allowed = allow_below or bool(settings and settings.allow_below)
+            require_agreement(
+                calibrations[-1], minimum, allow_below=is_allowed, setting="--allow-below"
+            )
     for side, target in zip(SIDES, (baseline, candidate), strict=True):
         sample_rows(
             target,
@@ -165,6 +198,7 @@ def compare_models(
         judges=summaries,
         duplicates=len(examples) - len(examples_to_answer),
         trained=trained,
+        calibrations=calibrations,
         notes=notes,
         folder=str(out),
     )

@@ -54,6 +54,23 @@ def warnings_of(result: Json) -> list[str]:
     return messages
 
 
+CALIBRATION = ("judge", "labels", "agreement", "95 % interval", "prefers the longer answer",
+               "people do", "first position")  # fmt: skip
+
+
+def calibration_row(calibration: Json) -> list[str]:
+    """A row of the table of calibrations: the columns of ``CALIBRATION``."""
+    longer, position = calibration["longer"], calibration["position"]
+    shares = [longer and longer["judge"], longer and longer["labels"]]
+    shares.append(position and position["first"])
+    return [
+        calibration["judge"],
+        str(calibration["num_labels"]),
+        *_cells(calibration["agreement"]),
+        *("\N{EN DASH}" if share is None else f"{100 * share:.0f} %" for share in shares),
+    ]
+
+
 def judge_notes(judge: Json) -> list[str]:
     """How a judge worked, one sentence each."""
     messages: list[str] = []
@@ -81,6 +98,9 @@ def win_rate_page(result: Json) -> str:
         "Limits of this comparison": warnings_of(result),
         "Judges": [note for judge in judges for note in judge_notes(judge)],
     }
+    if result["calibrations"]:
+        rows = [calibration_row(calibration) for calibration in result["calibrations"]]
+        sections["Agreement with your labels"] = {"header": CALIBRATION, "rows": rows}
     for judge in judges:
         if judge["tags"]:
             rows = [rates_row(tag, rates) for tag, rates in judge["tags"].items()]
