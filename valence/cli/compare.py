@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from valence.jobs.compare_models import ModelComparison
 
 
+MAX_BROKEN = 10
+"""Broken assertions that are listed."""
+
+
 @app.command()
 def compare(
     baseline: Annotated[
@@ -77,6 +81,24 @@ def compare(
             "resumes there.",
         ),
     ] = Path("comparison"),
+    assertions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--assertions",
+            metavar="FILE",
+            help="A file of prompts with a column `assert`, which both models answer and no judge "
+            "sees; may be given several times. Prompts of --prompts may have assertions as well.",
+        ),
+    ] = None,
+    max_broken: Annotated[
+        int | None,
+        typer.Option(
+            "--max-broken",
+            min=0,
+            help="Release gate: exit with 3 if the candidate fails more than N assertions that the "
+            "baseline passes.",
+        ),
+    ] = None,
     at_least: Annotated[
         float | None,
         typer.Option(
@@ -164,7 +186,8 @@ def compare(
                 baseline,
                 candidate,
                 out,
-                prompts=_required(prompts),
+                prompts=prompts or [],
+                assertions=assertions or [],
                 judges=judge or [],
                 labels=labels or [],
                 min_agreement=min_agreement,
@@ -183,38 +206,35 @@ def compare(
         if as_json:
             write_line(json_line({"status": "failed", "code": error.code, "error": str(error)}))
         raise
-    failures = [] if at_least is None else result.failed_gates(at_least)
+    has_gate = at_least is not None or max_broken is not None
+    failures = result.failed_gates(at_least, max_broken)
     if as_json:
-        gate = {} if at_least is None else {"at_least": at_least, "passed": not failures}
-        write_line(json_line({"status": "done", **result.to_dict(), **gate}))
+        gate = {"at_least": at_least, "max_broken": max_broken, "passed": not failures}
+        shown = {name: value for name, value in gate.items() if value is not None and has_gate}
+        write_line(json_line({"status": "done", **result.to_dict(), **shown}))
     elif not quiet:
         _print_comparison(result, terminal)
-    if at_least is not None and not (quiet or as_json):
-        state = f"failed ({'; '.join(failures)})" if failures else "passed"
-        print_message(terminal, f"gate of {100 * at_least:g} %: {state}", "red" if failures else "")
+    if has_gate and not (quiet or as_json):
+        state = f"failed: {'; '.join(failures)}" if failures else "passed"
+        print_message(terminal, f"gate {state}", "red" if failures else "")
     if failures:
         raise typer.Exit(GATE_FAILED)
 
 
-def _required(prompts: list[str] | None) -> list[str]:
-    if not prompts:
-        raise UserError(
-            "there are no prompts",
-            code="rows-missing",
-            where="compare",
-            fix="name a file of held-out prompts with --prompts",
-        )
-    return prompts
-
-
 def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
     from valence.jobs.compare_models import REPORT
-    from valence.reports.win_rates import HEADER, judge_notes, rates_row, warnings_of
+    from valence.reports.win_rates import (
+        HEADER,
+        assertion_note,
+        judge_notes,
+        rates_row,
+        warnings_of,
+    )
 
     facts: dict[str, Any] = result.to_dict()
-    print_message(
-        terminal, f"\nWin rate of {facts['candidate']} over {facts['baseline']}", style="bold"
-    )
+    if facts["judges"]:
+        title = f"\nWin rate of {facts['candidate']} over {facts['baseline']}"
+        print_message(terminal, title, "bold")
     tables = {"": {judge["judge"]: judge for judge in facts["judges"]}}
     tables |= {f"\nBy tag: {judge['judge']}": judge["tags"] for judge in facts["judges"]}
     for title, rows in tables.items():
@@ -233,6 +253,10 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
     for judge in facts["judges"]:
         for note in judge_notes(judge):
             print_message(terminal, note)
+    if facts.get("assertions"):
+        print_message(terminal, assertion_note(facts["assertions"]))
+        for broken in facts["assertions"]["broken"][:MAX_BROKEN]:
+            print_message(terminal, f"  broken: {broken['assertion']} on {broken['prompt'][:60]!r}")
     for warning in warnings_of(facts):
         print_message(terminal, warning, "yellow")
     print_message(terminal, f"report: {Path(result.folder) / REPORT}")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class AnswerPair:
     """The answers of both models to a prompt.
 
-    id: of the content of prompt and answers. prompt: as text. tags: groups of prompts that it
+    id: of the content of prompt and answers. prompt_key: of the content of the prompt. prompt: as
+    text. tags: groups of prompts that it
     belongs to. origin: place of the prompt, for messages.
     """
 
@@ -33,6 +34,7 @@ class AnswerPair:
     candidate: Completion
     tags: tuple[str, ...]
     origin: str
+    prompt_key: str = ""
 
     @property
     def length_difference(self) -> int:

@@ -20,6 +20,13 @@ from rich.console import Console
 from valence.config.parse import from_yaml
 from valence.data.load import stream
 from valence.errors import UserError
+from valence.evaluation.assertions import (
+    COLUMN,
+    Assertion,
+    check_assertions,
+    count_assertions,
+    parse_assertions,
+)
 from valence.evaluation.calibration import (
     MIN_AGREEMENT,
     Calibration,
@@ -74,17 +81,22 @@ class ModelComparison:
     duplicates: int = 0
     trained: Mapping[str, int] = field(default_factory=dict[str, int])
     calibrations: Sequence[Calibration] = ()
+    assertions: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
     folder: str = ""
 
-    def failed_gates(self, at_least: float) -> list[str]:
-        """For each judge by which the win rate is too low, a sentence that says so."""
+    def failed_gates(self, at_least: float | None, max_broken: int | None) -> list[str]:
+        """Sentences about win rates below ``at_least``, and about too many broken assertions."""
         rates = {judge.judge: judge.rates.rate for judge in self.judges}
-        return [
-            f"the win rate by {name} is {100 * rate.value:.1f} %"
+        failures = [
+            f"the win rate by {name} is {100 * rate.value:.1f} %, below {100 * at_least:g} %"
             for name, rate in rates.items()
-            if rate is not None and rate.value < at_least
+            if at_least is not None and rate is not None and rate.value < at_least
         ]
+        num_broken = len(self.assertions["broken"]) if self.assertions else 0
+        if max_broken is not None and num_broken > max_broken:
+            failures.append(f"{num_broken} assertions are broken, more than {max_broken}")
+        return failures
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings."""
@@ -96,6 +108,7 @@ class ModelComparison:
             "answers": {side: dict(facts) for side, facts in self.answers.items()},
             "judges": [judge.to_dict() for judge in self.judges],
             "calibrations": [calibration.to_dict() for calibration in self.calibrations],
+            **({} if self.assertions is None else {"assertions": dict(self.assertions)}),
             "notes": list(self.notes),
             "folder": self.folder,
         }
@@ -106,8 +119,9 @@ def compare_models(
     candidate: str,
     out: Path,
     *,
-    prompts: Sequence[str],
-    judges: Sequence[str],
+    prompts: Sequence[str] = (),
+    judges: Sequence[str] = (),
+    assertions: Sequence[str] = (),
     labels: Sequence[str] = (),
     min_agreement: float | None = None,
     allow_below: bool = False,
@@ -125,7 +139,8 @@ def compare_models(
 
     baseline, candidate: a run's folder, a recipe, or a model's folder or hub id; the same one on
     both sides is allowed. out: a folder; if an interrupted call wrote it, resume; ``fresh`` moves
-    it aside. judges: entries of a recipe's reward section, each a judge by itself. labels: files of
+    it aside. assertions: files of prompts with assertions, which are answered and not judged.
+    judges: entries of a recipe's reward section, each a judge by itself. labels: files of
     thumbs or pairs that each judge is measured against first; one that agrees with less than
     ``min_agreement`` of them is refused, unless ``allow_below``. tag: column of
     the prompts with the groups that are reported. max_failed: share of prompts without a verdict
@@ -137,14 +152,21 @@ def compare_models(
     specs = [list_rewards([_read_entry(judge)], None, ()) for judge in judges]
     for entries in specs:
         check_rewards(entries)
-    if not specs:
+    examples, checks, judged = _read_prompts(candidate, prompts, assertions, overrides)
+    if judged and not specs and not checks:
         raise UserError(
             "there is no judge",
             code="judge-missing",
             where="compare",
             fix="name a rule, a function, a reward model or a server with --judge",
         )
-    examples = load_prompts(with_files(candidate, prompts, overrides).recipe.data.eval)
+    if specs and not judged:
+        raise UserError(
+            "there are no prompts for the judge",
+            code="rows-missing",
+            where="compare",
+            fix="name a file of held-out prompts with --prompts",
+        )
     unique = {_prompt_key(example.prompt): example for example in reversed(examples)}
     examples_to_answer = [e for e in examples if unique[_prompt_key(e.prompt)] is e]
     trained, notes = _count_trained(
@@ -181,7 +203,9 @@ def compare_models(
             quiet=quiet,
             command=command,
         )
-    pairs = folder.read_pairs(examples_to_answer, tag)
+    all_pairs = folder.read_pairs(examples_to_answer, tag)
+    results = check_assertions(all_pairs, checks)
+    pairs = [pair for pair in all_pairs if pair.prompt_key in judged]
     summaries: list[JudgeSummary] = []
     for entries in specs:
         with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
@@ -193,12 +217,15 @@ def compare_models(
         summaries.append(summary)
     result = ModelComparison(
         models=_model_names(baseline, candidate),
-        num_prompts=len(pairs),
-        answers={side: _answer_facts([getattr(pair, side) for pair in pairs]) for side in SIDES},
+        num_prompts=len(all_pairs),
+        answers={
+            side: _answer_facts([getattr(pair, side) for pair in all_pairs]) for side in SIDES
+        },
         judges=summaries,
         duplicates=len(examples) - len(examples_to_answer),
         trained=trained,
         calibrations=calibrations,
+        assertions=count_assertions(results) if results else None,
         notes=notes,
         folder=str(out),
     )
@@ -254,6 +281,36 @@ def _check_failures(verdicts: Sequence[PairVerdict], max_failed: float, path: Pa
 
 
 # Prompts
+
+
+def _read_prompts(
+    target: str, prompts: Sequence[str], assertions: Sequence[str], overrides: Sequence[str]
+) -> tuple[list[Prompt], dict[str, list[Assertion]], set[str]]:
+    """All prompts, the assertions by the key of their prompt, and the keys of prompts to judge."""
+    if not prompts and not assertions:
+        raise UserError(
+            "there are no prompts",
+            code="rows-missing",
+            where="compare",
+            fix="name a file of held-out prompts with --prompts",
+        )
+    sources = with_files(target, [*prompts, *assertions], overrides).recipe.data.eval
+    judged = load_prompts(sources[: len(prompts)]) if prompts else []
+    checked = load_prompts(sources[len(prompts) :]) if assertions else []
+    without = next((example for example in checked if COLUMN not in example.info), None)
+    if without is not None:
+        raise UserError(
+            f"the row has no column {COLUMN!r}",
+            code="assertion-missing",
+            where=str(without.origin),
+            fix="add it, or name the file with --prompts",
+        )
+    checks: dict[str, list[Assertion]] = {}
+    for example in (*judged, *checked):
+        if (value := example.info.get(COLUMN)) is not None:
+            key = _prompt_key(example.prompt)
+            checks[key] = [*checks.get(key, []), *parse_assertions(value, str(example.origin))]
+    return [*judged, *checked], checks, {_prompt_key(example.prompt) for example in judged}
 
 
 def _prompt_key(content: Content) -> str:
@@ -363,6 +420,7 @@ class ComparisonFolder:
                 candidate=sampled_completion(rows[1]),
                 tags=_tags(example, tag),
                 origin=str(example.origin),
+                prompt_key=_prompt_key(example.prompt),
             )
             for example, *rows in zip(examples, *sides, strict=True)
         ]

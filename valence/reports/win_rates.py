@@ -42,7 +42,9 @@ def warnings_of(result: Json) -> list[str]:
             f"are not held out."
         )
     if result["duplicates"]:
-        messages.append(f"{result['duplicates']} duplicate prompts were left out.")
+        messages.append(
+            f"{result['duplicates']} rows repeat a prompt of another row, which is answered once."
+        )
     for side in SIDES:
         facts = result["answers"][side]
         for name in ("truncated", "empty"):
@@ -71,6 +73,17 @@ def calibration_row(calibration: Json) -> list[str]:
     ]
 
 
+def assertion_note(assertions: Json) -> str:
+    """How many assertions pass, in a sentence."""
+    unchecked = assertions["unchecked"]
+    more = f"; {unchecked} could not be checked" if unchecked else ""
+    return (
+        f"Of {assertions['number']} assertions the baseline passes {assertions['baseline']}, the "
+        f"candidate {assertions['candidate']}: {len(assertions['broken'])} broken, "
+        f"{len(assertions['fixed'])} fixed{more}."
+    )
+
+
 def judge_notes(judge: Json) -> list[str]:
     """How a judge worked, one sentence each."""
     messages: list[str] = []
@@ -96,6 +109,7 @@ def win_rate_page(result: Json) -> str:
             "lengths": {side: result["answers"][side]["mean_characters"] for side in SIDES},
         },
         "Limits of this comparison": warnings_of(result),
+        "Assertions": [assertion_note(result["assertions"])] if "assertions" in result else [],
         "Judges": [note for judge in judges for note in judge_notes(judge)],
     }
     if result["calibrations"]:
@@ -105,6 +119,13 @@ def win_rate_page(result: Json) -> str:
         if judge["tags"]:
             rows = [rates_row(tag, rates) for tag, rates in judge["tags"].items()]
             sections[f"By tag: {judge['judge']}"] = {"header": HEADER, "rows": rows}
+    for kind in ("broken", "fixed"):
+        if entries := result.get("assertions", {}).get(kind):
+            sections[f"Assertions that are {kind}"] = {
+                "header": ("assertion", "prompt", "answer of the candidate"),
+                "rows": [(e["assertion"], e["prompt"], e["answer"][:MAX_TEXT]) for e in entries],
+                "texts": True,
+            }
     for judge in judges:
         for side in reversed(SIDES):
             examples = [_shortened(example) for example in judge["clearest"][side]]
