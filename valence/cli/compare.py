@@ -109,6 +109,15 @@ def compare(
             "for every judge.",
         ),
     ] = None,
+    votes: Annotated[
+        Path | None,
+        typer.Option(
+            "--votes",
+            metavar="FILE",
+            help="The --out of `valence collect BASELINE CANDIDATE`: people as a judge. Without "
+            "--prompts, no model answers.",
+        ),
+    ] = None,
     labels: Annotated[
         list[str] | None,
         typer.Option(
@@ -189,6 +198,7 @@ def compare(
                 prompts=prompts or [],
                 assertions=assertions or [],
                 judges=judge or [],
+                votes=votes,
                 labels=labels or [],
                 min_agreement=min_agreement,
                 allow_below=allow_below,
@@ -239,7 +249,9 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
     tables |= {f"\nBy tag: {judge['judge']}": judge["tags"] for judge in facts["judges"]}
     for title, rows in tables.items():
         if rows:
-            table = Table(*HEADER, box=None, pad_edge=False, title_justify="left")
+            table = Table(box=None, pad_edge=False)
+            for column in HEADER:
+                table.add_column(column, no_wrap=True)
             for name, rates in rows.items():
                 table.add_row(*rates_row(name, rates))
             if title:

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from valence.config.parse import from_yaml
+from valence.config.schema import RewardSettings
 from valence.data.load import stream
 from valence.errors import UserError
 from valence.evaluation.assertions import (
@@ -37,6 +38,7 @@ from valence.evaluation.calibration import (
 )
 from valence.evaluation.judges import AnswerPair, PairJudge, PairVerdict, build_judge
 from valence.evaluation.summary import JudgeSummary, summarize
+from valence.evaluation.votes import read_votes
 from valence.files import check_path
 from valence.jobs.reward_rows import list_rewards, sampled_completion
 from valence.jobs.row_job import Line, RowJob, as_line
@@ -59,6 +61,8 @@ SIDES = ("baseline", "candidate")
 READING = Draws(n=1, temperature=0.7, top_p=1.0, max_new_tokens=256)
 """Sampling parameters of both models unless others are set, whatever their recipes have."""
 TAG_COLUMNS = ("tags", "tag")
+PEOPLE = "people"
+"""Name of the votes among the judges."""
 MAX_FAILED = 0.1
 """Share of prompts without a verdict above which there is no result."""
 START_OVER = (
@@ -122,6 +126,7 @@ def compare_models(
     prompts: Sequence[str] = (),
     judges: Sequence[str] = (),
     assertions: Sequence[str] = (),
+    votes: Path | None = None,
     labels: Sequence[str] = (),
     min_agreement: float | None = None,
     allow_below: bool = False,
@@ -139,12 +144,13 @@ def compare_models(
 
     baseline, candidate: a run's folder, a recipe, or a model's folder or hub id; the same one on
     both sides is allowed. out: a folder; if an interrupted call wrote it, resume; ``fresh`` moves
-    it aside. assertions: files of prompts with assertions, which are answered and not judged.
-    judges: entries of a recipe's reward section, each a judge by itself. labels: files of
+    it aside. judges: entries of a recipe's reward section, each a judge by itself. assertions:
+    files of prompts with assertions, which are answered and not judged. votes: the --out of
+    ``valence collect``, which is another judge; with it alone, no model answers. labels: files of
     thumbs or pairs that each judge is measured against first; one that agrees with less than
-    ``min_agreement`` of them is refused, unless ``allow_below``. tag: column of
-    the prompts with the groups that are reported. max_failed: share of prompts without a verdict
-    above which UserError is raised. at: checkpoint of the baseline.
+    ``min_agreement`` of them is refused, unless ``allow_below``. tag: column of the prompts with
+    the groups that are reported. max_failed: share of prompts without a verdict above which
+    UserError is raised. at: checkpoint of the baseline.
 
     Raises UserError for invalid arguments, before any model is loaded.
     """
@@ -152,46 +158,33 @@ def compare_models(
     specs = [list_rewards([_read_entry(judge)], None, ()) for judge in judges]
     for entries in specs:
         check_rewards(entries)
-    examples, checks, judged = _read_prompts(candidate, prompts, assertions, overrides)
-    if judged and not specs and not checks:
-        raise UserError(
-            "there is no judge",
-            code="judge-missing",
-            where="compare",
-            fix="name a rule, a function, a reward model or a server with --judge",
-        )
-    if specs and not judged:
-        raise UserError(
-            "there are no prompts for the judge",
-            code="rows-missing",
-            where="compare",
-            fix="name a file of held-out prompts with --prompts",
-        )
-    unique = {_prompt_key(example.prompt): example for example in reversed(examples)}
-    examples_to_answer = [e for e in examples if unique[_prompt_key(e.prompt)] is e]
+    people = None if votes is None else read_votes(votes, baseline, candidate)
+    questions = ComparisonPrompts()
+    if prompts or assertions or votes is None:
+        questions = _read_prompts(candidate, prompts, assertions, overrides)
+    questions.check_judges(bool(specs))
     trained, notes = _count_trained(
-        dict(zip(SIDES, (baseline, candidate), strict=True)), unique.keys(), overrides
+        dict(zip(SIDES, (baseline, candidate), strict=True)), questions.by_key, overrides
     )
     folder = ComparisonFolder(out, fresh=fresh)
-    folder.write_prompts(examples_to_answer)
+    folder.write_prompts(questions.prompts)
     calibrations: list[Calibration] = []
     for entries in specs:
         settings = judge_settings(entries[0], "judge")
         files = labels or ([settings.labels] if settings and settings.labels else [])
-        with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
-            if files:
-                calibrations.append(calibrate(judge, read_labels(files)))
-            elif settings:
-                notes.append(f"{judge.name} was not measured against labels (--labels)")
         if files:
-            if not quiet:
-                print_message(console, describe(calibrations[-1]))
-            minimum = min_agreement or (settings.min_agreement if settings else MIN_AGREEMENT)
+            if min_agreement is not None:
+                minimum = min_agreement
+            else:
+                minimum = settings.min_agreement if settings else MIN_AGREEMENT
             is_allowed = allow_below or bool(settings and settings.allow_below)
-            require_agreement(
-                calibrations[-1], minimum, allow_below=is_allowed, setting="--allow-below"
-            )
+            show = None if quiet else console
+            calibrations.append(folder.calibrate(entries, files, minimum, is_allowed, show))
+        elif settings:
+            notes.append(f"{settings.model} was not measured against labels (--labels)")
     for side, target in zip(SIDES, (baseline, candidate), strict=True):
+        if not questions.prompts:
+            break
         sample_rows(
             target,
             folder.answers_path(side),
@@ -203,10 +196,13 @@ def compare_models(
             quiet=quiet,
             command=command,
         )
-    all_pairs = folder.read_pairs(examples_to_answer, tag)
-    results = check_assertions(all_pairs, checks)
-    pairs = [pair for pair in all_pairs if pair.prompt_key in judged]
+    all_pairs = folder.read_pairs(questions.prompts, tag)
+    results = check_assertions(all_pairs, questions.assertions)
+    pairs = [pair for pair in all_pairs if pair.prompt_key in questions.judged]
     summaries: list[JudgeSummary] = []
+    if people is not None:
+        summaries.append(summarize(PEOPLE, *people, seed=draws.seed))
+        all_pairs = all_pairs or people[0]
     for entries in specs:
         with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
             path = folder.verdicts_path(judge)
@@ -222,7 +218,7 @@ def compare_models(
             side: _answer_facts([getattr(pair, side) for pair in all_pairs]) for side in SIDES
         },
         judges=summaries,
-        duplicates=len(examples) - len(examples_to_answer),
+        duplicates=questions.duplicates,
         trained=trained,
         calibrations=calibrations,
         assertions=count_assertions(results) if results else None,
@@ -283,10 +279,52 @@ def _check_failures(verdicts: Sequence[PairVerdict], max_failed: float, path: Pa
 # Prompts
 
 
+@dataclass
+class ComparisonPrompts:
+    """by_key: each prompt once, by its content. assertions: of prompts, by the same key. judged:
+    keys of the prompts whose answers are judged. duplicates: rows with a prompt of another row.
+    """
+
+    by_key: dict[str, Prompt] = field(default_factory=dict[str, Prompt])
+    assertions: dict[str, list[Assertion]] = field(default_factory=dict[str, list[Assertion]])
+    judged: set[str] = field(default_factory=set[str])
+    duplicates: int = 0
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return list(self.by_key.values())
+
+    def add(self, example: Prompt) -> str:
+        """Add the prompt of a row. Returns its key."""
+        key = _prompt_key(example.prompt)
+        self.duplicates += key in self.by_key
+        self.by_key.setdefault(key, example)
+        if (value := example.info.get(COLUMN)) is not None:
+            assertions = parse_assertions(value, str(example.origin))
+            self.assertions[key] = [*self.assertions.get(key, []), *assertions]
+        return key
+
+    def check_judges(self, has_judges: bool) -> None:
+        """Raise UserError for prompts without a judge, or a judge without prompts."""
+        if self.judged and not has_judges and not self.assertions:
+            raise UserError(
+                "there is no judge",
+                code="judge-missing",
+                where="compare",
+                fix="name a rule, a function, a reward model or a server with --judge",
+            )
+        if has_judges and not self.judged:
+            raise UserError(
+                "there are no prompts for the judge",
+                code="rows-missing",
+                where="compare",
+                fix="name a file of held-out prompts with --prompts",
+            )
+
+
 def _read_prompts(
     target: str, prompts: Sequence[str], assertions: Sequence[str], overrides: Sequence[str]
-) -> tuple[list[Prompt], dict[str, list[Assertion]], set[str]]:
-    """All prompts, the assertions by the key of their prompt, and the keys of prompts to judge."""
+) -> ComparisonPrompts:
     if not prompts and not assertions:
         raise UserError(
             "there are no prompts",
@@ -295,22 +333,19 @@ def _read_prompts(
             fix="name a file of held-out prompts with --prompts",
         )
     sources = with_files(target, [*prompts, *assertions], overrides).recipe.data.eval
-    judged = load_prompts(sources[: len(prompts)]) if prompts else []
-    checked = load_prompts(sources[len(prompts) :]) if assertions else []
-    without = next((example for example in checked if COLUMN not in example.info), None)
-    if without is not None:
-        raise UserError(
-            f"the row has no column {COLUMN!r}",
-            code="assertion-missing",
-            where=str(without.origin),
-            fix="add it, or name the file with --prompts",
-        )
-    checks: dict[str, list[Assertion]] = {}
-    for example in (*judged, *checked):
-        if (value := example.info.get(COLUMN)) is not None:
-            key = _prompt_key(example.prompt)
-            checks[key] = [*checks.get(key, []), *parse_assertions(value, str(example.origin))]
-    return [*judged, *checked], checks, {_prompt_key(example.prompt) for example in judged}
+    questions = ComparisonPrompts()
+    for example in load_prompts(sources[: len(prompts)]) if prompts else ():
+        questions.judged.add(questions.add(example))
+    for example in load_prompts(sources[len(prompts) :]) if assertions else ():
+        if COLUMN not in example.info:
+            raise UserError(
+                f"the row has no column {COLUMN!r}",
+                code="assertion-missing",
+                where=str(example.origin),
+                fix="add it, or name the file with --prompts",
+            )
+        questions.add(example)
+    return questions
 
 
 def _prompt_key(content: Content) -> str:
@@ -408,6 +443,8 @@ class ComparisonFolder:
 
     def read_pairs(self, examples: Sequence[Prompt], tag: str | None) -> list[AnswerPair]:
         """The answers of both models, with the tags of their prompts."""
+        if not examples:
+            return []
         sides = [
             [json.loads(line) for line in self.answers_path(side).read_bytes().splitlines()]
             for side in SIDES
@@ -424,6 +461,22 @@ class ComparisonFolder:
             )
             for example, *rows in zip(examples, *sides, strict=True)
         ]
+
+    def calibrate(
+        self,
+        entries: Sequence[RewardSettings],
+        labels: Sequence[str],
+        minimum: float,
+        allow_below: bool,
+        console: Console | None,
+    ) -> Calibration:
+        """Measure a judge against labels. Raises UserError if it agrees too little."""
+        with closing(build_judge(entries, reward_model, self.path / REPLIES)) as judge:
+            calibration = calibrate(judge, read_labels(labels))
+        if console is not None:
+            print_message(console, describe(calibration))
+        require_agreement(calibration, minimum, allow_below=allow_below, setting="--allow-below")
+        return calibration
 
     def judge(
         self, judge: PairJudge, pairs: Sequence[AnswerPair], *, console: Console, quiet: bool

@@ -14,23 +14,21 @@ from valence.reports.rows import Json
 SIDES = ("baseline", "candidate")
 MAX_TEXT = 1500
 """Characters shown of a text."""
-HEADER = ("", "win rate", "95 % interval", "length-controlled", "95 % interval", "wins", "ties",
-          "losses", "no verdict")  # fmt: skip
+HEADER = ("", "win rate (95 % interval)", "length-controlled", "wins", "ties", "losses", "failed")
+"""Columns of the table of win rates."""
 
 
 def rates_row(name: str, rates: Json) -> list[str]:
     """A row of the table of win rates: the columns of ``HEADER``."""
-    cells = [name]
-    for estimate in (rates["win_rate"], rates["length_controlled"]):
-        cells += _cells(estimate)
-    return [*cells, *(str(rates[name]) for name in ("wins", "ties", "losses", "failed"))]
+    estimates = (_cell(rates["win_rate"]), _cell(rates["length_controlled"]))
+    return [name, *estimates, *(str(rates[key]) for key in HEADER[3:])]
 
 
-def _cells(estimate: Mapping[str, float] | None) -> list[str]:
+def _cell(estimate: Mapping[str, float] | None) -> str:
     if estimate is None:
-        return ["\N{EN DASH}"] * 2
-    low, high = 100 * estimate["low"], 100 * estimate["high"]
-    return [f"{100 * estimate['value']:.1f} %", f"{low:.1f} to {high:.1f} %"]
+        return "\N{EN DASH}"
+    value, low, high = (100 * estimate[name] for name in ("value", "low", "high"))
+    return f"{value:.1f} % ({low:.1f} to {high:.1f})"
 
 
 def warnings_of(result: Json) -> list[str]:
@@ -56,7 +54,7 @@ def warnings_of(result: Json) -> list[str]:
     return messages
 
 
-CALIBRATION = ("judge", "labels", "agreement", "95 % interval", "prefers the longer answer",
+CALIBRATION = ("judge", "labels", "agreement (95 % interval)", "prefers the longer answer",
                "people do", "first position")  # fmt: skip
 
 
@@ -68,7 +66,7 @@ def calibration_row(calibration: Json) -> list[str]:
     return [
         calibration["judge"],
         str(calibration["num_labels"]),
-        *_cells(calibration["agreement"]),
+        _cell(calibration["agreement"]),
         *("\N{EN DASH}" if share is None else f"{100 * share:.0f} %" for share in shares),
     ]
 
