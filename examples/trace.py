@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import valence
 from valence.batching.micro_batches import RankBatches, StepPacker
 from valence.batching.prefix_tree import PrefixTree
-from valence.data.encode import EncodedSet
+from valence.data.encoded_set import EncodedSet
 from valence.data.load import Loaded
 from valence.data.sources import Row
 from valence.online.collector import RolloutPrompt
@@ -51,6 +51,9 @@ ROW_DATA = (
     MicroBatch, PolicyOutput, StepResult, RolloutPrompt, RolloutGroup, Completion, Score,
 )  # fmt: skip
 """The forms that a row takes on its way."""
+
+STORAGE = ("ExampleStore.item", "TokenizedDataset.item", "TokenizedDataset._parts")
+"""Functions that return a row in the form in which it was stored."""
 
 SAMPLED = "HFGenerator._completion"
 """Here a completion comes into being."""
@@ -113,7 +116,7 @@ class Trace:
         while self._frames[-1][0] is not frame:
             self._frames.pop()
         _, branch = self._frames.pop()
-        if self._new_objects(result) and "<" not in name:
+        if self._new_objects(result) and "<" not in name and name not in STORAGE:
             file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
             files = self.branches.setdefault(branch, {}) if branch else self.files
             if name == SAMPLED and "the prompt" not in self.branches:
@@ -126,19 +129,23 @@ class Trace:
 
     def _new_objects(self, value: Any) -> bool:
         """Whether a value holds row data that was not seen before."""
-        found = [each for each in self._row_data(value, 3) if id(each) not in self._known]
-        self._known |= {id(each): each for each in found}  # kept alive, so that ids stay unique
-        return bool(found)
+        new_objects = [
+            candidate for candidate in self._row_data(value, 3) if id(candidate) not in self._known
+        ]
+        self._known |= {
+            id(candidate): candidate for candidate in new_objects
+        }  # kept alive, so that ids stay unique
+        return bool(new_objects)
 
     def _row_data(self, value: Any, depth: int) -> Iterator[Any]:
         if isinstance(value, ROW_DATA) or (self._num_steps and isinstance(value, torch.Tensor)):
             yield value
-        elif depth and isinstance(value, Mapping):
-            for each in list(value.values())[:8]:
-                yield from self._row_data(each, depth - 1)
+        elif depth and isinstance(value, dict):
+            for item in list(value.values())[:8]:
+                yield from self._row_data(item, depth - 1)
         elif depth and isinstance(value, list | tuple):
-            for each in value[:8]:
-                yield from self._row_data(each, depth - 1)
+            for item in value[:8]:
+                yield from self._row_data(item, depth - 1)
 
 
 def make_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

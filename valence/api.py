@@ -95,7 +95,7 @@ def train(
     can be known; Interrupted (a KeyboardInterrupt) after a signal or run.max_time, when the state
     is saved.
     """
-    given = {
+    arguments = {
         name: value for name, value in (("method", method), *settings.items()) if value is not None
     }
     sections = {
@@ -105,10 +105,10 @@ def train(
     }
     loaded = model if isinstance(model, nn.Module) else None
     if isinstance(model, str | Path):
-        given["model.name"] = str(model)
+        arguments["model.name"] = str(model)
     elif loaded is not None and not names_a_model(recipe):
-        given["model.name"] = name_of_model(loaded, tokenizer is not None)
-    recipe, overrides = recipe_from_arguments(recipe, overrides, given | sections)
+        arguments["model.name"] = name_of_model(loaded, tokenizer is not None)
+    recipe, overrides = recipe_from_arguments(recipe, overrides, arguments | sections)
     rows = {
         name: None if isinstance(value, Mapping) else value
         for name, value in (("train", train), ("eval", eval))
@@ -125,7 +125,7 @@ def train(
             reference=reference,
             optimizer=optimizer,
             scheduler=scheduler,
-            given=rows,
+            rows=rows,
             sinks=sinks,
             callbacks=callbacks,
             fresh=fresh,

@@ -32,7 +32,7 @@ def checksum(value: Any) -> int:
 
 def add_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
     """The object with its checksum as the last key."""
-    rest = {name: each for name, each in value.items() if name != KEY}
+    rest = {name: item for name, item in value.items() if name != KEY}
     return {**rest, KEY: checksum(rest)}
 
 
@@ -41,7 +41,7 @@ def verify(value: Mapping[str, Any], *, required: bool = False) -> dict[str, Any
 
     Raises ChecksumError when that is wrong, or missing and ``required``.
     """
-    rest = {name: each for name, each in value.items() if name != KEY}
+    rest = {name: item for name, item in value.items() if name != KEY}
     if KEY in value and value[KEY] != checksum(rest):
         raise ChecksumError("its checksum is wrong: it has changed since it was written")
     if required and KEY not in value:
@@ -58,8 +58,8 @@ def verify_text(text: str) -> None:
     """Raises ChecksumError when the last line holds a checksum that is not that of the lines
     above.
     """
-    found = LAST_LINE.search(text)
-    if found and int(found[1], 16) != crc32(text[: found.start()].encode()):
+    match = LAST_LINE.search(text)
+    if match and int(match[1], 16) != crc32(text[: match.start()].encode()):
         raise ChecksumError(
             "the checksum in its last line is wrong: it has changed since it was written"
         )

@@ -28,9 +28,9 @@ def check_path(path: str | Path, where: str | None = None) -> None:
     try:
         raw = os.fsencode(text)
     except UnicodeEncodeError as error:
-        what = "the path holds half a character, which no file name can"
+        message = "the path holds half a character, which no file name can"
         raise UserError(
-            what, code="path-invalid", where=where, fix="write the name out again"
+            message, code="path-invalid", where=where, fix="write the name out again"
         ) from error
     if b"\0" in raw:
         raise UserError(
@@ -41,11 +41,11 @@ def check_path(path: str | Path, where: str | None = None) -> None:
         )
     longest = max(map(len, raw.split(b"/")))
     if longest > LONGEST_NAME:
-        what = f"a name in the path has {longest} bytes, and file systems allow {LONGEST_NAME}"
-        raise UserError(what, code="path-too-long", where=where, fix="choose a shorter name")
+        message = f"a name in the path has {longest} bytes, and file systems allow {LONGEST_NAME}"
+        raise UserError(message, code="path-too-long", where=where, fix="choose a shorter name")
     if len(raw) > LONGEST_PATH:
-        what = f"the path has {len(raw)} bytes, and file systems allow {LONGEST_PATH}"
-        raise UserError(what, code="path-too-long", where=where, fix="choose a shorter path")
+        message = f"the path has {len(raw)} bytes, and file systems allow {LONGEST_PATH}"
+        raise UserError(message, code="path-too-long", where=where, fix="choose a shorter path")
 
 
 def expand_path(text: str, where: str | None = None) -> str:
@@ -59,9 +59,9 @@ def expand_path(text: str, where: str | None = None) -> str:
     try:
         return str(Path(text).expanduser())
     except RuntimeError as error:
-        what = f"there is no home folder for {text.split('/')[0]}"
+        message = f"there is no home folder for {text.split('/')[0]}"
         raise UserError(
-            what,
+            message,
             code="path-no-home",
             where=where or text,
             fix="write the path in full; ./~NAME is a file of that name",

@@ -96,5 +96,5 @@ def as_the_environment_says(where: str) -> Iterator[None]:
         yield
     except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
         fix = "correct HTTPS_PROXY, ALL_PROXY, NO_PROXY or SSL_CERT_FILE, or unset them"
-        what = f"the proxies or certificates of the environment cannot be used: {error}"
-        raise UserError(what, code="network-environment", where=where, fix=fix) from error
+        message = f"the proxies or certificates of the environment cannot be used: {error}"
+        raise UserError(message, code="network-environment", where=where, fix=fix) from error

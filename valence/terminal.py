@@ -257,7 +257,7 @@ def safe_streams() -> Iterator[None]:
 
     At the end one line on standard error says what could not be printed.
     """
-    before, said = warnings.formatwarning, set(output_errors())
+    before, reported = warnings.formatwarning, set(output_errors())
     out, err = ((s and resilient(s)) for s in (sys.stdout, sys.stderr))
     warnings.formatwarning = _format_warning
     try:
@@ -266,7 +266,7 @@ def safe_streams() -> Iterator[None]:
                 yield
             finally:
                 for message in output_errors():
-                    if message not in said and os.strerror(errno.EPIPE) not in message:
+                    if message not in reported and os.strerror(errno.EPIPE) not in message:
                         write_line(f"valence: {message}", sys.stderr)
     finally:
         warnings.formatwarning = before
@@ -289,10 +289,12 @@ def _format_warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    is_own = category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent)
+    is_from_valence = category is UserWarning and Path(filename).is_relative_to(
+        Path(__file__).parent
+    )
     text = (
         f"valence: warning: {message}"
-        if is_own
+        if is_from_valence
         else f"{filename}:{lineno}: {category.__name__}: {message}"
     )
     return f"{escape_control(text)}\n"

@@ -352,13 +352,15 @@ class MicroBatch:
 
     def part(self, *, requires_grad: bool) -> MicroBatch:
         """The same rows, of which losses read only the sequences with (or without) gradient."""
-        kept = [s for s, has_grad in enumerate(self.requires_grad) if has_grad is requires_grad]
-        if len(kept) == self.sequences:
+        sequences = [
+            s for s, has_grad in enumerate(self.requires_grad) if has_grad is requires_grad
+        ]
+        if len(sequences) == self.sequences:
             return self
         device = self.sequence_ids.device
         new_ids = self.cpu_scored.new_full((self.sequences,), -1)
-        new_ids[kept] = new_ids.new_tensor(range(len(kept)))
-        index = sent(new_ids.new_tensor(kept), device)
+        new_ids[sequences] = new_ids.new_tensor(range(len(sequences)))
+        index = sent(new_ids.new_tensor(sequences), device)
         readers = new_ids[self.cpu_scored[1]]
         is_read = readers >= 0
         cpu_scored = self.cpu_scored[:, is_read]
@@ -375,11 +377,11 @@ class MicroBatch:
             loss_mask=self.loss_mask & (sequence_ids >= 0),
             scored=sent(cpu_scored[0], device),
             cpu_scored=cpu_scored,
-            leaves=tuple(self.leaves[s] for s in kept),
-            requires_grad=(requires_grad,) * len(kept),
+            leaves=tuple(self.leaves[s] for s in sequences),
+            requires_grad=(requires_grad,) * len(sequences),
             label=None if self.label is None else self.label[index],
             target=None if self.target is None else self.target[index],
-            ids=tuple(self.ids[s] for s in kept),
+            ids=tuple(self.ids[s] for s in sequences),
             token_columns={name: values[places] for name, values in self.token_columns.items()},
             **columns,
         )

@@ -57,33 +57,41 @@ ROWS: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
 )
 
 
-def table(found: dict[Case, Figures]) -> str:
-    lines = [f"{'':38}" + "".join(f"{case.name:>24}" for case in found)]
+def table(figures_by_case: dict[Case, Figures]) -> str:
+    lines = [f"{'':38}" + "".join(f"{case.name:>24}" for case in figures_by_case)]
     for name, form, value in ROWS:
         lines.append(
-            f"{name:38}" + "".join(f"{value(figures):24{form}}" for figures in found.values())
+            f"{name:38}"
+            + "".join(f"{value(figures):24{form}}" for figures in figures_by_case.values())
         )
     return "\n".join(lines)
 
 
-def verdict(found: dict[Case, Figures]) -> tuple[str, bool]:
+def verdict(figures_by_case: dict[Case, Figures]) -> tuple[str, bool]:
     """The last line, and whether everything held."""
-    busy = max((case for case in found if case.threads > 1), key=lambda case: found[case].weights)
-    free = next(case for case in found if case.threads == 1)
-    largest, whole = found[busy], median(found[busy].at_once)
+    busy = max(
+        (case for case in figures_by_case if case.threads > 1),
+        key=lambda case: figures_by_case[case].weights,
+    )
+    free = next(case for case in figures_by_case if case.threads == 1)
+    largest, at_once = figures_by_case[busy], median(figures_by_case[busy].at_once)
     figures = (
-        ("bytes", max(f.size / f.weights for f in found.values()) / FLOOR, BYTES),
+        ("bytes", max(f.size / f.weights for f in figures_by_case.values()) / FLOOR, BYTES),
         ("memory", largest.peak * 1e6 / largest.size, MEMORY),
         ("call", median(largest.call) / largest.fresh, COPIES),
-        ("stall with a core free", found[free].stall / median(found[free].at_once), FREE),
-        ("with all busy", largest.stall / whole, BUSY),
-        ("resume", sum(largest.resumed) / whole, RESUME),
+        (
+            "stall with a core free",
+            figures_by_case[free].stall / median(figures_by_case[free].at_once),
+            FREE,
+        ),
+        ("with all busy", largest.stall / at_once, BUSY),
+        ("resume", sum(largest.resumed) / at_once, RESUME),
     )
-    said = "; ".join(
+    summary = "; ".join(
         f"{name} {v:.2f} (bar {bar:g}) {'held' if v <= bar else 'short'}"
         for name, v, bar in figures
     )
-    return said, all(v <= bar for _, v, bar in figures)
+    return summary, all(v <= bar for _, v, bar in figures)
 
 
 def main() -> int:
@@ -96,12 +104,14 @@ def main() -> int:
     quick = parser.parse_args().quick
     disable_progress_bar()
     tokenizer = tokenizer_of_bytes()
-    found: dict[Case, Figures] = {}
+    figures_by_case: dict[Case, Figures] = {}
     for case in QUICK if quick else CASES:
         with TemporaryDirectory() as folder:
-            found[case] = measured(case, Path(folder) / "run", tokenizer, 3 if quick else 5)
-    line, held = verdict(found)
-    print(f"{table(found)}\n\n{line}")
+            figures_by_case[case] = measured(
+                case, Path(folder) / "run", tokenizer, 3 if quick else 5
+            )
+    line, held = verdict(figures_by_case)
+    print(f"{table(figures_by_case)}\n\n{line}")
     return 0 if held else 1
 
 

@@ -108,7 +108,7 @@ def build(
     }
     return valence.build_run(
         recipe,
-        given={"train": rows},
+        rows={"train": rows},
         model=model,
         tokenizer=tokenizer,
         callbacks=callbacks,

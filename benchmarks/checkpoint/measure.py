@@ -70,7 +70,7 @@ class Figures:
     @property
     def stall(self) -> float:
         """By how much a save in the background delays training."""
-        return median(call + beside for call, beside in zip(self.call, self.beside, strict=True))
+        return median(call + during for call, during in zip(self.call, self.beside, strict=True))
 
 
 class Enough(Exception):
@@ -80,21 +80,21 @@ class Enough(Exception):
 def measured(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, rounds: int) -> Figures:
     """Trains a case, saving in between, and takes up what was saved."""
     torch.set_num_threads(case.threads)
-    told: list[Generator[None, float, None]] = []
+    timings: list[Generator[None, float, None]] = []
     ended = 0.0
 
     def after_step(_: Trainer, __: Mapping[str, Any]) -> None:
         nonlocal ended
         try:
-            told[0].send(time.perf_counter() - ended)
+            timings[0].send(time.perf_counter() - ended)
         except StopIteration:
             raise Enough from None
         ended = time.perf_counter()
 
     run = build(case, folder, tokenizer, (after_step,))
     figures = Figures(sum(p.numel() for p in run.state.trained_weights.values()))
-    told.append(_script(run, folder, figures, rounds))
-    next(told[0])
+    timings.append(_script(run, folder, figures, rounds))
+    next(timings[0])
     with suppress(Enough):
         run.fit()
     assert run.folder is not None
@@ -153,8 +153,8 @@ def writing() -> bool:
 
 
 def _checkpoint(folder: Path) -> Path:
-    (found,) = (folder / "checkpoints").glob("step-*")
-    return found
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    return checkpoint
 
 
 @contextmanager
@@ -189,8 +189,8 @@ def _resumed(run: Trainer, path: Path) -> tuple[float, float, float]:
     moments.append(time.perf_counter())
     run.load_state_dict(state)
     moments.append(time.perf_counter())
-    begun, checked, read, taken = moments
-    return checked - begun, read - checked, taken - read
+    begun, checked, read, written = moments
+    return checked - begun, read - checked, written - read
 
 
 def copies(size: int) -> tuple[float, float]:

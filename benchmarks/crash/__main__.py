@@ -64,9 +64,9 @@ class Series:
             trial = self.laboratory.until_done(case, run, random.Random(f"{self.seed}/{number}"))
             with self.lock:
                 self.trials[case.name].append(trial)
-                for what in trial.wrong:
+                for error in trial.wrong:
                     print(
-                        f"{case.name}, run {number} (killed {trial.kills} times): {what}",
+                        f"{case.name}, run {number} (killed {trial.kills} times): {error}",
                         flush=True,
                     )
             shutil.rmtree(run, ignore_errors=True)
@@ -125,10 +125,13 @@ def main() -> int:
         )
         series.run()
         show(series)
-    found = [trial for trials in series.trials.values() for trial in trials]
-    same, killed = sum(not trial.wrong for trial in found), sum(trial.kills for trial in found)
-    held = same == len(found) and killed >= kills
-    print(f"identical {same}/{len(found)} {'held' if same == len(found) else 'short'} "
+    all_trials = [trial for trials in series.trials.values() for trial in trials]
+    same, killed = (
+        sum(not trial.wrong for trial in all_trials),
+        sum(trial.kills for trial in all_trials),
+    )
+    held = same == len(all_trials) and killed >= kills
+    print(f"identical {same}/{len(all_trials)} {'held' if same == len(all_trials) else 'short'} "
           f"kills {killed}>={kills} {'held' if killed >= kills else 'short'}")  # fmt: skip
     return 0 if held else 1
 

@@ -118,8 +118,8 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
         "eval": {"every": 4},
         "run": {"save_every": 3, "log_every": 2, "keep": 2, "keep_best": {"metric": "eval/loss"}},
     }
-    whole = {name: section | sections.pop(name, {}) for name, section in defaults.items()}
-    return {"method": case.method, "model": model, **whole, **sections} | (
+    merged = {name: section | sections.pop(name, {}) for name, section in defaults.items()}
+    return {"method": case.method, "model": model, **merged, **sections} | (
         {"mix": mix} if mix else {}
     )
 
@@ -127,9 +127,9 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
 MANY_BATCHES = {"train": {"micro_batch_tokens": 90}}
 FOLLOWS = {"reference": {"sync_every": 4, "sync_mix": 0.6}}
 ALSO_SFT = {"mix": [{"method": "sft", "train": "shown", "batch_size": 3, "weight": 0.5}]}
-WHOLE_MODELS = {"run": {"save_hf": True}}
+SAVED_MODELS = {"run": {"save_hf": True}}
 SPLIT = {"parallel": {"shard": "full"}}
-OWN = {
+ONLINE = {
     "reward": {"reward": "length", "settings": {"unit": "characters", "most": 3, "fall": 10}},
     "rollout": {"num_rollouts": 3, "max_new_tokens": 6, "epochs": 2, "steps": 2},
     "train": {"max_steps": 17, "epochs": 9.0},
@@ -149,19 +149,21 @@ CASES = (
     Case("dpo that follows, lora", "dpo", "pairs", True, FOLLOWS),
     Case("dpo that follows", "dpo", "pairs", False, FOLLOWS),
     Case("sft, lora", "sft", "shown", True),
-    Case("sft, whole models", "sft", "shown", False, WHOLE_MODELS),
+    Case("sft, whole models", "sft", "shown", False, SAVED_MODELS),
     Case("grpo, lora", "grpo", "groups", True, MANY_BATCHES),
     Case("grpo", "grpo", "groups", False),
     Case("ppo, lora", "ppo", "groups", True),
     Case("ppo", "ppo", "groups", False),
-    Case("pointwise, lora, models", "pointwise", "thumbs", True, WHOLE_MODELS),
+    Case("pointwise, lora, models", "pointwise", "thumbs", True, SAVED_MODELS),
     Case("pointwise", "pointwise", "thumbs", False),
     Case("aot, lora", "aot", "pairs", True),
     Case("aot", "aot", "pairs", False),
-    Case("own answers, grpo, lora", "grpo", "asked", True, OWN | {"reference": {"sync_every": 4}}),
-    Case("own answers, ppo", "ppo", "asked", False, OWN | {"loss": {"kl_target": 0.5}}),
-    Case("own answers, dapo, lora", "dapo", "asked", True, OWN),
-    Case("own answers, kto, 2 processes", "online_kto", "asked", True, OWN, processes=2),
+    Case(
+        "own answers, grpo, lora", "grpo", "asked", True, ONLINE | {"reference": {"sync_every": 4}}
+    ),
+    Case("own answers, ppo", "ppo", "asked", False, ONLINE | {"loss": {"kl_target": 0.5}}),
+    Case("own answers, dapo, lora", "dapo", "asked", True, ONLINE),
+    Case("own answers, kto, 2 processes", "online_kto", "asked", True, ONLINE, processes=2),
     Case("kto, lora, 2 processes", "kto", "thumbs", True, MANY_BATCHES, processes=2),
     Case("dpo, 2 that share it", "dpo", "pairs", False, MANY_BATCHES | SPLIT, processes=2),
 )

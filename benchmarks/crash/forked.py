@@ -33,7 +33,7 @@ def popen_forks(program: Callable[[], None]):
             env: Mapping[str, str],
             preexec_fn: Callable[[], None],
             pass_fds: Sequence[int],
-            **how: Any,
+            **arguments: Any,
         ) -> None:
             def child() -> None:  # the last that Popen calls before it would start another program
                 subprocess.Popen = plain  # type: ignore[misc]  # what the program itself starts is no copy of it
@@ -41,15 +41,15 @@ def popen_forks(program: Callable[[], None]):
                 as_if_new(env, pass_fds)
                 os._exit(status_of(program))
 
-            super().__init__(command, env=env, preexec_fn=child, pass_fds=pass_fds, **how)
+            super().__init__(command, env=env, preexec_fn=child, pass_fds=pass_fds, **arguments)
 
     with patch.object(subprocess, "Popen", Forked):
         yield
 
 
-def as_if_new(env: Mapping[str, str], kept: Sequence[int]) -> None:
+def as_if_new(env: Mapping[str, str], inherited: Sequence[int]) -> None:
     """No more files are open, signals do what they do by default, and objects are collected."""
-    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *kept}:
+    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *inherited}:
         try:
             os.close(fd)
         except OSError:  # that of the listing itself

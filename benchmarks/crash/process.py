@@ -113,13 +113,13 @@ def _path(name: Any, directory: int | None) -> str:
     return os.path.abspath(where)
 
 
-def train(recipe: str, run: str, notes: Sequence[Notes], kill: Kill | None, said: str) -> None:
+def train(recipe: str, run: str, notes: Sequence[Notes], kill: Kill | None, command: str) -> None:
     """`valence train`, in a process that was forked for it, or in several. said: a file for what it
     prints.
     """
     if len(os.listdir(f"/proc/{os.getppid()}/task")) > 1:
         sys.exit("the parent had threads when it forked")
-    out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    out = os.open(command, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(out, stream)
     sys.argv = ["valence", "train", recipe, f"run.dir={run}"]
@@ -135,21 +135,26 @@ def train(recipe: str, run: str, notes: Sequence[Notes], kill: Kill | None, said
 def _work(run: str, notes: Sequence[Notes], kill: Kill | None, launcher: int) -> None:
     """A process that trains."""
     rank = int(os.environ.get("RANK", "0"))
-    own = notes[rank]
-    own.pid = os.getpid()
+    rank_notes = notes[rank]
+    rank_notes.pid = os.getpid()
 
     def count(kind: str) -> None:
-        setattr(own, kind, getattr(own, kind) + 1)
+        setattr(rank_notes, kind, getattr(rank_notes, kind) + 1)
         ours = kill is not None and kill.by == kind and rank == max(kill.who, 0)
-        if kill is not None and ours and getattr(own, kind) >= kill.at and not own.killed:
-            own.killed = 1
-            os.kill(launcher if kill.who == LAUNCHER else own.pid, signal.SIGKILL)
+        if (
+            kill is not None
+            and ours
+            and getattr(rank_notes, kind) >= kill.at
+            and not rank_notes.killed
+        ):
+            rank_notes.killed = 1
+            os.kill(launcher if kill.who == LAUNCHER else rank_notes.pid, signal.SIGKILL)
 
     def changes(_: str, path: str) -> None:
         if path.startswith(run + os.sep):
             count("saving" if path[len(run) + 1 :].startswith("checkpoints") else "other")
 
-    _note(own, lambda: count("steps"))
+    _note(rank_notes, lambda: count("steps"))
     operations(changes)
     from tqdm import std
 

@@ -110,8 +110,8 @@ class Laboratory:
             process.kill()
             process.join()
         ended = time.monotonic()
-        left = _left([each.pid for each in notes])
-        killed = killed or any(each.killed for each in notes)
+        left = _left([process.pid for process in notes])
+        killed = killed or any(process.killed for process in notes)
         status = -signal.SIGALRM if late else process.exitcode
         return Ended(status, killed, ended - began, max(0.0, notes[0].ready - began), notes, left)
 
@@ -121,18 +121,20 @@ class Laboratory:
             run = self.folder / f"{case.name} alone"
             ended = self.start(case, run)
             if ended.status:
-                raise RuntimeError(f"{case.name} ended with status {ended.status}: {said(run)}")
+                raise RuntimeError(
+                    f"{case.name} ended with status {ended.status}: {output_of(run)}"
+                )
             self.alone[case.name] = run, ended
         return self.alone[case.name]
 
     def until_done(self, case: Case, run: Path, draw: random.Random) -> Trial:
         """Kills a run at moments that are drawn, until it ends by itself."""
-        whole = self.left_alone(case)[1]
-        return self.killed(case, run, (drawn(draw, whole) for _ in count()))
+        undisturbed = self.left_alone(case)[1]
+        return self.killed(case, run, (drawn(draw, undisturbed) for _ in count()))
 
     def killed(self, case: Case, run: Path, kills: Iterator[Kill]) -> Trial:
         """Kills a run as long as there are kills, until it ends by itself."""
-        other, whole = self.left_alone(case)
+        other, undisturbed = self.left_alone(case)
         trial = Trial()
         while True:
             before = newest(run)
@@ -148,22 +150,22 @@ class Laboratory:
             if newest(run) < before:
                 trial.wrong.append(f"checkpoint step-{before} was lost")
         if ended.status:
-            trial.wrong.append(f"exit status {ended.status}: {said(run)}")
+            trial.wrong.append(f"exit status {ended.status}: {output_of(run)}")
             return trial
-        if ended.notes.steps + before != whole.notes.steps:
+        if ended.notes.steps + before != undisturbed.notes.steps:
             trial.wrong.append(
-                f"ran {ended.notes.steps} steps after step {before} of {whole.notes.steps}"
+                f"ran {ended.notes.steps} steps after step {before} of {undisturbed.notes.steps}"
             )
         trial.wrong += differences(run, other)
-        kept, wanted = states(run), states(other)
+        actual, wanted = states(run), states(other)
         if trial.stopped:  # it has saved where it stopped as well, and removed an older one for it
-            kept, wanted = (
-                {name: each[name] for name in kept.keys() & wanted.keys()}
-                for each in (kept, wanted)
+            actual, wanted = (
+                {name: state[name] for name in actual.keys() & wanted.keys()}
+                for state in (actual, wanted)
             )
-        if kept != wanted or not kept:
+        if actual != wanted or not actual:
             trial.wrong.append(
-                f"the checkpoints {', '.join(sorted(kept))} are not as those of "
+                f"the checkpoints {', '.join(sorted(actual))} are not as those of "
                 f"{', '.join(sorted(wanted))}"
             )
         if holder(run) is not None:
@@ -173,18 +175,18 @@ class Laboratory:
         return trial
 
 
-def drawn(draw: random.Random, whole: Ended) -> Kill:
+def drawn(draw: random.Random, undisturbed: Ended) -> Kill:
     """A moment, or a file operation, of a whole run; of several processes, one or their
     launcher.
     """
-    several = len(whole.processes) > 1
-    who = draw.choice((*range(len(whole.processes)), LAUNCHER)) if several else 0
+    several = len(undisturbed.processes) > 1
+    who = draw.choice((*range(len(undisturbed.processes)), LAUNCHER)) if several else 0
     by = draw.choice(("seconds", "seconds", "saving", "other"))
-    most = getattr(whole.processes[max(who, 0)], by) if by != "seconds" else 0
+    limit = getattr(undisturbed.processes[max(who, 0)], by) if by != "seconds" else 0
     return (
-        Kill(by, draw.randint(1, most), who)
-        if most
-        else Kill("seconds", draw.uniform(0, whole.seconds), who)
+        Kill(by, draw.randint(1, limit), who)
+        if limit
+        else Kill("seconds", draw.uniform(0, undisturbed.seconds), who)
     )
 
 
@@ -229,7 +231,7 @@ def newest(run: Path) -> int:
     return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")), default=0)
 
 
-def said(run: Path) -> str:
+def output_of(run: Path) -> str:
     """The last lines that a process of a run printed."""
     path = Path(f"{run}.said")
     return (
@@ -244,7 +246,7 @@ def states(run: Path) -> dict[str, dict[str, bytes]]:
 
     What other libraries draw has no seed.
     """
-    found: dict[str, dict[str, bytes]] = {}
+    contents: dict[str, dict[str, bytes]] = {}
     for path in run.glob("checkpoints/*/*.safetensors"):
         tensors = {
             f"{path.name} {name}": array.tobytes() for name, array in load_file(path).items()
@@ -254,15 +256,15 @@ def states(run: Path) -> dict[str, dict[str, bytes]]:
             for name, content in tensors.items()
             if not any(part in name for part in UNSEEDED)
         }
-        found.setdefault(path.parent.name, {}).update(seeded)
-    return found
+        contents.setdefault(path.parent.name, {}).update(seeded)
+    return contents
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
     """In what a finished run differs from another of the same recipe: weights, log, evaluations,
     status.
     """
-    found = [
+    differences = [
         f"{name} differs"
         for pattern in ("model/*.safetensors", "eval/*.json")
         for name in sorted(
@@ -275,21 +277,21 @@ def differences(ours: Path, theirs: Path) -> list[str]:
         if _content(ours / name) != _content(theirs / name)
     ]
     if not any((ours / "model").glob("*.safetensors")):
-        found.append("there is no model")
+        differences.append("there is no model")
     if not (ours / "report.html").is_file():
-        found.append("there is no report")
+        differences.append("there is no report")
     log, other = logged(ours), logged(theirs)
     if log != other:
         first = next(
             (i for i, (a, b) in enumerate(zip(log, other, strict=False), 1) if a != b),
             min(len(log), len(other)) + 1,
         )
-        found.append(f"the log differs from line {first} of {len(log)} and {len(other)}")
+        differences.append(f"the log differs from line {first} of {len(log)} and {len(other)}")
     trained = [record["step"] for record in log if "loss" in record]
     if trained != sorted(set(trained)):
-        found.append(f"the log has the steps {trained}")
+        differences.append(f"the log has the steps {trained}")
     status = json.loads((ours / "run.json").read_text(encoding="utf-8"))["status"]
-    return found + ([] if status == "done" else [f"the run's status is {status}"])
+    return differences + ([] if status == "done" else [f"the run's status is {status}"])
 
 
 def logged(run: Path) -> list[dict[str, Any]]:

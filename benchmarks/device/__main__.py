@@ -80,14 +80,14 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
     """The median of some runs, when the device is done; the first two, which compile, do not
     count.
     """
-    taken: list[float] = []
+    durations: list[float] = []
     for _ in range(REPEATS + 2):
         wait(device)
         began = time.perf_counter()
         run()
         wait(device)
-        taken.append(time.perf_counter() - began)
-    return median(taken[2:])
+        durations.append(time.perf_counter() - began)
+    return median(durations[2:])
 
 
 def wait(device: torch.device) -> None:
@@ -120,11 +120,11 @@ def head(shape: Shape, tokens: int, device: torch.device) -> float:
     )
     target = torch.randint(0, shape.vocabulary, (tokens,), device=device)
     grad = torch.randn(tokens, device=device)
-    whole = Head(layer, half=True)
+    half_head = Head(layer, half=True)
 
     def run() -> None:
         hidden.grad = layer.weight.grad = None
-        whole(hidden, target)[0].backward(grad)
+        half_head(hidden, target)[0].backward(grad)
 
     weight, x = layer.weight.detach().bfloat16(), hidden.detach()
     slopes = torch.randn(tokens, shape.vocabulary, device=device, dtype=torch.bfloat16)
@@ -134,13 +134,13 @@ def head(shape: Shape, tokens: int, device: torch.device) -> float:
         torch.mm(slopes, weight)
         torch.mm(slopes.t(), x)
 
-    taken, least = seconds(run, device), seconds(bare, device)
+    duration, baseline = seconds(run, device), seconds(bare, device)
     print(
-        f"head: {tokens} tokens, {shape.vocabulary} x {shape.hidden}: {taken:.4f} s, bare "
-        f"products {least:.4f} s",
+        f"head: {tokens} tokens, {shape.vocabulary} x {shape.hidden}: {duration:.4f} s, bare "
+        f"products {baseline:.4f} s",
         flush=True,
     )
-    return taken / least
+    return duration / baseline
 
 
 def steps(shape: Shape, device: torch.device, rate: float, *, recomputed: bool) -> None:
@@ -182,15 +182,15 @@ def steps(shape: Shape, device: torch.device, rate: float, *, recomputed: bool) 
             clear(policy.parameters())
             return loss
 
-        taken = seconds(run, device)
+        duration = seconds(run, device)
         loss, peak = peak_above_idle(run, device)
         work = work_of(case, units)
         parts = [speed.Work(work.layers[k], work.head[k], work.seen[k]) for k in (0, 1)]
-        share = speed.step(shape_of(policy.causal), *parts) / rate / taken
-        tokens = sum(work.layers) / taken
+        share = speed.step(shape_of(policy.causal), *parts) / rate / duration
+        tokens = sum(work.layers) / duration
         kind = f"{shape.name}{', recomputed' if recomputed else ''}"
         print(
-            f"{case.name:>12} {kind:18} loss {loss:9.4f}  {taken:8.3f} s  {tokens:10,.0f} "
+            f"{case.name:>12} {kind:18} loss {loss:9.4f}  {duration:8.3f} s  {tokens:10,.0f} "
             f"tokens/s  "
             f"{share:5.2f} of the ceiling  {peak / 1e3:6.1f} GB above weights",
             flush=True,

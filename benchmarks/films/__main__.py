@@ -58,13 +58,13 @@ def main() -> int:
         began = time.monotonic()
         valence.train(recipe(model, folder), quiet=True)
         seconds = time.monotonic() - began
-        found = json.loads((folder / "run" / "eval" / "test.json").read_text(encoding="utf-8"))[
+        metrics = json.loads((folder / "run" / "eval" / "test.json").read_text(encoding="utf-8"))[
             "metrics"
         ]
-    for name, value in found.items():
+    for name, value in metrics.items():
         print(f"{name:28}{value:10.4f}")
     bar = 0.5 + 3 * 0.5 / held_out**0.5 if quick else ACCURACY
-    right = found["rewards/accuracies"]
+    right = metrics["rewards/accuracies"]
     held = right >= bar
     line = f"accuracy {right:.3f}>={bar:.2f} {'held' if held else 'short'}"
     if not quick:

@@ -151,8 +151,8 @@ class Audited:
         with TemporaryDirectory() as place:
             file = Path(place) / "rows.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            examples = [each for _, each in stream(DataFile(str(file)))]
-        judged = [each for each in examples if isinstance(each, Judgement)]
+            examples = [example for _, example in stream(DataFile(str(file)))]
+        judged = [example for example in examples if isinstance(example, Judgement)]
         assert len(judged) == len(rows)
         policy, encoder = load_policy(
             str(model), with_files(str(model), [], ["data.max_length=2048"])
@@ -161,9 +161,9 @@ class Audited:
         assert len(units) == len(rows)
         states = hidden_states(policy, units, quiet=True)
         self.states = torch.cat(list(states))
-        forms = [form_of(content_text(each.completion)) for each in judged]
+        forms = [form_of(content_text(judgement.completion)) for judgement in judged]
         self.form = torch.tensor([list(form.values()) for form in forms]).log1p()
-        self.groups = [content_id(each.prompt, each.completion) for each in judged]
+        self.groups = [content_id(judgement.prompt, judgement.completion) for judgement in judged]
 
     def order(self, features: torch.Tensor, rows: Rows, c: float) -> list[int]:
         """The indices of the rows, the least probable label first."""

@@ -83,12 +83,12 @@ def model(seed: int) -> torch.nn.Module:
         bos_token_id=1,
         eos_token_id=2,
     )
-    made = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in model.parameters():
             if weight.ndim >= 2:
                 weight.mul_(8)  # so that log-probabilities of the two models differ by some nats
-    return made.eval()
+    return model.eval()
 
 
 def rows(kind: Kind, seed: int = 0) -> list[TokenizedExample]:
@@ -101,18 +101,18 @@ def rows(kind: Kind, seed: int = 0) -> list[TokenizedExample]:
     prompts = [ids(20, 120) for _ in range(ROWS - 4)]
     prompts += prompts[:4]
     sides = {"preference": 2, "ranking": 4}.get(kind, 1)
-    made: list[TokenizedExample] = []
+    examples: list[TokenizedExample] = []
     for i, prompt in enumerate(prompts):
         answers = tuple(
             TokenizedCompletion(a, (True,) * len(a)) for a in (ids(10, 60) for _ in range(sides))
         )
-        made.append(TokenizedExample(
+        examples.append(TokenizedExample(
             id=f"row{i}", origin=Origin("made.jsonl", i + 1), kind=kind, prompt_ids=prompt,
             prompt_mask=(False,) * len(prompt), answers=answers,
             label=i % 3 != 0 if kind == "judgement" else None, weight=1.0 + i % 2,
             scores=tuple(draw.random() for _ in range(sides)) if kind == "ranking" else (),
         ))  # fmt: skip
-    return made
+    return examples
 
 
 def differences(
@@ -133,52 +133,54 @@ def differences(
         units: list[TokenizedExample], budget: int
     ) -> tuple[dict[str, float], torch.Tensor, int]:
         policy.zero_grad()
-        made = Objective(
+        objective = Objective(
             method, method.resolve({}), policy, reference, SingleProcess(), budget, MAX_LENGTH
         )
-        outcome = made.run([units[i] for i in canonical_order(units, 0, 0)], backward=True)
+        outcome = objective.run([units[i] for i in canonical_order(units, 0, 0)], backward=True)
         meter = Meter()
         meter.pool(outcome.metrics)
         gradient = torch.cat(
             [p.grad.double().flatten() for p in policy.parameters() if p.grad is not None]
         )
         return (
-            {"loss": float(outcome.loss)} | meter.reduce(made.group),
+            {"loss": float(outcome.loss)} | meter.reduce(objective.group),
             gradient,
             outcome.micro_batches,
         )
 
     numbers, gradient, _ = step(units, BUDGETS[0])
-    found, micro_batches = Difference(), set[int]()
-    for each in (policy, reference.engine):
-        each.lay_out(packed=packed)
+    difference, micro_batches = Difference(), set[int]()
+    for engine in (policy, reference.engine):
+        engine.lay_out(packed=packed)
     for seed in range(2):
         shuffled = random.Random(seed).sample(units, len(units))
         for budget in BUDGETS:
             again, cut_gradient, count = step(shuffled, budget)
             micro_batches.add(count)
 
-            def apart(metric: str, again: dict[str, float] = again) -> float:
+            def difference_of(metric: str, again: dict[str, float] = again) -> float:
                 return abs(again[metric] - numbers[metric]) if metric in numbers else 0.0
 
-            found = found.largest(Difference(
+            difference = difference.largest(Difference(
                 abs(again["loss"] - numbers["loss"]) / abs(numbers["loss"]),
                 float(abs(cut_gradient.norm() - gradient.norm()) / gradient.norm()),
                 float((cut_gradient - gradient).norm() / gradient.norm()),
-                apart("kl/raw"), apart("rewards/margins"),
+                difference_of("kl/raw"), difference_of("rewards/margins"),
             ))  # fmt: skip
-    return found, micro_batches
+    return difference, micro_batches
 
 
 CASES = [(dtype, name, True) for dtype in BOUNDS for name in METHODS_MEASURED]
 CASES += [(dtype, "kto", False) for dtype in BOUNDS]
 
 
-def exceeded(found: Difference, dtype: torch.dtype, packed: bool) -> list[str]:
+def exceeded(difference: Difference, dtype: torch.dtype, packed: bool) -> list[str]:
     """Names of the numbers that differ by more than their bound."""
     bound = (BOUNDS if packed else LAYOUT_BOUNDS)[dtype]
     return [
-        f.name for f in fields(Difference) if not getattr(found, f.name) <= getattr(bound, f.name)
+        f.name
+        for f in fields(Difference)
+        if not getattr(difference, f.name) <= getattr(bound, f.name)
     ]
 
 
@@ -190,9 +192,9 @@ def main() -> int:
     )
     holds = True
     for dtype, name, packed in CASES:
-        found, counts = differences(name, dtype, packed=packed)
-        holds &= not exceeded(found, dtype, packed)
-        numbers = "".join(f"{getattr(found, each):>11.1e}" for each in names)
+        difference, counts = differences(name, dtype, packed=packed)
+        holds &= not exceeded(difference, dtype, packed)
+        numbers = "".join(f"{getattr(difference, name):>11.1e}" for name in names)
         cuts = ",".join(map(str, sorted(counts))) if packed else "one by one"
         print(f"{str(dtype).removeprefix('torch.'):<10}{name:<8}{cuts:<16}{numbers}", flush=True)
     print("held" if holds else "short")

@@ -77,10 +77,12 @@ def recipe(case: Case, model: Path, folder: Path, steps: int) -> dict[str, Any]:
 def run(case: Case, folder: Path, base: nn.Module, model: Path, steps: int) -> Moved:
     began = time.monotonic()
     with TemporaryDirectory(dir=folder) as place:
-        given = None if METHODS[case.method].is_reward_model else copy.deepcopy(base)
-        made = build_run(recipe(case, model, Path(place), steps), model=given, quiet=True)
-        made.fit()
-        first, last = (made.evaluations[step][case.number] for step in sorted(made.evaluations))
+        policy = None if METHODS[case.method].is_reward_model else copy.deepcopy(base)
+        trainer = build_run(recipe(case, model, Path(place), steps), model=policy, quiet=True)
+        trainer.fit()
+        first, last = (
+            trainer.evaluations[step][case.number] for step in sorted(trainer.evaluations)
+        )
     return Moved(case, first, last, time.monotonic() - began)
 
 
@@ -104,20 +106,20 @@ def main() -> int:
     model = assets.smollm2()
     load_tokenizer(str(model))
     base = load_model(str(model), dtype=getattr(torch, assets.quick_dtype()))
-    found: list[Moved] = []
+    moved: list[Moved] = []
     print(f"{'case':24}{'held-out number':22}{'before':>10}{'after':>10}{'seconds':>9}")
     with TemporaryDirectory() as folder:
         for case in (case for case in CASES if case.name in names):
             one = run(case, Path(folder), base, model, QUICK_STEPS if options.quick else case.steps)
-            found.append(one)
+            moved.append(one)
             way = "held" if one.held else "short"
             print(
                 f"{case.name:24}{case.number:22}{one.before:10.4f}{one.after:10.4f}"
                 f"{one.seconds:9.0f}  {way}",
                 flush=True,
             )
-    print("; ".join(one.line for one in found))
-    return 0 if all(one.held for one in found) else 1
+    print("; ".join(one.line for one in moved))
+    return 0 if all(one.held for one in moved) else 1
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ ROWS: dict[str, Rows] = {
 }
 
 
-OWN_LOSS = ("slic", "cpo", "discopop")
+OTHER_LOSS = ("slic", "cpo", "discopop")
 """Methods whose first steps move something else than the margin: the likelihood of the chosen
 answer, or (discopop) both answers the other way. What they are meant to lower is their loss.
 """
@@ -59,7 +59,7 @@ def _case(name: str) -> Case:
         )
     if kind == "demonstration":
         return Case(name, name, "shown", "probs/token" if name == "dft" else "logps/token")
-    if name in OWN_LOSS:
+    if name in OTHER_LOSS:
         return Case(name, name, "pairs", "loss", up=False)
     # its penalty, fifty times the rest, asks first that chosen answers do not grow rarer
     if name == "dpop":

@@ -22,20 +22,20 @@ FILES = {"thumbs": "kto_en_demo.json", "pairs": "dpo_en_demo.json", "shown": "al
 def write(kind: Rows, folder: Path) -> tuple[Path, Path]:
     """Files of rows to train on and of held-out rows."""
     if kind in FILES:
-        found: list[Any] = json.loads(
+        rows: list[Any] = json.loads(
             (assets.llamafactory_data() / FILES[kind]).read_text(encoding="utf-8")
         )
-        found = [row for row in found if len(json.dumps(row)) < LETTERS[kind]]
+        rows = [row for row in rows if len(json.dumps(row)) < LETTERS[kind]]
         if kind == "thumbs":
-            ups, downs = ([row for row in found if row["label"] is tag] for tag in (True, False))
-            found = [row for both in zip(ups, downs, strict=False) for row in both]
+            ups, downs = ([row for row in rows if row["label"] is tag] for tag in (True, False))
+            rows = [row for both in zip(ups, downs, strict=False) for row in both]
     else:
-        found = [
+        rows = [
             film(text, liked, kind) for text, liked in assets.film_reviews(HELD_OUT[kind] + TRAINED)
         ]
     held_out = HELD_OUT[kind]
-    return _written(folder / f"{kind}.jsonl", found[held_out:][:TRAINED]), _written(
-        folder / f"{kind}_held.jsonl", found[:held_out]
+    return _written(folder / f"{kind}.jsonl", rows[held_out:][:TRAINED]), _written(
+        folder / f"{kind}_held.jsonl", rows[:held_out]
     )
 
 

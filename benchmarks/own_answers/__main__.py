@@ -113,21 +113,21 @@ class Learnt:
 def prompts(folder: Path, chat: bool) -> None:
     """Two files of prompts, about different things."""
     for name, things in (("train", THINGS[HELD_OUT:]), ("held", THINGS[:HELD_OUT])):
-        asked = [question.format(thing) for thing in things for question in QUESTIONS]
+        prompts = [question.format(thing) for thing in things for question in QUESTIONS]
         lines = [
             json.dumps({"prompt": [{"role": "user", "content": text}] if chat else text})
-            for text in asked
+            for text in prompts
         ]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
 
 def tiny(method: str, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
     """The same with a tiny model, all of which learns."""
-    made = recipe(method, folder / "model", folder, seed, rounds)
-    rollout = made["rollout"] | TINY_ROUND
-    train = made["train"] | {"learning_rate": TINY_RATE}
+    settings = recipe(method, folder / "model", folder, seed, rounds)
+    rollout = settings["rollout"] | TINY_ROUND
+    train = settings["train"] | {"learning_rate": TINY_RATE}
     model, reward = {"name": str(folder / "model")}, "benchmarks.own_answers.letters:share"
-    return made | {
+    return settings | {
         "model": model,
         "reward": reward,
         "rollout": rollout,
@@ -170,11 +170,11 @@ def learn(method: str, model: Path | None, folder: Path, seed: int, rounds: int)
     prompts(folder, chat=model is not None)
     if model is None:
         make_model(str(folder / "model"))
-    asked = (
+    command = (
         recipe(method, model, folder, seed, rounds) if model else tiny(method, folder, seed, rounds)
     )
     began = time.monotonic()
-    run = valence.train(asked, quiet=True)
+    run = valence.train(command, quiet=True)
     first, last = run.evaluations[0], run.evaluations[run.total_steps]
     return Learnt(first["reward/mean"], last["reward/mean"], last["kl"], time.monotonic() - began)
 
@@ -187,32 +187,34 @@ def main() -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="a tiny model, and a rule that it can learn"
     )
-    given = parser.parse_args()
-    names = ["grpo"] if given.quick else given.only or list(CASES)
-    seeds, rounds = (1, 6) if given.quick else (given.seeds, TINY_ROUNDS if given.tiny else 9)
+    arguments = parser.parse_args()
+    names = ["grpo"] if arguments.quick else arguments.only or list(CASES)
+    seeds, rounds = (
+        (1, 6) if arguments.quick else (arguments.seeds, TINY_ROUNDS if arguments.tiny else 9)
+    )
     disable_progress_bar()
-    model, figures = None if given.tiny else assets.smollm2(), list[tuple[str, float, bool]]()
+    model, figures = None if arguments.tiny else assets.smollm2(), list[tuple[str, float, bool]]()
     print(f"{'method':<12}{'seed':>5}{'before':>9}{'after':>8}{'gain':>8}{'kl':>8}{'s':>7}")
     for name in names:
-        found: list[Learnt] = []
+        results: list[Learnt] = []
         for seed in range(seeds):
             with TemporaryDirectory() as place:
-                found.append(learn(name, model, Path(place), seed, rounds))
-            one = found[-1]
+                results.append(learn(name, model, Path(place), seed, rounds))
+            one = results[-1]
             print(
                 f"{name:<12}{seed:>5}{one.before:>9.3f}{one.after:>8.3f}{one.gain:>+8.3f}{one.kl:>8.2f}{one.seconds:>7.0f}",
                 flush=True,
             )
-        mean = fmean(one.gain for one in found)
-        bar = 0.0 if given.quick else BAR
+        mean = fmean(one.gain for one in results)
+        bar = 0.0 if arguments.quick else BAR
         figures.append(
             (
                 f"{name} {mean:+.2f}>={bar:g}",
                 mean,
-                mean >= bar and all(one.gain > 0 for one in found),
+                mean >= bar and all(one.gain > 0 for one in results),
             )
         )
-    print("; ".join(f"{said} {'held' if held else 'short'}" for said, _, held in figures))
+    print("; ".join(f"{text} {'held' if held else 'short'}" for text, _, held in figures))
     return 0 if all(held for *_, held in figures) else 1
 
 

@@ -12,6 +12,6 @@ from valence.types import Completion
 def share(completions: Sequence[Completion], **_: Any) -> list[float]:
     """The share of small letters in the text."""
     return [
-        sum(letter in ascii_lowercase for letter in each.text) / max(1, len(each.text))
-        for each in completions
+        sum(letter in ascii_lowercase for letter in completion.text) / max(1, len(completion.text))
+        for completion in completions
     ]

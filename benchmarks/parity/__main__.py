@@ -41,8 +41,8 @@ class Difference:
     def relative(self) -> float:
         if self.ours == self.theirs:
             return 0.0
-        found = abs(self.ours - self.theirs) / max(abs(self.ours), abs(self.theirs))
-        return found if found < float("inf") else float("inf")
+        difference = abs(self.ours - self.theirs) / max(abs(self.ours), abs(self.theirs))
+        return difference if difference < float("inf") else float("inf")
 
     @property
     def held(self) -> bool:
@@ -64,10 +64,10 @@ def run(stage_of: Callable[[Path], Stage], cases: Sequence[Case], python: Path) 
     with TemporaryDirectory() as scratch:
         stage = stage_of(Path(scratch))
         of_trl = [case for case in cases if case.peer == "TRL"]
-        found = theirs(of_trl, python, stage, Path(scratch))
-        in_order = iter(found.figures)
+        peer_results = theirs(of_trl, python, stage, Path(scratch))
+        in_order = iter(peer_results.figures)
         here = Here(stage)
-        versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+        versions = ", ".join(f"{name} {version}" for name, version in peer_results.versions.items())
         print(f"\n{stage.name}; {versions}; HALOs by its formulas", flush=True)
         print(f"{'':6}{'case':38}{'figure':22}{'Valence':>14}{'other':>14}{'relative':>10}")
         differences: list[Difference] = []
@@ -101,9 +101,9 @@ def verdict(stage: str, differences: Sequence[Difference]) -> str:
     ]
     meant = [row for row in differences if row.case in SHOWN]
     if meant:
-        least = min(row.relative for row in meant)
+        smallest = min(row.relative for row in meant)
         held = "held" if all(row.held for row in meant) else "short"
-        parts.append(f"least difference that is meant {least:.1e} (bar over {BAR:.0e}) {held}")
+        parts.append(f"least difference that is meant {smallest:.1e} (bar over {BAR:.0e}) {held}")
     return f"{stage}: " + ", ".join(parts)
 
 
@@ -126,12 +126,14 @@ def main() -> int:
         print(HOW_TO, file=sys.stderr)
         return 2
     disable_progress_bar()
-    found = {"tiny": run(tiny_stage, (*CASES, *SHOWN), python)}
+    differences_by_stage = {"tiny": run(tiny_stage, (*CASES, *SHOWN), python)}
     if not quick:
-        found["real"] = run(real_stage, [case for case in CASES if case.real], python)
+        differences_by_stage["real"] = run(
+            real_stage, [case for case in CASES if case.real], python
+        )
     print_intended()
-    print("\n" + "; ".join(verdict(name, rows) for name, rows in found.items()))
-    return 0 if all(row.held for rows in found.values() for row in rows) else 1
+    print("\n" + "; ".join(verdict(name, rows) for name, rows in differences_by_stage.items()))
+    return 0 if all(row.held for rows in differences_by_stage.values() for row in rows) else 1
 
 
 if __name__ == "__main__":

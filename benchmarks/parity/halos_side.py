@@ -31,8 +31,8 @@ BETA = 0.1
 def token_logps(model: nn.Module, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """Log-probability of each token of an answer [T] (nats)."""
     logits = model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
-    given = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
-    return given[torch.arange(len(answer)), torch.tensor(answer)]
+    logps = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+    return logps[torch.arange(len(answer)), torch.tensor(answer)]
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,11 @@ class Side:
         """Log-ratios of the next row's answer, cut to what fits, behind each prompt of a
         micro-batch.
         """
-        found: list[float] = []
+        log_ratios: list[float] = []
         for row, other in zip(part, [*part[1:], part[0]], strict=True):
             ids = other.answers[0].ids[: max(1, self.max_length - len(row.prompt_ids))]
-            found.append(self.answer(row.prompt_ids, ids).reward(self.settings).item())
-        return found
+            log_ratios.append(self.answer(row.prompt_ids, ids).reward(self.settings).item())
+        return log_ratios
 
     def grpo(self, rows: Sequence[TokenizedExample], batch: int) -> Terms:
         """Scores standardised among the answers of a prompt; mean over an answer's tokens, then
@@ -156,11 +156,15 @@ class Side:
         """
         count = sum(len(row.answers) for row in rows)
         for row in rows:
-            middle, whole = (
+            middle, is_population = (
                 statistics.fmean(row.scores),
                 self.settings.get("spread") == "population",
             )
-            spread = statistics.pstdev(row.scores) if whole else statistics.stdev(row.scores) + 1e-4
+            spread = (
+                statistics.pstdev(row.scores)
+                if is_population
+                else statistics.stdev(row.scores) + 1e-4
+            )
             for answer, score in zip(row.answers, row.scores, strict=True):
                 ratios = self.answer(row.prompt_ids, answer.ids).ratios(self.settings)
                 yield clipped(ratios, (score - middle) / spread, self.settings).mean() / count, {}
@@ -207,10 +211,12 @@ def halos(side: Side, rows: Sequence[TokenizedExample], batch: int) -> dict[str,
     what else was seen.
     """
     side.policy.zero_grad()
-    loss, seen = 0.0, defaultdict[str, list[float]](list)
+    loss, noted_values = 0.0, defaultdict[str, list[float]](list)
     for part, noted in TERMS[side.settings["formula"]](side, rows, batch):
         part.backward()
         loss += part.item()
         for name, value in noted.items():
-            seen[name].append(value)
-    return {"loss": loss} | {name: statistics.fmean(values) for name, values in seen.items()}
+            noted_values[name].append(value)
+    return {"loss": loss} | {
+        name: statistics.fmean(values) for name, values in noted_values.items()
+    }

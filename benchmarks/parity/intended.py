@@ -34,8 +34,8 @@ class Intended:
     case: Case | None = None
 
 
-def _shown(case: Case, what: str, reason: str) -> Intended:
-    return Intended(case.peer, what, reason, case)
+def _shown(case: Case, title: str, reason: str) -> Intended:
+    return Intended(case.peer, title, reason, case)
 
 
 _HALF = ROWS // 2

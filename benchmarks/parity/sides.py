@@ -103,8 +103,8 @@ class Here:
         """The step by the formulas of HALOs."""
         rows = source_rows(case, self.stage)
         policy, reference = self.plain(*folders(case, self.stage))
-        found = halos(Side(policy, reference, case.theirs, max_length(rows)), rows, case.batch)
-        return found | {"grad_norm": grad_norm(policy)}
+        figures = halos(Side(policy, reference, case.theirs, max_length(rows)), rows, case.batch)
+        return figures | {"grad_norm": grad_norm(policy)}
 
 
 def grad_norm(model: nn.Module) -> float:
@@ -134,10 +134,10 @@ def theirs(cases: Sequence[Case], python: Path, stage: Stage, scratch: Path) -> 
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings())
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    found = json.loads(results.read_text())
-    for case, asked, got in zip(cases, jobs, found["cases"], strict=True):
+    output = json.loads(results.read_text())
+    for case, asked, got in zip(cases, jobs, output["cases"], strict=True):
         _check_tokens(case, asked, got["rows"])
-    return Theirs(found["versions"], tuple(got["figures"] for got in found["cases"]))
+    return Theirs(output["versions"], tuple(got["figures"] for got in output["cases"]))
 
 
 def _job(case: Case, stage: Stage) -> dict[str, Any]:
@@ -169,9 +169,9 @@ def _row(unit: TokenizedExample) -> dict[str, Any]:
     )
 
 
-def _check_tokens(case: Case, asked: Mapping[str, Any], got: Sequence[Mapping[str, Any]]) -> None:
+def _check_tokens(case: Case, job: Mapping[str, Any], got: Sequence[Mapping[str, Any]]) -> None:
     """TRL's prepared rows are the rows it was given, token by token."""
-    for row, prepared in zip(asked["rows"], got, strict=True):
+    for row, prepared in zip(job["rows"], got, strict=True):
         if case.trainer == "sft":
             same = prepared["input_ids"] == row["prompt"] + row["completion"]
         elif case.trainer in ("cpo", "orpo"):

@@ -110,9 +110,10 @@ def tiny_stage(folder: Path) -> Stage:
     first, second = _save_two(model, folder, noise=1.0)
     draw = random.Random(1)  # mismatched completions of this draw are cut at the longest row
     judgements = tuple(
-        _made(f"judgement {i}", "judgement", draw, sides=1, label=i % 3 != 0) for i in range(ROWS)
+        _build_stage(f"judgement {i}", "judgement", draw, sides=1, label=i % 3 != 0)
+        for i in range(ROWS)
     )
-    preferences = tuple(_made(f"pair {i}", "preference", draw, sides=2) for i in range(ROWS))
+    preferences = tuple(_build_stage(f"pair {i}", "preference", draw, sides=2) for i in range(ROWS))
     return Stage("tiny random Llama, random rows", first, second, judgements, preferences, EOS)
 
 
@@ -155,16 +156,16 @@ def _save_two(model: nn.Module, folder: Path, noise: float) -> tuple[Path, Path]
     """
     paths = folder / "first", folder / "second"
     model.save_pretrained(paths[0])  # type: ignore[operator]
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weights in model.parameters():
             if weights.ndim > 1:
-                weights += noise * weights.std() * torch.randn(weights.shape, generator=made)
+                weights += noise * weights.std() * torch.randn(weights.shape, generator=generator)
     model.save_pretrained(paths[1])  # type: ignore[operator]
     return paths
 
 
-def _made(
+def _build_stage(
     name: str, kind: Kind, draw: random.Random, *, sides: int, label: bool | None = None
 ) -> TokenizedExample:
     def ids(low: int, high: int) -> tuple[int, ...]:

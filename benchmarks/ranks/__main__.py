@@ -63,20 +63,24 @@ def run(folder: Path, ranks: int) -> tuple[float, list[dict[str, Any]], float]:
     notes.mkdir()
     os.environ["VALENCE_NOTES"] = str(notes)
     out = folder / f"run {ranks}"
-    how = ["parallel.shard=full"] if ranks > 1 else []
+    overrides = ["parallel.shard=full"] if ranks > 1 else []
     status = launch(
-        ["train", str(folder / "recipe.yaml"), f"run.dir={out}", "--quiet", *how],
+        ["train", str(folder / "recipe.yaml"), f"run.dir={out}", "--quiet", *overrides],
         ranks,
         program=WORKER,
     )
     assert status == 0, f"the run ended with {status}"
-    told = [json.loads(path.read_text()) for path in sorted(notes.glob("rank-*.json"))]
-    assert len(told) == ranks
+    notes_of_ranks = [json.loads(path.read_text()) for path in sorted(notes.glob("rank-*.json"))]
+    assert len(notes_of_ranks) == ranks
     log = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return max(each["peak"] - each["program"] for each in told), log, log[-1]["seconds"]
+    return (
+        max(rank_notes["peak"] - rank_notes["program"] for rank_notes in notes_of_ranks),
+        log,
+        log[-1]["seconds"],
+    )
 
 
-def apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+def largest_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
     """The largest relative difference of losses and of norms of gradients."""
     pairs = [
         (a[name], b[name])
@@ -92,22 +96,22 @@ def main() -> int:
     width, layers = (512, 14) if parser.parse_args().quick else (768, 24)
     with TemporaryDirectory() as place:
         weights = make(Path(place), width, layers)
-        found = {ranks: run(Path(place), ranks) for ranks in RANKS}
+        runs = {ranks: run(Path(place), ranks) for ranks in RANKS}
     print(f"{weights / 1e6:.0f} million weights: 16 bytes each are {16 * weights / 1e6:.0f} MB")
     print(f"{'processes':>10}{'MB each':>10}{'of one':>8}{'an n-th':>9}{'s a step':>10}  losses")
-    largest = found[1][0]
-    for ranks, (peak, log, seconds) in found.items():
+    largest = runs[1][0]
+    for ranks, (peak, log, seconds) in runs.items():
         losses = " ".join(f"{record['loss']:.6f}" for record in log)
         print(
             f"{ranks:>10}{peak / 1e6:>10.0f}{peak / largest:>8.2f}{1 / ranks:>9.2f}"
             f"{seconds:>10.2f}  {losses}"
         )
-    off = max(apart(found[ranks][1], found[1][1]) for ranks in RANKS)
+    off = max(largest_difference(runs[ranks][1], runs[1][1]) for ranks in RANKS)
     if not off <= AGREE or math.isnan(off):
         print(f"losses or gradient norms differ by {off:.2g}: no figure is told")
         return 1
     figures = [
-        (f"memory of 1 in {ranks}", found[ranks][0] / largest, bar) for ranks, bar in SHARES.items()
+        (f"memory of 1 in {ranks}", runs[ranks][0] / largest, bar) for ranks, bar in SHARES.items()
     ]
     figures.append(("losses and norms differ by", off, AGREE))
     print(

@@ -55,7 +55,7 @@ class Load:
 
 
 @dataclass
-class Found:
+class Result:
     latencies: list[float] = field(default_factory=list[float])
     answers: int = 0
     wrong: int = 0
@@ -86,23 +86,28 @@ HEADS = (
     ("again", 7),
 )
 BARS = (
-    ("wrong scores", lambda found: float(sum(f.wrong for f in found.values())), "<=", 0.0),
+    ("wrong scores", lambda results: float(sum(f.wrong for f in results.values())), "<=", 0.0),
     (
         "small: requests/s",
-        lambda found: len(found["small"].latencies) / found["small"].seconds,
+        lambda results: len(results["small"].latencies) / results["small"].seconds,
         ">=",
         250.0,
     ),
-    ("small: p99 s", lambda found: found["small"].at(0.99), "<=", 2.0),
+    ("small: p99 s", lambda results: results["small"].at(0.99), "<=", 2.0),
     (
         "large: answers/s",
-        lambda found: found["large"].answers / found["large"].seconds,
+        lambda results: results["large"].answers / results["large"].seconds,
         ">=",
         5000.0,
     ),
-    ("slow: answers/s", lambda found: found["slow"].answers / found["slow"].seconds, ">=", 200.0),
-    ("over: refused, then scored", lambda found: float(found["over"].again), ">=", 1.0),
-    ("kill: asked again, then scored", lambda found: float(found["kill"].again), ">=", 1.0),
+    (
+        "slow: answers/s",
+        lambda results: results["slow"].answers / results["slow"].seconds,
+        ">=",
+        200.0,
+    ),
+    ("over: refused, then scored", lambda results: float(results["over"].again), ">=", 1.0),
+    ("kill: asked again, then scored", lambda results: float(results["kill"].again), ">=", 1.0),
 )
 
 
@@ -126,7 +131,7 @@ def server(load: Load, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], s
         process.wait()
 
 
-async def client(k: int, load: Load, url: str, found: Found) -> None:
+async def client(k: int, load: Load, url: str, result: Result) -> None:
     connection = Connection(url)
     for turn in range(load.requests):
         texts = [
@@ -142,48 +147,50 @@ async def client(k: int, load: Load, url: str, found: Found) -> None:
             try:
                 status, headers, reply = await connection.post(body)
             except (OSError, asyncio.IncompleteReadError):
-                found.again += 1
+                result.again += 1
                 await asyncio.sleep(0.2)
                 continue
             if status == 200:
                 break
             assert status in AGAIN, reply
-            found.again += 1
+            result.again += 1
             await asyncio.sleep(float(headers.get("retry-after", 0.2)))
-        found.latencies.append(time.perf_counter() - started)
-        found.answers += n
+        result.latencies.append(time.perf_counter() - started)
+        result.answers += n
         rewards = json.loads(reply)["rewards"]
-        found.wrong += len(rewards) != n or sum(
+        result.wrong += len(rewards) != n or sum(
             a != number(t) for a, t in zip(rewards, texts, strict=False)
         )
 
 
-async def run(load: Load) -> Found:
-    found = Found()
+async def run(load: Load) -> Result:
+    result = Result()
     with server(load) as (process, url):
         started = time.perf_counter()
-        work = asyncio.gather(*(client(k, load, url, found) for k in range(CLIENTS)))
+        work = asyncio.gather(*(client(k, load, url, result) for k in range(CLIENTS)))
         if not load.kill:
             await work
         else:
-            while len(found.latencies) < CLIENTS * load.requests // 3:
+            while len(result.latencies) < CLIENTS * load.requests // 3:
                 await asyncio.sleep(0.01)
             process.kill()
             process.wait()
             with server(load, int(url.split(":")[2].partition("/")[0])):
                 await work
-        found.seconds = time.perf_counter() - started
-    return found
+        result.seconds = time.perf_counter() - started
+    return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reward_server", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a quarter of the requests")
     part = 4 if parser.parse_args().quick else 1
-    found: dict[str, Found] = {}
+    results: dict[str, Result] = {}
     print(f"{CLIENTS} clients" + "".join(f"{head:>{width}}" for head, width in HEADS))
     for name, load in LOADS.items():
-        found[name] = one = asyncio.run(run(replace(load, requests=max(load.requests // part, 2))))
+        results[name] = one = asyncio.run(
+            run(replace(load, requests=max(load.requests // part, 2)))
+        )
         n = len(one.latencies)
         print(
             f"{name:<11}{n:>10}{one.answers:>9}{one.seconds:>7.1f}"
@@ -191,13 +198,13 @@ def main() -> int:
             f"{one.at(0.5):>10.3f}{one.at(0.99):>8.3f}{one.again:>7}",
             flush=True,
         )
-    told, held = list[str](), True
+    lines, held = list[str](), True
     for name, figure, sign, bar in BARS:
-        value = figure(found)
+        value = figure(results)
         good = value <= bar if sign == "<=" else value >= bar
-        told.append(f"{name} {value:.4g} (bar {bar:g}) {'held' if good else 'short'}")
+        lines.append(f"{name} {value:.4g} (bar {bar:g}) {'held' if good else 'short'}")
         held &= good
-    print("; ".join(told))
+    print("; ".join(lines))
     return 0 if held else 1
 
 

@@ -20,4 +20,4 @@ def number(text: str) -> float:
 
 def score(completions: Sequence[Completion], **_: Any) -> list[float]:
     time.sleep(PAUSE)
-    return [number(each.text) for each in completions]
+    return [number(completion.text) for completion in completions]

@@ -31,48 +31,51 @@ of a published figure; and the relative difference of losses from that of one pr
 """
 
 
-def told(made: Sequence[Step], found: Mapping[str, Any]) -> str:
+def report(step_table: Sequence[Step], measured_values: Mapping[str, Any]) -> str:
     lines = [
         "processes       step (GFLOPS)   sums (GB/s)   start of a sum (ms)   update (million "
         "weights/s)"
     ]
     for processes in (1, 2):
-        here = machine(found, processes)
+        here = machine(measured_values, processes)
         sums = f"{here.near / 1e9:14.2f}{here.start * 1e3:22.2f}" if processes > 1 else f"{'':36}"
         lines.append(f"{processes:9}{here.flops / 1e9:20.1f}{sums}{here.memory / 28e6:29.0f}")
     lines.append("\nstep                              predicted (s)   measured (s)   ratio   loss")
     lines += [
         f"{s.name:14}{s.way:20}{s.predicted:13.3f}{s.measured:15.3f}{s.ratio:8.2f}   {s.loss:.7f}"
-        for s in made
+        for s in step_table
     ]
     return "\n".join(lines)
 
 
-def verdict(found: Sequence[Step]) -> tuple[str, bool]:
+def verdict(step_table: Sequence[Step]) -> tuple[str, bool]:
     """The last line, and whether everything held."""
-    alone = {each.name: each for each in found if each.way == "one process"}
+    alone = {step.name: step for step in step_table if step.way == "one process"}
     figures = (
-        *((way, max(_off(each.ratio) for each in found if each.way == way), STEP) for way in WAYS),
+        *(
+            (way, max(_off(step.ratio) for step in step_table if step.way == way), STEP)
+            for way in WAYS
+        ),
         (
             "gain",
             max(
-                _off(alone[each.name].ratio / each.ratio)
-                for each in found
-                if each.way == "two processes"
+                _off(alone[step.name].ratio / step.ratio)
+                for step in step_table
+                if step.way == "two processes"
             ),
             GAIN,
         ),
-        ("losses", max(abs(each.loss / alone[each.name].loss - 1) for each in found), LOSS),
+        ("losses", max(abs(step.loss / alone[step.name].loss - 1) for step in step_table), LOSS),
         *(
             (f"published, {name}", _off(tables.published(n) / rate), PUBLISHED)
             for name, n, rate in cases.PUBLISHED
         ),
     )
-    said = "; ".join(
+    summary = "; ".join(
         f"{name} {v:.3g} (bar {bar:g}) {'held' if v <= bar else 'short'}"
         for name, v, bar in figures
     )
-    return said, all(v <= bar for _, v, bar in figures)
+    return summary, all(v <= bar for _, v, bar in figures)
 
 
 def _off(ratio: float) -> float:
@@ -87,10 +90,10 @@ def main() -> int:
     if arguments.table:
         print(tables.text(), end="")
         return 0
-    found = measured(3 if arguments.quick else 15)
-    made = steps(found)
-    line, held = verdict(made)
-    print(f"{told(made, found)}\n\n{line}")
+    measured_values = measured(3 if arguments.quick else 15)
+    step_table = steps(measured_values)
+    line, held = verdict(step_table)
+    print(f"{report(step_table, measured_values)}\n\n{line}")
     return 0 if held else 1
 
 

@@ -43,14 +43,14 @@ H100 = Machine(
 )
 CONSTANTS = (
     (
-        "products, bfloat16",
+        "matrix products, bfloat16",
         "989 TFLOPS",
         "vendor: data sheets of H100 SXM and H200, without sparsity",
     ),
     (
-        "share of it that a step reaches",
+        "fraction of this that a step reaches",
         f"{SHARE:.2f}",
-        "assumed: it makes the published figure of 8 GPUs below come out",
+        "assumed, so that the prediction for 8 GPUs below is the published one",
     ),
     ("memory", "80 GB at 3.35 TB/s (H200: 141 GB at 4.8 TB/s)", "vendor: the same data sheets"),
     ("links within a host", "450 GB/s each way", "vendor: NVLink 4, 900 GB/s both ways together"),
@@ -65,7 +65,7 @@ CONSTANTS = (
         "8.4, 3.4, 14 us",
         "NCCL's own model of rings (`tuning.cc`)",
     ),
-    ("collectives behind products", "as far as these last", "assumed: neither slows the other"),
+    ("overlap of collectives and products", "complete", "assumed: neither slows the other"),
 )
 
 ROWS, SHORTEST, LONGEST = 1024, 256, 3840
@@ -95,9 +95,9 @@ def shape(model: str, lora: bool = False) -> Shape:
 
 def lengths(rows: int = ROWS) -> list[int]:
     """Of a step's rows, in tokens."""
-    found = [round(SHORTEST + (LONGEST - SHORTEST) * i / (rows - 1)) for i in range(rows)]
-    random.Random(0).shuffle(found)
-    return found
+    lengths = [round(SHORTEST + (LONGEST - SHORTEST) * i / (rows - 1)) for i in range(rows)]
+    random.Random(0).shuffle(lengths)
+    return lengths
 
 
 def work(rows: Sequence[int], answers: int = 1) -> Work:
@@ -136,16 +136,16 @@ def chosen(
     model: str, method: str, processes: int, *, lora: bool = False, tensor: int = 1
 ) -> Layout:
     """As `shard: auto` and `sync: auto` choose it on an H100."""
-    whole = Layout(processes, Split(tensor=tensor))
-    fits = memory(model, method, whole, lora=lora) <= MARGIN * HBM
-    return whole if fits else sharded(processes, tensor=tensor, each=not lora)
+    layout = Layout(processes, Split(tensor=tensor))
+    fits = memory(model, method, layout, lora=lora) <= MARGIN * HBM
+    return layout if fits else sharded(processes, tensor=tensor, sync_every_micro_batch=not lora)
 
 
 def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> int:
     """Bytes on each device, of which the head takes a share of 80 GB."""
     copied = method != "sft" and not lora
     away = torch.device("meta")  # as on a GPU, which need not be here
-    found = predict(
+    estimate = predict(
         shape(model, lora),
         width=2,
         frozen_copy=copied,
@@ -153,7 +153,7 @@ def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> in
         device=away,
         split=layout.split,
     )
-    return replace(found, head=int(KEEP_CUDA * HBM) + 4 * 4 * AREA["cuda"]).total(AT_ONCE)
+    return replace(estimate, head=int(KEEP_CUDA * HBM) + 4 * 4 * AREA["cuda"]).total(AT_ONCE)
 
 
 PUBLISHED = (("8 GPUs", 8, 5762), ("128 GPUs", 128, 5605))

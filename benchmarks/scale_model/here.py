@@ -51,15 +51,15 @@ def measured(rounds: int) -> dict[str, Any]:
         return json.loads(file.read_text(encoding="utf-8"))
 
 
-def machine(found: Mapping[str, Any], processes: int) -> Machine:
+def machine(values: Mapping[str, Any], processes: int) -> Machine:
     """This one, when so many processes work at once."""
-    taken = found["seconds"]
-    small, large = (taken[f"sum, {size}"] for size in SENT)
+    timings = values["seconds"]
+    small, large = (timings[f"sum, {size}"] for size in SENT)
     # of two processes, an all-reduce brings each as many bytes as it sums
     bandwidth = (SENT[1] - SENT[0]) / (large - small)
     return Machine(
-        flops=found["apart"] / taken[f"apart, {processes}"],
-        memory=UPDATE * UPDATED / taken[f"update, {processes}"],
+        flops=values["apart"] / timings[f"apart, {processes}"],
+        memory=UPDATE * UPDATED / timings[f"update, {processes}"],
         near=bandwidth,
         far=bandwidth,
         start=small - SENT[0] / bandwidth,
@@ -68,15 +68,15 @@ def machine(found: Mapping[str, Any], processes: int) -> Machine:
     )
 
 
-def steps(found: Mapping[str, Any]) -> list[Step]:
-    shape, taken = Shape(**found["shape"]), found["seconds"]
-    made: list[Step] = []
+def steps(values: Mapping[str, Any]) -> list[Step]:
+    shape, timings = Shape(**values["shape"]), values["seconds"]
+    step_list: list[Step] = []
     for name in STEPS:
         for way, processes in WAYS.items():
-            ran = found[f"{name}, {way}"]
+            ran = values[f"{name}, {way}"]
             layout = sharded(processes) if way == "two, sharded" else Layout(processes)
             rounds, share = max(map(len, ran["operations"])), balance(ran["operations"], layout)
-            job = Job(shape, Work(*found[name]), micro_batches=rounds, balance=share, width=4)
-            predicted = seconds(job, layout, machine(found, processes)).total
-            made.append(Step(name, way, predicted, taken[f"{name}, {way}"], ran["loss"]))
-    return made
+            job = Job(shape, Work(*values[name]), micro_batches=rounds, balance=share, width=4)
+            predicted = seconds(job, layout, machine(values, processes)).total
+            step_list.append(Step(name, way, predicted, timings[f"{name}, {way}"], ran["loss"]))
+    return step_list

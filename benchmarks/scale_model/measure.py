@@ -41,21 +41,21 @@ SENT = (1 << 16, 1 << 24)
 """Bytes of the gradients whose sums are timed."""
 UPDATED = 1 << 22
 """Weights whose update is timed."""
-APART = 1024
+SPACING = 1024
 """Tokens of the step that says how fast a process is when it waits for no other."""
 
 
 def rows(tokens: int) -> list[TokenizedExample]:
     """Demonstrations of uneven lengths."""
-    draw, found, left = random.Random(tokens), list[TokenizedExample](), tokens
+    draw, examples, left = random.Random(tokens), list[TokenizedExample](), tokens
     while left > 0:
         length = min(left, draw.randint(24, 96))
         ids = tuple(draw.randrange(3, VOCABULARY) for _ in range(length + 2))
         answer = TokenizedCompletion(ids[2:], (True,) * length)
-        found.append(
+        examples.append(
             TokenizedExample(
-                id=str(len(found)),
-                origin=Origin("made", len(found) + 1),
+                id=str(len(examples)),
+                origin=Origin("made", len(examples) + 1),
                 kind="demonstration",
                 prompt_ids=ids[:2],
                 prompt_mask=(False, False),
@@ -63,7 +63,7 @@ def rows(tokens: int) -> list[TokenizedExample]:
             )
         )
         left -= length
-    return found
+    return examples
 
 
 class Way:
@@ -108,21 +108,21 @@ class Timer:
     def __init__(self, group: Group) -> None:
         self.group, self.found = group, dict[str, list[float]]()
 
-    def time(self, name: str, processes: int, call: Callable[..., object], *given: Any) -> None:
+    def time(self, name: str, processes: int, call: Callable[..., object], *arguments: Any) -> None:
         """As long as the slower one takes."""
         self.group.barrier(name)
-        own = _seconds(call, *given) if self.group.rank < processes else 0.0
+        local_seconds = _seconds(call, *arguments) if self.group.rank < processes else 0.0
         self.found.setdefault(name, []).append(
-            float(self.group.gather(torch.tensor([own], dtype=torch.float64)).max())
+            float(self.group.gather(torch.tensor([local_seconds], dtype=torch.float64)).max())
         )
 
     def medians(self) -> dict[str, float]:
         return {name: median(seconds) for name, seconds in self.found.items()}
 
 
-def _seconds(call: Callable[..., object], *given: Any) -> float:
+def _seconds(call: Callable[..., object], *arguments: Any) -> float:
     began = time.perf_counter()
-    call(*given)
+    call(*arguments)
     return time.perf_counter() - began
 
 
@@ -138,32 +138,38 @@ def ways(group: Group) -> dict[str, Way]:
             vocab_size=VOCABULARY,
         )
     )
-    whole, split = (build_policy(each, dtype=torch.float32) for each in (model, deepcopy(model)))
+    replicated, split = (
+        build_policy(source, dtype=torch.float32) for source in (model, deepcopy(model))
+    )
     several: Any = group
     shard(split, decoder_layers(split.causal), several, sum_every_backward=True)
     return dict(
-        zip(WAYS, (Way(whole, SingleProcess()), Way(whole, group), Way(split, group)), strict=True)
+        zip(
+            WAYS,
+            (Way(replicated, SingleProcess()), Way(replicated, group), Way(split, group)),
+            strict=True,
+        )
     )
 
 
-def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
+def timed(group: Group, variants: dict[str, Way], rounds: int) -> dict[str, float]:
     """Seconds of everything, the medians of so many rounds."""
     sent = [torch.zeros(size // 4, requires_grad=True) for size in SENT]
     weights = torch.zeros(UPDATED, requires_grad=True)
-    for each in (*sent, weights):
-        each.grad = torch.ones_like(each)
+    for buffer in (*sent, weights):
+        buffer.grad = torch.ones_like(buffer)
     update = torch.optim.AdamW([weights], lr=1e-6).step
     timer = Timer(group)
     for done in range(rounds + 1):
-        for name, way in made.items():
+        for name, way in variants.items():
             # what slows these slows that, too
-            timer.time(f"apart, {WAYS[name]}", WAYS[name], made["one process"].step, APART)
+            timer.time(f"apart, {WAYS[name]}", WAYS[name], variants["one process"].step, SPACING)
             for step, tokens in STEPS.items():
                 timer.time(f"{step}, {name}", WAYS[name], way.step, tokens)
         for processes in (1, 2):
             timer.time(f"update, {processes}", processes, update)
-        for size, each in zip(SENT, sent, strict=True):
-            timer.time(f"sum, {size}", 2, group.reduce_gradients, [each])
+        for size, buffer in zip(SENT, sent, strict=True):
+            timer.time(f"sum, {size}", 2, group.reduce_gradients, [buffer])
         if not done:
             timer.found.clear()  # what is set up at first
     return timer.medians()
@@ -173,33 +179,33 @@ def measured(group: Group, rounds: int) -> dict[str, Any]:
     """Seconds by name, the shape, and of each step its work and, by the way it was run, its loss
     and the operations of each process's micro-batches.
     """
-    made = ways(group)
-    shape = shape_of(made["one process"].objective.policy.causal)
-    found: dict[str, Any] = {
-        "seconds": timed(group, made, rounds),
+    variants = ways(group)
+    shape = shape_of(variants["one process"].objective.policy.causal)
+    results: dict[str, Any] = {
+        "seconds": timed(group, variants, rounds),
         "shape": asdict(shape),
-        "apart": made["one process"].operations(APART),
+        "apart": variants["one process"].operations(SPACING),
     }
     for step, tokens in STEPS.items():
-        for name, way in made.items():
+        for name, way in variants.items():
             way.step(tokens) if group.rank < WAYS[name] else None
             costs = [speed.step(shape, work) for work in way.laid_out(tokens)]
-            found[f"{step}, {name}"] = {
+            results[f"{step}, {name}"] = {
                 "loss": way.loss,
                 "operations": gather_objects(group, costs)[: WAYS[name]],
             }
-        works = made["one process"].laid_out(tokens)
-        found[step] = [sum(getattr(work, each) for work in works) for each in Work.__slots__]
-    return found
+        works = variants["one process"].laid_out(tokens)
+        results[step] = [sum(getattr(work, slot) for work in works) for slot in Work.__slots__]
+    return results
 
 
 def main() -> int:
     file, rounds = sys.argv[1:]
     torch.set_num_threads(1)
     group = start(device="cpu")
-    found = measured(group, int(rounds))
+    results = measured(group, int(rounds))
     if group.rank == 0:
-        Path(file).write_text(json.dumps(found), encoding="utf-8")
+        Path(file).write_text(json.dumps(results), encoding="utf-8")
     group.barrier("end")
     group.close()
     return 0

@@ -26,7 +26,7 @@ but the gradient.
 COPIED = 2
 """Bytes that a copy moves for each of its own."""
 
-WHOLE = Split()
+NOT_SPLIT = Split()
 """Each process holds all weights."""
 
 
@@ -73,7 +73,7 @@ class Layout:
     """So many processes, and how they share the weights."""
 
     processes: int
-    split: Split = WHOLE
+    split: Split = NOT_SPLIT
 
     @property
     def dealt(self) -> int:
@@ -81,9 +81,11 @@ class Layout:
         return self.processes // self.split.tensor
 
 
-def sharded(processes: int, *, tensor: int = 1, reshard: bool = True, each: bool = True) -> Layout:
+def sharded(
+    processes: int, *, tensor: int = 1, reshard: bool = True, sync_every_micro_batch: bool = True
+) -> Layout:
     """With ``parallel.shard: full``."""
-    return Layout(processes, Split(processes // tensor, tensor, reshard, each))
+    return Layout(processes, Split(processes // tensor, tensor, reshard, sync_every_micro_batch))
 
 
 @dataclass(frozen=True)
@@ -161,19 +163,19 @@ def seconds(job: Job, layout: Layout, machine: Machine) -> Seconds:
     nothing hides the first weights that it needs, its last gradients, sums within layers, and
     gradients that are summed at the end.
     """
-    own = MASTER * job.shape.trained / layout.split.tensor
+    master_bytes = MASTER * job.shape.trained / layout.split.tensor
     if layout.split.ways == 1:
-        passes = [(each, 0.0, 0.0) for each in _products(job, layout, machine)]
-        after = machine.seconds(own, layout.dealt, 2)
+        passes = [(product, 0.0, 0.0) for product in _products(job, layout, machine)]
+        after = machine.seconds(master_bytes, layout.dealt, 2)
     else:
         passes = _sharded_passes(job, layout, machine)
         after = (
             0.0
             if layout.split.each
-            else job.shape.layers * machine.seconds(own / job.shape.layers, layout.dealt)
+            else job.shape.layers * machine.seconds(master_bytes / job.shape.layers, layout.dealt)
         )
     after += _sums_within(job, layout, machine)
-    update = UPDATE * own / MASTER / layout.split.ways / machine.memory
+    update = UPDATE * master_bytes / MASTER / layout.split.ways / machine.memory
     ran = sum(max(a, b) + c if machine.overlaps else a + b + c for a, b, c in passes)
     return Seconds(
         products=job.micro_batches * sum(a for a, *_ in passes),
@@ -220,7 +222,7 @@ def _sharded_passes(job: Job, layout: Layout, machine: Machine) -> list[tuple[fl
     return [
         (forward, (count - 1) * gather, gather + root),
         (backward, split.reshard * count * gather + (count - 1) * scatter, scatter),
-        *((each, (count - 1) * gather, gather + root) for each in measured),
+        *((timing, (count - 1) * gather, gather + root) for timing in measured),
     ]
 
 

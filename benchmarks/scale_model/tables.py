@@ -24,7 +24,7 @@ def text() -> str:
     """All of them, in Markdown."""
     return (
         "\n\n".join(
-            [STEP, *(f"### {title}\n\n{said}\n\n{shown}" for title, said, shown in _tables())]
+            [STEP, *(f"### {title}\n\n{text}\n\n{shown}" for title, text, shown in _tables())]
         )
         + "\n"
     )
@@ -84,28 +84,28 @@ def gigabytes(model: str, method: str, lora: bool, layout: Layout) -> float:
 
 def _memory() -> Iterator[list[str]]:
     for name, model, method, lora in _kinds():
-        layouts = [Layout(1), *(sharded(n, each=not lora) for n in PROCESSES)]
+        layouts = [Layout(1), *(sharded(n, sync_every_micro_batch=not lora) for n in PROCESSES)]
         yield [name, *(f"{gigabytes(model, method, lora, layout):.0f}" for layout in layouts)]
 
 
 def _volume() -> Iterator[list[str]]:
     for model in ("8B", "70B"):
-        for name, lora, made in (
+        for name, lora, build in (
             ("shard off", False, Layout),
             ("shard full", False, sharded),
             ("shard full, reshard false", False, partial(sharded, reshard=False)),
-            ("shard full, sync step", False, partial(sharded, each=False)),
+            ("shard full, sync step", False, partial(sharded, sync_every_micro_batch=False)),
             ("LoRA, shard off", True, Layout),
-            ("LoRA, shard full", True, partial(sharded, each=False)),
+            ("LoRA, shard full", True, partial(sharded, sync_every_micro_batch=False)),
         ):
-            layouts = [made(n) for n in PROCESSES]
-            found = [
+            layouts = [build(n) for n in PROCESSES]
+            estimates = [
                 sum(volume(cases.job(model, "sft", layout, lora=lora), layout).values())
                 for layout in layouts
             ]
             yield [
                 f"{model}, {name}",
-                *(f"{size / 1e9:,.{1 if size < 1e10 else 0}f}" for size in found),
+                *(f"{size / 1e9:,.{1 if size < 1e10 else 0}f}" for size in estimates),
             ]
 
 
@@ -146,9 +146,14 @@ def _balance() -> Iterator[list[str]]:
 
 
 def _published() -> Iterator[list[str]]:
-    for name, processes, told in cases.PUBLISHED:
-        found = published(processes)
-        yield [name, f"{found:,.0f}", f"{told:,}", f"{found / told:.2f}"]
+    for name, processes, published_seconds in cases.PUBLISHED:
+        estimate = published(processes)
+        yield [
+            name,
+            f"{estimate:,.0f}",
+            f"{published_seconds:,}",
+            f"{estimate / published_seconds:.2f}",
+        ]
 
 
 def published(processes: int) -> float:

@@ -77,9 +77,11 @@ def compute_states(name: str, cache: Path | None) -> dict[str, Any]:
         train, held_out = SETS[name]()
         text = "".join(json.dumps(row) + "\n" for row in train + held_out)
         rows.write_text(text, encoding="utf-8")
-        examples = [each for _, each in stream(DataFile(str(rows))) if isinstance(each, Judgement)]
+        examples = [
+            example for _, example in stream(DataFile(str(rows))) if isinstance(example, Judgement)
+        ]
     policy, encoder = load_policy(model, with_files(model, [], ["data.max_length=2048"]))
-    encoded = [(each, encoder.encode_all([each]).units) for each in examples]
+    encoded = [(example, encoder.encode_all([example]).units) for example in examples]
     usable = [(example, units[0]) for example, units in encoded if units]
     units = [unit for _, unit in usable]
     prompts = [prompt_unit(unit.prompt_ids) for unit in units]
@@ -194,8 +196,8 @@ Curves = Sequence[Sequence[float]]
 
 def saved(curves: Curves, others: Curves, at: int) -> float:
     """Fewer labels than the ``at`` with which random order (``others``) reaches its AUC."""
-    means, random_means = ([fmean(step) for step in zip(*each, strict=True)]
-                           for each in (curves, others))  # fmt: skip
+    means, random_means = ([fmean(step) for step in zip(*curve_set, strict=True)]
+                           for curve_set in (curves, others))  # fmt: skip
     return at - labels_for(means, random_means[(at - FIRST) // STEP])
 
 
@@ -228,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         baseline = curves["random"]
         for way, values in curves.items():
-            aucs = [fmean(each[(n - FIRST) // STEP] for each in values) for n in shown]
+            aucs = [fmean(curve[(n - FIRST) // STEP] for curve in values) for n in shown]
             line = f"{way:<13}" + " ".join(f"{value:.3f}" for value in aucs)
             if way != "random":
                 differences = [

@@ -81,37 +81,37 @@ def measured(engine: PolicyModel, batch: MicroBatch, repeats: int) -> tuple[floa
 def sizes(engine: PolicyModel, largest: int, repeats: int) -> list[tuple[int, float, float]]:
     """Tokens, tokens per second, and bytes of memory per token."""
     print(f"{'tokens':>8}{'seconds':>9}{'tokens/s':>10}{'peak MB':>9}{'kB/token':>10}", flush=True)
-    found: list[tuple[int, float, float]] = []
+    points: list[tuple[int, float, float]] = []
     for tokens in (size for size in SIZES if size <= largest):
         batch = micro_batch(256, 256, tokens // 512, 1, random.Random(tokens), engine.device)
         seconds, peak = measured(engine, batch, repeats)
-        found.append((tokens, tokens / seconds, peak * 1e6 / tokens))
+        points.append((tokens, tokens / seconds, peak * 1e6 / tokens))
         print(
             f"{tokens:8}{seconds:9.2f}{tokens / seconds:10.0f}{peak:9.0f}"
             f"{peak * 1e3 / tokens:10.1f}",
             flush=True,
         )
-    return found
+    return points
 
 
-def many_answers(engine: PolicyModel, most: int, repeats: int) -> list[tuple[int, float]]:
+def many_answers(engine: PolicyModel, max_answers: int, repeats: int) -> list[tuple[int, float]]:
     """Answers, and seconds per distinct token."""
     print(
         f"\n{'answers':>8}{'tokens':>9}{'apart':>9}{'seconds':>9}{'tokens/s':>10}{'apart/s':>10}",
         flush=True,
     )
-    found: list[tuple[int, float]] = []
-    for answers in (count for count in ANSWERS if count <= most):
+    points: list[tuple[int, float]] = []
+    for answers in (count for count in ANSWERS if count <= max_answers):
         batch = micro_batch(512, 64, 1, answers, random.Random(answers), engine.device)
         seconds, _ = measured(engine, batch, repeats)
-        laid, apart = len(batch.tokens), answers * (512 + 64)
-        found.append((answers, seconds / laid))
+        laid, unshared = len(batch.tokens), answers * (512 + 64)
+        points.append((answers, seconds / laid))
         print(
-            f"{answers:8}{laid:9}{apart:9}{seconds:9.3f}"
-            f"{laid / seconds:10.0f}{apart / seconds:10.0f}",
+            f"{answers:8}{laid:9}{unshared:9}{seconds:9.3f}"
+            f"{laid / seconds:10.0f}{unshared / seconds:10.0f}",
             flush=True,
         )
-    return found
+    return points
 
 
 def main() -> int:
@@ -140,11 +140,11 @@ def main() -> int:
             by_answers[-1][1] / by_answers[0][1] <= DEARER,
         ),
     ]
-    said = " ".join(
+    summary = " ".join(
         f"{name} {value:.2f} (bar {bar:g}) {'held' if held else 'short'}"
         for name, value, bar, held in figures
     )
-    print(f"\n{said}")
+    print(f"\n{summary}")
     return 0 if all(held for *_, held in figures) else 1
 
 

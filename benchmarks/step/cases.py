@@ -99,5 +99,5 @@ MEMORY_BAR, CHECKPOINTED_BAR = 0.5, 0.8
 """Most of TRL's peak memory that they may take, without and with activation checkpointing."""
 WAITING_BAR = 0.5
 """Most of a step (percent) for which training may wait for its micro-batches."""
-APART_BAR = 0.97
+UNSHARED_BAR = 0.97
 """Sharing is never slower than not sharing, less what two medians differ by from run to run."""

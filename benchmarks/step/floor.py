@@ -65,8 +65,10 @@ def floor(case: Case, units: list[TokenizedExample]) -> float:
         )
     scores, mixed = attention_seconds(_rounded(work.mean), shape.heads, shape.head_dim)
     # Backward: the gradient of the scores' weights, and those of queries, keys and values.
-    seen, seen_only = work.seen
-    return total + shape.layers * (seen * (2 * scores + 4 * mixed) + seen_only * (scores + mixed))
+    attended, attended_no_grad = work.seen
+    return total + shape.layers * (
+        attended * (2 * scores + 4 * mixed) + attended_no_grad * (scores + mixed)
+    )
 
 
 def work_of(case: Case, units: list[TokenizedExample]) -> Work:
@@ -78,11 +80,11 @@ def work_of(case: Case, units: list[TokenizedExample]) -> Work:
         else []
     )
     trained, measured = sum(n for _, n in answers), sum(n for _, n in extra)
-    seen = sum(_pairs(0, len(p)) for p in prompts) + sum(_pairs(p, n) for p, n in answers)
+    attended = sum(_pairs(0, len(p)) for p in prompts) + sum(_pairs(p, n) for p, n in answers)
     return Work(
         layers=(sum(map(len, prompts)) + trained, measured),
         head=(0, 0) if case.is_reward_model else (trained, measured),
-        seen=(seen, sum(_pairs(p, n) for p, n in extra)),
+        seen=(attended, sum(_pairs(p, n) for p, n in extra)),
         mean=sum(p + n for p, n in answers) // len(answers),
     )
 
@@ -94,9 +96,9 @@ def _pairs(before: int, count: int) -> int:
 
 def linear_layers(shape: Shape) -> list[tuple[int, int, int]]:
     """(inputs, outputs, how many) of the matrices of one layer."""
-    own, shared = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    query_size, shared = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return [
-        (shape.hidden, own, 1), (shape.hidden, shared, 2), (own, shape.hidden, 1),
+        (shape.hidden, query_size, 1), (shape.hidden, shared, 2), (query_size, shape.hidden, 1),
         (shape.hidden, shape.intermediate, 2), (shape.intermediate, shape.hidden, 1),
     ]  # fmt: skip
 
@@ -107,8 +109,8 @@ def linear_seconds(tokens: int, inputs: int, outputs: int) -> tuple[float, float
     weights.
     """
     x, w, g = _random(tokens, inputs), _random(outputs, inputs), _random(tokens, outputs)
-    found = [_seconds(lambda: x @ w.t()), _seconds(lambda: g @ w), _seconds(lambda: g.t() @ x)]
-    return found[0] / tokens, found[1] / tokens, found[2] / tokens
+    durations = [_seconds(lambda: x @ w.t()), _seconds(lambda: g @ w), _seconds(lambda: g.t() @ x)]
+    return durations[0] / tokens, durations[1] / tokens, durations[2] / tokens
 
 
 @cache
@@ -121,8 +123,8 @@ def attention_seconds(length: int, heads: int, width: int) -> tuple[float, float
         _random(heads, length, width),
         _random(heads, length, length),
     )
-    found = [_seconds(lambda: q @ k.transpose(1, 2)), _seconds(lambda: weights @ k)]
-    return found[0] / length**2, found[1] / length**2
+    durations = [_seconds(lambda: q @ k.transpose(1, 2)), _seconds(lambda: weights @ k)]
+    return durations[0] / length**2, durations[1] / length**2
 
 
 def _random(*sizes: int) -> Tensor:

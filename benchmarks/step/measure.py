@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.step.cases import Case
 from benchmarks.step.floor import floor
-from benchmarks.step.ours import Figures, Ours, apart
+from benchmarks.step.ours import Figures, Ours, unshared
 from benchmarks.step.peer import Peer
 from benchmarks.step.stage import MAX_LENGTH, Models, draw_sets, padded_tokens
 from valence.types import TokenizedExample
@@ -151,11 +151,11 @@ class Result:
     def share(self, side: Side) -> float:
         """How much of what a side took was the floor of the same round."""
         pairs = zip(self.floor.seconds, side.seconds, strict=True)
-        return median(sum(least) / sum(seconds) for least, seconds in pairs)
+        return median(sum(floor_seconds) / sum(seconds) for floor_seconds, seconds in pairs)
 
-    def memory(self, which: str) -> float | None:
+    def memory(self, side: str) -> float | None:
         """Valence's peak over that of TRL at its best. which: peak or checkpointed."""
-        mine, theirs = getattr(self.ours, which), getattr(self.others["best"], which)
+        mine, theirs = getattr(self.ours, side), getattr(self.others["best"], side)
         return mine / theirs if mine and theirs else None
 
 
@@ -182,7 +182,7 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
         sides["defaults"] = load(peer, "defaults", case, models, Way("mixed"), best=False)
         result.others["defaults"] = Side("TRL defaults")
     if case.apart:
-        split = [apart(units) for units in sets]
+        split = [unshared(units) for units in sets]
         sides["apart"] = alone = Ours(
             case, models, split, cache, dtype=torch.bfloat16, checkpointing=False
         )
@@ -254,13 +254,13 @@ def fastest(
     for _ in range(PROBES):
         for way in good:
             seconds[way] = min(seconds[way], sessions[way].step(0).seconds)
-    found = min(good, key=lambda way: seconds[way])
+    fastest = min(good, key=lambda way: seconds[way])
     for way in ways:
-        if way != found:
+        if way != fastest:
             peer.ask("drop", name=str(way))
     return (
-        found,
-        sessions[found],
+        fastest,
+        sessions[fastest],
         [f"TRL best ({way}), {differ[way]}" for way in ways if way not in good],
     )
 
@@ -270,10 +270,10 @@ def disagreement(mine: list[Figures], other: list[Figures], first: int = 0) -> s
     ``first`` on; empty if they are not.
     """
     return "; ".join(
-        f"set {number}: {what} {getattr(one, what):.6g} and {getattr(two, what):.6g}"
+        f"set {number}: {quantity} {getattr(one, quantity):.6g} and {getattr(two, quantity):.6g}"
         for number, (one, two) in enumerate(zip(mine, other, strict=True), first)
-        for what in ("loss", "grad_norm")
-        if not relative(getattr(one, what), getattr(two, what)) <= TOLERANCE
+        for quantity in ("loss", "grad_norm")
+        if not relative(getattr(one, quantity), getattr(two, quantity)) <= TOLERANCE
     )
 
 
@@ -300,8 +300,8 @@ def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps]) -> Non
                 del sides[name]
                 continue
             far = max(
-                relative(getattr(mine, what), getattr(other, what))
-                for what in ("loss", "grad_norm")
+                relative(getattr(mine, quantity), getattr(other, quantity))
+                for quantity in ("loss", "grad_norm")
             )
             result.agreement = max(result.agreement, far)
             if why:
@@ -314,12 +314,12 @@ def times(result: Result, sides: dict[str, Steps], rounds: int, sets: int) -> No
     """The rounds. In every other one the sides come in the opposite order."""
     of = {"ours": result.ours, "floor": result.floor, **result.others}
     for turn in range(rounds):
-        taken: dict[str, list[float]] = {name: [] for name in sides}
+        durations: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(sets):
             for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
                 if name != "defaults" or (turn == 0 and number < DEFAULTS_SETS):
-                    taken[name].append(sides[name].step(number).seconds)
-        for name, seconds in taken.items():
+                    durations[name].append(sides[name].step(number).seconds)
+        for name, seconds in durations.items():
             if seconds:
                 of[name].seconds.append(seconds)
 

@@ -99,7 +99,7 @@ class Ours:
         in the cache from now on.
         """
         units = self.sets[number]
-        told: list[dict[str, Any]] = [
+        records: list[dict[str, Any]] = [
             {
                 "prompt": unit.prompt_ids,
                 "answers": [answer.ids for answer in unit.answers],
@@ -109,13 +109,13 @@ class Ours:
             for unit in units
         ]
         if self.reference is not None:
-            for row, unit in zip(told, units, strict=True):
+            for row, unit in zip(records, units, strict=True):
                 row["old"] = self._values(unit)
                 row["ref"] = [sum(values) for values in row["old"]]
         if self.case.method == "kto":
-            for row, unit in zip(told, mismatched(units), strict=True):
+            for row, unit in zip(records, mismatched(units), strict=True):
                 row["mismatched_ref"] = sum(self._values(unit)[0])
-        return told
+        return records
 
     def _judged(self, unit: TokenizedExample) -> TokenizedExample:
         """As a round hands it to training. Its scores serve as advantages."""
@@ -132,10 +132,12 @@ class Ours:
         assert self.reference is not None
         batch = make_micro_batch([unit], device=self.policy.device)
         values, owner = self.reference(batch)[batch.loss_mask], batch.sequence_ids[batch.loss_mask]
-        found = [values[owner == side].tolist() for side in range(len(unit.answers))]
-        if [len(each) for each in found] != [len(answer.ids) for answer in unit.answers]:
+        values_by_side = [values[owner == side].tolist() for side in range(len(unit.answers))]
+        if [len(side_values) for side_values in values_by_side] != [
+            len(answer.ids) for answer in unit.answers
+        ]:
             raise RuntimeError(f"{unit.id}: the reference has no value for some tokens")
-        return found
+        return values_by_side
 
     def _objective(self) -> Objective:
         method = METHODS[self.case.method]
@@ -195,7 +197,7 @@ def mismatched(units: list[TokenizedExample]) -> list[TokenizedExample]:
     return make_kl_pairs_in_groups(units, len(units), "previous", max_length=MAX_LENGTH)
 
 
-def apart(units: list[TokenizedExample]) -> list[TokenizedExample]:
+def unshared(units: list[TokenizedExample]) -> list[TokenizedExample]:
     """Every answer behind a prompt of its own, which differs from the others in its first token:
     nothing can be shared.
     """

@@ -30,12 +30,12 @@ class Peer:
                 stderr=errors,
             )
 
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Raises RuntimeError with what the process said when it fails or ends."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps({"do": do, **what}) + "\n")
+            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended, which the empty line below says

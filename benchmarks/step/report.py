@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.step.cases import (
-    APART_BAR,
     CHECKPOINTED_BAR,
     FLOOR_BAR,
     MEMORY_BAR,
+    UNSHARED_BAR,
     WAITING_BAR,
 )
 from benchmarks.step.measure import Result, Side, Spread
@@ -80,31 +80,33 @@ def _range(spread: Spread) -> str:
 
 def figures(results: list[Result], preparations: list[Preparation]) -> list[Figure]:
     """Every figure with a bar. A case whose sides differ has a ratio of zero."""
-    found = [
+    figures = [
         Figure(r.case.name, 0.0 if r.differ else r.ratio("best").median, r.case.bar)
         for r in results
         if r.case.bar
     ]
     good = [r for r in results if r.case.bar and not r.differ]
     if good:
-        found.append(Figure("floor", min(r.share(r.ours) for r in good), FLOOR_BAR))
-    for name, which, bar in (
+        figures.append(Figure("floor", min(r.share(r.ours) for r in good), FLOOR_BAR))
+    for name, select, bar in (
         ("memory", "peak", MEMORY_BAR),
         ("recomputed", "checkpointed", CHECKPOINTED_BAR),
     ):
-        shares = [share for r in good if (share := r.memory(which)) is not None]
+        shares = [share for r in good if (share := r.memory(select)) is not None]
         if shares:
-            found.append(Figure(name, max(shares), bar, least=False))
-    found += [
-        Figure("sharing", r.ratio("apart").median, APART_BAR)
+            figures.append(Figure(name, max(shares), bar, least=False))
+    figures += [
+        Figure("sharing", r.ratio("apart").median, UNSHARED_BAR)
         for r in results
         if r.case.apart and not r.differ
     ]
-    found += [
-        Figure(f"waiting % ({each.case.name})", each.waiting, WAITING_BAR, least=False)
-        for each in preparations
+    figures += [
+        Figure(
+            f"waiting % ({preparation.case.name})", preparation.waiting, WAITING_BAR, least=False
+        )
+        for preparation in preparations
     ]
-    return found
+    return figures
 
 
 def verdict(results: list[Result], preparations: list[Preparation]) -> tuple[str, bool]:

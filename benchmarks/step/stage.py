@@ -59,7 +59,7 @@ def config_of(shape: Shape) -> Qwen3Config:
         bos_token_id=1,
         eos_token_id=EOS,
         pad_token_id=PAD,
-        num_labels=1,
+        num_labels=1,  # pyright: ignore[reportCallIssue]
     )
 
 
@@ -79,18 +79,18 @@ def save_models(
     models = Models(
         shape,
         *(folder / name for name in ("policy", "reference", "scorer")),
-        folder / "adapter" if lora else None,
+        folder / "adapter" if lora else None,  # pyright: ignore[reportCallIssue]
     )
     Qwen3ForSequenceClassification(config).bfloat16().save_pretrained(models.scorer)
     with torch.no_grad():
         for weights in matrices:
             weights.mul_(scale)
         model.save_pretrained(models.policy)
-        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        initial_state = {name: value.clone() for name, value in model.state_dict().items()}
         for weights in matrices:
             weights += noise * weights.std() * torch.randn_like(weights)
         model.save_pretrained(models.reference)
-    model.load_state_dict(kept)
+    model.load_state_dict(initial_state)
     if models.adapter:
         _save_adapter(model, models)
     return models
@@ -134,12 +134,12 @@ def _lengths(spread: Lengths, count: int, longest: int, draw: random.Random) -> 
     normal = NormalDist(
         math.log(spread.median), math.log(spread.p95 / spread.median) / NormalDist().inv_cdf(0.95)
     )
-    found = [
+    examples = [
         min(longest, max(2, round(math.exp(normal.inv_cdf((i + 0.5) / count)))))
         for i in range(count)
     ]
-    draw.shuffle(found)
-    return found
+    draw.shuffle(examples)
+    return examples
 
 
 def _unit(

@@ -55,9 +55,9 @@ PAD, EOS = "<0>", 2
 class Session:
     """One trainer in one configuration."""
 
-    def __init__(self, how: dict[str, Any], scratch: str) -> None:
-        self.method, self.best = how["method"], how["best"]
-        self.trainer = trainer_of(how, scratch)
+    def __init__(self, options: dict[str, Any], scratch: str) -> None:
+        self.method, self.best = options["method"], options["best"]
+        self.trainer = trainer_of(options, scratch)
         self.batches: dict[int, dict[str, Any]] = {}
         model, arguments = self.trainer.model, self.trainer.args
         if arguments.gradient_checkpointing:
@@ -67,7 +67,7 @@ class Session:
         if self.best:
             inner = model.get_base_model() if hasattr(model, "get_base_model") else model
             without_needless_mask(inner.base_model)
-            if how["compiled"]:
+            if options["compiled"]:
                 for layer in inner.base_model.layers:
                     layer.compile(dynamic=True)
         self.model = self.trainer.accelerator.prepare_model(model)
@@ -104,32 +104,32 @@ class Session:
         return {"loss": loss, "grad_norm": norm, "seconds": seconds, "peak": peak}
 
 
-def trainer_of(how: dict[str, Any], scratch: str) -> Any:
+def trainer_of(options: dict[str, Any], scratch: str) -> Any:
     """TRL's trainer as it comes, or with what makes its step fast: reference values given, nothing
     recomputed.
     """
-    method = how["method"]
+    method = options["method"]
     trainer, config = TRAINERS[method]
-    settings: dict[str, Any] = GRPO if method == "grpo" else {"max_length": how["max_length"]}
+    settings: dict[str, Any] = GRPO if method == "grpo" else {"max_length": options["max_length"]}
     with_reference = method in ("kto", "dpo")
-    if how["best"]:
-        settings = settings | {"gradient_checkpointing": how["checkpointing"]}
+    if options["best"]:
+        settings = settings | {"gradient_checkpointing": options["checkpointing"]}
         settings |= {"precompute_ref_log_probs": True} if with_reference else {}
     arguments = config(
         output_dir=scratch, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
-        bf16=how["precision"] == "mixed", **settings,
+        bf16=options["precision"] == "mixed", **settings,
     )  # fmt: skip
-    dtype = torch.bfloat16 if how["precision"] == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if options["precision"] == "bfloat16" else torch.float32
     kind = AutoModelForSequenceClassification if method == "bradley_terry" else AutoModelForCausalLM
-    policy = kind.from_pretrained(how["policy"], dtype=dtype)
-    if how["adapter"]:
-        widened = how["precision"] != "bfloat16"
+    policy = kind.from_pretrained(options["policy"], dtype=dtype)
+    if options["adapter"]:
+        widened = options["precision"] != "bfloat16"
         policy = peft.PeftModel.from_pretrained(
-            policy, how["adapter"], is_trainable=True, autocast_adapter_dtype=widened
+            policy, options["adapter"], is_trainable=True, autocast_adapter_dtype=widened
         )
     extra: dict[str, Any] = {"reward_funcs": lambda **_: []} if method == "grpo" else {}
-    if with_reference and not how["best"]:
-        extra["ref_model"] = AutoModelForCausalLM.from_pretrained(how["reference"], dtype=dtype)
+    if with_reference and not options["best"]:
+        extra["ref_model"] = AutoModelForCausalLM.from_pretrained(options["reference"], dtype=dtype)
     tokenizer = tokenizer_of_ids(16, EOS)
     # a score is read before the padding, which must not look like the end of an answer
     if method == "bradley_terry":
@@ -238,8 +238,8 @@ class Worker:
         torch.compiler.reset()
         return {}
 
-    def load(self, name: str, **how: Any) -> dict[str, Any]:
-        self.sessions[name] = Session(how, self.scratch)
+    def load(self, name: str, **options: Any) -> dict[str, Any]:
+        self.sessions[name] = Session(options, self.scratch)
         return {}
 
     def drop(self, name: str) -> dict[str, Any]:

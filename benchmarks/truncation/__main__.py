@@ -42,7 +42,7 @@ import valence
 from valence.losses import LOSSES
 from valence.losses.advantage import gae
 from valence.trainer.methods import ONLINE, Method
-from valence.trainer.sample_builders import Credited
+from valence.trainer.sample_builders import AdvantageBuilder
 from valence.types import Completion
 
 REWARD, MAX_NEW_TOKENS = 1.0, 16
@@ -124,7 +124,7 @@ def recipe(folder: Path, rule: str, seed: int, rounds: int, gae_lambda: float) -
 
 def run(settings: dict[str, Any], rule: str) -> list[dict[str, float]]:
     """The log of a run, one row for each round."""
-    method = Method("ppo", LOSSES["ppo"], Credited(RULES[rule]), {"value": True})
+    method = Method("ppo", LOSSES["ppo"], AdvantageBuilder(RULES[rule]), {"value": True})
     with patch.dict(ONLINE, {"ppo": method}):
         valence.train(settings, quiet=True)
     log = (Path(settings["run"]["dir"]) / "metrics.jsonl").read_text(encoding="utf-8")
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--gae-lambda", type=float, default=1.0)
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     disable_progress_bar()
     holds = True
     print(f"{'rule':<11}{'seed':>5}{'round':>7}{'value/mean':>12}{'truncated':>11}{'length':>8}")
@@ -146,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_model(folder / "model")
         prompts = [json.dumps({"prompt": 3 * letter}) + "\n" for letter in LETTERS[:16]]
         (folder / "prompts.jsonl").write_text("".join(prompts), encoding="utf-8")
-        for rule, seed in product(RULES, range(given.seeds)):
-            rows = run(recipe(folder, rule, seed, given.rounds, given.gae_lambda), rule)
+        for rule, seed in product(RULES, range(parsed.seeds)):
+            rows = run(recipe(folder, rule, seed, parsed.rounds, parsed.gae_lambda), rule)
             for i in sorted({0, *range(9, len(rows), 10), len(rows) - 1}):
                 value, truncated, length = (
                     rows[i][name] for name in ("value/mean", "rollout/truncated", "rollout/length")

@@ -1,10 +1,11 @@
-"""Links out of docs/ work on a code host by themselves.
+"""Make links from docs/ to other files of the repository work in the site.
 
-In the site what they name in the repository is a page with its text.
+The links work on a code host unchanged. In the site, each linked file gets a page with its text.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,39 +23,55 @@ LANGUAGES = {
 }
 
 
-def outside(page: str, path: str) -> Path | None:
-    """What a page links in the repository, unless it is a page itself or nothing is there."""
-    found = (ROOT / "docs" / page).parent.joinpath(path).resolve()
-    return found if found.exists() and ROOT / "docs" not in (found, *found.parents) else None
+def linked_file(page: str, path: str) -> Path | None:
+    """The file outside docs/ that a page links to; None for pages and missing files."""
+    target = (ROOT / "docs" / page).parent.joinpath(path).resolve()
+    return target if target.exists() and ROOT / "docs" not in (target, *target.parents) else None
 
 
-def name_of(path: Path) -> str:
+def page_name(path: Path) -> str:
     return f"repository/{path.relative_to(ROOT).as_posix()}.md"
 
 
-def shown(path: Path) -> str:
+def fenced(language: str, text: str) -> str:
+    return f"`````{language}\n{text.rstrip()}\n`````\n"
+
+
+def render(path: Path) -> str:
+    """A file, or the files of a folder, as Markdown."""
     if path.is_dir():
-        return "\n".join(shown(each) for each in sorted(path.iterdir()) if each.is_file())
-    language, text = LANGUAGES.get(path.suffix, "text"), path.read_text(encoding="utf-8")
-    return f"# {path.relative_to(ROOT)}\n\n`````{language}\n{text}\n`````\n"
+        return "\n".join(render(file) for file in sorted(path.iterdir()) if file.is_file())
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        return render_notebook(json.loads(text))
+    language = LANGUAGES.get(path.suffix, "text")
+    return f"# {path.relative_to(ROOT)}\n\n{fenced(language, text)}"
+
+
+def render_notebook(notebook: dict[str, Any]) -> str:
+    """The cells of a notebook, with the text that they printed."""
+    parts = list[str]()
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else fenced("python", source))
+        parts += [fenced("text", "".join(output["text"])) for output in cell.get("outputs", ())]
+    return "\n\n".join(parts)
 
 
 def on_files(files: Any, config: Any) -> Any:
     for page in list(files.documentation_pages()):
         for link in LINK.finditer(page.content_string):
-            if (path := outside(page.src_uri, link["path"])) and name_of(
-                path
-            ) not in files.src_uris:
-                files.append(File.generated(config, name_of(path), content=shown(path)))
+            path = linked_file(page.src_uri, link["path"])
+            if path and page_name(path) not in files.src_uris:
+                files.append(File.generated(config, page_name(path), content=render(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    def moved(link: re.Match[str]) -> str:
-        path, up = (
-            outside(page.file.src_uri, link["path"]),
-            len(PurePosixPath(page.file.src_uri).parents) - 1,
-        )
-        return link[0] if path is None else f"]({'../' * up}{name_of(path)}"
+    levels_up = len(PurePosixPath(page.file.src_uri).parents) - 1
 
-    return LINK.sub(moved, markdown)
+    def to_site(link: re.Match[str]) -> str:
+        path = linked_file(page.file.src_uri, link["path"])
+        return link[0] if path is None else f"]({'../' * levels_up}{page_name(path)}"
+
+    return LINK.sub(to_site, markdown)

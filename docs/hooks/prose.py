@@ -1,4 +1,4 @@
-"""Docstrings are prose, in which signs such as the star of a product stand for themselves."""
+"""Docstrings are plain prose: signs such as the star of a product are not Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from griffe import Extension, Object
 
 LITERAL = re.compile(r"``?[^`]*``?|[*_<\[\]]")
-"""What stays as it is, and single signs that Markdown would read."""
+"""Code between backticks, which stays unchanged, and single signs that Markdown would interpret."""
 
 
 class Prose(Extension):

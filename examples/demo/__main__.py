@@ -44,14 +44,14 @@ def main() -> None:
     )
 
     prompts = read_prompts(HELD_OUT)
-    how = Sampling(temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, seed=3)
+    sampling = Sampling(temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, seed=3)
     console.print(
         f"Asking the new model, then the old one, {len(prompts)} questions that are not in the "
         f"training data."
     )
-    after = [answer for (answer,) in run.sample(prompts, how, quiet=False)]
+    after = [answer for (answer,) in run.sample(prompts, sampling, quiet=False)]
     with run.policy.model.disable_adapter():  # type: ignore[operator]
-        before = [answer for (answer,) in run.sample(prompts, how, quiet=False)]
+        before = [answer for (answer,) in run.sample(prompts, sampling, quiet=False)]
     show_answers(prompts, before, after, console)
 
     console.print(f"Report  {FOLDER / 'report.html'}  (open it in a browser)")

@@ -97,11 +97,11 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as aside:
-        whole = Path(aside) / "whole"
-        whole.mkdir()
-        make(whole)
+        archive = Path(aside) / "whole"
+        archive.mkdir()
+        make(archive)
         try:
-            whole.rename(folder)
+            archive.rename(folder)
         except OSError:
             # Another process was first: its copy is as good. Any other failure leaves no folder and
             # is raised.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-MOST_WORDS, FEWEST_WORDS = 40, 5
+MAX_WORDS, FEWEST_WORDS = 40, 5
 LITTLE_WORDS = """
     a an and are as at be by can could do does few for from give good had has have how i if in is it its just make me
     more my name new of on one or our should so some suggest than that the their them there they this to was way we
@@ -24,9 +24,9 @@ def judge(question: str, answer: str, finished: bool) -> tuple[bool, str]:
     not check facts.
     """
     words = re.findall(r"[a-z0-9'\u2019]+", answer.lower())
-    asked, said = content_words(question), content_words(answer)
-    if not finished or len(words) > MOST_WORDS:
-        return False, f"rambles: more than {MOST_WORDS} words"
+    question_words, answer_words = content_words(question), content_words(answer)
+    if not finished or len(words) > MAX_WORDS:
+        return False, f"rambles: more than {MAX_WORDS} words"
     if len(words) < FEWEST_WORDS:
         return False, f"too little: fewer than {FEWEST_WORDS} words"
     if not answer.rstrip("\"'\u201d\u2019)* \n").endswith((".", "!", "?")):
@@ -34,9 +34,9 @@ def judge(question: str, answer: str, finished: bool) -> tuple[bool, str]:
     threes = list(zip(words, words[1:], words[2:], strict=False))
     if len(set(threes)) < len(threes):
         return False, "repeats itself: the same three words twice"
-    if not asked & said:
+    if not question_words & answer_words:
         return False, "ignores the question: none of its words appear"
-    if not said - asked:
+    if not answer_words - question_words:
         return False, "only restates the question"
     return True, "short and to the point"
 

@@ -40,16 +40,16 @@ class Environment(TorchConfig):
 
 def free_port() -> tuple[str, int]:
     """This host's address, and a port that is free there."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return ray.util.get_node_ip_address(), found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return ray.util.get_node_ip_address(), listener.getsockname()[1]
 
 
 def listens(address: str, port: int) -> None:
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
-def train(given: dict[str, Any]) -> None:
+def train(settings: dict[str, Any]) -> None:
     """What each worker runs."""
     context = ray.train.get_context()
     os.environ |= {
@@ -60,7 +60,7 @@ def train(given: dict[str, Any]) -> None:
     }
     import valence  # once Ray has said which GPU that is
 
-    valence.train(given["recipe"], overrides=given["overrides"])
+    valence.train(settings["recipe"], overrides=settings["overrides"])
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "distributed": ("terminal",),
     "losses": ("types",),
     "models": ("types", "network", "files", "version"),
-    "data": ("types", "files", "network"),
+    "data": ("types", "checksums", "files", "network"),
     "rollouts": ("types", "network", "files"),
     "rewards": ("types", "network", "checksums", "files", "version"),
     "runs": ("types", "distributed", "checksums", "files", "terminal", "version"),

@@ -20,6 +20,8 @@ from tests.tiny import CHATML, NO_END, tiny_tokenizer
 from valence.data.audit import Audit, Finding, Spread, WeightAdvice, advised_weights, audit, overlap
 from valence.data.audit_text import REMARKS, WARNINGS, render, warnings_of
 from valence.data.encode import Encoder
+from valence.data.encoded_set import AuditColumns
+from valence.data.example_store import ExampleStore
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
 from valence.data.values import NUMBER
@@ -55,7 +57,11 @@ def loaded(examples: Sequence[Example], bad: Sequence[BadRow] = (), **more: Any)
     rows = Counter(e.origin.path for e in examples) + Counter(b.origin.path for b in bad)
     refused = Counter(b.origin.path for b in bad)
     files = (File(path=p, format="judged", rows=n, bad=refused[p], **more) for p, n in rows.items())
-    return Loaded(examples=tuple(examples), files=tuple(files), bad=tuple(bad))
+    return Loaded(examples=ExampleStore(examples), files=tuple(files), bad=tuple(bad))
+
+
+def audit_columns(examples: Sequence[Example]) -> AuditColumns:
+    return Encoder(tiny_tokenizer(None), max_length=500).encode_all(examples).audit_columns
 
 
 def audited(
@@ -385,12 +391,12 @@ def test_rows_that_are_in_the_training_data_too() -> None:
         judged("moon", "a lamp", False, 3, "held.jsonl"),
         judged("rain", "water", True, 4, "held.jsonl"),
     ]
-    found = overlap(THUMBS, others)
+    found = overlap(audit_columns(THUMBS), audit_columns(others))
     assert found == {
         "rows_in_train": Finding(1, ("held.jsonl:1",)),
         "prompts_in_train": Finding(2, ("held.jsonl:2", "held.jsonl:3")),
     }
-    assert overlap(THUMBS, others[3:]) == {}
+    assert overlap(audit_columns(THUMBS), audit_columns(others[3:])) == {}
     result = audited(others)
     result = replace(result, findings={**result.findings, **found})
     assert json.loads(json.dumps(result.to_dict()))["findings"]["prompts_in_train"]["count"] == 2

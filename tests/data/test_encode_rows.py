@@ -22,7 +22,7 @@ from tests.data.encoding import (
 )
 from tests.errors import raises_error
 from tests.tiny import BOS, CHATML, CHATML_TOOLS, INST, LAST_UNSTRIPPED, NO_END, tiny_tokenizer
-from valence.data.encode import Unusable
+from valence.data.encoded_set import Unusable
 from valence.types import (
     Chat,
     Demonstration,
@@ -240,7 +240,7 @@ def test_turns_that_render_differently_later_are_trained_on_one_by_one() -> None
         "d<|im_end|>",
     ]
     assert found.notes == {"split_turns": (HERE,)}
-    assert [part.id for part in found.parts] == [unit.id for unit in found.units]
+    assert [turn.id for turn in found.turn_examples] == [unit.id for unit in found.units]
     greeting = Chat((turn("assistant", "welcome"), turn("user", "a")))
     # a greeting answers nothing, and is not trained on
     unit = encoded(enc, replace(row, prompt=greeting))

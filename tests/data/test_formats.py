@@ -508,6 +508,12 @@ def test_a_row_is_recognised_and_read(name: str, row: dict, example: Example):
     assert read_example(name, row, HERE) == example
 
 
+def test_a_column_that_keys_name_is_read_once() -> None:
+    row = {"input": "Say hi.", "chosen": "Hi!", "rejected": "Bye!"}
+    example = read_example("alpaca_preference", row, HERE, {"instruction": "input"})
+    assert example == pair(chat(ASK), chat(HI), chat(BYE))
+
+
 def test_every_format_has_a_case_and_gives_the_kind_that_the_table_says():
     assert {name for name, _, _ in CASES} == FORMATS.keys()
     kinds = {

@@ -15,7 +15,8 @@ import pytest
 
 from tests.data.encoding import HERE, answered, chat, encoded, text, trained, turn
 from tests.tiny import tokenizer_of
-from valence.data.encode import EncodedSet, Encoder
+from valence.data.encode import Encoder
+from valence.data.encoded_set import EncodedSet
 from valence.types import Chat, Demonstration, Preference, TokenizedCompletion, TokenizedExample
 
 FOLDER = Path(__file__).parent / "templates"
@@ -191,9 +192,9 @@ def test_every_assistant_turn_can_be_trained_on(name: str, switch: bool | None) 
     assert {(unit.weight, unit.source, unit.origin) for unit in found.units} == {(2.0, "f", HERE)}
     if len(found.units) == 1:
         assert found.units[0].prompt_ids == enc.encode_prompt(prompt)
-        assert (found.parts, "split_turns" in found.notes) == ((), False)
+        assert (found.turn_examples, "split_turns" in found.notes) == ((), False)
         return
-    assert [unit.id for unit in found.units] == [part.id for part in found.parts]
+    assert [unit.id for unit in found.units] == [turn.id for turn in found.turn_examples]
     assert len({unit.id for unit in found.units}) == 3
     assert found.notes["split_turns"] == (HERE,)
     for i, unit in zip((1, 3, 5), found.units, strict=True):

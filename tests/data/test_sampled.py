@@ -19,7 +19,8 @@ from valence.data.audit import audit
 from valence.data.audit_text import render
 from valence.data.convert import CONVERSIONS, Unused, best_to_demonstrations
 from valence.data.detect import detect
-from valence.data.encode import EncodedSet, Encoder
+from valence.data.encode import Encoder
+from valence.data.encoded_set import EncodedSet
 from valence.data.load import Loaded, load
 from valence.types import Chat, Demonstration, Ids, Judgement, Origin, Prompt, Ranking
 

@@ -127,7 +127,7 @@ def prepared(place: Path, recipe: dict[str, Any], **parallel: Any) -> Prepared:
         recipe |= {"reference": recipe.get("reference", {}) | {"cache": "off"}}
     recipe |= {"parallel": recipe.get("parallel", {}) | parallel}
     given = {"train": ROWS[recipe["method"]]}
-    return prepare(load_recipe(recipe, method_of=method_of, in_memory=["train"]), given=given)
+    return prepare(load_recipe(recipe, method_of=method_of, in_memory=["train"]), rows=given)
 
 
 def other_weights(ours: PolicyModel, theirs: PolicyModel) -> list[str]:

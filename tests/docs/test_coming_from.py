@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
+from examples.demo import assets
 from tests.arch.source import tree
 from tests.docs.blocks import ROOT
 from tests.docs.settings import is_setting
@@ -229,6 +230,68 @@ def _turns(role: str, said: str) -> list[dict[str, str]]:
             "judgement",
             {},
         ),
+        (
+            {"messages": _turns("user", "a") + _turns("assistant", "b"), "label": True},
+            "judgement",
+            {},
+        ),
+        (
+            {
+                "conversations": [{"from": "human", "value": "a"}],
+                "chosen": {"from": "gpt", "value": "b"},
+                "rejected": {"from": "gpt", "value": "c"},
+            },
+            "preference",
+            {},
+        ),
+        ({"instruction": "a", "input": "", "output": "b"}, "demonstration", {}),
+        (
+            {"question": "a", "answer": "b"},
+            "demonstration",
+            {"keys": {"prompt": "question", "completion": "answer"}},
+        ),
+        (
+            {"system_prompt": "s", "question": "a", "response": "b"},
+            "demonstration",
+            {
+                "format": "alpaca",
+                "keys": {
+                    "instruction": "question",
+                    "output": "response",
+                    "system": "system_prompt",
+                },
+            },
+        ),
+        (
+            {"question": "a", "completion": "b", "label": True},
+            "judgement",
+            {"keys": {"prompt": "question"}},
+        ),
+        (
+            {"system": "s", "instruction": "a", "completion": "b", "label": True},
+            "judgement",
+            {"format": "alpaca_kto", "keys": {"output": "completion", "kto_tag": "label"}},
+        ),
+        (
+            {"completion": _turns("user", "a") + _turns("assistant", "b"), "label": True},
+            "judgement",
+            {"keys": {"messages": "completion"}},
+        ),
+        (
+            {"system": "s", "question": "a", "chosen": "b", "rejected": "c"},
+            "preference",
+            {"format": "alpaca_preference", "keys": {"instruction": "question"}},
+        ),
+        ({"input": "a", "chosen": "b", "rejected": "c"}, "preference", {}),
+        (
+            {
+                "messages": _turns("user", "a"),
+                "chosen": {"role": "assistant", "content": "b"},
+                "rejected": {"role": "assistant", "content": "c"},
+            },
+            "preference",
+            {"keys": {"prompt": "messages"}},
+        ),
     ],
     ids=[
         "nemo dpo",
@@ -239,6 +302,17 @@ def _turns(role: str, said: str) -> list[dict[str, str]]:
         "colossal prompts",
         "colossal kto",
         "halos",
+        "llama-factory kto demo",
+        "llama-factory dpo demo",
+        "llama-factory alpaca demo",
+        "llama-factory columns",
+        "axolotl open orca",
+        "axolotl kto intel",
+        "axolotl kto argilla",
+        "axolotl kto argilla chat",
+        "axolotl dpo intel",
+        "axolotl dpo icr",
+        "axolotl dpo chat template",
     ],
 )
 def test_rows_are_read_as_the_guides_say(
@@ -247,3 +321,24 @@ def test_rows_are_read_as_the_guides_say(
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert len(load([SourceSettings(path=str(path), **how)], kind).examples) == 1
+
+
+@pytest.mark.real
+def test_the_data_sets_of_llama_factory_load_without_a_setting() -> None:
+    """The files of the table in the guide, from the published archive."""
+    try:
+        folder = assets.llamafactory_data()
+    except (OSError, RuntimeError) as error:
+        pytest.skip(f"the archive cannot be fetched: {error}")
+    [rows] = [
+        rows
+        for header, rows in tables(ROOT / "docs" / "coming-from" / "llama-factory.md")
+        if header == ["file in `data/`", "rows", "format"]
+    ]
+    assert len(rows) == 3
+    for file, count, name in rows:
+        format_name = name.strip("`")
+        kind: Any = FORMATS[format_name].gives
+        loaded = load([SourceSettings(path=str(folder / file.strip("`")))], kind)
+        assert loaded.files[0].format == format_name
+        assert len(loaded.examples) == loaded.files[0].rows == int(count)

@@ -59,7 +59,7 @@ def test_what_travels_counted_by_hand() -> None:
         "within layers": 0,
     }
     assert volume(job, sharded(4, reshard=False))["weights"] == 0.75 * 3 * 2 * 2400
-    assert volume(job, sharded(4, each=False))["gradients"] == 0.75 * 4000
+    assert volume(job, sharded(4, sync_every_micro_batch=False))["gradients"] == 0.75 * 4000
     both = volume(job, sharded(4, tensor=2))  # 2 groups of rows, each of which has half the weights
     assert both["gradients"] == 0.5 * 3 * 2000
     assert both["within layers"] == 4 * (4 + 2) * 32 * 8 * 2  # layers; sums; tokens; numbers; bytes
@@ -94,7 +94,12 @@ def test_seconds_of_a_sum_over_processes() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [sharded(8), sharded(64, each=False), sharded(16, tensor=4), sharded(8, reshard=False)],
+    [
+        sharded(8),
+        sharded(64, sync_every_micro_batch=False),
+        sharded(16, tensor=4),
+        sharded(8, reshard=False),
+    ],
 )
 @pytest.mark.parametrize("slow", [1.0, 100.0])
 def test_what_overlaps_takes_between_the_longer_and_the_sum(layout: Layout, slow: float) -> None:
@@ -124,7 +129,7 @@ def test_rows_are_dealt_as_a_step_deals_them() -> None:
 def test_weights_are_split_where_they_do_not_fit() -> None:
     assert cases.chosen("8B", "dpo", 8, lora=True) == Layout(8, Split())
     assert cases.chosen("8B", "sft", 8) == sharded(8)
-    assert cases.chosen("70B", "dpo", 64, lora=True) == sharded(64, each=False)
+    assert cases.chosen("70B", "dpo", 64, lora=True) == sharded(64, sync_every_micro_batch=False)
     assert cases.memory("8B", "dpo", sharded(8)) < cases.memory("8B", "dpo", Layout(8))
 
 

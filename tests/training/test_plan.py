@@ -61,7 +61,7 @@ def planned(recipe: dict[str, Any], *overrides: str, given: Mapping[str, Any] = 
     in_memory = [name for name, rows in given.items() if rows]
     return make_plan(
         prepare(
-            load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory), given=given
+            load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory), rows=given
         )
     )
 
@@ -90,7 +90,7 @@ def test_the_number_is_written_down_and_kept(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a run that is taken up, and by one that is brought back, whatever is free then."""
-    run = build_run(recipe, given=GIVEN, quiet=True)
+    run = build_run(recipe, rows=GIVEN, quiet=True)
     most = MAX_TOKENS["cpu"]
     assert (
         run.state.budget.at(0, "training")
@@ -100,12 +100,12 @@ def test_the_number_is_written_down_and_kept(
     run.state.counters.step = 1
     run.save()
     monkeypatch.setattr(plan, "free_memory", lambda _: 1)
-    again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, given=GIVEN, quiet=True)
+    again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, rows=GIVEN, quiet=True)
     assert again.state.budget.at(0, "training") == MIN_TOKENS
     again.load_state_dict(store.load(tmp_path / "run/checkpoints/step-1"))
     assert again.state.budget.at(0, "training") == most
     assert restore(tmp_path / "run", quiet=True).state.budget.at(1, "evaluation") == most
-    taken_up = build_run(recipe, given=GIVEN, quiet=True)
+    taken_up = build_run(recipe, rows=GIVEN, quiet=True)
     assert taken_up.step == 1
     assert taken_up.state.budget.at(1, "training") == most
 
@@ -124,7 +124,7 @@ def own(recipe: dict[str, Any], *overrides: str) -> Plan:
     return make_plan(
         prepare(
             load_recipe(recipe | OWN, overrides, method_of=method_of, in_memory=["train"]),
-            given=given,
+            rows=given,
         )
     )
 
@@ -237,7 +237,7 @@ def test_what_a_run_takes_is_printed_before_it(
     assert len(same) == len(lines)
     assert "0.00 GB" in more  # are free
     console = Console(file=io.StringIO(), width=200)
-    build_run(recipe, given=GIVEN, console=console)
+    build_run(recipe, rows=GIVEN, console=console)
     assert "time: " in console.file.getvalue()  # type: ignore[attr-defined]
 
 

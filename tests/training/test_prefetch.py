@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,11 +18,12 @@ import valence
 from tests.errors import check_error, raises_error
 from tests.pretend import CUDA, pretended
 from tests.training.online import rig
-from tests.training.resuming import Killed, records, resumed_steps, weights
+from tests.training.resuming import Killed, killed, records, resumed_steps, weights
 from tests.training.test_run import DEMONSTRATIONS, recipe, written
 from tests.units import models_for, objective, units_for
 from valence.api import build_run
 from valence.batching.micro_batches import StepPacker
+from valence.data import column_files, example_store, tokenize
 from valence.errors import UserError
 from valence.runs.signals import OUT_OF_TIME, Interrupted
 from valence.trainer import trainer as trainer_module
@@ -194,6 +196,31 @@ def test_a_run_killed_with_a_prepared_step_resumes_with_the_step_that_was_not_do
     assert resumed_steps(resumed.directory) == [2]
     assert steps.ids == ids[2:]
     assert_same(resumed, undisturbed)
+
+
+def test_a_killed_run_that_reads_rows_from_files_has_the_bits_of_one_in_memory(
+    folder: Path, tmp_path: Path, preparations: Preparations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = CASES["kto and sft"](folder, tmp_path)
+    in_memory = train(settings, tmp_path / "in memory")
+    monkeypatch.setenv("VALENCE_TOKEN_CACHE", str(tmp_path / "cache"))
+    for module, name, value in (
+        (tokenize, "MIN_EXAMPLES", 2),
+        (tokenize, "CHUNK_SIZE", 3),
+        (column_files, "MAX_MEMORY_BYTES", 0),
+        (example_store, "MAX_MEMORY_BYTES", 0),
+    ):
+        monkeypatch.setattr(module, name, value)
+    run = tmp_path / "from files"
+    killed(settings, 3, overrides=[f"run.dir={run}"])
+    from_files = train(settings, run)
+    assert resumed_steps(run) == [2]
+    for corpus in from_files.prepared.corpora.values():
+        tokens = corpus.units.columns["tokens"]
+        assert isinstance(tokens.base, np.memmap)
+        assert not tokens.flags.writeable
+    assert any(is_in_thread for _, _, is_in_thread in preparations.calls)
+    assert_same(from_files, in_memory)
 
 
 BROKEN = UserError("this step cannot be prepared", code="kl-pairs-missing", where="x", fix="y")

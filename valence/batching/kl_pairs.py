@@ -5,13 +5,17 @@ Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from valence.errors import UserError
-from valence.types import TokenizedCompletion, TokenizedExample
+from valence.types import Origin, TokenizedCompletion, TokenizedExample
 
+T = TypeVar("T")
 Pairing = Literal["next", "previous", "reversed"]
 
 
@@ -28,24 +32,51 @@ def make_kl_pairs(
     the right to at least one token. If no example of the step differs, it is the first of
     ``following`` (later examples of the epoch) that does. Raises UserError when none differs.
     """
-    later: list[TokenizedExample] | None = None
+    later, rest = list[TokenizedExample](), iter(following)
     pairs: list[TokenizedExample] = []
     for i, example in enumerate(examples):
         others = (examples[(i + k) % len(examples)] for k in range(1, len(examples)))
         partner = _find_partner(example, others, max_length)
         if partner is None:
-            later = list(following) if later is None else later
-            partner = _find_partner(example, later, max_length)
+            partner = _find_partner(example, _reread(later, rest), max_length)
         if partner is None:
-            raise UserError(
-                "no other example has both another prompt and another completion",
-                code="kl-pairs-missing",
-                where=str(example.origin),
-                fix="KTO needs at least two distinct prompts with distinct completions; "
-                "apo_zero_unpaired does not",
-            )
+            raise _no_partner(example.origin)
         pairs.append(_with_completion(example, partner.answers[0], max_length))
     return pairs
+
+
+def _reread(before: list[T], rest: Iterator[T]) -> Iterator[T]:
+    """Yield the items in ``before``, then those of ``rest``, and add these to ``before``."""
+    yield from before
+    for item in rest:
+        before.append(item)
+        yield item
+
+
+def check_kl_pairs(
+    prompts: NDArray[np.uint64], completions: NDArray[np.uint64], origins: Sequence[Origin]
+) -> None:
+    """Raise the UserError that ``make_kl_pairs`` raises for these examples as one step.
+
+    prompts[S], completions[S]: hashes of the tokens. origins: of the examples.
+    """
+    pairs = np.stack([prompts, completions], axis=1)
+    num_partners = np.full(len(prompts), len(prompts))  # examples that differ in both
+    for values, sign in ((prompts[:, None], -1), (completions[:, None], -1), (pairs, 1)):
+        _, groups, counts = np.unique(values, axis=0, return_inverse=True, return_counts=True)
+        num_partners += sign * counts[groups.reshape(-1)]
+    if not num_partners.all():
+        raise _no_partner(origins[int(np.flatnonzero(num_partners == 0)[0])])
+
+
+def _no_partner(origin: Origin) -> UserError:
+    return UserError(
+        "no other example has both another prompt and another completion",
+        code="kl-pairs-missing",
+        where=str(origin),
+        fix="KTO needs at least two distinct prompts with distinct completions; "
+        "apo_zero_unpaired does not",
+    )
 
 
 def make_kl_pairs_in_groups(
@@ -81,8 +112,8 @@ def _with_completion(
     example: TokenizedExample, completion: TokenizedCompletion, max_length: int
 ) -> TokenizedExample:
     room = max(1, max_length - len(example.prompt_ids))
-    is_whole = len(completion.ids) <= room
+    fits = len(completion.ids) <= room
     cut = TokenizedCompletion(
-        completion.ids[:room], completion.mask[:room], completion.complete and is_whole
+        completion.ids[:room], completion.mask[:room], completion.complete and fits
     )
     return replace(example, prompt_mask=(False,) * len(example.prompt_ids), answers=(cut,))

@@ -137,7 +137,11 @@ def build_prefix_tree(sequences: Sequence[TokenSequence]) -> PrefixTree:
     """
     if any(sequence.loss_mask[0] for sequence in sequences):
         raise ValueError("a loss reads the first token of a sequence, which nothing predicts")
-    shared = list(_shared_prefixes(sequences))
+    arrays = [
+        (np.array(sequence.token_ids, np.int64), np.array(sequence.loss_mask, np.bool_))
+        for sequence in sequences
+    ]
+    shared = list(_shared_prefixes(sequences, arrays))
     total = sum(len(sequences[s].token_ids) - num_shared for s, num_shared in shared)
     tokens, position_ids, sequence_ids = (np.empty(total, np.int64) for _ in range(3))
     previous, loss_mask = np.arange(-1, total - 1), np.zeros(total, np.bool_)
@@ -146,17 +150,17 @@ def build_prefix_tree(sequences: Sequence[TokenSequence]) -> PrefixTree:
     path = np.empty(0, np.int64)  # rows of the sequence before
     row = 0
     for s, num_shared in shared:
-        sequence = sequences[s]
-        length = len(sequence.token_ids)
+        token_ids, mask = arrays[s]
+        length = len(token_ids)
         new = np.arange(row, row := row + length - num_shared)
-        tokens[new], sequence_ids[new] = sequence.token_ids[num_shared:], s
+        tokens[new], sequence_ids[new] = token_ids[num_shared:], s
         position_ids[new] = np.arange(num_shared, length)
         starts |= {int(path[num_shared - 1]) + 1} if num_shared else set()
         if len(new):
             previous[new[0]] = path[num_shared - 1] if num_shared else -1
             starts.add(int(new[0]))
         path = np.concatenate([path[:num_shared], new])
-        read = path[np.array(sequence.loss_mask, np.bool_)]
+        read = path[mask]
         loss_mask[read], sequence_ids[read] = True, s
         last_rows[s] = int(path[-1])
         starts.add(last_rows[s] + 1)
@@ -173,14 +177,20 @@ def build_prefix_tree(sequences: Sequence[TokenSequence]) -> PrefixTree:
     return PrefixTree(tokens, position_ids, previous, sequence_ids, loss_mask, segments, leaves)
 
 
-def _shared_prefixes(sequences: Sequence[TokenSequence]) -> Iterable[tuple[int, int]]:
-    """Yield each sequence in sorted order, with the number of tokens that the one before has."""
-    ids_before = read_before = np.empty(0, np.int64)
+def _shared_prefixes(
+    sequences: Sequence[TokenSequence],
+    arrays: Sequence[tuple[NDArray[np.int64], NDArray[np.bool_]]],
+) -> Iterable[tuple[int, int]]:
+    """Yield each sequence in sorted order, with the number of tokens that the one before has.
+
+    arrays: the tokens and the mask of each sequence.
+    """
+    ids_before, read_before = np.empty(0, np.int64), np.empty(0, np.bool_)
     order = sorted(
         range(len(sequences)), key=lambda s: (sequences[s].token_ids, sequences[s].loss_mask)
     )
     for s in order:
-        ids, mask = np.array(sequences[s].token_ids), np.array(sequences[s].loss_mask)
+        ids, mask = arrays[s]
         length = min(len(ids), len(ids_before))
         differs = ids[:length] != ids_before[:length]
         stops = np.flatnonzero(differs | (mask[:length] & read_before[:length]))
@@ -189,5 +199,5 @@ def _shared_prefixes(sequences: Sequence[TokenSequence]) -> Iterable[tuple[int, 
         ids_before = ids
         read_before = np.concatenate(
             [read_before[:num_shared] | mask[:num_shared], mask[num_shared:]]
-        ).astype(np.bool_)
+        )
         yield s, num_shared

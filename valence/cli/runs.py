@@ -212,7 +212,7 @@ def check(
 
     source = with_dtype(source)
     check_sinks(source)
-    prepared = prepare(source, training=True)
+    prepared = prepare(source, training=True, console=console)
     if (Path(source.recipe.run.dir) / "run.json").is_file():
         said = (
             f"{source.recipe.run.dir} already contains a run: `valence train` resumes it, or "

@@ -443,14 +443,14 @@ def _find_issues(
     for prefix, issue in issues:
         for name in issue.settings:
             path = (*prefix, *(int(part) if part.isdecimal() else part for part in name.split(".")))
-            paths, what = [path], issue.what
+            paths, message = [path], issue.what
             if issue.code == "setting-no-effect":
                 inner = [key for key in settings if key[: len(path)] == path]
                 changed = [key for key in inner if not settings[key].is_default]
-                paths, what = (changed if inner else [path]) if training else [], ""
+                paths, message = (changed if inner else [path]) if training else [], ""
             for key in paths:
                 error = UserError(issue.what, code=issue.code, where=raw.where(key), fix=issue.fix)
-                problems.setdefault((key, what), error)
+                problems.setdefault((key, message), error)
     order = list(Recipe.model_fields)
     return [problems[key] for key in sorted(problems, key=lambda k: order.index(str(k[0][0])))]
 

@@ -33,8 +33,8 @@ def all_of(problems: Sequence[UserError], name: str) -> UserError:
     if len(problems) == 1:
         return problems[0]
     lines = [f"  {line}" for problem in problems for line in str(problem).splitlines()]
-    what = "\n".join([f"{len(problems)} settings are wrong", *lines])
-    return UserError(what, code="settings-invalid", where=name, problems=problems)
+    message = "\n".join([f"{len(problems)} settings are wrong", *lines])
+    return UserError(message, code="settings-invalid", where=name, problems=problems)
 
 
 def of_setting(

@@ -470,14 +470,14 @@ class Data(Section):
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Longest prompt with its completion, in tokens."""
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
-    """Treatment of longer rows. drop: leave them out. cut_completion: cut off the end of the answer
-    (no end-of-turn token is added). cut_prompt: cut off the start of the prompt (oldest turns
-    first, never the last user turn).
+    """What to do with longer rows. drop: leave them out. cut_completion: cut off the end of the
+    answer (no end-of-turn token is added). cut_prompt: cut off the start of the prompt (oldest
+    turns first, never the last user turn).
     """
     limit: RowCount | None = None
     """Use only the first N rows of each list."""
     train_on: Literal["completion", "assistant"] = "completion"
-    """Tokens of a demonstration to train on: the last answer, or every assistant turn."""
+    """Which tokens of a demonstration to train on: the last answer, or every assistant turn."""
     as_chat: Literal["auto"] | bool = "auto"
     """Whether a text prompt becomes one user message of the chat template, and its completion the
     assistant's answer. auto: if the tokenizer has a chat template. false: text is not wrapped,
@@ -784,7 +784,7 @@ class Train(Section):
     docs/settings.md has a table); a resumed run keeps its rate.
     """
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the learning rate falls to 0 after the warm-up (constant: it does not)."""
+    """Shape of the learning rate's decay to 0 after the warm-up. constant: no decay."""
     warmup: Annotated[NonNegativeFloat, WholeFromOne] = 0.03
     """Optimizer steps over which the learning rate rises from 0: below 1 a fraction of all steps,
     else a number.
@@ -799,7 +799,7 @@ class Train(Section):
     drop_last: bool = False
     """Leave out the last step of an epoch when it has fewer than batch_size examples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Fixes the order of the examples and every random draw."""
+    """Seed of the order of examples and of every random draw."""
     checkpointing: Literal["off", "selective", "full", "offloaded"] = "off"
     """Activation checkpointing: compute layers again in the backward pass instead of storing their
     activations, for less memory and more time, with the same result. selective: every second layer.
@@ -987,7 +987,7 @@ class RunSection(Section):
     keep_best: Best | None = None
     """Also save and keep the checkpoint with the best evaluation (`--step best` reads it)."""
     save_state: bool = True
-    """Save everything that resuming needs: trained weights, optimizer and all other state."""
+    """Save everything that resuming needs: trained weights, optimizer state and all other state."""
     save_hf: bool = False
     """Also write the model as a Hugging Face folder (`model`) into each checkpoint.
 
@@ -996,12 +996,12 @@ class RunSection(Section):
     max_failed_saves: PositiveInt = 3
     """Stop after N saves in a row that failed, as on a full disk; until then training continues."""
     max_time: Clock = None
-    """Longest time of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS". Then the run
-    finishes its step, saves its state and exits with status 124. Run the same command to resume.
-    Leave time for a step and a save.
+    """Time limit of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS". The run then finishes
+    its step, saves its state and exits with status 124; run the same command to resume. Allow for
+    the time of a step and a save.
     """
     early_stop: EarlyStop | None = None
-    """End the run when its evaluations no longer improve, from the first one after a step on."""
+    """Stop the run when evaluations no longer improve. The one before the first step is ignored."""
     samples: Samples = Samples()
     """Answers sampled before and after training."""
     export: Literal["auto", "merged", "adapter"] = "auto"

@@ -7,23 +7,29 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from valence.data.encode import EncodedSet, Encoder, Unusable
+import numpy as np
+
+from valence.data.encode import Encoder
+from valence.data.encoded_set import (
+    CHAT_PROMPT,
+    EQUAL_SIDES,
+    TEXT_PROMPT,
+    TIED_SCORES,
+    AuditColumns,
+    EncodedSet,
+    Unusable,
+    rated_content,
+)
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
-from valence.types import (
-    Chat,
-    Example,
-    Judgement,
-    Preference,
-    Ranking,
-    TokenizedExample,
-    content_id,
-)
+from valence.data.tokenized_dataset import KINDS, Array, LazySequence, Origins, TokenizedDataset
+from valence.types import Example
+
+T = TypeVar("T")
 
 ROWS_SHOWN = 5
 """Rows that are named for each finding."""
@@ -182,41 +188,36 @@ class Audit:
 def audit(loaded: Loaded, encoded: EncodedSet, encoder: Encoder) -> Audit:
     """Looks at rows that were loaded and encoded; changes nothing and refuses nothing."""
     units = encoded.units
-    classes = Counter(_class(u) for u in units)
-    prompts = [length.prompt for length in encoded.lengths]
-    answers = [n for length in encoded.lengths for n in length.answers]
+    classes = _count_classes(units)
     up, down = classes["up"], classes["down"]
     return Audit(
-        kind=units[0].kind if units else None,
+        kind=units[0].kind if len(units) else None,
         units=len(units),
         classes=_ordered(classes),
         files=_files(loaded.files, encoded),
         unused=(*_unused(loaded.bad, encoded.unusable), *_not_converted(loaded)),
-        prompt_length=_spread(prompts),
-        answer_length=_spread(answers),
+        prompt_length=_spread(encoded.lengths.prompts),
+        answer_length=_spread(encoded.lengths.answers),
         mean_answer=_mean_answer(units),
         truncation=_truncation(encoded, encoder),
-        distinct_prompts=len({u.prompt_ids for u in units}),
-        distinct_answers=len({a.ids for u in units for a in u.answers}),
-        findings=_findings(loaded.examples, encoded, encoder),
+        distinct_prompts=len(np.unique(units.prompt_column("digest"))),
+        distinct_answers=len(np.unique(units.answer_column("digest"))),
+        findings=_findings(encoded, encoder),
         ignored_columns=dict(sorted(loaded.ignored_columns.items())),
         weights=advised_weights(up, down) if up + down else None,
     )
 
 
-def overlap(train: Sequence[Example], other: Sequence[Example]) -> dict[str, Finding]:
-    """Rows of another list that are training rows too, and those that share only their prompt with
-    one. Findings of that list.
+def overlap(train: AuditColumns, other: AuditColumns) -> dict[str, Finding]:
+    """Findings for another list: its rows that are training rows too, and other rows with the
+    prompt of a training row.
     """
-    ids = {e.id for e in train}
-    prompts = {content_id(e.prompt) for e in train}
-    rows = {
-        "rows_in_train": [str(e.origin) for e in other if e.id in ids],
-        "prompts_in_train": [
-            str(e.origin) for e in other if e.id not in ids and content_id(e.prompt) in prompts
-        ],
-    }
-    return _found(rows)
+    is_row = np.isin(other.columns["row_id"], train.columns["row_id"])
+    has_prompt = np.isin(other.columns["prompt_id"], train.columns["prompt_id"])
+    masks = {"rows_in_train": is_row, "prompts_in_train": has_prompt & ~is_row}
+    return _make_findings(
+        {name: other.origins.select(np.flatnonzero(mask)) for name, mask in masks.items()}
+    )
 
 
 def advised_weights(
@@ -227,27 +228,27 @@ def advised_weights(
     Never raises, also when a class is empty.
     """
     up, down = desirable_weight * n_up, undesirable_weight * n_down
-    given = {
+    counts = {
         "n_up": n_up,
         "n_down": n_down,
         "desirable_weight": desirable_weight,
         "undesirable_weight": undesirable_weight,
     }
     if up <= 0 or down <= 0:
-        return WeightAdvice(**given, ratio=None)
+        return WeightAdvice(**counts, ratio=None)
     ratio, (low, high) = up / down, RATIO
     if low - 1e-9 <= ratio <= high + 1e-9:
-        return WeightAdvice(**given, ratio=ratio)
+        return WeightAdvice(**counts, ratio=ratio)
     if n_up <= n_down:
         return WeightAdvice(
-            **given,
+            **counts,
             ratio=ratio,
             change="desirable_weight",
             low=low * down / n_up,
             high=high * down / n_up,
         )
     return WeightAdvice(
-        **given,
+        **counts,
         ratio=ratio,
         change="undesirable_weight",
         low=up / (high * n_down),
@@ -255,10 +256,21 @@ def advised_weights(
     )
 
 
-def _class(unit: TokenizedExample) -> str:
-    if unit.kind == "judgement":
-        return {True: "up", False: "down", None: "scored"}[unit.label]
-    return f"{unit.kind}s"
+def _class(kind: int, label: int) -> str:
+    """The class of a row, from its values in the columns of a TokenizedDataset."""
+    if KINDS[kind] == "judgement":
+        return {1: "up", 0: "down", -1: "scored"}[label]
+    return f"{KINDS[kind]}s"
+
+
+def _count_classes(units: TokenizedDataset, rows: Array | slice = slice(None)) -> Counter[str]:
+    """Count these rows by class, in the order in which the classes first appear."""
+    pairs = np.stack([units.columns["kind"][rows], units.columns["label"][rows]], axis=1)
+    values, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
+    classes = Counter[str]()
+    for i in np.argsort(first):
+        classes[_class(*values[i].tolist())] += int(counts[i])
+    return classes
 
 
 def _ordered(classes: Mapping[str, int]) -> dict[str, int]:
@@ -273,9 +285,11 @@ def _ordered(classes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _files(files: Sequence[File], encoded: EncodedSet) -> tuple[SourceCount, ...]:
-    classes: dict[str, Counter[str]] = defaultdict(Counter)
-    for unit in encoded.units:
-        classes[unit.source][_class(unit)] += 1
+    units = encoded.units
+    classes = {
+        units.names["files"][source]: _count_classes(units, units.columns["source"] == source)
+        for source in np.unique(units.columns["source"]).tolist()
+    }
     bad = Counter(u.source for u in encoded.unusable if not u.dropped)
     too_long = Counter(u.source for u in encoded.unusable if u.dropped)
     return tuple(
@@ -283,7 +297,7 @@ def _files(files: Sequence[File], encoded: EncodedSet) -> tuple[SourceCount, ...
             path=file.path,
             format=file.format,
             rows=file.rows,
-            classes=_ordered(classes[file.path]),
+            classes=_ordered(classes.get(file.path, {})),
             bad=file.bad + bad[file.path],
             too_long=too_long[file.path],
             not_converted=sum(file.unused.values()),
@@ -301,7 +315,7 @@ def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[Unused
     groups: dict[str, list[BadRow | Unusable]] = defaultdict(list)
     for row in (*bad, *unusable):
         groups[row.kind if isinstance(row, Unusable) else row.reason].append(row)
-    found = [
+    findings = [
         UnusedSummary(
             kind=kind if isinstance(rows[0], Unusable) else "bad_row",
             reason=rows[0].reason,
@@ -311,7 +325,7 @@ def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[Unused
         )
         for kind, rows in groups.items()
     ]
-    return tuple(sorted(found, key=lambda u: -u.count))
+    return tuple(sorted(findings, key=lambda u: -u.count))
 
 
 def _not_converted(loaded: Loaded) -> tuple[UnusedSummary, ...]:
@@ -319,13 +333,13 @@ def _not_converted(loaded: Loaded) -> tuple[UnusedSummary, ...]:
     groups: dict[str, list[str]] = defaultdict(list)
     for origin, why in loaded.unused:
         groups[why].append(str(origin))
-    found = (
+    repeated = (
         UnusedSummary(
             kind="not_converted", reason=why, fix=None, count=len(rows), rows=_first(rows)
         )
         for why, rows in groups.items()
     )
-    return tuple(sorted(found, key=lambda u: -u.count))
+    return tuple(sorted(repeated, key=lambda u: -u.count))
 
 
 def _first(rows: Iterable[str]) -> tuple[str, ...]:
@@ -340,169 +354,179 @@ def _rank(ordered: Sequence[int], share: float) -> int:
     return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
 
 
-def _spread(values: Sequence[int]) -> Spread | None:
-    if not values:
+def _spread(values: Array) -> Spread | None:
+    if not len(values):
         return None
-    ordered = sorted(values)
+    ordered = np.sort(values).tolist()
     return Spread(ordered[0], statistics.median(ordered), _rank(ordered, 0.95), ordered[-1])
 
 
 def _truncation(encoded: EncodedSet, encoder: Encoder) -> Truncation | None:
-    if not encoded.lengths:
+    if not len(encoded.lengths):
         return None
-    longest = sorted(length.longest for length in encoded.lengths)
-    tokens = sum(
-        length.prompt * max(1, len(length.answers)) + sum(length.answers)
-        for length in encoded.lengths
-    )
-    kept = sum(
-        len(u.prompt_ids) * max(1, len(u.answers)) + sum(len(a.ids) for a in u.answers)
-        for u in encoded.units
-    )
+    longest = np.sort(encoded.lengths.longest).tolist()
+    tokens, units = encoded.lengths.num_tokens, encoded.units
+    without_answer = units.columns["num_answers"] == 0
+    remaining = units.num_sequence_tokens.sum() + units.num_unique_tokens[without_answer].sum()
     return Truncation(
         max_length=encoder.max_length + encoder.answers,
         long_rows=encoder.long_rows,
         rows=len(longest),
         too_long=sum(n > encoder.max_length for n in longest),
         tokens=tokens,
-        tokens_lost=tokens - kept,
+        tokens_lost=tokens - int(remaining),
         keeps_99=_rank(longest, 0.99) + encoder.answers,
     )
 
 
-def _mean_answer(units: Sequence[TokenizedExample]) -> dict[str, float]:
-    """Mean tokens of an answer as it is trained on, for classes that are set against each other."""
-    lengths: dict[str, list[int]] = {"up": [], "down": [], "chosen": [], "rejected": []}
-    for unit in units:
-        if unit.kind == "judgement" and unit.label is not None:
-            lengths["up" if unit.label else "down"].append(sum(unit.answers[0].mask))
-        elif unit.kind == "preference":
-            for side, answer in zip(("chosen", "rejected"), unit.answers, strict=True):
-                lengths[side].append(sum(answer.mask))
-    return {name: statistics.fmean(values) for name, values in lengths.items() if values}
+def _mean_answer(units: TokenizedDataset) -> dict[str, float]:
+    """Mean trained tokens of an answer, for classes that a loss compares."""
+    trained, classes = units.answer_column("num_trained"), units.answer_classes
+    lengths = {name: trained[classes == name] for name in ("up", "down", "chosen", "rejected")}
+    return {
+        name: int(values.sum(dtype=np.int64)) / len(values)
+        for name, values in lengths.items()
+        if len(values)
+    }
 
 
 # Findings
 
 
-def _findings(
-    examples: Sequence[Example], encoded: EncodedSet, encoder: Encoder
-) -> dict[str, Finding]:
-    """Only what was found, by name (``audit_text.py`` says what each means)."""
-    units = encoded.units
-    rows: dict[str, Sequence[str]] = {
-        "contradictions": [f"{a.origin} against {b.origin}" for a, b in contradictions(examples)],
-        "duplicates": _duplicates(examples),
-        "equal_sides": [
-            str(e.origin) for e in examples if isinstance(e, Preference) and e.chosen == e.rejected
-        ],
-        "tied_scores": [
-            str(e.origin) for e in examples if isinstance(e, Ranking) and len(set(e.scores)) == 1
-        ],
-        "missing_attributes": _missing_attributes(units),
-        **{name: [str(o) for o in origins] for name, origins in encoded.notes.items()},
+def _findings(encoded: EncodedSet, encoder: Encoder) -> dict[str, Finding]:
+    """All findings by name. ``audit_text.py`` has their texts."""
+    columns = encoded.audit_columns
+    rows: dict[str, Sequence[object]] = {
+        "contradictions": _Pairs(columns, _contradictions(columns), " against "),
+        "duplicates": _Pairs(columns, _duplicates(columns), " = "),
+        "equal_sides": columns.origins.select(columns.indices_with_flag(EQUAL_SIDES)),
+        "tied_scores": columns.origins.select(columns.indices_with_flag(TIED_SCORES)),
+        "missing_attributes": _missing_attributes(encoded.units),
+        **encoded.notes,
         **_ends(encoded),
     }
     if encoder.template.exists and not encoder.as_chat:
-        rows["text_on_chat_model"] = [str(e.origin) for e in examples if isinstance(e.prompt, str)]
-    return _found(rows) | {name: Finding(1) for name in _of_the_whole(examples, units, encoder)}
+        rows["text_on_chat_model"] = columns.origins.select(columns.indices_with_flag(TEXT_PROMPT))
+    return _make_findings(rows) | {name: Finding(1) for name in _dataset_findings(encoded, encoder)}
 
 
-def _found(rows: Mapping[str, Sequence[str]]) -> dict[str, Finding]:
-    return {name: Finding(len(where), _first(where)) for name, where in rows.items() if where}
+def _make_findings(rows: Mapping[str, Sequence[object]]) -> dict[str, Finding]:
+    """A finding for each name that has rows. rows: their places, by name."""
+    return {
+        name: Finding(len(places), _first(map(str, places)))
+        for name, places in rows.items()
+        if places
+    }
 
 
-def _of_the_whole(
-    examples: Sequence[Example], units: Sequence[TokenizedExample], encoder: Encoder
-) -> list[str]:
-    """Names of what no single row shows."""
-    found: list[str] = []
-    labels = [u.label for u in units if u.label is not None]
-    changes = sum(a != b for a, b in pairwise(labels))
-    if labels and len(set(labels)) == 1:
-        found.append("one_class")
-    if changes == 1 and min(labels.count(True), labels.count(False)) >= BLOCK_ROWS:
-        found.append("blocks")
+class _Pairs(LazySequence[str]):
+    """The places of pairs of rows as text. separator: text between the two places."""
+
+    def __init__(
+        self, columns: AuditColumns, pairs: Sequence[tuple[int, int]], separator: str
+    ) -> None:
+        self._origins, self._pairs, self._separator = columns.origins, pairs, separator
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def item(self, index: int) -> str:
+        a, b = self._pairs[index]
+        return f"{self._origins[a]}{self._separator}{self._origins[b]}"
+
+
+def _dataset_findings(encoded: EncodedSet, encoder: Encoder) -> list[str]:
+    """Names of findings about the rows as a set, not about single rows."""
+    names: list[str] = []
+    units = encoded.units
+    is_labelled = units.columns["label"] >= 0
+    labels = units.columns["label"][is_labelled]
+    ups = int(labels.sum(dtype=np.int64))
+    if len(labels) and ups in (0, len(labels)):
+        names.append("one_class")
+    if (np.diff(labels) != 0).sum() == 1 and min(ups, len(labels) - ups) >= BLOCK_ROWS:
+        names.append("blocks")
     means = list(_mean_answer(units).values())
     if len(means) == 2 and max(means) >= LENGTH_BIAS * min(means):
-        found.append("length_bias")
-    judged = [u for u in units if u.label is not None]
-    if judged and (
-        len({u.prompt_ids for u in judged}) < 2 or len({u.answers[0].ids for u in judged}) < 2
-    ):
-        found.append("no_mismatch")
-    chats = any(
-        isinstance(e.prompt, Chat) or (encoder.as_chat and isinstance(e.prompt, str))
-        for e in examples
-    )
-    if chats and encoder.template.exists and "strftime_now" in encoder.template.source():
-        found.append("dated_template")
-    return found
+        names.append("length_bias")
+    prompts = units.prompt_column("digest")[is_labelled]
+    answers = units.answer_column("digest")[is_labelled[units.answer_examples]]
+    if len(labels) and min(len(np.unique(prompts)), len(np.unique(answers))) < 2:
+        names.append("no_mismatch")
+    chat_flags = CHAT_PROMPT | (TEXT_PROMPT if encoder.as_chat else 0)
+    is_dated = encoder.template.exists and "strftime_now" in encoder.template.source()
+    if is_dated and len(encoded.audit_columns.indices_with_flag(chat_flags)):
+        names.append("dated_template")
+    return names
 
 
-def _missing_attributes(units: Sequence[TokenizedExample]) -> list[str]:
-    """Rows with some attributes that lack one which others have."""
-    names = {name for u in units for name, _ in u.attributes}
-    return [str(u.origin) for u in units if u.attributes and len(u.attributes) < len(names)]
+def _missing_attributes(units: TokenizedDataset) -> Origins:
+    """Rows that have some of the attributes, but not all."""
+    counts = units.columns["num_attributes"]
+    num_names = len(np.unique(units.columns["attribute"]))
+    return units.origins.select(np.flatnonzero((counts > 0) & (counts < num_names)))
 
 
-def _duplicates(examples: Sequence[Example]) -> list[str]:
-    """Each further row with the content of an earlier one."""
-    first: dict[str, Example] = {}
-    found: list[str] = []
-    for example in examples:
-        earlier = first.setdefault(example.id, example)
-        if earlier is not example:
-            found.append(f"{example.origin} = {earlier.origin}")
-    return found
+def _duplicates(columns: AuditColumns) -> list[tuple[int, int]]:
+    """Each row with the content of an earlier row, and the first row with this content."""
+    _, first, inverse = np.unique(columns.columns["row_id"], return_index=True, return_inverse=True)
+    first_rows = first[inverse]
+    duplicates = np.flatnonzero(first_rows != np.arange(len(columns)))
+    return list(zip(duplicates.tolist(), first_rows[duplicates].tolist(), strict=True))
+
+
+def _contradictions(columns: AuditColumns) -> list[tuple[int, int]]:
+    """The pairs that ``contradictions`` returns, as indices of examples."""
+    ids, ratings = columns.columns["rated_id"], columns.columns["rating"]
+    contradictory_ids = np.intersect1d(ids[ratings == 1], ids[ratings == 0])
+    indices = np.flatnonzero((ratings >= 0) & np.isin(ids, contradictory_ids))
+    rated = zip(ids[indices].tolist(), (ratings[indices] == 1).tolist(), strict=True)
+    return _opposites(zip(indices.tolist(), rated, strict=True))
 
 
 def contradictions(examples: Iterable[Example]) -> list[tuple[Example, Example]]:
-    """Each example with the first one that says the opposite: an answer judged up here and down
-    there, or a pair preferred both ways.
+    """Each example with the first one that has the opposite rating: an answer with both labels, or
+    a pair with both sides preferred.
     """
-    first: dict[tuple[str, bool], Example] = {}
-    found: list[tuple[Example, Example]] = []
-    for example in examples:
-        verdict = _verdict(example)
-        if verdict is None:
+    return _opposites((example, rated_content(example)) for example in examples)
+
+
+def _opposites(rows: Iterable[tuple[T, tuple[Hashable, bool] | None]]) -> list[tuple[T, T]]:
+    """Each row with the first one that has the opposite rating of the same content.
+
+    rows: the rows, each with its result of ``rated_content``.
+    """
+    first: dict[tuple[Hashable, bool], T] = {}
+    pairs: list[tuple[T, T]] = []
+    for row, rated in rows:
+        if rated is None:
             continue
-        first.setdefault(verdict, example)
-        other = first.get((verdict[0], not verdict[1]))
-        if other is not None:
-            found.append((example, other))
-    return found
+        content, rating = rated
+        first.setdefault(rated, row)
+        opposite = first.get((content, not rating))
+        if opposite is not None:
+            pairs.append((row, opposite))
+    return pairs
 
 
-def _verdict(example: Example) -> tuple[str, bool] | None:
-    """What was judged, and which way."""
-    if isinstance(example, Judgement) and example.label is not None:
-        return content_id(example.prompt, example.completion), example.label
-    if (
-        isinstance(example, Preference)
-        and example.chosen != example.rejected
-        and example.soft != 0.5
-    ):
-        chosen, rejected = content_id(example.chosen), content_id(example.rejected)
-        better = (chosen < rejected) is (example.soft is None or example.soft > 0.5)
-        return content_id(example.prompt, *sorted((chosen, rejected))), better
-    return None
-
-
-def _ends(encoded: EncodedSet) -> dict[str, list[str]]:
-    """Whole answers without an end-of-turn token, and end-of-turn tokens outside the mask: neither
-    teaches to stop.
+def _ends(encoded: EncodedSet) -> dict[str, Origins]:
+    """Rows with an answer that is not truncated and that does not teach to stop, because its
+    end-of-turn token is missing or outside the loss mask.
     """
-    cut = set(encoded.notes.get("cut_completion", ()))
-    whole = [u for u in encoded.units if u.origin not in cut]
-    return {
-        "end_of_turn_missing": [
-            str(u.origin) for u in whole if not all(a.complete for a in u.answers)
-        ],
-        "end_of_turn_unmasked": [
-            str(u.origin) for u in whole if not all(a.mask[-1] for a in u.answers)
-        ],
-    }
+    units = encoded.units
+    truncated = encoded.notes.get("cut_completion")
+    is_truncated = (
+        np.zeros(len(units), np.bool_) if truncated is None else units.origins.isin(truncated)
+    )
+    rows: dict[str, Origins] = {}
+    for name, column in (
+        ("end_of_turn_missing", "complete"),
+        ("end_of_turn_unmasked", "ends_trained"),
+    ):
+        is_affected = np.zeros(len(units), np.bool_)
+        is_affected[units.answer_examples[~units.answer_column(column)]] = True
+        rows[name] = units.origins.select(np.flatnonzero(is_affected & ~is_truncated))
+    return rows
 
 
 def _inside(low: float, high: float) -> str:

@@ -163,18 +163,18 @@ def render(audit: Audit, *, training: bool = True) -> str:
         list(_files(audit)),
         list(_lengths(audit)),
         list(_balance(audit, training)),
-        _listed("Warnings", _found(audit, WARNINGS)),
-        _listed("Remarks", [*_found(audit, REMARKS), *_ignored(audit)]),
+        _listed("Warnings", _findings(audit, WARNINGS)),
+        _listed("Remarks", [*_findings(audit, REMARKS), *_ignored(audit)]),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def warnings_of(audit: Audit) -> list[str]:
     """What the screen lists under "Not used" and "Warnings", one sentence each."""
-    said = audited(audit)["said"]
+    sentences = audited(audit)["said"]
     return [
         *(f"{count:,} {text}" for count, text in _unused(audit)),
-        *(said[name] for name in WARNINGS if name in said),
+        *(sentences[name] for name in WARNINGS if name in sentences),
     ]
 
 
@@ -230,8 +230,8 @@ def _cost(cut: Truncation) -> Iterator[str]:
     yield f"long_rows: {cut.long_rows} loses {tokens}. To lose less, raise data.max_length."
 
 
-def _percent(part: int, whole: int) -> str:
-    share = 100 * part / whole
+def _percent(part: int, total: int) -> str:
+    share = 100 * part / total
     return "under 1 %" if 0 < share < 1 else f"{share:.0f} %"
 
 
@@ -274,24 +274,28 @@ def audited(audit: Audit) -> dict[str, Any]:
     """The audit as plain values, with ``said``: by the name of each finding, what it is and what to
     do about it.
     """
-    said = {
-        name: (f"{found.count:,} " if "{rows}" in what else "")
-        + f"{_sentence(what, found, audit)}. {fix}"
-        for name, (what, fix) in (WARNINGS | REMARKS).items()
-        if (found := audit.findings.get(name))
+    messages = {
+        name: (f"{finding.count:,} " if "{rows}" in sentence else "")
+        + f"{_sentence(sentence, finding, audit)}. {fix}"
+        for name, (sentence, fix) in (WARNINGS | REMARKS).items()
+        if (finding := audit.findings.get(name))
     }
-    return audit.to_dict() | {"said": said}
+    return audit.to_dict() | {"said": messages}
 
 
-def _found(audit: Audit, sentences: dict[str, tuple[str, str]]) -> list[tuple[int, str]]:
+def _findings(audit: Audit, sentences: dict[str, tuple[str, str]]) -> list[tuple[int, str]]:
     """Count, sentence and advice of the findings, in the order of the table."""
-    found = ((audit.findings.get(name), what, fix) for name, (what, fix) in sentences.items())
-    return [(f.count, f"{_sentence(what, f, audit)}\n{fix}") for f, what, fix in found if f]
+    findings = (
+        (audit.findings.get(name), sentence, fix) for name, (sentence, fix) in sentences.items()
+    )
+    return [
+        (f.count, f"{_sentence(sentence, f, audit)}\n{fix}") for f, sentence, fix in findings if f
+    ]
 
 
-def _sentence(text: str, found: Finding, audit: Audit) -> str:
+def _sentence(text: str, finding: Finding, audit: Audit) -> str:
     lengths = ", ".join(f"{name} {tokens:,.0f}" for name, tokens in audit.mean_answer.items())
-    return text.format(rows=_rows(found.count, found.rows, audit), lengths=lengths)
+    return text.format(rows=_rows(finding.count, finding.rows, audit), lengths=lengths)
 
 
 def _ignored(audit: Audit) -> list[tuple[int, str]]:
@@ -316,8 +320,8 @@ def _rows(count: int, rows: Sequence[str], audit: Audit) -> str:
     text = ", ".join(rows) + (", ..." if count > len(rows) else "")
     if len(audit.files) == 1:
         name = f"{audit.files[0].path}:"
-        head, found, tail = text.partition(name)
-        text = head + found + tail.replace(name, ":")
+        head, match, tail = text.partition(name)
+        text = head + match + tail.replace(name, ":")
     return text
 
 

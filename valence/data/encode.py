@@ -5,13 +5,25 @@ the end-of-turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from valence.data.encoded_set import (
+    AUDIT_DTYPES,
+    AuditColumns,
+    EncodedChunk,
+    EncodedChunkBuilder,
+    EncodedSet,
+    Length,
+    Lengths,
+    TurnExamples,
+    Unusable,
+)
 from valence.data.template import (
     AsChat,
     ChatTemplate,
@@ -21,7 +33,8 @@ from valence.data.template import (
     has_no_weight,
     renders_as_chat,
 )
-from valence.data.vocab import Marked, RowError, Vocab, any_of, row_code
+from valence.data.tokenized_dataset import DTYPES, Origins, TokenizedDataset
+from valence.data.vocab import Marked, RowError, Vocab, any_of
 from valence.errors import UserError
 from valence.types import (
     Chat,
@@ -40,57 +53,6 @@ from valence.types import (
 )
 
 LongRows = Literal["drop", "cut_completion", "cut_prompt"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unusable:
-    """An example that became no unit of training.
-
-    ``dropped``: it is too long, which the recipe allows for; otherwise the row is bad. ``kind``: a
-    short stable name to count by (``too_long``, ``not_a_prefix``, ``empty_answer``, ...).
-    """
-
-    origin: Origin
-    kind: str
-    reason: str
-    fix: str | None = None
-    dropped: bool = False
-    source: str = ""
-
-    @property
-    def code(self) -> str:
-        """The code of a UserError about this row."""
-        return row_code(self.kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """Tokens of an example's prompt and of each answer, before ``long_rows`` did anything."""
-
-    prompt: int
-    answers: tuple[int, ...]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence: the prompt with its longest answer."""
-        return self.prompt + max(self.answers, default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedSet:
-    """All units in the order of their examples, and what happened on the way.
-
-    ``notes``: name of a remark -> the rows it was made on (see ``Encoder``). ``lengths``: one for
-    every example that could be tokenised, so also for those that were then dropped or cut.
-    ``parts``: the examples that took the place of conversations which were split into one for each
-    assistant turn.
-    """
-
-    units: tuple[TokenizedExample, ...]
-    unusable: tuple[Unusable, ...]
-    notes: Mapping[str, tuple[Origin, ...]]
-    lengths: tuple[Length, ...]
-    parts: tuple[Example, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +146,19 @@ class Encoder:
         self.stop_ids = tuple(i for i in stop_ids if 0 <= i < len(tokenizer))
         self.template = ChatTemplate(tokenizer, chat_template_kwargs, self.stop_ids)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that tokens depend on, without the tokenizer and its template."""
+        return {
+            "max_length": self.max_length,
+            "answers": self.answers,
+            "long_rows": self.long_rows,
+            "train_on": self.train_on,
+            "as_chat": self.as_chat,
+            "chat_template_kwargs": self.template.kwargs,
+            "stop_ids": self.stop_ids,
+        }
+
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens at which generation stops: the template's end-of-turn, the tokenizer's
@@ -192,8 +167,8 @@ class Encoder:
         """
         turn = self.template.turn_end.token
         turns = () if turn is None else (turn,)
-        own = (*turns, *self.vocab.ends) if self.as_chat else (*self.vocab.ends, *turns)
-        return tuple(dict.fromkeys((*own, *self.stop_ids)))
+        rendered_ids = (*turns, *self.vocab.ends) if self.as_chat else (*self.vocab.ends, *turns)
+        return tuple(dict.fromkeys((*rendered_ids, *self.stop_ids)))
 
     def encode_prompt(self, prompt: Content) -> tuple[int, ...]:
         """The tokens that a prompt is sampled from, and the same ones that training sees.
@@ -212,32 +187,30 @@ class Encoder:
     def encode_all(
         self, examples: Sequence[Example], sources: Sequence[str] | None = None
     ) -> EncodedSet:
-        """All examples as tokens. ``sources``: the file that each example came from."""
-        units: list[TokenizedExample] = []
-        unusable: list[Unusable] = []
-        notes: dict[str, list[Origin]] = {}
-        lengths: list[Length] = []
-        parts: list[Example] = []
-        for example, source in zip(examples, sources or [""] * len(examples), strict=True):
+        """Tokenize all examples. ``sources``: the file of each example."""
+        return build_encoded_set(self.encode_chunk(examples, sources), examples)
+
+    def encode_chunk(
+        self, examples: Iterable[Example], sources: Sequence[str] | None = None
+    ) -> EncodedChunk:
+        """Tokenize consecutive examples into columns."""
+        builder = EncodedChunkBuilder()
+        for i, example in enumerate(examples):
+            source = sources[i] if sources else ""
             rows = [_Row()]
             results = [self._encode(example, source, rows[0])]
+            turns: list[Example] = []
             if rows[0].rewritten and isinstance(example, Demonstration):
                 turns = _one_per_turn(example)
                 rows = [_Row(whole=False) for _ in turns]
                 results = [
-                    self._encode(part, source, row) for part, row in zip(turns, rows, strict=True)
+                    self._encode(turn, source, row) for turn, row in zip(turns, rows, strict=True)
                 ]
                 rows[0].notes.add("split_turns")
-                parts += turns
-            units += [result for result in results if isinstance(result, TokenizedExample)]
-            unusable += [result for result in results if isinstance(result, Unusable)]
-            for note in sorted({note for row in rows for note in row.notes}):
-                notes.setdefault(note, []).append(example.origin)
-            lengths += [row.length for row in rows if row.length is not None]
-        records, lacking = _all_or_none(units)
-        notes |= {"logps_missing": lacking} if lacking else {}
-        by_name = {name: tuple(notes[name]) for name in sorted(notes)}
-        return EncodedSet(tuple(records), tuple(unusable), by_name, tuple(lengths), tuple(parts))
+            notes = sorted({note for row in rows for note in row.notes})
+            lengths = [row.length for row in rows if row.length is not None]
+            builder.add(example, results, notes, lengths, len(turns))
+        return builder.chunk()
 
     def _encode(self, example: Example, source: str, row: _Row) -> TokenizedExample | Unusable:
         completions, verdict = _parts(example)
@@ -326,23 +299,25 @@ class Encoder:
             self._note_special(chat, row)
             rendered.append(self.template.answer(prompt, text, chat))
             row.notes.update(rendered[-1].notes)
-        context = min((each.context for each in rendered), key=len, default=text)
+        context = min((part.context for part in rendered), key=len, default=text)
         ids = plain if context == text else self.vocab.ids(context)
         mask = (False,) * len(ids)
         if trained_prompt:
             joined, mask = self._join(self.template.prompt_pieces(prompt, text), "", (), row)
             if joined != ids:
-                what = (
+                message = (
                     "the tokens of an earlier turn merge with the text around it, or its "
                     "prompt differs"
                 )
-                raise RewrittenTurnError("not_a_prefix", what, "leave data.train_on at completion")
+                raise RewrittenTurnError(
+                    "not_a_prefix", message, "leave data.train_on at completion"
+                )
         answers: list[TokenizedCompletion] = []
-        for each in rendered:
+        for part in rendered:
             # Answers share the shortest context; what others have more of it precedes their own
             # text.
-            between = each.context[len(context) :]
-            pieces = [(between, False), *each.pieces] if between else each.pieces
+            between = part.context[len(context) :]
+            pieces = [(between, False), *part.pieces] if between else part.pieces
             answers.append(self._ended(self._join(pieces, context, ids, row), row))
         return _Tokens(ids, mask, tuple(answers))
 
@@ -491,18 +466,18 @@ class Encoder:
         return fitted
 
     def _too_long(self, length: Length, origin: Origin, source: str) -> Unusable:
-        what = {
+        reasons = {
             "drop": f"{length.longest} tokens",
             "cut_completion": f"the prompt alone has {length.prompt} tokens",
             "cut_prompt": f"{length.longest} tokens, and too many still when the prompt is cut "
             f"as far as it may be",
         }[self.long_rows]
-        kept = (
+        shortened = (
             f", of which {self.answers} are for the answer (rollout.max_new_tokens)"
             if self.answers
             else ""
         )
-        reason = f"{what}; data.max_length is {self.max_length + self.answers}{kept}"
+        reason = f"{reasons}; data.max_length is {self.max_length + self.answers}{shortened}"
         fix = "raise data.max_length, or shorten the row"
         return Unusable(
             origin=origin, kind="too_long", reason=reason, fix=fix, dropped=True, source=source
@@ -583,8 +558,8 @@ def _empty_answer() -> RowError:
     )
 
 
-def _mixed(wanted: str, found: Content) -> RowError:
-    name = {str: "text", Chat: "chat messages", Ids: "token ids"}[type(found)]
+def _mixed(wanted: str, content: Content) -> RowError:
+    name = {str: "text", Chat: "chat messages", Ids: "token ids"}[type(content)]
     return RowError(
         "mixed_content",
         f"the row mixes {wanted} with {name}",
@@ -606,25 +581,50 @@ def _cut(answer: TokenizedCompletion, room: int) -> TokenizedCompletion:
         answer.ids[:room],
         answer.mask[:room],
         False,
-        tuple((name, each[:room]) for name, each in answer.columns),
+        tuple((name, values[:room]) for name, values in answer.columns),
     )
 
 
-def _all_or_none(units: list[TokenizedExample]) -> tuple[list[TokenizedExample], list[Origin]]:
-    """The units, without their answers' columns unless all answers of all rankings have them; and
-    which have none.
+def build_encoded_set(chunk: EncodedChunk, examples: Sequence[Example]) -> EncodedSet:
+    """Build the result for ``examples`` from a chunk with all of their columns."""
+    columns, names = chunk.columns, chunk.names
+    units = TokenizedDataset({name: columns[name] for name in DTYPES}, names)
+    origins = Origins(names["files"], columns["row_path"], columns["row_line"])
+    units, without_logps = _drop_partial_token_columns(units)
+    notes = {
+        name: origins.select(columns["note_example"][columns["note"] == number])
+        for number, name in enumerate(names["notes"])
+    }
+    notes |= {"logps_missing": without_logps} if without_logps else {}
+    return EncodedSet(
+        units,
+        tuple(chunk.unusable),
+        {name: notes[name] for name in sorted(notes)},
+        Lengths(columns["prompt_length"], columns["num_lengths"], columns["answer_length"]),
+        AuditColumns({name: columns[name] for name in AUDIT_DTYPES}, origins),
+        TurnExamples(examples, columns["conversation"], columns["num_turns"], _one_per_turn),
+    )
+
+
+def _drop_partial_token_columns(
+    units: TokenizedDataset,
+) -> tuple[TokenizedDataset, Origins | None]:
+    """Drop the token columns if some answers of rankings have them and others do not.
+
+    Also returns the rankings without them, or None if nothing was dropped.
     """
-    rankings = [unit for unit in units if unit.kind == "ranking"]
-    lacking = [
-        unit.origin for unit in rankings if not all(answer.columns for answer in unit.answers)
-    ]
-    if not lacking or not any(answer.columns for unit in rankings for answer in unit.answers):
-        return units, []
-    bare = (
-        replace(unit, answers=tuple(replace(answer, columns=()) for answer in unit.answers))
-        for unit in units
-    )
-    return list(bare), lacking
+    has_names = np.array([bool(names) for names in units.names["columns"]], np.bool_)
+    if not has_names.any():
+        return units, None
+    is_ranking = units.has_kind("ranking")
+    has_columns = has_names[units.answer_column("column_names")]
+    examples = units.answer_examples
+    is_incomplete = np.zeros(len(units), np.bool_)
+    is_incomplete[examples[~has_columns]] = True
+    is_incomplete &= is_ranking
+    if not is_incomplete.any() or not (has_columns & is_ranking[examples]).any():
+        return units, None
+    return units.without_token_columns(), units.origins.select(np.flatnonzero(is_incomplete))
 
 
 def _cut_prompt(tokens: _Tokens, max_length: int) -> _Tokens | None:

@@ -551,7 +551,8 @@ FORMATS: dict[str, Format] = {
 
 
 def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
-    """Part of the format -> column of the file.
+    """Part of the format -> column of the file. An optional part is left out if ``keys`` reads its
+    column as another part.
 
     Raises UserError when ``keys`` names a column that the format does not have.
     """
@@ -563,7 +564,11 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
                 code="keys-unknown-column",
                 fix=f"use its names: {', '.join(f.columns)}",
             )
-    return {f.parts.get(column, column): keys.get(column, column) for column in f.columns}
+    return {
+        f.parts.get(column, column): keys.get(column, column)
+        for column in f.columns
+        if column in f.required or column in keys or column not in keys.values()
+    }
 
 
 def _is_missing(row: Columns, part: str) -> bool:

@@ -30,26 +30,26 @@ def hub_rows(
 
     _check_answers(path)
     try:
-        found: Any = datasets.load_dataset(path, name=subset, split=split)
+        dataset: Any = datasets.load_dataset(path, name=subset, split=split)
     except (OSError, ValueError, DatasetsError) as error:
-        said = " ".join(str(error).splitlines()[:2])
-        fix = next((fix for begins, fix in REMEDIES.items() if said.startswith(begins)), None)
+        reason = " ".join(str(error).splitlines()[:2])
+        fix = next((fix for begins, fix in REMEDIES.items() if reason.startswith(begins)), None)
         general = "check the name and your access to it, or download its files and name one of them"
         raise UserError(
-            f"the hub data set cannot be loaded: {said}",
+            f"the hub data set cannot be loaded: {reason}",
             code="hub-dataset",
             where=path,
             fix=fix or general,
         ) from error
     if split is None:
-        if len(found) > 1:
-            fix = f"set split: one of {', '.join(map(str, found))}"
+        if len(dataset) > 1:
+            fix = f"set split: one of {', '.join(map(str, dataset))}"
             raise UserError(
                 "the data set has several splits", code="hub-split-missing", where=path, fix=fix
             )
-        ((split, found),) = found.items()
+        ((split, dataset),) = dataset.items()
     place = f"{path}/{subset}" if subset else path
-    for number, value in enumerate(found, 1):
+    for number, value in enumerate(dataset, 1):
         yield Origin(f"{place}[{split}]", number), dict(value)
 
 

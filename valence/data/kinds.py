@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
 from valence.data.convert import CONVERSIONS, Conversion, Unused, ratings_of, shared_ratings
+from valence.data.example_store import ExampleStore
 from valence.errors import UserError
 from valence.types import (
     Demonstration,
@@ -96,18 +97,17 @@ def conversion_to(
 
 
 def of_kind(
-    examples: Sequence[Example], kind: Kind, conversion: Conversion | None, threshold: float | None
-) -> tuple[tuple[Example, ...], list[tuple[Example, Unused]]]:
+    examples: ExampleStore, kind: Kind, conversion: Conversion | None, threshold: float | None
+) -> tuple[ExampleStore, list[tuple[Example, Unused]]]:
     """The examples as examples of this kind, and those that cannot be used, each with the reason.
 
-    Raises UserError at the first example of another kind that is not converted, and where
-    ``scored`` answers share no rating.
+    Examples that are converted are all in memory at once. Raises UserError at the first example of
+    another kind that is not converted, and where ``scored`` answers share no rating.
     """
     target = conversion.gives if conversion else kind
     examples, failed = _split_failed(examples)
-    ready: list[Example] = []
-    others: list[Example] = []
-    for e in examples:
+    others: dict[int, Example] = {}
+    for i, e in enumerate(examples):
         is_converted = conversion is not None and conversion.takes(e)
         is_ready = _is_of_kind(e, target) or (_is_of_kind(e, kind) and not is_converted)
         if is_ready and is_converted:
@@ -119,12 +119,21 @@ def of_kind(
             )
         if not is_ready and not is_converted:
             raise _wrong_kind(e, kind)
-        (ready if is_ready else others).append(e)
-    converted, unused = conversion.run(others, threshold) if conversion else ([], [])
-    usable = (*ready, *converted)
+        if not is_ready:
+            others[i] = e
+    converted, unused = conversion.run([*others.values()], threshold) if conversion else ([], [])
+    usable = _without(examples, others)
+    usable.extend(converted)
     if kind == "scored":
         shared_ratings(e for e in usable if isinstance(e, Judgement))
     return usable, [*failed, *unused]
+
+
+def _without(examples: ExampleStore, indices: Collection[int]) -> ExampleStore:
+    """The examples without those at these indices."""
+    if not indices:
+        return examples
+    return ExampleStore(examples[i] for i in range(len(examples)) if i not in indices)
 
 
 def imported_examples(
@@ -147,20 +156,23 @@ def imported_examples(
 
 
 def _split_failed(
-    examples: Sequence[Example],
-) -> tuple[list[Example], list[tuple[Example, Unused]]]:
+    examples: ExampleStore,
+) -> tuple[ExampleStore, list[tuple[Example, Unused]]]:
     """The examples without those whose reward failed, and these with the reason."""
-    failed = [e for e in examples if isinstance(e, Judgement) and e.error and not ratings_of(e)]
+    failed = {
+        i: e
+        for i, e in enumerate(examples)
+        if isinstance(e, Judgement) and e.error and not ratings_of(e)
+    }
     if not failed:
-        return list(examples), []
-    failed_ids = set(map(id, failed))
-    usable = [e for e in examples if id(e) not in failed_ids]
+        return examples, []
+    usable = _without(examples, failed)
     rated_prompts = {content_id(e.prompt) for e in usable}
     reasons = (
         Unused.REWARD_FAILED if content_id(e.prompt) in rated_prompts else Unused.ALL_REWARDS_FAILED
-        for e in failed
+        for e in failed.values()
     )
-    return usable, list(zip(failed, reasons, strict=True))
+    return usable, list(zip(failed.values(), reasons, strict=True))
 
 
 def _is_of_kind(e: Example, kind: Kind) -> bool:

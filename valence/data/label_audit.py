@@ -78,19 +78,21 @@ def _similar_pairs(
         by_label[bool(row.label)].append(row)
     rows = [by_label for _, by_label in copies.values()]
     shingles = [_shingles(text) for text, _ in copies.values()]
-    counts = Counter(each for group in shingles for each in group)
+    counts = Counter(shingle for group in shingles for shingle in group)
     downs: dict[str, list[int]] = defaultdict(list)
     rarest: list[list[str]] = []
     for i, group in enumerate(shingles):
         # 1e-9: 0.8 * 5 is not more than 4
         size = len(group) - int(-(-(threshold * len(group) - 1e-9) // 1)) + 1
-        rarest.append(sorted(group, key=lambda each: (counts[each], each))[:size] if group else [])
-        for each in rarest[i] if rows[i][False] else ():
-            downs[each].append(i)
+        rarest.append(
+            sorted(group, key=lambda shingle: (counts[shingle], shingle))[:size] if group else []
+        )
+        for shingle in rarest[i] if rows[i][False] else ():
+            downs[shingle].append(i)
     pairs: list[OppositeLabels] = []
     for i, by_label in enumerate(rows):
         ups = by_label[True]
-        for j in sorted({j for each in rarest[i] for j in downs[each]} - {i} if ups else ()):
+        for j in sorted({j for shingle in rarest[i] for j in downs[shingle]} - {i} if ups else ()):
             shared = len(shingles[i] & shingles[j])
             similarity = shared / (len(shingles[i]) + len(shingles[j]) - shared)
             if similarity >= threshold:
@@ -201,7 +203,7 @@ def rater_agreement(ratings: Iterable[RaterVerdict]) -> RaterAgreement | None:
         ratings=total,
         alpha=1 - observed / expected if expected > 0 else None,
         disagreement=differing.total() / pairs.total(),
-        raters=tuple(sorted(raters, key=lambda each: (-each.disagreement, each.rater))),
+        raters=tuple(sorted(raters, key=lambda rater: (-rater.disagreement, rater.rater))),
     )
 
 

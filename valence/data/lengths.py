@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from valence.types import TokenizedExample
+import numpy as np
+from numpy.typing import NDArray
+
+from valence.data.tokenized_dataset import TokenizedDataset
 
 BINS = 24
 """Most bins of one histogram."""
 
 
-def distributions(units: Sequence[TokenizedExample]) -> dict[str, Any]:
+def distributions(units: TokenizedDataset) -> dict[str, Any]:
     """Tokens of prompts and of answers, by class: ``{"prompt tokens": {"edges": [n + 1], "counts":
     {"all": [n]}}, ...}``. A bin counts the lengths from its edge to below the next one.
     """
-    answers: dict[str, list[int]] = {}
-    for unit in units:
-        for name, answer in zip(_classes(unit), unit.answers, strict=True):
-            answers.setdefault(name, []).append(len(answer.ids))
-    found = {
-        "prompt tokens": {"all": [len(unit.prompt_ids) for unit in units]},
-        "answer tokens": answers,
-    }
+    lengths, classes = units.answer_column("num_tokens"), units.answer_classes
+    answers = {name: lengths[classes == name] for name in np.unique(classes).tolist()}
+    tables = {"prompt tokens": {"all": units.prompt_column("num_tokens")}, "answer tokens": answers}
     return {
-        name: _binned(lengths) for name, lengths in found.items() if any(map(any, lengths.values()))
+        name: _binned(table)
+        for name, table in tables.items()
+        if any(values.any() for values in table.values())
     }
 
 
-def _classes(unit: TokenizedExample) -> tuple[str, ...]:
-    if unit.kind == "preference":
-        return "chosen", "rejected"
-    if unit.kind == "judgement" and unit.label is not None:
-        return ("up" if unit.label else "down",)
-    return ("all",) * len(unit.answers)
-
-
-def _binned(lengths: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    width = max(max(each) for each in lengths.values()) // BINS + 1
-    places = {name: Counter(length // width for length in each) for name, each in lengths.items()}
-    last = max(max(each) for each in places.values())
+def _binned(lengths: Mapping[str, NDArray[np.int32]]) -> dict[str, Any]:
+    longest = int(max(values.max() for values in lengths.values()))
+    width = longest // BINS + 1
+    last = longest // width
     counts = {
-        name: [each[place] for place in range(last + 1)] for name, each in sorted(places.items())
+        name: np.bincount(values // width, minlength=last + 1).tolist()
+        for name, values in sorted(lengths.items())
     }
     return {"edges": [place * width for place in range(last + 2)], "counts": counts}

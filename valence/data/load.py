@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeVar
 
 from valence.data import values
 from valence.data.detect import COLUMNS, detect, did_you_mean, is_another_format, listed, nearest
+from valence.data.example_store import ExampleStore
 from valence.data.formats import FORMATS, columns_read, lookup, read_example
 from valence.data.importers.records import SKIP_REASONS, ReadOptions
 from valence.data.importers.rows import KIND_OF, ROW_KINDS, ImportedRows, import_votes
@@ -141,15 +142,15 @@ class Loaded:
     ``unused``: rows that a conversion made nothing of, each with the reason.
     """
 
-    examples: tuple[Example, ...]
+    examples: ExampleStore
     files: tuple[File, ...]
     bad: tuple[BadRow, ...]
     unused: tuple[tuple[Origin, str], ...] = ()
 
     @property
-    def sources(self) -> tuple[str, ...]:
+    def sources(self) -> Sequence[str]:
         """The file of each Example."""
-        return tuple(e.origin.path for e in self.examples)
+        return self.examples.sources
 
     @property
     def ignored_columns(self) -> dict[str, int]:
@@ -184,20 +185,19 @@ def load(
     skipped: list[tuple[Origin, str]] = []
 
     def select(imported: ImportedRows) -> list[Example]:
-        skipped.extend((each.origin, SKIP_REASONS[each.reason]) for each in imported.unused)
+        skipped.extend(
+            (skipped_row.origin, SKIP_REASONS[skipped_row.reason])
+            for skipped_row in imported.unused
+        )
         examples = [example for _, example in _located(imported)]
         return imported_examples(examples, kind, conversion)
 
     sources = _with_exports(sources, select)
-    read: list[tuple[list[File], list[Example], list[BadRow]]] = []
+    files: list[File] = []
+    examples, bad = ExampleStore(), list[BadRow]()
     for source in sources:
-        left = (
-            None
-            if limit is None
-            else limit - sum(file.rows for files, _, _ in read for file in files)
-        )
-        read.append(_read(source, left, on_bad_row))
-    files = [file for files, _, _ in read for file in files]
+        left = None if limit is None else limit - sum(file.rows for file in files)
+        files += _read(source, left, on_bad_row, examples, bad)
     twice = [path for path, count in Counter(f.path for f in files).items() if count > 1]
     if twice:
         raise UserError(
@@ -206,24 +206,21 @@ def load(
             where=twice[0],
             fix="list it once, with weight: 2 if it is to count twice",
         )
-    examples, unused = of_kind(
-        [e for _, made, _ in read for e in made], kind, conversion, threshold
-    )
-    bad = tuple(row for _, _, rows in read for row in rows)
+    examples, unused = of_kind(examples, kind, conversion, threshold)
     left_out = (*((e.origin, str(why)) for e, why in unused), *skipped)
     if not examples:
         raise _nothing_left(files, bad, left_out)
-    made = Counter(e.origin.path for e in examples)
+    num_examples = Counter(examples.sources)
     num_skipped = Counter(origin.path for origin, _ in skipped)
     return Loaded(
         examples=examples,
-        bad=bad,
+        bad=tuple(bad),
         unused=left_out,
         files=tuple(
             replace(
                 f,
                 rows=f.rows + num_skipped[f.path],
-                examples=made[f.path],
+                examples=num_examples[f.path],
                 unused=dict(Counter(why for origin, why in left_out if origin.path == f.path)),
             )
             for f in files
@@ -258,10 +255,10 @@ def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Exam
         read_rows(source.path, split=source.split, subset=source.subset, limit=source.limit), "skip"
     )
     layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
-    absent, seen = set(source.keys.values()), set[str]()
+    absent, present = set(source.keys.values()), set[str]()
     for row in chain(head, rest):
         if isinstance(row, Row) and layout.format:
-            seen |= row.value.keys()
+            present |= row.value.keys()
             absent = {
                 path for path in absent if path not in row.value and lookup(row.value, path) is None
             }
@@ -269,7 +266,7 @@ def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Exam
         elif isinstance(row, BadRow):
             yield row, row
     if absent and source.limit is None:
-        raise _no_such_columns(source.path, sorted(absent), seen)
+        raise _no_such_columns(source.path, sorted(absent), present)
 
 
 def columns_of(source: Source) -> dict[str, str]:
@@ -397,8 +394,14 @@ def _rows(
 
 
 def _read(
-    source: Source, limit: int | None, on_bad_row: OnBadRow
-) -> tuple[list[File], list[Example], list[BadRow]]:
+    source: Source,
+    limit: int | None,
+    on_bad_row: OnBadRow,
+    examples: ExampleStore,
+    bad: list[BadRow],
+) -> list[File]:
+    """Append the Examples and the bad rows of a file to those of the files before it."""
+    first, first_bad = len(examples), len(bad)
     limit = min((n for n in (source.limit, limit) if n is not None), default=None)
     if isinstance(source, InMemory) and isinstance(source.rows, Iterator):
         source = replace(source, rows=list(islice(source.rows, limit)))  # rows may be read twice
@@ -407,9 +410,7 @@ def _read(
     layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
     columns = columns_read(layout.format, layout.keys) if layout.format in FORMATS else {}
     zeros = _Zeros(columns.get("label"))
-    examples: list[Example] = []
-    bad: list[BadRow] = []
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     absent = list(source.keys.values())
     # rows by file: Examples in memory name the one they came from
     path, rows = (
@@ -420,7 +421,7 @@ def _read(
         rows[row.origin.path] += 1
         if isinstance(row, Row) and layout.format:
             path = row.origin.path
-            seen.update(column for column, value in row.value.items() if value is not None)
+            counts.update(column for column, value in row.value.items() if value is not None)
             absent = (
                 [theirs for theirs in absent if lookup(row.value, theirs) is None]
                 if absent
@@ -429,7 +430,7 @@ def _read(
             zeros.add(row)
             row = _example(row, layout)
         elif isinstance(row, Example):
-            row = _given(row, source)
+            row = _check_and_weight(row, source)
         if isinstance(row, BadRow):
             if on_bad_row == "stop":
                 raise UserError(
@@ -442,23 +443,22 @@ def _read(
             bad.append(row)
         elif not isinstance(row, Row):
             examples.append(row)
-    if absent and examples and limit is None:
-        raise _no_such_columns(path, absent, seen)
+    if absent and len(examples) > first and limit is None:
+        raise _no_such_columns(path, absent, counts)
     zeros.check()
     # a Prompt's info has its other columns
     carried = layout.format in FORMATS and FORMATS[layout.format].gives == "prompt"
     known = {part for column in columns.values() for part in (column, column.partition(".")[0])}
-    ignored = {} if carried else {column: n for column, n in seen.items() if column not in known}
-    refused = Counter(row.origin.path for row in bad)
-    notes += layout.notes(examples)
-    files = [
+    ignored = {} if carried else {column: n for column, n in counts.items() if column not in known}
+    refused = Counter(row.origin.path for row in bad[first_bad:])
+    notes += layout.notes(examples[i] for i in range(first, len(examples)))
+    return [
         File(
             path=p, format=layout.format, rows=n, bad=refused[p],
             ignored_columns=ignored if p == path else {}, notes=tuple(notes) if p == path else (),
         )
         for p, n in (rows or {path: 0}).items()
     ]  # fmt: skip
-    return files, examples, bad
 
 
 def _head(rows: Iterator[R], on_bad_row: OnBadRow) -> tuple[list[R], Iterator[R]]:
@@ -491,12 +491,14 @@ class _Layout:
 
     def notes(self, examples: Iterable[Example]) -> list[str]:
         """What to say in the audit about the rating of these examples."""
-        judged = [e for e in examples if isinstance(e, Judgement)]
+        if self.rating is None:
+            return []
+        judged = [(e.label, e.score) for e in examples if isinstance(e, Judgement)]
         if self.rating == "label":
-            up = sum(e.label is True for e in judged)
+            up = sum(label is True for label, _ in judged)
             return [f"{RATING} read as thumbs: {up:,} up, {len(judged) - up:,} down"]
-        scores = [e.score for e in judged if e.score is not None]
-        if self.rating == "score" and scores:
+        scores = [score for _, score in judged if score is not None]
+        if scores:
             return [f"{RATING} read as scores from {min(scores):g} to {max(scores):g}"]
         return []
 
@@ -626,7 +628,7 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
     return _weighted(example, layout.weight)
 
 
-def _given(example: Example, source: Source) -> Example | BadRow:
+def _check_and_weight(example: Example, source: Source) -> Example | BadRow:
     """An Example that a program made, with its numbers checked as those of a file are."""
     try:
         _check_numbers(example)

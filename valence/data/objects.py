@@ -31,21 +31,21 @@ def paths_from(value: object) -> list[str] | None:
     if (
         isinstance(value, list | tuple)
         and value
-        and all(isinstance(each, str | os.PathLike) for each in value)
+        and all(isinstance(item, str | os.PathLike) for item in value)
     ):
-        return [os.fspath(each) for each in value]
+        return [os.fspath(item) for item in value]
     return None
 
 
 def as_overrides(
-    given: Mapping[str, Rows | PathOrPaths | None], overrides: Sequence[str]
+    data: Mapping[str, Rows | PathOrPaths | None], overrides: Sequence[str]
 ) -> tuple[dict[str, Rows | None], list[str]]:
-    """Paths among what is given for ``data.train`` and the like as overrides of a recipe, so that
-    the run folder names them; and the rows in memory that remain.
+    """Separate rows in memory from paths, which become overrides such as ``data.train=...``, so
+    that the run folder names them. data: by list, such as ``train``.
     """
     rows: dict[str, Rows | None] = {}
     words = list(overrides)
-    for name, value in given.items():
+    for name, value in data.items():
         paths = paths_from(value)
         if paths is None:
             rows[name] = None if value is None else rows_from(value)
@@ -111,9 +111,9 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # an array or a scalar of NumPy
         value = value.tolist()
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float):
         return None if math.isnan(value) else value
     return None if type(value).__name__ in ("NAType", "NaTType") else value

@@ -177,7 +177,7 @@ def _check_is_file(path: str, file: Path) -> None:
         )
     names = sorted(f.name for f in file.parent.iterdir())
     near = difflib.get_close_matches(file.name, names, n=2, cutoff=0.5)
-    found = [name for name in names if _suffix(Path(name)) in READERS][:5]
+    data_files = [name for name in names if _suffix(Path(name)) in READERS][:5]
     raise UserError(
         "there is no such file",
         code="file-not-found",
@@ -185,8 +185,8 @@ def _check_is_file(path: str, file: Path) -> None:
         fix=(
             f"did you mean {' or '.join(near)}?"
             if near
-            else f"the folder {file.parent} has {', '.join(found) or 'no data files'}; check the "
-            f"path"
+            else f"the folder {file.parent} has {', '.join(data_files) or 'no data files'}; check "
+            f"the path"
         ),
     )
 
@@ -495,7 +495,7 @@ def _delimiter(start: bytes, usual: str) -> str:
     many; of equals, the usual one, and without any, the usual one too.
     """
     text = start.removeprefix(BOM).decode(errors="replace")
-    is_whole = len(start) < BUFFER
+    is_complete = len(start) < BUFFER
     shares: dict[str, float] = {}
     for delimiter in dict.fromkeys((usual, *DELIMITERS)):
         records: list[list[str]] = []
@@ -504,7 +504,7 @@ def _delimiter(start: bytes, usual: str) -> str:
                 (r for r in csv.reader(io.StringIO(text), delimiter=delimiter) if r),
                 SAMPLE_ROWS + 1,
             )
-        if len(records) < SAMPLE_ROWS + 1 and not is_whole and len(records) > 1:
+        if len(records) < SAMPLE_ROWS + 1 and not is_complete and len(records) > 1:
             records.pop()  # it may be cut
         if records and len(records[0]) > 1:
             rows = records[1:]

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
+from valence.data.tokenized_dataset import TokenizedDataset
 from valence.errors import UserError
 from valence.types import TokenizedExample
 
@@ -26,38 +26,36 @@ def verdict(units: Sequence[TokenizedExample], order: Sequence[str]) -> str:
     Raises UserError at a unit that lacks what most have, when there is none.
     """
     for kind in order:
-        if all(_given(unit, kind) for unit in units):
+        if all(_has_target(unit, kind) for unit in units):
             return kind
-    best = max(order, key=lambda kind: sum(_given(unit, kind) for unit in units))
-    raise _lacks(next(unit for unit in units if not _given(unit, best)), best)
+    best = max(order, key=lambda kind: sum(_has_target(unit, kind) for unit in units))
+    raise _lacks(next(unit for unit in units if not _has_target(unit, best)), best)
 
 
-def with_targets(
-    units: Sequence[TokenizedExample], kind: str, names: Sequence[str]
-) -> tuple[TokenizedExample, ...]:
+def with_targets(units: TokenizedDataset, kind: str, names: Sequence[str]) -> TokenizedDataset:
     """The same units with targets in the place of their scores: their label (1 up, 0 down), score,
     or attributes, of which one that a unit lacks is NaN.
 
     names: of the attributes, in their order. Raises UserError at a unit that has no such verdict,
     or an attribute without a name.
     """
-    odd = next((unit for unit in units if not _given(unit, kind)), None)
+    odd = next((unit for unit in units if not _has_target(unit, kind)), None)
     if odd is not None:
         raise _lacks(odd, kind)
-    return tuple(replace(unit, scores=_targets(unit, kind, names)) for unit in units)
+    return units.with_scores([_targets(unit, kind, names) for unit in units])
 
 
 def _lacks(unit: TokenizedExample, kind: str) -> UserError:
-    what = f"the row has no {kind}, which the model is to learn"
+    message = f"the row has no {kind}, which the model is to learn"
     return UserError(
-        what,
+        message,
         code="row-target-missing",
         where=str(unit.origin),
         fix="judge all rows alike, or choose a method or loss.verdict for what they have",
     )
 
 
-def _given(unit: TokenizedExample, kind: str) -> bool:
+def _has_target(unit: TokenizedExample, kind: str) -> bool:
     return {
         "label": unit.label is not None,
         "score": bool(unit.scores),
@@ -70,8 +68,8 @@ def _targets(unit: TokenizedExample, kind: str, names: Sequence[str]) -> tuple[f
         return (float(bool(unit.label)),)
     if kind == "score":
         return unit.scores
-    own = dict(unit.attributes)
-    unknown = sorted(own.keys() - set(names))
+    attributes = dict(unit.attributes)
+    unknown = sorted(attributes.keys() - set(names))
     if unknown:
         raise UserError(
             f"the row has the attribute {unknown[0]!r}, which the model does not score",
@@ -79,11 +77,16 @@ def _targets(unit: TokenizedExample, kind: str, names: Sequence[str]) -> tuple[f
             where=str(unit.origin),
             fix=f"the model scores {', '.join(names)}",
         )
-    return tuple(own.get(name, math.nan) for name in names)
+    return tuple(attributes.get(name, math.nan) for name in names)
 
 
 def check_range(
-    units: Sequence[TokenizedExample], low: float, high: float, whole: bool, what: str, fix: str
+    units: Sequence[TokenizedExample],
+    low: float,
+    high: float,
+    integers_only: bool,
+    message: str,
+    fix: str,
 ) -> None:
     """Raises UserError at the first unit with a target that is not from ``low`` to ``high`` (and a
     whole number, if asked).
@@ -91,11 +94,11 @@ def check_range(
     for unit in units:
         for target in unit.scores:
             fits = math.isnan(target) or (
-                low <= target <= high and (not whole or target == int(target))
+                low <= target <= high and (not integers_only or target == int(target))
             )
             if not fits:
                 raise UserError(
-                    f"the row has {target:g}, and {what}",
+                    f"the row has {target:g}, and {message}",
                     code="row-target-range",
                     where=str(unit.origin),
                     fix=fix,

@@ -153,11 +153,11 @@ class ChatTemplate:
         self._check_kwargs()
 
     def _check_kwargs(self) -> None:
-        own = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"kwargs"}
-        own |= {"messages", "bos_token", "eos_token"}
+        names = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"kwargs"}
+        names |= {"messages", "bos_token", "eos_token"}
         for name in self.kwargs:
             where = f"data.chat_template_kwargs.{name}"
-            if name in own:
+            if name in names:
                 raise UserError(
                     f"{name} is not a variable of the template",
                     code="template-variable-unknown",
@@ -276,15 +276,15 @@ class ChatTemplate:
         """
         try:
             text = self.render([_QUESTION, {"role": "assistant", "content": _SENTINEL}], ask=False)
-            asked = self.render([_QUESTION], ask=True)
+            rendered = self.render([_QUESTION], ask=True)
         except RowError:
             return frozenset()
-        text += asked
+        text += rendered
         outer = {self._vocab.bos, *self._vocab.ends}
         outer -= {
             i
             for n, i in self._vocab.special.items()
-            if i == self._vocab.bos and n in asked.removeprefix(n)
+            if i == self._vocab.bos and n in rendered.removeprefix(n)
         }
         return frozenset(
             n for n, i in self._vocab.special.items() if n.strip() and n in text and i not in outer
@@ -356,23 +356,27 @@ class ChatTemplate:
         text = self.render(messages, tools, ask=False)
         context, notes = prompt_text, set[str]()
         self._check_printed(messages, tools, text, first=first)
-        own, whole = _text_alone(completion), text
+        completion_text, full_text = _text_alone(completion), text
         text = text.removesuffix(self.turn_end.after)
         if not text.startswith(prompt_text):
             bare = self._shared_context(prompt, prompt_text, text)
             if bare is None:
-                return self._behind_rewritten(messages, tools, prompt_text, text, own, whole)
+                return self._behind_rewritten(
+                    messages, tools, prompt_text, text, completion_text, full_text
+                )
             context = bare
             notes.add("another_header")
         if any(not _prints_reasoning(message, text) for message in completion.messages):
             notes.add("reasoning_ignored")
-        if own:
+        if completion_text:
             end = self.turn_end.text
-            if context is prompt_text and text[len(context) :] == own.strip() + end:
+            if context is prompt_text and text[len(context) :] == completion_text.strip() + end:
                 return RenderedAnswer(context, ((text[len(context) :], True),))
-            if self._is_shortened(messages, tools, text, own):
-                own = _without_repeated_tag(own, prompt_text)
-                return RenderedAnswer(prompt_text, ((own + end, True),), ("reasoning_kept",))
+            if self._is_shortened(messages, tools, text, completion_text):
+                completion_text = _without_repeated_tag(completion_text, prompt_text)
+                return RenderedAnswer(
+                    prompt_text, ((completion_text + end, True),), ("reasoning_kept",)
+                )
         spans: list[tuple[int, int]] = []
         for i in _trained(messages, first):
             header = len(context)
@@ -386,9 +390,9 @@ class ChatTemplate:
             aligned = text.startswith(prompt_text) if i == first else "another_header" not in notes
             start = self._own_start(messages, i, tools, text, header, end, aligned=aligned)
             closed = _CLOSING_TAG.search(prompt_text[len(context) :]) and not _OPENING_TAG.match(
-                own
+                completion_text
             )
-            if own and closed and "another_header" in notes:
+            if completion_text and closed and "another_header" in notes:
                 # The generation prompt ends with an empty block of reasoning, which the rendering
                 # of an answer lacks.
                 return RenderedAnswer(prompt_text, ((text[start:], True),))
@@ -411,17 +415,20 @@ class ChatTemplate:
         tools: Tools,
         prompt_text: str,
         text: str,
-        own: str,
-        whole: str,
+        completion_text: str,
+        full_text: str,
     ) -> RenderedAnswer:
         """An answer of one turn behind the prompt as it is sampled from, which the template prints
         differently once it is answered (some print a system message only before the last user
         turn). Raises RowError for any other answer.
         """
         _, _, tail = self._with_sentinel(messages, len(messages) - 1, tools).partition(_SENTINEL)
-        verbatim = own and _match_backwards(own, text, self._content_end(text, tail)) is not None
+        verbatim = (
+            completion_text
+            and _match_backwards(completion_text, text, self._content_end(text, tail)) is not None
+        )
         if not verbatim or _ENDS_OPEN.search(prompt_text):
-            raise _not_a_prefix(prompt_text, whole, "the prompt alone")
+            raise _not_a_prefix(prompt_text, full_text, "the prompt alone")
         start = self._own_start(
             messages, len(messages) - 1, tools, text, 0, len(text), aligned=False
         )
@@ -502,8 +509,8 @@ class ChatTemplate:
         """Where the content ends in front of the ``tail``, of which ``text`` may lack what follows
         the turn's end.
         """
-        kept = tail if ask else tail.removesuffix(self.turn_end.after)
-        return len(text) - len(kept) if text.endswith(kept) else len(text)
+        suffix = tail if ask else tail.removesuffix(self.turn_end.after)
+        return len(text) - len(suffix) if text.endswith(suffix) else len(text)
 
     def _with_sentinel(
         self, messages: Sequence[Message], i: int, tools: Tools, *, ask: bool = False
@@ -565,8 +572,8 @@ def _trained(messages: Sequence[Message], first: int) -> list[int]:
     """Places of the assistant turns from ``first`` on that answer something and may be trained
     on.
     """
-    found = enumerate(messages[first:], start=first)
-    return [i for i, m in found if m["role"] == "assistant" and i > 0 and not has_no_weight(m)]
+    turns = enumerate(messages[first:], start=first)
+    return [i for i, m in turns if m["role"] == "assistant" and i > 0 and not has_no_weight(m)]
 
 
 def has_no_weight(message: Message) -> bool:
@@ -602,15 +609,15 @@ def _prints_reasoning(message: Message, text: str) -> bool:
     return not any(fields) or any(field and field in text for field in fields)
 
 
-def _match_backwards(own: str, text: str, end: int) -> int | None:
+def _match_backwards(completion_text: str, text: str, end: int) -> int | None:
     """Where ``own`` starts in ``text`` if it stands right before ``end``, whatever white space
     differs; else None.
     """
-    stripped = own.strip()
+    stripped = completion_text.strip()
     if text.endswith(stripped, 0, end):
         return end - len(stripped)
     at = end
-    for character in reversed(own):
+    for character in reversed(completion_text):
         if character.isspace():
             continue
         at -= 1
@@ -621,12 +628,16 @@ def _match_backwards(own: str, text: str, end: int) -> int | None:
     return at
 
 
-def _without_repeated_tag(own: str, prompt_text: str) -> str:
+def _without_repeated_tag(completion_text: str, prompt_text: str) -> str:
     """The answer without an opening tag, such as ``<think>``, that the generation prompt ends
     with.
     """
-    tag = _OPENING_TAG.match(own)
-    return own[tag.end() :] if tag and prompt_text.rstrip().endswith(tag[1]) else own
+    tag = _OPENING_TAG.match(completion_text)
+    return (
+        completion_text[tag.end() :]
+        if tag and prompt_text.rstrip().endswith(tag[1])
+        else completion_text
+    )
 
 
 def _cut(text: str, start: int, spans: Sequence[tuple[int, int]]) -> list[Piece]:
@@ -646,12 +657,14 @@ def _shared_length(a: str, b: str) -> int:
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
-def _not_a_prefix(part: str, whole: str, name: str, kind: type[RowError] = RowError) -> RowError:
-    at = _shared_length(part, whole)
+def _not_a_prefix(
+    part: str, full_text: str, name: str, kind: type[RowError] = RowError
+) -> RowError:
+    at = _shared_length(part, full_text)
     return kind(
         "not_a_prefix",
         f"{name} is printed differently once it is answered: after {at} characters it reads "
-        f"{part[at : at + 40]!r}, and in the whole conversation {whole[at : at + 40]!r}",
+        f"{part[at : at + 40]!r}, and in the whole conversation {full_text[at : at + 40]!r}",
         "training would see another prompt than sampling: change the row, or the model's chat "
         "template",
     )

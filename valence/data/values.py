@@ -189,25 +189,25 @@ def attributes(value: object, name: str) -> dict[str, float]:
 
     Null (a table's filling) is a score that was not given.
     """
-    if not isinstance(value, Mapping) or not all(isinstance(each, str) and each for each in value):
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
         raise UserError(
             f"{name} is {shown(value)}, and must be an object of attributes with a score each",
             code="row-value-type",
             fix='write {"helpfulness": 3, "correctness": 4}; a column that holds anything else '
             "needs another name",
         )
-    found = {
-        each: number(score, f"{each} in {name}")
-        for each, score in value.items()
+    scores = {
+        attribute: number(score, f"{attribute} in {name}")
+        for attribute, score in value.items()
         if score is not None
     }
-    if not found:
+    if not scores:
         raise UserError(
             f"{name} has no score",
             code="row-scores-empty",
             fix="give at least one attribute a score, or leave the row out",
         )
-    return found
+    return scores
 
 
 def ids(value: object, name: str) -> Ids:
@@ -233,14 +233,14 @@ def logps(value: object, name: str) -> tuple[float, ...]:
             code="row-logps-invalid",
             fix="give one for every token",
         )
-    found = tuple(number(each, f"number {n} of {name}") for n, each in enumerate(value, 1))
-    if max(found) > 1e-3:
+    numbers = tuple(number(item, f"number {n} of {name}") for n, item in enumerate(value, 1))
+    if max(numbers) > 1e-3:
         raise UserError(
-            f"{name} has {max(found)}, and a log-probability is 0 at most",
+            f"{name} has {max(numbers)}, and a log-probability is 0 at most",
             code="row-logps-invalid",
             fix="give natural logarithms",
         )
-    return found
+    return numbers
 
 
 def mapping(value: object, name: str) -> Mapping[str, Any]:
@@ -259,11 +259,11 @@ def info(value: object, name: str) -> Mapping[str, Any]:
 
     Any other value keeps the name of its column.
     """
-    found = value
+    parsed = value
     if isinstance(value, str) and value.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
-            found = json.loads(value)
-    return found if isinstance(found, dict) else {name: value}
+            parsed = json.loads(value)
+    return parsed if isinstance(parsed, dict) else {name: value}
 
 
 def tools(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
@@ -302,11 +302,11 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
             fix=f'write {{"{dialect.role}": "user", "{dialect.content}": "..."}}',
         )
     dialect = dialect_of(value) or dialect
-    given, content = value.get(dialect.role), value.get(dialect.content)
-    role = dialect.roles.get(given) if isinstance(given, str) else None
+    name_of_role, content = value.get(dialect.role), value.get(dialect.content)
+    role = dialect.roles.get(name_of_role) if isinstance(name_of_role, str) else None
     if role is None:
         raise UserError(
-            f"{name} has {dialect.role} {shown(given)}",
+            f"{name} has {dialect.role} {shown(name_of_role)}",
             code="row-role-invalid",
             fix=f"use one of {', '.join(dialect.roles)}",
         )
@@ -403,16 +403,16 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
     return text(value, name)
 
 
-def check_prompt(given: Sequence[Message], name: str) -> tuple[Message, ...]:
+def check_prompt(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     """The turns, when an answer can follow them: they end with a user or tool turn."""
-    if not given or given[-1]["role"] not in ("user", "tool"):
-        end = f"ends with a turn of the {given[-1]['role']}" if given else "has no turns"
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        end = f"ends with a turn of the {messages[-1]['role']}" if messages else "has no turns"
         raise UserError(
             f"the prompt in {name} {end}, and an answer is to follow",
             code="row-prompt-end",
             fix="end the prompt with a user (or tool) turn, right before the assistant's answer",
         )
-    return tuple(given)
+    return tuple(messages)
 
 
 def answer(value: object, name: str, dialect: Dialect) -> str | tuple[Message, ...]:
@@ -447,7 +447,7 @@ def text(value: object, name: str) -> str:
 
 
 def exchange(
-    asked: str | tuple[Message, ...],
+    prompt: str | tuple[Message, ...],
     answers: Mapping[str, str | tuple[Message, ...]],
     offered: tuple[Mapping[str, Any], ...],
 ) -> tuple[Content, tuple[Content, ...]]:
@@ -457,45 +457,50 @@ def exchange(
     In a chat, a text prompt is a user turn, a text answer an assistant turn, and a prompt repeated
     in answers is cut.
     """
-    if isinstance(asked, str) and all(isinstance(given, str) for given in answers.values()):
+    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
         if offered:
             raise UserError(
                 "the row has tools, and its prompt is text",
                 code="row-tools-without-turns",
                 fix="write the prompt as a list of chat turns",
             )
-        return asked, tuple(_check_not_empty(str(given), name) for name, given in answers.items())
-    opening = ({"role": "user", "content": asked},) if isinstance(asked, str) else asked
+        return prompt, tuple(
+            _check_not_empty(str(answer), name) for name, answer in answers.items()
+        )
+    opening = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     following: list[Content] = []
-    for name, given in answers.items():
-        told = ({"role": "assistant", "content": given},) if isinstance(given, str) else given
+    for name, answer in answers.items():
+        messages = (
+            ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
+        )
         following.append(
             Chat(
                 check_answer(
-                    told[len(opening) :] if told[: len(opening)] == opening else told, name
+                    messages[len(opening) :] if messages[: len(opening)] == opening else messages,
+                    name,
                 )
             )
         )
     return Chat(opening, offered), tuple(following)
 
 
-def _check_not_empty(given: str, name: str) -> str:
-    if not given.strip():
+def _check_not_empty(text: str, name: str) -> str:
+    if not text.strip():
         raise UserError(
             f"{name} is empty", code="row-completion-empty", fix="leave out rows without an answer"
         )
-    return given
+    return text
 
 
-def check_answer(given: Sequence[Message], name: str) -> tuple[Message, ...]:
+def check_answer(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     """The turns, when they are an answer: the assistant's, with tool results between, none of them
     empty.
     """
-    for turn in given:
+    for turn in messages:
         if turn["role"] == "assistant" and not turn.get("tool_calls"):
             _check_not_empty(turn["content"], name)
     wrong = next(
-        (turn["role"] for turn in given if turn["role"] not in ("assistant", "tool")), None
+        (turn["role"] for turn in messages if turn["role"] not in ("assistant", "tool")), None
     )
     if wrong is not None:
         raise UserError(
@@ -503,19 +508,21 @@ def check_answer(given: Sequence[Message], name: str) -> tuple[Message, ...]:
             code="row-completion-turns",
             fix="give only the turns that follow the prompt, or repeat the prompt exactly",
         )
-    if not given or given[0]["role"] != "assistant" or given[-1]["role"] != "assistant":
+    if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
         raise UserError(
             f"{name} is not an answer of the assistant",
             code="row-completion-not-assistant",
             fix="begin and end it with an assistant turn",
         )
-    if given and all(turn.get("weight") == 0 for turn in given if turn["role"] == "assistant"):
+    if messages and all(
+        turn.get("weight") == 0 for turn in messages if turn["role"] == "assistant"
+    ):
         raise UserError(
             f"{name} has an answer with weight 0, so there is nothing to learn from it",
             code="row-weight-zero",
             fix="leave out the row, or remove the weight of the turn that is to be learnt",
         )
-    return tuple(given)
+    return tuple(messages)
 
 
 def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | tuple[Message, ...]:

@@ -615,13 +615,13 @@ def _connect(host: str, port: int, rank: int, deadline: float) -> tuple[dist.Sto
             dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False),
         )
     except RuntimeError as error:
-        what = (
+        problem = (
             "the port cannot be opened"
             if is_server
             else f"rank 0 does not answer within {deadline:g} s"
         )
         raise UserError(
-            f"{what} ({str(error).splitlines()[0]})",
+            f"{problem} ({str(error).splitlines()[0]})",
             code="rank-connection",
             where=f"{host}:{port}",
             fix="check whether rank 0 has started there, and whether the port is free and "

@@ -53,8 +53,8 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
     Each process reads its parts without the others. Values are rounded to the type of the tensor
     that they fill. Raises UserError if a tensor is missing, incomplete, or has another shape.
     """
-    what = "the checkpoint is incomplete or damaged"
-    with _user_errors("checkpoint-damaged", folder, what, "use another one"):
+    problem = "the checkpoint is incomplete or damaged"
+    with _user_errors("checkpoint-damaged", folder, problem, "use another one"):
         reader = HuggingFaceStorageReader(str(folder))
         stored = reader.read_metadata().state_dict_metadata
         for name in into:
@@ -78,7 +78,7 @@ def _file_numbers(tensors: Mapping[str, Tensor], size: int) -> dict[str, int]:
 
 
 @contextmanager
-def _user_errors(code: str, folder: Path, what: str, fix: str) -> Iterator[None]:
+def _user_errors(code: str, folder: Path, problem: str, fix: str) -> Iterator[None]:
     """Turn PyTorch's errors, which it raises in all processes, into UserError."""
     try:
         with warnings.catch_warnings():
@@ -93,6 +93,6 @@ def _user_errors(code: str, folder: Path, what: str, fix: str) -> Iterator[None]
             str(failure) if code == "checkpoint-damaged" else f"rank {rank}: {failure}"
             for rank, (failure, _) in sorted(error.failures.items())
         )
-        raise UserError(f"{what} ({reasons})", code=code, where=str(folder), fix=fix) from error
+        raise UserError(f"{problem} ({reasons})", code=code, where=str(folder), fix=fix) from error
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{what} ({error})", code=code, where=str(folder), fix=fix) from error
+        raise UserError(f"{problem} ({error})", code=code, where=str(folder), fix=fix) from error

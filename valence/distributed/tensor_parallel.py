@@ -93,9 +93,9 @@ def _plan(causal: Any, size: int) -> dict[str, str]:
     return plan
 
 
-def _error(what: str, code: str = "tensor-unsupported") -> UserError:
+def _error(message: str, code: str = "tensor-unsupported") -> UserError:
     return UserError(
-        what,
+        message,
         code=code,
         where=WHERE,
         fix="set parallel.tensor: 1 (parallel.shard: full splits the weights of any model)",

@@ -98,32 +98,32 @@ class CollectiveTracker:
             else "before a connection to another process broke"
         )
         if others is None:
-            what = (
+            message = (
                 f"{current} did not end {when}, and it is unknown which process is missing: rank "
                 f"0, or its launcher, does not answer{_address(self.store)}"
             )
         elif behind := {
             rank: last for rank, last in others.items() if last.number < current.number
         }:
-            what = f"{_ranks(behind)} did not reach {current} {when} ({_positions(behind)})"
-        elif apart := {
+            message = f"{_ranks(behind)} did not reach {current} {when} ({_positions(behind)})"
+        elif diverged := {
             rank: last
             for rank, last in others.items()
             if last.number == current.number and last.name != current.name
         }:
             code = "ranks-parted"
-            what = (
+            message = (
                 f"the processes run different collectives: this one runs {current}, "
-                f"{_positions(apart)}"
+                f"{_positions(diverged)}"
             )
         else:
             gone = f"rank {next(iter(others))}" if len(others) == 1 else "one of them"
-            what = (
+            message = (
                 f"{current} did not end {when}: all processes reached it, so {gone} has ended or "
                 f"cannot be reached"
             )
         fix = "read the last output of these processes, and check whether their hosts are reachable"
-        return UserError(what, code=code, where=f"rank {self.rank}", fix=fix)
+        return UserError(message, code=code, where=f"rank {self.rank}", fix=fix)
 
 
 def _address(store: Store) -> str:

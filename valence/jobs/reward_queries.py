@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from valence.data.encode import Encoder, Unusable
+from valence.data.encode import Encoder
+from valence.data.encoded_set import Unusable
 from valence.lifecycle.reward_models import HERE, ModelScores, reward_model
 from valence.rewards.calls import CallBackend
 from valence.types import Completion, Demonstration, Ids, TokenizedExample

@@ -6,11 +6,11 @@ import difflib
 import hashlib
 import json
 import re
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -21,7 +21,6 @@ from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
 from valence.runs.folder import versions
 from valence.trainer.prepare import Corpus, Prepared
-from valence.types import TokenizedExample
 
 FREE = (
     {
@@ -219,7 +218,10 @@ def rows_of(prepared: Prepared) -> dict[str, Any]:
 
 def hashes_of(prepared: Prepared) -> bytes:
     """A hash of every row, to find changed rows later, as safetensors with a checksum."""
-    hashes = {_list(name): torch.tensor(_hashes(c.units)) for name, c in prepared.corpora.items()}
+    hashes = {
+        _list(name): torch.from_numpy(np.array(c.units.columns["fingerprint"]))
+        for name, c in prepared.corpora.items()
+    }
     return save(hashes, metadata={KEY: _checksum(hashes)})
 
 
@@ -265,11 +267,11 @@ def _describe_change(
     counts = f"{name}: {before} rows then, {now[name]['rows'] if corpus else 'none'} now"
     if saved is None or corpus is None:
         return counts
-    hashes = _hashes(corpus.units)
+    hashes = corpus.units.columns["fingerprint"].tolist()
     old = set(saved.tolist())
-    new = [unit for unit, value in zip(corpus.units, hashes, strict=True) if value not in old]
+    new = [i for i, value in enumerate(hashes) if value not in old]
     num_gone = len(old - set(hashes))
-    parts = [f"{len(new)} are new, the first is {new[0].origin}"] if new else []
+    parts = [f"{len(new)} are new, the first is {corpus.units.origins[new[0]]}"] if new else []
     parts += [f"{num_gone} are gone or changed"] if num_gone else []
     return f"{counts}: {', '.join(parts) or 'the same rows in another order'}"
 
@@ -280,33 +282,8 @@ def _digest(corpus: Corpus, in_order: bool) -> str:
     in_order: whether their order counts. That of training rows counts only among rows with the
     same content, because the sampler orders them itself.
     """
-    units, hashes = corpus.units, _hashes(corpus.units)
-    order = range(len(units)) if in_order else sorted(range(len(units)), key=lambda i: units[i].id)
-    return hashlib.sha256(array("q", [hashes[i] for i in order]).tobytes()).hexdigest()[:32]
-
-
-def _hashes(units: Sequence[TokenizedExample]) -> list[int]:
-    return [_hash(unit) for unit in units]
-
-
-def _hash(unit: TokenizedExample) -> int:
-    """Hash of everything that training reads of a row: tokens, masks, labels and weight."""
-    digest = hashlib.blake2b(digest_size=8)
-    for ids, mask in (
-        (unit.prompt_ids, unit.prompt_mask),
-        *((answer.ids, answer.mask) for answer in unit.answers),
-    ):
-        digest.update(array("q", ids).tobytes() + b"|" + bytes(mask) + b"|")
-    columns = tuple(answer.columns for answer in unit.answers)
-    rest = (
-        unit.id,
-        unit.kind,
-        unit.label,
-        unit.scores,
-        unit.attributes,
-        unit.margin,
-        unit.soft,
-        unit.weight,
-    )
-    digest.update(repr((*rest, columns) if any(columns) else rest).encode())
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    columns = corpus.units.columns
+    hashes = np.array(columns["fingerprint"])
+    if not in_order:
+        hashes = hashes[np.argsort(columns["id"], kind="stable")]
+    return hashlib.sha256(hashes.tobytes()).hexdigest()[:32]

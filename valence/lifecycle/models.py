@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -54,6 +55,7 @@ from valence.planning.memory import (
 )
 from valence.planning.plan import pays_to_compile
 from valence.trainer.prepare import Prepared
+from valence.types import Origin
 
 
 def build_models(
@@ -340,22 +342,19 @@ def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
     if not prepared.corpora:
         return
     new_tokens = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
-    rows = [
-        (
-            len(unit.prompt_ids)
-            + max((len(answer.ids) for answer in unit.answers), default=new_tokens),
-            unit,
-        )
-        for corpus in prepared.corpora.values()
-        for unit in corpus.units
-    ]
-    length, unit = max(rows, key=lambda row: row[0])
+    longest: list[tuple[int, Origin]] = []
+    for corpus in prepared.corpora.values():
+        units = corpus.units
+        completions = np.where(units.columns["num_answers"] > 0, units.longest_answer, new_tokens)
+        lengths = units.prompt_column("num_tokens") + completions
+        longest.append((int(lengths.max()), units.origins[int(lengths.argmax())]))
+    length, origin = max(longest, key=lambda row: row[0])
     check_positions(
         policy.causal,
         length,
         "this row has",
         code="row-too-long-for-model",
-        where=str(unit.origin),
+        where=str(origin),
         fix="set data.max_length: {limit}",
     )
 

@@ -221,8 +221,9 @@ def _verify(trainer: Trainer, cached: CachedReference, number: int) -> str:
     Raises UserError when they differ from the cached values.
     """
     prepared, objective = trainer.prepared, trainer.state.objective
-    units = [unit for corpus in prepared.corpora.values() for unit in corpus.units]
-    chosen = random.Random(prepared.recipe.train.seed).sample(units, min(number, len(units)))
+    places = [(corpus, i) for corpus in prepared.corpora.values() for i in range(len(corpus.units))]
+    places = random.Random(prepared.recipe.train.seed).sample(places, min(number, len(places)))
+    chosen = [corpus.units[i] for corpus, i in places]
     local = objective.run_micro_batches(objective.divide(chosen), cached.check, cached.beside)
     results = [pair for pairs in gather_objects(trainer.state.group, local) for pair in pairs]
     count = sum(count for count, _ in results)

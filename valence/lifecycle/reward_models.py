@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 
 from valence.batching.micro_batches import make_micro_batches
-from valence.data.encode import Encoder, Unusable
+from valence.data.encode import Encoder
+from valence.data.encoded_set import Unusable
 from valence.errors import UserError
 from valence.lifecycle.scorers import Numbers, RewardModelScorer, load_scorer
 from valence.planning.reward_models import (

@@ -86,7 +86,7 @@ def build_run(
     recipe: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    given: Mapping[str, Rows | PathOrPaths | None] | None = None,
+    rows: Mapping[str, Rows | PathOrPaths | None] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     model: nn.Module | None = None,
     reference: nn.Module | None = None,
@@ -107,9 +107,9 @@ def build_run(
     raises _FinishedError.
     """
     world = group or SingleProcess()
-    given, overrides = as_overrides(given or {}, overrides)
+    in_memory_rows, overrides = as_overrides(rows or {}, overrides)
     console = console or terminal_of(world)
-    in_memory = [name for name, rows in given.items() if rows is not None]
+    in_memory = [name for name, value in in_memory_rows.items() if value is not None]
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
     checked = source.recipe
     refuse_inputs_in_folder(
@@ -132,9 +132,10 @@ def build_run(
         prepared = prepare(
             with_dtype(source, world),
             tokenizer=tokenizer,
-            given=given,
+            rows=in_memory_rows,
             policy=model,
             training=True,
+            console=None if quiet else console,
         )
         check_ranks_agree(
             world, lambda: settings_of(prepared), "give all processes the same recipe"

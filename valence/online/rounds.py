@@ -189,8 +189,8 @@ class Rounds:
                 return units
             groups, reason = [], UNPAIRED if units else TIED
         if tally.exclusions and reason is TIED:
-            most_frequent = max(EXCLUSIONS, key=lambda name: tally.exclusions.get(name, 0))
-            reason = describe_exclusions(tally.exclusions), FIXES[most_frequent]
+            main_exclusion = max(EXCLUSIONS, key=lambda name: tally.exclusions.get(name, 0))
+            reason = describe_exclusions(tally.exclusions), FIXES[main_exclusion]
         raise NothingToLearnError(
             f"{rollout.max_resample + 1} consecutive rounds gave nothing to train on: {reason[0]}",
             code="nothing-to-learn",

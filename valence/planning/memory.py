@@ -65,7 +65,7 @@ def choose_split(
     if not shards or ways == 1:
         split = Split(tensor=parallel.tensor)
     else:
-        sync_each = (
+        sync_every_micro_batch = (
             trains_all_weights(recipe)
             if parallel.sync == "auto"
             else parallel.sync == "micro_batch"
@@ -74,7 +74,7 @@ def choose_split(
             ways,
             parallel.tensor,
             reshard=parallel.reshard,
-            each=sync_each,
+            each=sync_every_micro_batch,
             offload=parallel.offload,
         )
     if split.single:
@@ -184,7 +184,7 @@ def memory_of(
         split=split,
     )
     memory = estimate(compiled=compiled)
-    if prepared.values_apart:
+    if prepared.has_separate_value_model:
         memory = with_values(memory, estimate(), shape, width)
     if prepared.rollouts:
         rows, prompt, new = prepared.rollouts

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import StepPacker
 from valence.data.sampler import Sampler
+from valence.data.tokenized_dataset import TokenizedDataset
 from valence.distributed.launcher import usable_cores
 from valence.distributed.process_group import Group, SingleProcess
 from valence.distributed.tensor_parallel import check_tensor_parallel
@@ -99,7 +102,8 @@ class Plan:
         )
 
     def _largest(self, sampler: Sampler) -> int:
-        longest = sorted(sampler.units, key=_rows)[-sampler.batch_size :]
+        order = np.argsort(_num_rows(sampler.units), kind="stable")[-sampler.batch_size :]
+        longest = [sampler.units[i] for i in order.tolist()]
         # a prefix that sequences share is computed once
         step = int(_work(longest).tokens)
         return max(_rows(longest[-1]), min(self.micro_batch_tokens, -(-step // self.dealt)))
@@ -229,7 +233,7 @@ class Plan:
         headless = replace(self.shape, vocabulary=0)
         values = (
             speed.step(headless, trained, checkpointing=recipe.train.checkpointing)
-            if prepared.values_apart
+            if prepared.has_separate_value_model
             else 0
         )
         return measured / recipe.rollout.num_epochs + values
@@ -318,7 +322,7 @@ def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, proc
     if requested != "auto" or reason or "train" not in prepared.corpora or not_compiled:
         return requested == "on"
     epochs = prepared.total_steps / prepared.steps_per_epoch
-    tokens = epochs * sum(unit.tokens for unit in prepared.corpora["train"].units)
+    tokens = epochs * int(prepared.corpora["train"].units.num_sequence_tokens.sum())
     return 6 * weights * tokens / processes >= MIN_OPERATIONS_TO_COMPILE[device.type]
 
 
@@ -351,7 +355,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     prepared, shape, memory = plan.prepared, plan.shape, plan.memory
     method, requested = prepared.method, prepared.recipe.train.micro_batch_tokens
     units = prepared.planned.units
-    longest = max(map(_rows, units))
+    longest = int(_num_rows(units).max())
     mismatched = (
         ", and as many in KL pairs without gradient" if in_detail and method.needs_kl_pairs else ""
     )
@@ -477,6 +481,13 @@ def _describe_split(plan: Plan) -> list[str]:
     )
     auto = " (parallel.shard: auto)" if plan.prepared.recipe.parallel.shard == "auto" else ""
     return [f"{plan.processes} processes: each holds {held}{auto}"]
+
+
+def _num_rows(units: Sequence[TokenizedExample]) -> NDArray[np.int64]:
+    """Distinct tokens of each of these examples."""
+    if isinstance(units, TokenizedDataset):
+        return units.num_unique_tokens
+    return np.fromiter(map(_rows, units), np.int64, len(units))
 
 
 def _rows(unit: TokenizedExample) -> int:

@@ -118,15 +118,15 @@ def summary(runs: Sequence[ComparedRun]) -> TablePart:
     rows = [[*_facts(run), *(column[i] for column in columns)] for i, run in enumerate(runs)]
     header = ("run", "method", "state", "steps", "tokens", "time", *(f"eval/{n}" for n in names))
     notes = _legend(rows, "column")
-    own_scale = [
+    not_comparable = [
         f"eval/{name}"
         for name in names
         if not has_same_scale([run for run in runs if name in run.last], name)
     ]
-    if own_scale:
+    if not_comparable:
         notes.append(
-            f"Not comparable, and not marked: {', '.join(own_scale)}, which depend on the method, "
-            f"loss.* or reward of each run."
+            f"Not comparable, and not marked: {', '.join(not_comparable)}, which depend on the "
+            "method, loss.* or reward of each run."
         )
     return TablePart(title="Summary", notes=tuple(notes), header=header, rows=rows)
 
@@ -201,7 +201,7 @@ def results(runs: Sequence[ComparedRun]) -> list[TablePart]:
     header = ("metric", *(run.label for run in runs))
     parts: list[TablePart] = []
     for title, notes, metrics, same_rows in groups:
-        names = dict.fromkeys(name for each_run in metrics for name in each_run)
+        names = dict.fromkeys(name for run_metrics in metrics for name in run_metrics)
         rows = [
             [visible(name), *_marked(runs, name, [m.get(name) for m in metrics], same_rows)]
             for name in names

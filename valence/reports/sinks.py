@@ -211,19 +211,19 @@ class FanOut:
     def start(self, config: Mapping[str, Any], folder: Path | None, resumed: bool) -> None:
         """Tell the optional sinks which run this is. Later calls do nothing."""
         if not self._started:
-            self._for_each(lambda sink: _call(sink, "start", config, folder, resumed))
+            self._run_for_sinks(lambda sink: _call(sink, "start", config, folder, resumed))
         self._started = True
 
     def log(self, record: Record) -> None:
         for sink in self._required:
             sink.log(record)
-        self._for_each(lambda sink: sink.log(record))
+        self._run_for_sinks(lambda sink: sink.log(record))
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Pass the first rows of an evaluation to the optional sinks that take tables."""
         if self._optional:
             shown = samples(rows)
-            self._for_each(lambda sink: _call(sink, "table", name, step, shown))
+            self._run_for_sinks(lambda sink: _call(sink, "table", name, step, shown))
 
     @property
     def waiting(self) -> int:
@@ -232,7 +232,7 @@ class FanOut:
 
     def close(self, status: str = "done") -> None:
         """Close all sinks, the optional ones at the same time and with a time limit."""
-        self._for_each(lambda sink: _call(sink, "end", status))
+        self._run_for_sinks(lambda sink: _call(sink, "end", status))
         threads = [_ClosingThread(sink) for sink in self._optional]
         _join(threads)
         for thread in threads:
@@ -245,11 +245,11 @@ class FanOut:
             elif thread.error is not None:
                 # An object that belongs to the thread that made it, such as a connection of
                 # sqlite3, can only be closed there.
-                self._for_each(lambda sink: sink.close(), [sink])
+                self._run_for_sinks(lambda sink: sink.close(), [sink])
         for sink in self._required:
             sink.close()
 
-    def _for_each(
+    def _run_for_sinks(
         self, action: Callable[[Sink], None], sinks: Sequence[Sink] | None = None
     ) -> None:
         for sink in tuple(self._optional) if sinks is None else sinks:

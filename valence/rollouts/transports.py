@@ -27,7 +27,7 @@ from valence.errors import UserError
 from valence.files import refuse_links
 from valence.rollouts.client import RequestRefused, ServerClient, ServerLost
 from valence.rollouts.protocol import Named
-from valence.rollouts.vllm_plugin import free_port, join, layout, own_address
+from valence.rollouts.vllm_plugin import free_port, join, layout, local_address
 
 SHARD = 2**30
 """Bytes of weights per file, or per broadcast."""
@@ -260,7 +260,7 @@ class GlooTransfer(BroadcastWeightTransfer):
     def connect(self, client: ServerClient) -> None:
         if self.group is not None:
             return
-        host = own_address(urlsplit(client.url).hostname or "")
+        host = local_address(urlsplit(client.url).hostname or "")
         size = 1 + client.get("/get_world_size")["world_size"]
         port = free_port(host)
         info = {"host": host, "port": port, "world_size": size, "seconds": self.timeout}

@@ -267,9 +267,9 @@ class VLLMGenerator:
             raise self._protocol_error("the weights of each token are unknown")
         return tuple(versions)
 
-    def _protocol_error(self, what: str) -> UserError:
+    def _protocol_error(self, message: str) -> UserError:
         return UserError(
-            what,
+            message,
             code="rollout-server-version",
             where=self.client.url + ROUTE,
             fix="use a version of vLLM that docs/vllm.md lists",

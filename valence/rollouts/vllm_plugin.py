@@ -31,7 +31,7 @@ def register() -> None:
             WeightTransferEngineFactory._registry[name] = lambda name=name: engines()[name]
 
 
-def own_address(peer: str) -> str:
+def local_address(peer: str) -> str:
     """The address of this machine on the route to ``peer``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))  # sends nothing
@@ -55,7 +55,7 @@ def join(host: str, port: int, rank: int, size: int, seconds: float, *, serve: b
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname=host if serve else own_address(host))
+        dist.ProcessGroupGloo.create_device(hostname=host if serve else local_address(host))
     ]
     return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, size, options)  # pyright: ignore
 

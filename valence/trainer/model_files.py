@@ -70,7 +70,7 @@ class ModelWriter:
     def write(
         self,
         target: Path,
-        what: Literal["auto", "merged", "adapter"],
+        kind: Literal["auto", "merged", "adapter"],
         saved_with: SavedWith | None = None,
     ) -> None:
         """Write the policy as it is, with its card.
@@ -81,14 +81,14 @@ class ModelWriter:
         Raises UserError for an adapter of a reward model.
         """
         recipe, state = self.prepared.recipe, self.state
-        if isinstance(state.policy, Scorer) and what == "adapter":
+        if isinstance(state.policy, Scorer) and kind == "adapter":
             raise UserError(
                 "an adapter does not say what a reward model's scores are of",
                 code="adapter-not-exportable",
                 where="run.export",
                 fix="write it merged",
             )
-        card = self._card(what)
+        card = self._card(kind)
         tokenizer, config = saved_with or self.saved_with()
         if self.world.rank and not state.has_split_weights:
             return
@@ -97,7 +97,7 @@ class ModelWriter:
                 state.policy.model,
                 tokenizer,
                 target,
-                what=what,
+                what=kind,
                 card=model_card(card),
                 ends=self.prepared.encoder.end_ids,
                 config=config,
@@ -106,7 +106,7 @@ class ModelWriter:
                 save_adapter=save_adapter,
             )
 
-    def _card(self, what: str) -> CardFacts:
+    def _card(self, kind: str) -> CardFacts:
         prepared, state, recipe = self.prepared, self.state, self.prepared.recipe
         has_adapter = recipe.model.lora is not None or recipe.model.adapter is not None
         steps = sorted(state.evaluations)
@@ -116,7 +116,7 @@ class ModelWriter:
             method=" + ".join([recipe.method, *(part.method for part in recipe.mix)]),
             loss=recipe.loss,
             settings=self._shown_settings(),
-            adapter=has_adapter and what == "adapter",
+            adapter=has_adapter and kind == "adapter",
             chat=prepared.uses_template,
             chat_template_kwargs=prepared.encoder.template.kwargs,
             audit=self.audit,
@@ -175,7 +175,7 @@ class ModelWriter:
             policy.train()
         local = [row for scores in results if scores is not None for row in scores.tolist()]
         scores = [row for rows in gather_objects(self.state.group, local) for row in rows]
-        ends = {*encoder.end_ids, *(answer.ids[-1] for unit in units for answer in unit.answers)}
+        ends = {*encoder.end_ids, *units.last_tokens}
         tokenizer = with_padding(
             encoder.tokenizer, ends, policy.causal.get_input_embeddings().weight.shape[0]
         )

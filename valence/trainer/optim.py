@@ -147,9 +147,9 @@ def _optimizer_class(path: str, settings_json: str) -> OptimizerClass:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in json.loads(settings_json).items()
     }
-    found = _import_class(path)
-    is_adamw = found is torch.optim.AdamW
-    kind = cast(Any, AdamW if is_adamw else found)
+    optimizer_class = _import_class(path)
+    is_adamw = optimizer_class is torch.optim.AdamW
+    kind = cast(Any, AdamW if is_adamw else optimizer_class)
     parameters = inspect.signature(kind).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     names = [
@@ -223,9 +223,9 @@ def _import_class(path: str) -> Any:
             if is_missing
             else "correct the module",
         ) from error
-    found = getattr(module, name, None)
-    if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer):
-        return found
+    member = getattr(module, name, None)
+    if inspect.isclass(member) and issubclass(member, torch.optim.Optimizer):
+        return member
     classes = [
         key
         for key, value in vars(module).items()
@@ -324,7 +324,10 @@ def recipe_optimizer(recipe: Recipe, policy: nn.Module) -> torch.optim.Optimizer
     if not kind.only_matrices:
         return kind.build(parameter_groups(named, rates, train.weight_decay), train)
     matrices = {name for name in hidden_matrices(policy) if not name.startswith(PREFIX)}
-    split = [{n: p for n, p in named.items() if (n in matrices) is own} for own in (True, False)]
+    split = (
+        {name: p for name, p in named.items() if name in matrices},
+        {name: p for name, p in named.items() if name not in matrices},
+    )
     first, second = (parameter_groups(part, rates, train.weight_decay) for part in split)
     if not first:
         raise UserError(

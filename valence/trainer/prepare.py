@@ -11,29 +11,36 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from valence.batching.kl_pairs import make_kl_pairs
+from valence.batching.kl_pairs import check_kl_pairs
 from valence.config.load import LISTS, LoadedRecipe, Setting
 from valence.config.messages import all_of
 from valence.config.schema import Data, Recipe
 from valence.data.audit import Audit, audit, overlap
-from valence.data.encode import EncodedSet, Encoder
+from valence.data.encode import Encoder
+from valence.data.encoded_set import CHAT_PROMPT, TEXT_PROMPT, EncodedSet
+from valence.data.example_store import ExamplesById, ExampleStore
 from valence.data.load import Loaded, load, sources_from
 from valence.data.objects import Rows
 from valence.data.sampler import Sampler, canonical_order
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
 from valence.data.template import with_template
+from valence.data.tokenize import tokenize
+from valence.data.tokenized_dataset import LazySequence, TokenizedDataset
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
 from valence.models.build import generation_stops, load_tokenizer, stops_of
 from valence.models.loading import must_exist
 from valence.models.quantized import check_library
 from valence.models.speed import automatic_dtype
+from valence.reports.console import Progress
 from valence.rewards.build import check_rewards
 from valence.trainer.methods import Method, method_in, method_of, reads_reference
 from valence.trainer.optim import check_optimizer, up
-from valence.types import Chat, Example, TokenizedCompletion, TokenizedExample
+from valence.types import TokenizedCompletion, TokenizedExample
 
 KEYS_CODES = ("keys-missing-column", "keys-unknown-column")
 """Mistakes in the ``keys`` of a file, which are often the same for all files of a recipe."""
@@ -50,13 +57,32 @@ class Corpus:
     audit: Audit
 
     @property
-    def units(self) -> tuple[TokenizedExample, ...]:
+    def units(self) -> TokenizedDataset:
         return self.encoded.units
 
     @cached_property
-    def examples(self) -> dict[str, Example]:
+    def examples(self) -> ExamplesById:
         """The examples by content id."""
-        return {example.id: example for example in (*self.loaded.examples, *self.encoded.parts)}
+        ids = self.encoded.audit_columns.columns["row_id"]
+        return ExamplesById(self.loaded.examples, ids, self.encoded.turn_examples)
+
+
+class _RepeatedPrompts(LazySequence[TokenizedExample]):
+    """Each prompt with the same answers, ``num_repeats`` times in a row."""
+
+    def __init__(
+        self,
+        prompts: Sequence[TokenizedExample],
+        answers: tuple[TokenizedCompletion, ...],
+        num_repeats: int,
+    ) -> None:
+        self._prompts, self._answers, self._num_repeats = prompts, answers, num_repeats
+
+    def __len__(self) -> int:
+        return len(self._prompts) * self._num_repeats
+
+    def item(self, index: int) -> TokenizedExample:
+        return replace(self._prompts[index // self._num_repeats], answers=self._answers)
 
 
 @dataclass(frozen=True)
@@ -100,13 +126,12 @@ class Prepared:
         """
         if not self.encoder.template.exists:
             return False
-        prompts = [
-            example.prompt for corpus in self.corpora.values() for example in corpus.loaded.examples
-        ]
-        if any(isinstance(prompt, Chat) for prompt in prompts):
+        columns = [corpus.encoded.audit_columns for corpus in self.corpora.values()]
+        if any(len(table.indices_with_flag(CHAT_PROMPT)) for table in columns):
             return True
         return self.encoder.as_chat and (
-            not prompts or any(isinstance(prompt, str) for prompt in prompts)
+            not any(map(len, columns))
+            or any(len(table.indices_with_flag(TEXT_PROMPT)) for table in columns)
         )
 
     @property
@@ -146,23 +171,25 @@ class Prepared:
         if not self.method.online:
             return self.sampler
         rollout = self.recipe.rollout
-        most = TokenizedCompletion((0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens)
+        longest_completion = TokenizedCompletion(
+            (0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens
+        )
         sides = 2 if self.method.loss.view == "pair" else 1
-        each = {"rejection": rollout.top_n}.get(
+        num_repeats = {"rejection": rollout.top_n}.get(
             self.method.name, 1 if sides == 2 else rollout.num_rollouts
         )
-        units = tuple(
-            replace(unit, answers=(most,) * sides)
-            for unit in self.corpora["train"].units
-            for _ in range(each)
+        units = _RepeatedPrompts(
+            self.corpora["train"].units, (longest_completion,) * sides, num_repeats
         )
         return Sampler(
-            units, each * -(-self.recipe.train.batch_size // rollout.steps), self.recipe.train.seed
+            units,
+            num_repeats * -(-self.recipe.train.batch_size // rollout.steps),
+            self.recipe.train.seed,
         )
 
     @property
-    def values_apart(self) -> bool:
-        """Whether a model of its own says what answers are worth."""
+    def has_separate_value_model(self) -> bool:
+        """Whether a second model, rather than a head on the policy, predicts values."""
         return (
             self.method.online
             and bool(self.recipe.loss.get("value"))
@@ -171,12 +198,15 @@ class Prepared:
 
     @cached_property
     def rollouts(self) -> tuple[int, int, int] | None:
-        """Where this process samples: answers at once, and most tokens of prompt and answer."""
+        """Completions per batch, and the longest prompt and completion, in tokens.
+
+        None if this process does not sample.
+        """
         rollout = self.recipe.rollout
         if not self.method.online or rollout.engine != "hf" or "train" not in self.corpora:
             return None
         prompts = min(self.recipe.train.batch_size, max(1, rollout.at_once // rollout.num_rollouts))
-        longest = max(len(unit.prompt_ids) for unit in self.corpora["train"].units)
+        longest = int(self.corpora["train"].units.prompt_column("num_tokens").max())
         return prompts * rollout.num_rollouts, longest, rollout.max_new_tokens
 
     @property
@@ -214,14 +244,14 @@ class Prepared:
     def origins(self, ids: Sequence[str]) -> str:
         """Where training rows with these content ids are from, the first eight by name."""
         trained_on = (corpus for name, corpus in self.corpora.items() if name.endswith("train"))
-        found = [
-            str(unit.origin)
-            for corpus in trained_on
-            for unit in corpus.units
-            if unit.id in set(ids)
+        id_numbers = np.array([int(id, 16) for id in ids], np.uint64)
+        origins = [
+            str(units.origins[i])
+            for units in (corpus.units for corpus in trained_on)
+            for i in np.flatnonzero(np.isin(units.columns["id"], id_numbers)).tolist()
         ]
-        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-        return ", ".join(found[:8]) + more
+        more = f" and {len(origins) - 8} more" if len(origins) > 8 else ""
+        return ", ".join(origins[:8]) + more
 
     @property
     def steps_per_epoch(self) -> int:
@@ -249,10 +279,12 @@ class Prepared:
     @property
     def ends_early(self) -> str:
         """What to say when train.max_steps is never reached."""
-        most = self.recipe.train.max_steps
-        if most is None or self.total_steps >= most:
+        max_steps = self.recipe.train.max_steps
+        if max_steps is None or self.total_steps >= max_steps:
             return ""
-        return f"train.epochs ends after {self.total_steps} steps, before train.max_steps: {most}"
+        return (
+            f"train.epochs ends after {self.total_steps} steps, before train.max_steps: {max_steps}"
+        )
 
 
 def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe:
@@ -268,18 +300,19 @@ def prepare(
     source: LoadedRecipe,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    given: Mapping[str, Rows | None] | None = None,
+    rows: Mapping[str, Rows | None] | None = None,
     policy: Any = None,
     rewards: bool = True,
     training: bool = False,
+    console: Console | None = None,
 ) -> Prepared:
     """Read, encode and audit all rows of a recipe.
 
-    given: rows in memory that replace the recipe's train or eval files. policy: a model that
+    rows: rows in memory that replace the recipe's train or eval files. policy: a model that
     replaces the recipe's, for the tokens at which it stops. rewards: False leaves the recipe's
     reward functions out; nothing of them is imported, and they cannot be called later. training:
-    whether the run is to be trained; otherwise its optimizer is not imported. Raises UserError for
-    a mistake in the recipe or the data.
+    whether the run is to be trained; otherwise its optimizer is not imported. console: for the
+    progress of tokenization. Raises UserError for a mistake in the recipe or the data.
     """
     with source.placing():
         source = with_dtype(source)
@@ -293,7 +326,7 @@ def prepare(
                 trust_remote_code=model.trust_remote_code,
             )
         tokenizer = with_template(tokenizer, data.chat_template)
-        how: dict[str, Any] = {
+        encoder_options: dict[str, Any] = {
             "long_rows": data.long_rows,
             "train_on": data.train_on,
             "as_chat": data.as_chat,
@@ -302,7 +335,7 @@ def prepare(
         }
         answers = recipe.rollout.max_new_tokens if method.online else 0
         _check_room(data.max_length, answers)
-        encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **how)
+        encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **encoder_options)
         if data.as_chat == "auto":
             why = (
                 "the tokenizer has a chat template"
@@ -313,12 +346,13 @@ def prepare(
         corpora: dict[str, Corpus] = {}
         wrong_keys: list[UserError] = []
         for name in LISTS:
-            rows = (given or {}).get(name)
-            if rows is not None or getattr(data, name):
+            list_rows = (rows or {}).get(name)
+            if list_rows is not None or getattr(data, name):
                 try:
                     corpora[name] = read_corpus(
-                        rows if rows is not None else getattr(data, name), method, data, encoder
-                    )
+                        list_rows if list_rows is not None else getattr(data, name), method, data,
+                        encoder, console,
+                    )  # fmt: skip
                 except UserError as error:
                     if error.code not in KEYS_CODES and not wrong_keys:
                         raise
@@ -330,12 +364,15 @@ def prepare(
         if wrong_keys:
             raise all_of(wrong_keys, source.settings["method"].origin.split(":")[0])
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
-            own = data.model_copy(update={"convert": part.convert, "threshold": part.threshold})
+            part_data = data.model_copy(
+                update={"convert": part.convert, "threshold": part.threshold}
+            )
             corpora[_mix(i)] = read_corpus(
                 part.train,
                 method_of(part.method),
-                own,
-                Encoder(tokenizer, max_length=data.max_length, **how),
+                part_data,
+                Encoder(tokenizer, max_length=data.max_length, **encoder_options),
+                console,
             )
         corpora = {
             name: _with_advice(corpus, source.recipe, name) for name, corpus in corpora.items()
@@ -375,9 +412,9 @@ def _stop_ids(recipe: Recipe, policy: Any) -> tuple[int, ...]:
 def _check_room(max_length: int, answers: int) -> None:
     """Raises UserError when answers of so many tokens leave no room for their prompts."""
     if max_length - answers < 1:
-        what = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
+        message = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
         raise UserError(
-            what,
+            message,
             code="max-length-too-small",
             where="data.max_length",
             fix="raise it, or lower rollout.max_new_tokens",
@@ -390,11 +427,11 @@ def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedReci
     """
     recipe, settings = source.recipe, dict(source.settings)
     if "train" in corpora and recipe.loss.get("class_weights") == "auto":
-        found = _weights(recipe.method, corpora["train"].units)
-        recipe = recipe.model_copy(update={"loss": recipe.loss | found})
+        class_weights = _weights(recipe.method, corpora["train"].units)
+        recipe = recipe.model_copy(update={"loss": recipe.loss | class_weights})
         settings |= {
             f"loss.{name}": Setting(value, "loss.class_weights: auto", False)
-            for name, value in found.items()
+            for name, value in class_weights.items()
         }
     mix = [
         part.model_copy(update={"loss": part.loss | _weights(part.method, corpora[_mix(i)].units)})
@@ -414,11 +451,11 @@ def _with_advice(corpus: Corpus, recipe: Recipe, name: str) -> Corpus:
     return corpus if follows else replace(corpus, audit=replace(corpus.audit, weights=None))
 
 
-def _weights(method: str, units: Sequence[TokenizedExample]) -> dict[str, Any]:
+def _weights(method: str, units: TokenizedDataset) -> dict[str, Any]:
     """Settings of a loss in place of `class_weights: auto`."""
     balances = method_of(method).loss.balances
     assert balances is not None
-    ups = sum(unit.label is True for unit in units)
+    ups = int((units.columns["label"] == 1).sum())
     up, down = balances(ups, len(units) - ups)
     return {"class_weights": "given", "desirable_weight": up, "undesirable_weight": down}
 
@@ -439,13 +476,17 @@ def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
         )
     names = recipe.model.attributes or list(attribute_names(units) if kind == "attributes" else ONE)
     if kind != "attributes" and len(names) > 1:
-        what = f"{recipe.method} learns one number of each answer here, and these are {len(names)}"
-        raise UserError(what, code="attributes-unused", where="model.attributes", fix="remove it")
+        message = (
+            f"{recipe.method} learns one number of each answer here, and these are {len(names)}"
+        )
+        raise UserError(
+            message, code="attributes-unused", where="model.attributes", fix="remove it"
+        )
     loss = recipe.loss | ({"verdict": kind} if "verdict" in recipe.loss else {})
-    found = {"model.attributes": names, **({"loss.verdict": kind} if "verdict" in loss else {})}
+    resolved = {"model.attributes": names, **({"loss.verdict": kind} if "verdict" in loss else {})}
     settings = {
         **source.settings,
-        **{name: Setting(value, "the rows", False) for name, value in found.items()},
+        **{name: Setting(value, "the rows", False) for name, value in resolved.items()},
     }
     model = recipe.model.model_copy(update={"attributes": names})
     return LoadedRecipe(recipe.model_copy(update={"model": model, "loss": loss}), settings)
@@ -458,15 +499,15 @@ def _with_targets(corpus: Corpus, recipe: Recipe) -> Corpus:
         corpus.units, recipe.loss.get("verdict", "score"), recipe.model.attributes or ONE
     )
     if levels:
-        what = f"{recipe.method} reads whole numbers from 1 to {levels}"
+        message = f"{recipe.method} reads whole numbers from 1 to {levels}"
         fix = (
             "number them from 1, set loss.levels to the largest; or use pointwise with "
             "loss.error: squared"
         )
-        check_range(units, 1, levels, True, what, fix)
+        check_range(units, 1, levels, True, message, fix)
     elif error == "cross_entropy":
-        what = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
-        check_range(units, 0, 1, False, what, "set loss.error: squared or huber")
+        message = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
+        check_range(units, 0, 1, False, message, "set loss.error: squared or huber")
     return replace(corpus, encoded=replace(corpus.encoded, units=units))
 
 
@@ -482,15 +523,17 @@ def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
     return corpus
 
 
-def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
+def read_corpus(
+    rows: Any, method: Method, data: Data, encoder: Encoder, console: Console | None = None
+) -> Corpus:
     """Rows of files (``Source`` sections or paths) or in memory, as examples of the method's kind,
     as tokens, audited.
     """
-    how = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
-    how |= {"mask_truncated": data.mask_truncated}
-    how |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
-    loaded = load(sources_from(rows), method.kind, **how)
-    encoded = encoder.encode_all(loaded.examples, loaded.sources)
+    options = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
+    options |= {"mask_truncated": data.mask_truncated}
+    options |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
+    loaded = load(sources_from(rows), method.kind, **options)
+    encoded = _tokenize(encoder, loaded.examples, console)
     bad = [row for row in encoded.unusable if not row.dropped]
     if bad and data.on_bad_row == "stop":
         raise UserError(
@@ -499,7 +542,7 @@ def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corp
             where=str(bad[0].origin),
             fix=_bad_row_remedy(bad[0].fix),
         )
-    if not encoded.units:
+    if not len(encoded.units):
         raise UserError(
             f"none of the {len(loaded.examples)} rows can be used: {encoded.unusable[0].reason}",
             code="no-usable-rows",
@@ -509,9 +552,21 @@ def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corp
     return Corpus(loaded, encoded, audit(loaded, encoded, encoder))
 
 
+def _tokenize(encoder: Encoder, examples: ExampleStore, console: Console | None) -> EncodedSet:
+    """Tokenize the examples and show progress."""
+    if console is None:
+        return tokenize(encoder, examples)
+    with Progress(console, "tokenizing", len(examples), brief=True) as bar:
+        return tokenize(
+            encoder,
+            examples,
+            lambda num_examples, num_tokens: bar.update(num_examples, tokens=num_tokens),
+        )
+
+
 def _compared(corpus: Corpus, train: Corpus) -> Corpus:
     """The same with the audit also saying which of the rows are trained on."""
-    shared = overlap(train.loaded.examples, corpus.loaded.examples)
+    shared = overlap(train.encoded.audit_columns, corpus.encoded.audit_columns)
     return replace(
         corpus, audit=replace(corpus.audit, findings={**corpus.audit.findings, **shared})
     )
@@ -540,10 +595,10 @@ def _check(prepared: Prepared, *, training: bool) -> None:
         check_optimizer(recipe)
     if recipe.model.quantize:
         check_library()
-    kept = recipe.reference.cache
-    if kept not in ("auto", "off") and Path(kept).exists() and not Path(kept).is_dir():
+    cache = recipe.reference.cache
+    if cache not in ("auto", "off") and Path(cache).exists() and not Path(cache).is_dir():
         raise UserError(
-            f"{kept} is a file",
+            f"{cache} is a file",
             code="path-is-file",
             where="reference.cache",
             fix="name a folder, new or old",
@@ -551,7 +606,7 @@ def _check(prepared: Prepared, *, training: bool) -> None:
     for name, corpus in prepared.corpora.items():
         method = prepared.method_for(name)
         _check_columns(method, corpus.units)
-        if name.endswith("train") and not any(unit.weight for unit in corpus.units):
+        if name.endswith("train") and not corpus.units.columns["weight"].any():
             raise UserError(
                 "all rows have the weight 0",
                 code="rows-weight-zero",
@@ -563,9 +618,13 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             and not method.online
             and _loss_of(recipe, name)["z0_scope"] == "step"
         ):
-            most = prepared.recipe.eval.max_examples if name == "eval" else None
-            # raises when a row has no partner
-            make_kl_pairs(corpus.units[:most], max_length=prepared.recipe.data.max_length)
+            max_examples = prepared.recipe.eval.max_examples if name == "eval" else None
+            units = corpus.units
+            check_kl_pairs(
+                units.prompt_column("digest")[:max_examples],
+                units.answer_column("digest")[:max_examples],
+                units.origins,
+            )
     if "train" in prepared.corpora and prepared.total_steps == 0:
         raise UserError(
             f"{len(prepared.corpora['train'].units)} rows are fewer than one step of "
@@ -584,25 +643,26 @@ def _loss_of(recipe: Recipe, corpus: str) -> Mapping[str, Any]:
     return next((part.loss for i, part in enumerate(recipe.mix) if corpus == _mix(i)), recipe.loss)
 
 
-def _check_columns(method: Method, units: Sequence[TokenizedExample]) -> None:
+def _check_columns(method: Method, units: TokenizedDataset) -> None:
     """No row has a column that the method would ignore."""
+    soft = units.columns["soft"]
     for column, reads, has in (
-        ("margin", "margin", [unit for unit in units if unit.margin != 0]),
-        ("soft label", "wrong", [unit for unit in units if unit.soft is not None]),
+        ("margin", "margin", units.columns["margin"] != 0),
+        ("soft label", "wrong", ~np.isnan(soft)),
     ):
-        if has and reads not in method.loss.reads:
+        if has.any() and reads not in method.loss.reads:
             raise UserError(
                 f"the row has a {column}, which {method.name} does not read",
                 code="row-column-unused",
-                where=str(has[0].origin),
+                where=str(units.origins[int(has.argmax())]),
                 fix="remove the column, or use a method that reads it (dpo)",
             )
-    even = next((unit for unit in units if unit.soft == 0.5), None)
-    if even is not None and method.name == "robust_dpo":  # it divides by 1 - 2e
+    is_even = soft == 0.5
+    if is_even.any() and method.name == "robust_dpo":  # it divides by 1 - 2e
         raise UserError(
             "a soft label of 0.5 says nothing, and robust_dpo divides by that",
             code="row-soft-label-even",
-            where=str(even.origin),
+            where=str(units.origins[int(is_even.argmax())]),
             fix="leave the row out",
         )
 
@@ -614,17 +674,18 @@ def class_weight_warning(prepared: Prepared) -> str | None:
     At the default weights the audit of the training rows says what is advised.
     """
     settings = prepared.recipe.loss
-    given = [
+    defaults = [
         name
         for name, s in prepared.source.settings.items()
         if name.endswith("desirable_weight") and not s.is_default
     ]
-    if not given or "train" not in prepared.corpora:
+    if not defaults or "train" not in prepared.corpora:
         return None
     from valence.data.audit import advised_weights
 
-    ups = sum(unit.label is True for unit in prepared.corpora["train"].units)
-    downs = len(prepared.corpora["train"].units) - ups
+    labels = prepared.corpora["train"].units.columns["label"]
+    ups = int((labels == 1).sum())
+    downs = len(labels) - ups
     return advised_weights(
         ups, downs, settings["desirable_weight"], settings["undesirable_weight"]
     ).warning

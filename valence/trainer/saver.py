@@ -138,9 +138,9 @@ class Saver:
         if num_failed < (1 if is_last else self._settings.max_failed_saves):
             return
         steps = self.checkpoints.steps()
-        kept = f"the last good one is step-{steps[-1]}" if steps else "there is no earlier one"
+        last_good = f"the last good one is step-{steps[-1]}" if steps else "there is no earlier one"
         raise UserError(
-            f"the state could not be saved ({num_failed} in a row failed; {kept})",
+            f"the state could not be saved ({num_failed} in a row failed; {last_good})",
             code="checkpoint-not-saved",
             where=str(self.checkpoints.folder),
             fix="free disk space or repair the folder, then run the same command again to resume "

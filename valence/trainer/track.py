@@ -195,7 +195,7 @@ COLLAPSE = 0.5
 class AnomalyDetector:
     """Detect jumps of the loss, and preferred completions that become much less likely."""
 
-    seen: int  # records
+    num_records: int
     mean: float
     variance: float
     chosen: float | None
@@ -205,7 +205,7 @@ class AnomalyDetector:
         self.reset()
 
     def reset(self) -> None:
-        self.seen, self.mean, self.variance = 0, 0.0, 0.0
+        self.num_records, self.mean, self.variance = 0, 0.0, 0.0
         self.chosen, self.collapsed = None, False
 
     def update(self, record: Mapping[str, Any]) -> list[str]:
@@ -219,7 +219,7 @@ class AnomalyDetector:
             return ""
         difference, deviation = loss - self.mean, math.sqrt(self.variance)
         is_spike = (
-            self.seen >= MIN_RECORDS
+            self.num_records >= MIN_RECORDS
             and difference > SPIKE_DEVIATIONS * deviation
             and difference > 0.1 * abs(self.mean)
         )
@@ -229,8 +229,8 @@ class AnomalyDetector:
             if is_spike
             else ""
         )
-        self.seen += 1
-        decay = min(SMOOTHING, 1 - 1 / self.seen)
+        self.num_records += 1
+        decay = min(SMOOTHING, 1 - 1 / self.num_records)
         self.variance = decay * (self.variance + (1 - decay) * difference * difference)
         self.mean += (1 - decay) * difference
         return warning

@@ -139,7 +139,7 @@ def _state_turns(state: Mapping[str, Any], keeps_reasoning: bool) -> tuple[Messa
                 raise UnusableVote("image", "images")
             text = text[0] if text else None
         if number == len(messages):
-            _check_whole(role == roles[1], text)
+            _check_turn(role == roles[1], text)
         turns.append({"role": "assistant" if role == roles[1] else "user", "content": text})
     if not turns:
         raise UnusableVote("no_conversation")
@@ -147,7 +147,7 @@ def _state_turns(state: Mapping[str, Any], keeps_reasoning: bool) -> tuple[Messa
     return (*system, *_turns(turns, keeps_reasoning))
 
 
-def _check_whole(is_assistant: bool, text: object) -> None:
+def _check_turn(is_assistant: bool, text: object) -> None:
     """Raise UnusableVote for a last turn that is no completion."""
     if not is_assistant:
         raise UnusableVote("not_assistant", "user")

@@ -136,8 +136,8 @@ def label_of(value: object, labels: Mapping[str, bool]) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     number = as_number(value)
-    is_whole = number is not None and number.is_integer()
-    word = f"{number:.0f}" if is_whole else str(value).strip().casefold()
+    is_integer = number is not None and number.is_integer()
+    word = f"{number:.0f}" if is_integer else str(value).strip().casefold()
     meanings = {name.strip().casefold(): label for name, label in labels.items()}
     return meanings.get(word, {"true": True, "false": False}.get(word))
 

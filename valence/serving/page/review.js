@@ -209,6 +209,7 @@ function flip() {
 }
 
 function hideScore() {
+  $("score").blur();  // otherwise the next key goes to the hidden field until the page is drawn again
   $("score-form").hidden = true;
 }
 

@@ -1,0 +1,1 @@
+"""Time and memory to read, tokenize and audit rows."""
