@@ -55,7 +55,7 @@ ROW_DATA = (
 STORAGE = ("ExampleStore.item", "TokenizedDataset.item", "TokenizedDataset._parts")
 """Functions that return a row in the form in which it was stored."""
 
-SAMPLED = "HFGenerator._completion"
+SAMPLED = "HFGenerator.completion"
 """Here a completion comes into being."""
 
 STEP = "optimizer_step"

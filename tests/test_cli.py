@@ -18,7 +18,7 @@ from tests.command import command as valence
 from tests.errors import check_error
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
-from valence.cli.common import NOTHING_BEGUN
+from valence.cli.common import NOTHING_STARTED
 from valence.planning import plan
 from valence.reports.verdict import held_out_verdict, outputs
 from valence.trainer.methods import METHODS, ONLINE
@@ -453,8 +453,8 @@ PLACE = "recipe.yaml/model"
     ((*TRAIN, "method=ktoo"), "method-unknown", "(method)", "mean kto or"),
     ((*TRAIN, "method=KTO"), "method-unknown", "(method)", "mean kto?"),
     ((*CHECK, "method=Robust-DPO"), "method-unknown", "(method)", "mean robust_dpo?"),
-    ((*TRAIN, "--train.seed=1"), "option-unknown", "command line", "train.seed=1,"),
-    (("train", "--train.seed", "1"), "option-unknown", "command line", "train.seed=1,"),
+    ((*TRAIN, "--train.seed=1"), "option-unknown", "command line", "train.seed=1"),
+    (("train", "--train.seed", "1"), "option-unknown", "command line", "train.seed=1"),
     (("evaluate", "model"), "run-not-found", "model", ""),
     (("evaluate", "nowhere"), "recipe-not-found", "nowhere", ""),
     (("sample", "recipe.yaml"), "rows-missing", "sample", "--prompt"),
@@ -578,7 +578,7 @@ def test_an_interrupt_before_anything_is_begun_is_told(
     # as while torch is imported
     monkeypatch.setattr("valence.distributed.process_group.start", stopped)
     assert valence("train", "recipe.yaml") == 130
-    assert NOTHING_BEGUN in capsys.readouterr().out
+    assert NOTHING_STARTED in capsys.readouterr().out
     assert not (place / "runs").exists()
 
 

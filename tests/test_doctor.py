@@ -16,7 +16,7 @@ from tests.command import command as valence
 from valence import network
 from valence.cli import doctor_checks as doctor
 from valence.cli import doctor_recipe
-from valence.cli.doctor_checks import EXTRAS, Check, examine, writable
+from valence.cli.doctor_checks import EXTRAS, Check, check_writable, examine
 from valence.models import loading, speed
 
 RECIPE = """
@@ -45,7 +45,7 @@ def of_recipe(*overrides: str) -> dict[str, Check]:
 def test_everything_is_looked_at_and_every_problem_has_a_remedy(place: Path) -> None:
     found = list(examine())
     assert [
-        about for about in dict.fromkeys(each.about for each in found) if about != "environment"
+        about for about in dict.fromkeys(each.section for each in found) if about != "environment"
     ] == [
         "machine",
         "libraries",
@@ -65,7 +65,7 @@ def test_everything_is_looked_at_and_every_problem_has_a_remedy(place: Path) -> 
         "gloo",
         "runs",
     } <= {e.name for e in found}
-    assert all(each.said for each in found)
+    assert all(each.detail for each in found)
     assert all(each.fix for each in found if each.state == "problem")
     assert not any(each.needed for each in found if each.state == "problem")
     assert sorted(path.name for path in place.iterdir()) == ["model", "recipe.yaml", "rows.jsonl"]
@@ -94,8 +94,8 @@ def test_a_library_that_is_missing_is_named_with_what_it_is_for(
         "missing",
         "pip install 'valence-align[serve]'",
     )
-    assert "serve-reward" in found["serve"].said
-    assert "serve" not in found["extras"].said
+    assert "serve-reward" in found["serve"].detail
+    assert "serve" not in found["extras"].detail
 
 
 def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(
@@ -106,13 +106,13 @@ def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(
         monkeypatch.setattr(speed, "slow", lambda *_, slow=slow: slow)
         (cpu,) = (each for each in examine() if each.name == "cpu")
         assert (cpu.state, cpu.fix) == ("ok", "")
-        assert cpu.said.endswith(advice) == bool(slow)
+        assert cpu.detail.endswith(advice) == bool(slow)
 
 
 def test_a_folder_is_really_written_to(tmp_path: Path) -> None:
-    assert writable("a", "b", tmp_path / "x" / "y", "c").state == "ok"
+    assert check_writable("a", "b", tmp_path / "x" / "y", "c").state == "ok"
     (tmp_path / "file").write_text("")
-    found = writable("a", "b", tmp_path / "file" / "y", "the remedy", needed=True)
+    found = check_writable("a", "b", tmp_path / "file" / "y", "the remedy", needed=True)
     assert (found.state, found.fix, found.needed) == ("problem", "the remedy", True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -132,9 +132,9 @@ def test_variables_that_do_harm_are_told(
     name: str, value: str, odd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    (found,) = (each for each in examine() if (each.about, each.name) == ("environment", name))
+    (found,) = (each for each in examine() if (each.section, each.name) == ("environment", name))
     assert (found.state == "problem") == odd
-    assert value in found.said
+    assert value in found.detail
 
 
 def hub() -> Check:
@@ -154,24 +154,24 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     found = hub()
     over.set()
     assert (found.state, found.needed) == ("problem", False)
-    assert "0.2" in found.said
+    assert "0.2" in found.detail
 
     def refused(*_: object, **__: object) -> None:
         raise httpx.ConnectError("refused")
 
     monkeypatch.setattr(httpx, "head", refused)
-    assert "refused" in hub().said
+    assert "refused" in hub().detail
     monkeypatch.setattr(httpx, "head", lambda *_, **__: httpx.Response(200))
     assert hub().state == "ok"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in hub().said
+    assert "HF_HUB_OFFLINE" in hub().detail
 
 
 @pytest.mark.usefixtures("place")
 def test_a_recipe_that_has_all_it_needs() -> None:
     found = of_recipe()
     assert {each.state for each in found.values()} == {"ok"}
-    assert "./model" in found["model.name"].said
+    assert "./model" in found["model.name"].detail
 
 
 @pytest.mark.usefixtures("place")
@@ -191,7 +191,7 @@ def test_what_a_recipe_lacks(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(doctor_recipe, "find_spec", lambda _: None)
     found = of_recipe(override)[name]
-    assert said in found.said
+    assert said in found.detail
     assert (found.state, found.needed) == ("problem", True)
     assert found.fix
 
@@ -225,7 +225,7 @@ def test_access_to_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("the connection was reset")
 
     monkeypatch.setattr(huggingface_hub, "auth_check", lose)
-    assert "was reset" in found().said
+    assert "was reset" in found().detail
     monkeypatch.setattr(loading, "hub_problem", lambda: "no answer")
     assert (found().state, found().needed) == ("problem", True)
     assert "HF_ENDPOINT" in found().fix

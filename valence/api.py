@@ -37,7 +37,7 @@ from valence.trainer.trainer import Callback, Trainer
 from valence.types import Kind
 
 Run = Trainer
-"""What ``train`` and ``build_run`` return."""
+"""The type that ``train`` and ``build_run`` return."""
 
 
 def train(
@@ -68,11 +68,10 @@ def train(
         run = valence.train(method="kto", model="org/model", train=rows, loss={"beta": 0.2})
         print(run, run.report, run.ask("Why is the sky blue?"))
 
-    method, settings: settings of the recipe; they win over those of ``recipe``, and ``overrides``
-    (``"train.seed=1"``) win over them. A section is a mapping (``data={"max_length": 512}``), and a
-    single setting has its full name (``**{"train.seed": 1}``). Mappings given as ``model``,
-    ``train`` or ``eval`` are those sections. Unknown names and wrong types are the errors that a
-    recipe has.
+    method, settings: settings that override those of ``recipe``; ``overrides`` (``"train.seed=1"``)
+    override both. A section is a mapping (``data={"max_length": 512}``), and a single setting has
+    its full name (``**{"train.seed": 1}``). Mappings as ``model``, ``train`` or ``eval`` are these
+    sections. Unknown names and wrong types raise the same errors as in a recipe.
 
     model: a name or folder, or a loaded model, which replaces ``model.name``. tokenizer: by default
     that of the folder or name that the model was loaded from. train, eval: rows as a list of
@@ -82,18 +81,17 @@ def train(
     scheduler: an object, or a function of the optimizer. callbacks are called with the run and each
     record of the log.
 
-    A run that is in the folder (``run.dir``) already resumes from its last checkpoint; a finished
-    one is only loaded.
-    fresh: move it aside and start again. allow: settings, or sections such as ``data``, that may
-    differ from those of the run that resumes.
+    If the folder (``run.dir``) already contains a run, it resumes from its last checkpoint; a
+    finished run is only loaded.
+    fresh: rename that folder and start over. allow: settings, or sections such as ``data``, that
+    may differ from those of the resumed run.
 
-    Under torchrun or `accelerate launch` the processes train together: each calls this in the same
-    way. group: the processes; by default those that the environment names. Sinks are those of rank
-    0, callbacks are called on all.
+    Under torchrun or `accelerate launch` the processes train together: each of them calls this with
+    the same arguments. group: the processes; by default those of the environment. Only the sinks of
+    rank 0 are used; callbacks are called on all ranks.
 
-    Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that
-    can be known; Interrupted (a KeyboardInterrupt) after a signal or run.max_time, when the state
-    is saved.
+    Raises UserError for a mistake in the recipe or the data, if possible before weights are loaded;
+    Interrupted (a KeyboardInterrupt) after a signal or run.max_time, when the state has been saved.
     """
     arguments = {
         name: value for name, value in (("method", method), *settings.items()) if value is not None
@@ -143,15 +141,15 @@ def train(
 
 
 def name_of_model(model: nn.Module, has_tokenizer: bool) -> str:
-    """What a recipe calls a loaded model: where it was loaded from.
+    """The name of a loaded model in a recipe: where it was loaded from.
 
-    Raises UserError when that is not known, and a tokenizer would have to be read from there.
+    Raises UserError if that is unknown and the tokenizer has to be loaded from there.
     """
     name = str(getattr(model, "name_or_path", "") or "")
     if not name and not has_tokenizer:
-        fix = "give tokenizer=, or load the model with from_pretrained"
+        fix = "pass tokenizer=..., or load the model with from_pretrained"
         raise UserError(
-            "the model does not say where it was loaded from, so its tokenizer is not known",
+            "the tokenizer of the model is unknown, because the model has no name_or_path",
             code="tokenizer-unknown",
             where="model",
             fix=fix,
@@ -190,7 +188,7 @@ def logprobs(
     two answers each), in order.
 
     tokenizer: by default the one in the folder that the model was loaded from. as_chat,
-    chat_template_kwargs: as in a recipe's data section. Raises UserError when a row cannot be used.
+    chat_template_kwargs: as in a recipe's data section. Raises UserError if a row cannot be used.
     """
     tokenizer = tokenizer or load_tokenizer(str(model.name_or_path))
     encoder = Encoder(
@@ -212,7 +210,7 @@ def logprobs(
     units = encoded.units
     config: Any = model.config
     before = config._attn_implementation
-    found: dict[tuple[int, int], LogProbs] = {}
+    results: dict[tuple[int, int], LogProbs] = {}
     with evaluating(model):
         engine = PolicyModel(model)
         try:
@@ -222,13 +220,13 @@ def logprobs(
                 for s, (unit, side) in enumerate(
                     zip(batch.unit.tolist(), batch.side.tolist(), strict=True)
                 ):
-                    ours = batch.loss_mask & (batch.sequence_ids == s)
-                    found[unit, side] = LogProbs(
-                        batch.ids[s], tuple(batch.tokens[ours].tolist()), tuple(logp[ours].tolist())
+                    mask = batch.loss_mask & (batch.sequence_ids == s)
+                    results[unit, side] = LogProbs(
+                        batch.ids[s], tuple(batch.tokens[mask].tolist()), tuple(logp[mask].tolist())
                     )
         finally:
             engine.causal.set_attn_implementation(before)
-    return [found[key] for key in sorted(found)]
+    return [results[key] for key in sorted(results)]
 
 
 __all__ = ["LogProbs", "Run", "Trainer", "build_run", "logprobs", "train"]

@@ -1,6 +1,4 @@
-"""The one error that means: the user's recipe, data or request is at fault, and here is what to
-do.
-"""
+"""The exception for user errors: a mistake in a recipe, in data or in a request, with its fix."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 DISTRIBUTION = "valence-align"
 """Name of the package on PyPI and for ``importlib.metadata``.
 
-The name ``valence`` belongs to another project there.
+On PyPI, ``valence`` is another project.
 """
 
 
@@ -23,10 +21,10 @@ class UserError(Exception):
 
     The command line prints it and exits with status 2.
 
-    what: one sentence saying what is wrong.
-    code: a short name of the mistake, such as ``setting-unknown``. Messages may change, codes stay.
-    where: the place, such as ``feedback.jsonl:12`` or ``recipe.yaml:3 (train.batch_size)``.
-    fix: one sentence saying how to fix it.
+    what: the problem, in one sentence.
+    code: a short name of the mistake, such as ``setting-unknown``. Messages may change, codes do
+    not. where: the place, such as ``feedback.jsonl:12`` or ``recipe.yaml:3 (train.batch_size)``.
+    fix: how to fix it, in one sentence.
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class UserError(Exception):
         self.what, self.code, self.where, self.fix = what, code, where, fix
         self._problems = tuple(problems)
         place = f"{where}: ".replace("\n", "\N{SYMBOL FOR NEWLINE}") if where else ""
-        # a line of the text cannot pass for a message of its own
+        # indented, so that no line of the text looks like a separate message
         lines = [place + what.replace("\n", "\n  ")]
         if fix:
             lines.append(f"  to fix it: {fix}")
@@ -49,10 +47,10 @@ class UserError(Exception):
 
     @property
     def problems(self) -> tuple[UserError, ...]:
-        """The single mistakes that this error lists; the error itself if it is one."""
+        """The mistakes that this error lists, or else the error itself."""
         return self._problems or (self,)
 
     @property
     def facts(self) -> dict[str, str | None]:
-        """The arguments that make the error again in another process; without ``problems``."""
+        """The arguments to create the error in another process, without ``problems``."""
         return {"what": self.what, "code": self.code, "where": self.where, "fix": self.fix}

@@ -1,5 +1,5 @@
-"""Paths and hub ids of settings, and files below a folder that other people may have filled:
-symbolic links in it are refused, never followed.
+"""Paths and hub ids in settings, and files below a folder with untrusted content: symbolic links in
+it are refused.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import BinaryIO
 from valence.errors import UserError
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095
-"""Bytes that file systems allow."""
+"""Maximum bytes in file systems."""
 HUB_ID = re.compile(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
-FIX = "remove the link, or put the file or folder itself in its place"
+FIX = "replace the link by the file or folder that it points to, or remove it"
 
 
 def check_path(path: str | Path, where: str | None = None) -> None:
-    """Raises UserError for a path that no file system can hold: a NUL character, bytes that are no
-    text, or a name or path that is too long. where: the setting or option that names it; by default
+    """Raise UserError for a path that file systems do not allow: with a NUL character, invalid
+    Unicode, or a name or path that is too long. where: the setting or option of the path; default:
     the beginning of the path.
     """
     text = str(path)
@@ -28,30 +28,32 @@ def check_path(path: str | Path, where: str | None = None) -> None:
     try:
         raw = os.fsencode(text)
     except UnicodeEncodeError as error:
-        message = "the path holds half a character, which no file name can"
         raise UserError(
-            message, code="path-invalid", where=where, fix="write the name out again"
+            "the path contains an invalid Unicode character (a lone surrogate)",
+            code="path-invalid",
+            where=where,
+            fix="type the path again",
         ) from error
     if b"\0" in raw:
         raise UserError(
-            "the path holds a NUL character, which no file name can",
+            "the path contains a NUL character",
             code="path-invalid",
             where=where,
-            fix="remove it",
+            fix="remove the NUL character",
         )
     longest = max(map(len, raw.split(b"/")))
     if longest > LONGEST_NAME:
-        message = f"a name in the path has {longest} bytes, and file systems allow {LONGEST_NAME}"
-        raise UserError(message, code="path-too-long", where=where, fix="choose a shorter name")
+        problem = f"a name in the path has {longest} bytes; the maximum is {LONGEST_NAME}"
+        raise UserError(problem, code="path-too-long", where=where, fix="choose a shorter name")
     if len(raw) > LONGEST_PATH:
-        message = f"the path has {len(raw)} bytes, and file systems allow {LONGEST_PATH}"
-        raise UserError(message, code="path-too-long", where=where, fix="choose a shorter path")
+        problem = f"the path has {len(raw)} bytes; the maximum is {LONGEST_PATH}"
+        raise UserError(problem, code="path-too-long", where=where, fix="choose a shorter path")
 
 
 def expand_path(text: str, where: str | None = None) -> str:
-    """A path of a setting, with ``~`` at its beginning replaced by the home folder.
+    """A path with a leading ``~`` replaced by the home folder.
 
-    Raises UserError as ``check_path`` does, and when there is no such home folder.
+    Raises UserError like ``check_path``, and for an unknown user.
     """
     check_path(text, where)
     if not text.startswith("~"):
@@ -59,12 +61,11 @@ def expand_path(text: str, where: str | None = None) -> str:
     try:
         return str(Path(text).expanduser())
     except RuntimeError as error:
-        message = f"there is no home folder for {text.split('/')[0]}"
         raise UserError(
-            message,
+            f"the home folder of {text.split('/')[0]} is unknown",
             code="path-no-home",
             where=where or text,
-            fix="write the path in full; ./~NAME is a file of that name",
+            fix="write the absolute path, or ./~NAME for a file whose name starts with ~",
         ) from error
 
 
@@ -74,20 +75,21 @@ def is_hub_id(name: str) -> bool:
 
 
 def refuse_links(path: Path, root: Path) -> None:
-    """Raises UserError that names the first symbolic link among ``path`` and the folders between it
-    and ``root``. The root itself may be reached through links: people keep runs on other disks.
+    """Raise UserError for a symbolic link in ``path`` below ``root``.
+
+    The root itself may be a link, for example to another disk.
     """
     below = path.relative_to(root)
     for number in range(1, len(below.parts) + 1):
-        place = root.joinpath(*below.parts[:number])
-        if place.is_symlink():
-            raise _is_link(place)
+        prefix = root.joinpath(*below.parts[:number])
+        if prefix.is_symlink():
+            raise _link_error(prefix)
 
 
 def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
-    """A file below ``root``, opened unbuffered, to be overwritten or appended to.
+    """Open a file below ``root`` unbuffered, to overwrite it or append to it.
 
-    Raises UserError when it or a folder on the way to it is a symbolic link, and OSError when it
+    Raises UserError if the file or a folder in its path is a symbolic link, and OSError if it
     cannot be opened.
     """
     refuse_links(path.parent, root)
@@ -102,30 +104,30 @@ def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _is_link(path) from error
+            raise _link_error(path) from error
         raise
     return os.fdopen(handle, "ab" if append else "wb", buffering=0)
 
 
 def make_folder(path: Path, root: Path) -> None:
-    """Makes a folder below ``root``, unless it is there.
+    """Create a folder below ``root``, if it does not exist.
 
-    Raises UserError as ``open_file`` does, and OSError.
+    Raises UserError like ``open_file``, and OSError.
     """
     refuse_links(path, root)
     path.mkdir(parents=True, exist_ok=True)
 
 
 def write_all(file: BinaryIO, content: bytes) -> None:
-    """Writes all of the content into an unbuffered file. Raises OSError."""
+    """Write all of the content to an unbuffered file. Raises OSError."""
     view = memoryview(content)
     while view:
         view = view[file.write(view) :]
 
 
-def _is_link(path: Path) -> UserError:
+def _link_error(path: Path) -> UserError:
     return UserError(
-        "this is a symbolic link, and is not written through",
+        "the path is a symbolic link, which Valence does not follow when it writes",
         code="path-is-symlink",
         where=str(path),
         fix=FIX,

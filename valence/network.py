@@ -1,4 +1,4 @@
-"""How servers are reached, and how long to pause before a retry."""
+"""Connect to servers, and compute the pause before a retry."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from urllib.parse import urlsplit
 from valence.errors import UserError
 
 DEADLINE = 3.0
-"""Seconds within which the hub has to answer."""
+"""Time limit of a request to the hub, in seconds."""
 
 draw_jitter = random.SystemRandom().random
-"""Random numbers for pauses. The program's random state belongs to the run, and forked processes
-share it.
-"""
+"""Random numbers for pauses, independent of the random state of the run."""
 
 
 def backoff(
@@ -26,36 +24,35 @@ def backoff(
 ) -> float:
     """Seconds before the next try: ``first``, doubled for each attempt (from 0) up to ``longest``.
 
-    draw: random numbers in [0, 1). With it only half of the pause is certain and the rest random,
-    so that many clients spread out.
+    draw: random numbers in [0, 1), which determine half of the pause, so that clients do not retry
+    at the same time.
     """
     seconds = min(longest, first * 2 ** min(attempt, 16))
     return seconds if draw is None else seconds * (0.5 + 0.5 * draw())
 
 
 def within(deadline: float, action: Callable[[], str]) -> str:
-    """The answer of a request, or the error as text.
+    """The result of a request, or its error as text.
 
-    A name server or a proxy that never answers is abandoned.
+    A request without a reply within the deadline is abandoned.
     """
     answers: list[str] = []
 
     def ask() -> None:
         try:
             answers.append(action())
-        except (
-            Exception
-        ) as error:  # which HTTP library raises depends on the version of huggingface_hub
+        # the HTTP library, and its errors, depend on the version of huggingface_hub
+        except Exception as error:
             answers.append(f"{error}" or type(error).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(deadline)
-    return answers[0] if answers else f"no answer within {deadline:g} seconds"
+    return answers[0] if answers else f"no reply within {deadline:g} seconds"
 
 
 def ask_hub() -> str:
-    """Why the hub that models come from cannot be reached; empty when it answers."""
+    """Why the hub cannot be reached; empty if it replies."""
     import httpx
     from huggingface_hub import constants
 
@@ -68,15 +65,15 @@ def ask_hub() -> str:
 
 @cache
 def hub_problem() -> str:
-    """``ask_hub``, asked once by each process."""
+    """``ask_hub``, once per process."""
     return ask_hub()
 
 
 def routes(*urls: str) -> dict[str, Any]:
-    """For an httpx client of these servers.
+    """Proxy settings of an httpx client for these servers.
 
-    What is asked without TLS is on one's own network, and never asked through a proxy; what is
-    asked with TLS goes as ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY`` say.
+    Requests without TLS, which are for the local network, never use a proxy. Requests with TLS
+    follow ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``.
     """
     return {
         "trust_env": any(urlsplit(url).scheme == "https" for url in urls),
@@ -86,15 +83,17 @@ def routes(*urls: str) -> dict[str, Any]:
 
 @contextmanager
 def as_the_environment_says(where: str) -> Iterator[None]:
-    """Around the making of such a client.
-
-    Raises UserError where the environment names proxies or certificates that cannot be had.
+    """Raise UserError if a client cannot be created because of proxies or certificates of the
+    environment.
     """
     import httpx
 
     try:
         yield
     except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
-        fix = "correct HTTPS_PROXY, ALL_PROXY, NO_PROXY or SSL_CERT_FILE, or unset them"
-        message = f"the proxies or certificates of the environment cannot be used: {error}"
-        raise UserError(message, code="network-environment", where=where, fix=fix) from error
+        raise UserError(
+            f"a proxy or certificate in the environment variables is invalid: {error}",
+            code="network-environment",
+            where=where,
+            fix="correct or unset HTTPS_PROXY, ALL_PROXY, NO_PROXY and SSL_CERT_FILE",
+        ) from error

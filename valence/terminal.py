@@ -3,13 +3,11 @@
 Text from rows, files, settings, models and rewards is untrusted: it is escaped here.
 
 - ``Terminal`` is the console of every command. Strings are never parsed as Rich markup, and control
-characters
-  are escaped in whatever is rendered, also inside tables. Colors come from ``style=`` and
+  characters are escaped in all output, also inside tables. Colors come from ``style=`` and
   ``rich.text.Text``.
-- ``print_message`` prints one message on any console, also on a plain ``rich.console.Console`` that
-a caller passes.
+- ``print_message`` prints one message on any console, also on a plain ``rich.console.Console``.
 - ``write_line`` and ``json_line`` are for output that programs read.
-- ``ResilientStream`` lets a run go on when its standard output cannot be written.
+- ``ResilientStream`` lets a run continue when its standard output cannot be written.
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ characters), surrogates, line and paragraph separators.
 
 
 def escape_control(text: str) -> str:
-    """Return ``text`` with characters that steer a terminal, or that cannot be seen, made visible.
+    """Return ``text`` with control characters and invisible characters made visible.
 
-    ASCII controls become their pictures (``␛``), all others their code (``<U+202E>``). Tabs
-    and newlines stay.
+    ASCII controls become their pictures (``␛``), other characters their code (``<U+202E>``). Tabs
+    and newlines are unchanged.
     """
     if text.isprintable():
         return text
@@ -91,16 +89,16 @@ def json_line(value: Any) -> str:
 # ---------------------------------------------------------------- streams that cannot be written
 
 stream_errors: dict[str, str] = {}
-"""Why a stream could not be written, one sentence for each by the stream's name."""
+"""Why a stream could not be written, by the name of the stream."""
 
 
 def output_errors() -> tuple[str, ...]:
-    """What could not be printed so far, one sentence for each stream."""
+    """Messages about streams that could not be written so far."""
     return tuple(stream_errors.values())
 
 
 class ResilientStream:
-    """A text stream whose write errors do not end the program.
+    """A text stream that tolerates write errors.
 
     Characters that its encoding lacks are written as backslash escapes. After an ``OSError`` (disk
     full, device error, closed pipe) the text is lost, the error is in ``output_errors()``, and
@@ -109,7 +107,7 @@ class ResilientStream:
 
     def __init__(self, stream: IO[str], name: str = "") -> None:
         self._stream = stream
-        self._name = name or str(getattr(stream, "name", "the output"))
+        self._name = name or str(getattr(stream, "name", "output"))
 
     def write(self, text: str) -> int:
         try:
@@ -140,16 +138,16 @@ class ResilientStream:
     def _failed(self, error: OSError) -> None:
         reason = error.strerror or str(error)
         if self._name not in stream_errors:
-            # else the interpreter fails on its way out, with status 120
+            # otherwise the interpreter exits with status 120
             atexit.register(self.discard_unwritten)
         stream_errors.setdefault(
-            self._name, f"{self._name} cannot be written ({reason}); what is printed there is lost"
+            self._name, f"{self._name} cannot be written ({reason}); output is lost"
         )
         if error.errno == errno.EPIPE:
             discard(self._stream)
 
     def discard_unwritten(self) -> None:
-        """Drop what is still in the buffer of a stream that cannot be written."""
+        """Drop the content of the buffer of a stream that cannot be written."""
         try:
             self._stream.flush()
         except (OSError, ValueError):
@@ -168,8 +166,8 @@ def resilient(stream: IO[str]) -> IO[str]:
 
 
 def discard(file: IO[str]) -> None:
-    """Redirect a file's descriptor, if it has one, to the null device, including what is still in
-    its buffer.
+    """Redirect a file's descriptor, if it has one, and the content of its buffer to the null
+    device.
     """
     with suppress(OSError, ValueError, AttributeError):
         number = file.fileno()
@@ -187,7 +185,7 @@ class Terminal(Console):
     """
 
     plain = False
-    """Draw no bars, also on a terminal: something else is written there at the same time."""
+    """Draw no progress bars, because other output goes to the same terminal."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, **settings})
@@ -210,11 +208,9 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Render anything with its text escaped; the control codes that Rich itself emits are
-        kept.
-        """
-        shown = escape_text(renderable) if isinstance(renderable, Text) else renderable
-        for segment in super().render(shown, options):
+        """Render with escaped text; control codes of Rich are not escaped."""
+        escaped = escape_text(renderable) if isinstance(renderable, Text) else renderable
+        for segment in super().render(escaped, options):
             if segment.control or segment.text.isprintable():
                 yield segment
             else:
@@ -222,29 +218,26 @@ class Terminal(Console):
 
 
 def print_message(console: Console, message: str, style: str = "") -> None:
-    """Print one message, not wrapped: a newline in it starts a new line, everything else is
-    text.
-    """
+    """Print one message without wrapping; newlines start a new line, other controls are escaped."""
     console.print(Text(escape_control(message), style), soft_wrap=True)
 
 
 def warn_on_stderr(console: Console, message: str) -> None:
     """Print a warning that ``--quiet`` does not hide.
 
-    Only a console that is quiet, as on all ranks but 0, hides it.
+    A quiet console, such as that of ranks other than 0, hides it.
     """
     if not console.quiet:
         print_message(Terminal(stderr=True), message, "yellow")
 
 
-# ---------------------------------------------------------------- printing for programs, and the
-# whole program
+# ---------------------------------------------------------------- printing for programs
 
 
 def write_line(line: str, file: IO[str] | None = None) -> None:
     """Print a line at once.
 
-    An output that nobody reads any more, or that is full, is not an error.
+    A closed pipe or a full disk is not an error.
     """
     target = file or sys.stdout
     if target is not None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
@@ -253,11 +246,11 @@ def write_line(line: str, file: IO[str] | None = None) -> None:
 
 @contextmanager
 def safe_streams() -> Iterator[None]:
-    """Within the block nothing that anyone prints can end the program, and warnings are escaped.
+    """Inside the block, write errors do not end the program, and warnings are escaped.
 
-    At the end one line on standard error says what could not be printed.
+    At the end, a line on standard error names the streams that could not be written.
     """
-    before, reported = warnings.formatwarning, set(output_errors())
+    before, earlier_errors = warnings.formatwarning, set(output_errors())
     out, err = ((s and resilient(s)) for s in (sys.stdout, sys.stderr))
     warnings.formatwarning = _format_warning
     try:
@@ -266,7 +259,7 @@ def safe_streams() -> Iterator[None]:
                 yield
             finally:
                 for message in output_errors():
-                    if message not in reported and os.strerror(errno.EPIPE) not in message:
+                    if message not in earlier_errors and os.strerror(errno.EPIPE) not in message:
                         write_line(f"valence: {message}", sys.stderr)
     finally:
         warnings.formatwarning = before
@@ -275,7 +268,7 @@ def safe_streams() -> Iterator[None]:
 def print_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """A ``sys.excepthook``: messages of exceptions may quote untrusted text."""
+    """A ``sys.excepthook`` that escapes messages, which may quote untrusted text."""
     write_line(
         escape_control("".join(traceback.format_exception(kind, error, trace)).rstrip("\n")),
         sys.stderr,

@@ -445,7 +445,8 @@ class Completion:
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
     text: str
-    stop: Literal["eos", "length"]
+    stop: Literal["eos", "length", "stop"]
+    """stop: at a string that the request named. Then ``text`` ends before this string."""
     version: int = 0
     versions: tuple[int, ...] = ()
     """Of each token, where the weights changed in the middle of an answer."""

@@ -71,6 +71,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lifecycle": (*LAYERS, "evaluation", "trainer", "online", "planning"),
     "jobs": (*LAYERS, "evaluation", "trainer", "lifecycle"),
     "serving": (*LAYERS, "trainer", "lifecycle", "jobs"),
+    "sweeps": (*LAYERS, "trainer"),
     "api": (*LAYERS, "trainer", "lifecycle"),
     "cli": (
         *LAYERS,
@@ -81,6 +82,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "lifecycle",
         "jobs",
         "serving",
+        "sweeps",
         "api",
     ),
     "__main__": ("cli",),
@@ -116,6 +118,7 @@ HEAVY = (
     "fastapi",
     "starlette",
     "uvicorn",
+    "optuna",
 )
 COME_WITH = {
     "pydantic_core": "pydantic",
@@ -318,7 +321,13 @@ STARTING = (
     "export . model",
 )
 """Commands that with --nproc only start processes."""
-READING = ("check recipe.yaml", "train recipe.yaml", "train recipe.yaml --json", "resume .")
+READING = (
+    "check recipe.yaml",
+    "train recipe.yaml",
+    "train recipe.yaml --json",
+    "resume .",
+    "sweep recipe.yaml --over train.epochs=1,2 --out sweep",
+)
 """Commands that a mistake in the recipe ends."""
 MISTAKES: dict[str, dict[str, Any]] = {
     "an unknown setting": {"train": {"learning_rte": 1e-5}},

@@ -302,7 +302,7 @@ class Walk:
             self.monkeypatch.setenv(name, "a value of the test")
         added = self.added.get(line.text, "").split()
         words = [*shlex.split(self._local(shlex.join(line.words))), *added]
-        if line.words[:1] == ["serve-reward"]:
+        if line.words[:1] in (["serve-reward"], ["serve"]):
             self._serve(words)
         elif "--review" in line.words:
             self._review(words)
@@ -328,12 +328,13 @@ class Walk:
 
     def _serve(self, words: list[str]) -> None:
         """Starts a server and waits until it says that it serves. It ends with the walk."""
-        shown = words[words.index("--port") + 1] if "--port" in words else "5000"
+        default = "8000" if words[0] == "serve" else "5000"
+        shown = words[words.index("--port") + 1] if "--port" in words else default
         self._stop(shown)  # as the reader would do before another one at the same port
         said = Path(f"said at {shown}")
         self.servers[shown] = server = Program(*words, "--port", self._port(shown), said=said)
-        server.wait_until(lambda: said.exists() and said.read_text())
-        assert said.read_text().startswith("serving"), words
+        server.wait_until(lambda: said.exists() and "serving" in said.read_text())
+        assert any(line.startswith("serving") for line in said.read_text().splitlines()), words
 
     def _review(self, words: list[str]) -> None:
         """Starts a review and stops it as the reader does in the end, unless it has no rows."""

@@ -215,8 +215,7 @@ def test_no_request_is_sent_twice(tmp_path: Path) -> None:
         assert first[0] == first[1] == again[0]
         other = {"rubric": "Be strict."}
         judged(judge_of(server, tmp_path / "replies", settings=other), pair("a", "bb"))
-    contents = [json.dumps(request) for request in server.requests]
-    assert len(set(contents)) == 4
+    assert len(server.requests) == 4
 
 
 def test_a_damaged_reply_is_asked_for_again(tmp_path: Path) -> None:
@@ -249,6 +248,21 @@ def test_the_cost_limit_stops_and_a_larger_one_resumes(tmp_path: Path) -> None:
         larger = judge_of(server, tmp_path, concurrency=1, settings={**PAID, "max_cost": 5})
         assert all(verdict.preference == 0 for verdict in judged(larger, *pairs))
         assert len(server.requests) == 12
+
+
+def test_requests_in_flight_at_the_cost_limit_are_completed(tmp_path: Path) -> None:
+    pairs = [pair("a" * i, "b") for i in range(2, 14)]
+
+    def opinion(shown: Mapping[str, Any]) -> Any:
+        return (0.01 * len(shown["first"] + shown["second"]), longer(shown))
+
+    with judge_server(opinion) as server:
+        judge = judge_of(server, tmp_path, concurrency=8, settings=PAID)
+        with raises_error("judge-cost-limit"):
+            judged(judge, *pairs)
+        larger = judge_of(server, tmp_path, concurrency=8, settings={**PAID, "max_cost": 5})
+        judged(larger, *pairs)
+    assert len(server.requests) == 24
 
 
 def test_replies_that_cannot_be_read_cost_as_well(tmp_path: Path) -> None:

@@ -441,5 +441,5 @@ def test_rows_that_are_left_out_are_counted(
     assert command("audit", "few.jsonl", "--model", "model") == 0
     shown = capsys.readouterr().out
     assert "1 row that cannot be read:" in shown
-    assert "1 row is left out for the model" in shown
-    assert "19 of 20 are left" in shown
+    assert "data.max_length is 1024" in shown
+    assert "19 of 20" in shown

@@ -148,14 +148,14 @@ def test_limitations_are_facts_of_the_run():
 
 def test_the_end_of_training_stands_beside_held_out_and_test_numbers():
     parts = sections(model_card(FACTS))
-    end = parts["The end of training"]
+    end = parts["End of training"]
     assert "118" in end
     assert "<td>loss</td>\n<td>0.4321</td>" in end
     assert "<td>lr</td>\n<td>1e-06</td>" in end
     assert not [name for name in ("0.9", "0.77", "9,000") if name in end]
     assert "<td>auc</td>\n<td>0.77</td>" in parts["Results on test rows"]
     bare = sections(model_card(replace(FACTS, last={})))
-    assert parts.keys() - bare.keys() == {"The end of training", "Results on test rows"}
+    assert parts.keys() - bare.keys() == {"End of training", "Results on test rows"}
 
 
 LICENCE = "Base model and licence"

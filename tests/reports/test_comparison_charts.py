@@ -74,11 +74,30 @@ def test_time_is_drawn_where_runs_take_different_times(tmp_path: Path) -> None:
     )
     assert curves_over_time(same) == {}
     slower = read(tmp_path / "a", a_run(tmp_path / "c", *evaluations, seconds=30.0))
-    assert [trace["x"] for trace in curves_over_time(slower)["loss"]["data"]] == [
-        [pytest.approx(2 / 60, 1e-5), pytest.approx(4 / 60, 1e-5)],
-        [0.5, 1.0],
-    ]
-    assert curves_over_time(slower)["eval/loss"]["data"][1]["x"] == [0.0, 1.0]
+    lines = [trace["x"] for trace in curves_over_time(slower)["loss"]["data"]]
+    assert lines == [[2.0, 4.0], [30.0, 60.0]]
+    assert curves_over_time(slower)["eval/loss"]["data"][1]["x"] == [0.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit", "times"),
+    [
+        (59.0, "seconds", [59.0, 118.0]),
+        (60.0, "minutes", [1.0, 2.0]),
+        (3000.0, "minutes", [50.0, 100.0]),
+        (5400.0, "hours", [1.5, 3.0]),
+    ],
+)
+def test_the_unit_of_time_depends_on_the_length_of_the_longest_run(
+    seconds: float, unit: str, times: list[float], tmp_path: Path
+) -> None:
+    evaluations = thumbs(0), thumbs(20)
+    runs = read(
+        a_run(tmp_path / "a", *evaluations), a_run(tmp_path / "b", *evaluations, seconds=seconds)
+    )
+    figure = curves_over_time(runs)["loss"]
+    assert unit in figure["layout"]["xaxis"]["title"]["text"]
+    assert figure["data"][1]["x"] == times
 
 
 def test_seconds_of_rounds_are_part_of_training() -> None:

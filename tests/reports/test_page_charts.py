@@ -65,9 +65,9 @@ def test_every_chart_is_one_that_plotly_knows(tmp_path, kind):
 
 def test_the_reward_of_own_answers_and_its_divergence_have_charts(tmp_path):
     made = curves(read_run(write_run(tmp_path, "own")))
-    reward = made["Learning"]["Reward of own answers"]
+    reward = made["Learning"]["Reward of sampled answers"]
     assert [t.get("fill") for t in reward["data"]] == [None, "toself", None]
-    assert "10 to 90 %" in reward["note"]
+    assert "band" in reward["note"]
     assert made["Learning"]["Divergence from the reference"]["data"][0]["name"] == "kl"
     assert "Drift on mismatched answers" not in made["Learning"]
 

@@ -256,7 +256,7 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "saved",
         "changed",
         "last",
-        "numbers",
+        "metrics",
     ]
     assert lines[0].split() == [
         "runs/one",

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import examples.quickstart
 from examples.demo.__main__ import show_answers
-from examples.quickstart.judge import MOST_WORDS, judge
+from examples.quickstart.judge import MAX_WORDS, judge
 from examples.quickstart.make_feedback import write_judged
 from valence.types import Chat, Completion
 
@@ -58,7 +58,7 @@ def read(name: str) -> list[dict]:
         ),
         (
             "Why do cats purr?",
-            "Cats purr. " + " ".join(f"reason{i}" for i in range(MOST_WORDS)) + ".",
+            "Cats purr. " + " ".join(f"reason{i}" for i in range(MAX_WORDS)) + ".",
             False,
             "rambles",
         ),
@@ -80,7 +80,7 @@ def test_a_cut_off_answer_is_a_thumbs_down() -> None:
 
 
 def test_the_limit_is_inclusive() -> None:
-    words = "cats purr " + " ".join(f"w{i}" for i in range(MOST_WORDS - 2))
+    words = "cats purr " + " ".join(f"w{i}" for i in range(MAX_WORDS - 2))
     assert judge("Why do cats purr?", words + ".", finished=True)[0]
     assert not judge("Why do cats purr?", words + " more.", finished=True)[0]
 

@@ -18,7 +18,7 @@ from valence.types import Completion
 OURS = [[-1.0, -2.0], [-0.5]]
 FAR = [[-1.5, -3.0], [-0.9]]
 NEAR = [[-1.03, -2.02], [-0.55]]
-SAME = {"read": OURS, "ours_read": OURS}
+SAME = {"read": OURS, "trainer_read": OURS}
 
 
 def test_the_mean_difference_over_tokens() -> None:
@@ -33,20 +33,20 @@ def test_the_mean_difference_over_tokens() -> None:
         (FAR, {**SAME}, "--no-enable-prefix-caching"),
         (
             FAR,
-            {"temperature": 0.5, "read": FAR, "ours_read": FAR},
+            {"temperature": 0.5, "read": FAR, "trainer_read": FAR},
             "--logprobs-mode processed_logprobs",
         ),
         (FAR, {"temperature": 0.5, **SAME}, "--no-enable-prefix-caching"),
         (
             NEAR,
-            {"dtypes": ("float32", "bfloat16"), "read": NEAR, "ours_read": OURS},
+            {"dtypes": ("float32", "bfloat16"), "read": NEAR, "trainer_read": OURS},
             "--dtype float32",
         ),
-        (FAR, {"dtypes": ("float32", "bfloat16"), "read": FAR, "ours_read": OURS}, "model.name"),
-        (FAR, {"dtypes": ("float32", "float32"), "read": FAR, "ours_read": OURS}, "model.name"),
-        (FAR, {"adapter": True, "read": FAR, "ours_read": OURS}, "rollout.transport for full"),
-        (FAR, {"agreed": True, "tied": True, "read": FAR, "ours_read": OURS}, "docs/vllm.md"),
-        (FAR, {"agreed": True, "read": FAR, "ours_read": OURS}, "use another rollout.transport"),
+        (FAR, {"dtypes": ("float32", "bfloat16"), "read": FAR, "trainer_read": OURS}, "model.name"),
+        (FAR, {"dtypes": ("float32", "float32"), "read": FAR, "trainer_read": OURS}, "model.name"),
+        (FAR, {"adapter": True, "read": FAR, "trainer_read": OURS}, "rollout.transport for full"),
+        (FAR, {"agreed": True, "tied": True, "read": FAR, "trainer_read": OURS}, "docs/vllm.md"),
+        (FAR, {"agreed": True, "read": FAR, "trainer_read": OURS}, "use another rollout.transport"),
         (FAR, {}, "model.name"),
     ],
 )

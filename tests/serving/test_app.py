@@ -28,6 +28,7 @@ from tests.tiny import BOS
 from valence.distributed.process_group import SingleProcess
 from valence.lifecycle.restore import open_run
 from valence.rollouts import Sampling
+from valence.rollouts.continuous import ContinuousBatch
 from valence.serving import app as app_module
 from valence.serving.app import DEFECT, HEADERS, MAX_BODY
 from valence.serving.chat import ChatModel
@@ -189,8 +190,8 @@ BAD_BODIES = [
     ("/feedback", {"id": "a", "score": "NaN"}, "score"),
     ("/feedback", {"label": True}, "id"),
     ("/v1/chat/completions", {"messages": HELLO, "n": 9}, "n"),
-    ("/v1/chat/completions", {"messages": HELLO, "stop": ["."]}, "stop"),
-    ("/v1/chat/completions", {"messages": HELLO, "logprobs": True}, "logprobs"),
+    ("/v1/chat/completions", {"messages": HELLO, "logit_bias": {"3": 1}}, "logit_bias"),
+    ("/v1/chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     ("/v1/chat/completions", {"messages": HELLO, "temperature": 3}, "temperature"),
     ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 0}, "max_tokens"),
     ("/v1/chat/completions", {"messages": HELLO, "seed": -1}, "seed"),
@@ -541,7 +542,7 @@ def test_defects_are_logged_and_told_in_plain_words(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(served.model._sampler, "generate", fail)
+    monkeypatch.setattr(ContinuousBatch, "draw", fail)
     body = {"messages": HELLO} | ({"stream": stream} if path.startswith("/v1") else {})
     response = served.post(path, body)
     is_stream = stream or path == "/api/answer"

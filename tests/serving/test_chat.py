@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from tests.tiny import tiny_tokenizer
 from valence.distributed.process_group import SingleProcess
 from valence.lifecycle.restore import open_run
 from valence.rollouts import Sampling
+from valence.rollouts.continuous import ContinuousBatch
 from valence.serving.chat import Answer, ChatModel, TextStream
+from valence.trainer.sampling import PolicySampler
 
 
 @pytest.fixture
@@ -131,29 +133,205 @@ def test_a_request_that_is_cancelled_again_and_again_leaves_the_model_free(
     run(work())
 
 
-def test_two_requests_at_once_run_one_after_the_other(model: ChatModel) -> None:
-    alone = [run(parts_of(model, sampling=replace(SAMPLING, seed=seed)))[1] for seed in (1, 2)]
-    sampled, busy = list[int](), threading.Lock()
-    generate = model._sampler.generate
+def test_requests_at_once_have_the_answers_that_they_have_alone(model: ChatModel) -> None:
+    samplings = [
+        Sampling(max_new_tokens=5 + 3 * seed, seed=seed, temperature=[0.0, 1.0, 2.0][seed % 3])
+        for seed in range(6)
+    ]
+    texts = ["hello", "a longer question", "hi"] * 2
 
-    def count(*args: Any, **options: Any) -> Any:
-        assert busy.acquire(blocking=False)
-        try:
-            sampled.append(args[2].seed)
-            return generate(*args, **options)
-        finally:
-            busy.release()
-
-    model._sampler.generate = count  # type: ignore[method-assign]
+    async def answer(text: str, sampling: Sampling, pause: float = 0.0) -> Answer:
+        await asyncio.sleep(pause)
+        prompt = model.encode([{"role": "user", "content": text}])
+        return await model.answer(prompt, sampling)
 
     async def together() -> list[Answer]:
-        prompt = model.encode(HELLO)
-        work = [model.answer(prompt, replace(SAMPLING, seed=seed)) for seed in (1, 2)]
-        return await asyncio.gather(*work)
+        work = zip(texts, samplings, (0.0, 0.0, 0.005, 0.01, 0.01, 0.02), strict=True)
+        return await asyncio.gather(*(answer(*each) for each in work))
 
-    answers = run(together())
-    assert sampled == [1, 2]
-    assert [answer.completion for answer in answers] == [answer.completion for answer in alone]
+    alone = [run(answer(*each)).completion for each in zip(texts, samplings, strict=True)]
+    completions = [answer.completion for answer in run(together())]
+    assert [each.tokens for each in completions] == [each.tokens for each in alone]
+    for mine, expected in zip(completions, alone, strict=True):
+        assert mine.text == expected.text
+        assert mine.logps == pytest.approx(expected.logps, abs=1e-5)
+
+
+def test_answers_are_those_of_valence_sample(model: ChatModel) -> None:
+    prompt = model.encode(HELLO)
+    sampler = PolicySampler(trainer().policy, model.encoder, version=lambda: 0)
+    for seed in range(3):
+        sampling = Sampling(max_new_tokens=30, seed=seed, top_p=0.9)
+        answer = run(model.answer(prompt, sampling))
+        ((expected,),) = sampler.generate([prompt.ids], 1, sampling)
+        assert answer.completion == expected
+
+
+def test_an_adapter_run_answers_as_its_merged_model(tmp_path: Path) -> None:
+    """Greedily, as the library samples; with random numbers, as the run itself does."""
+    folder = str(save_model(tmp_path / "model"))
+    opened = open_run(
+        folder, ["model.lora={rank: 4}", "data.max_length=256"], group=SingleProcess()
+    )
+    policy: Any = opened.policy.model
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+    merged = deepcopy(policy).merge_and_unload()
+    merged.set_attn_implementation("sdpa")
+    model = ChatModel(opened, "adapter")
+    sampler = PolicySampler(opened.policy, model.encoder, version=lambda: opened.step)
+    prompts = [
+        model.encode([{"role": "user", "content": text}]) for text in ("hello", "a longer question")
+    ]
+
+    async def answers(sampling: Sampling) -> list[Answer]:
+        return await asyncio.gather(*(model.answer(prompt, sampling) for prompt in prompts))
+
+    greedy = run(answers(Sampling(max_new_tokens=20, temperature=0)))
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    changed = False
+    for prompt, answer in zip(prompts, greedy, strict=True):
+        ids = torch.tensor([prompt.ids])
+        settings: Any = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+        settings["eos_token_id"] = sorted(model.encoder.end_ids)
+        mask = torch.ones_like(ids)
+        expected, base = (
+            each.generate(input_ids=ids, attention_mask=mask, **settings)[0, ids.shape[1] :]
+            for each in (merged, plain)
+        )
+        assert list(answer.completion.tokens) == expected.tolist()
+        changed |= expected.tolist() != base.tolist()
+    assert changed
+    random = Sampling(max_new_tokens=20, seed=5)
+    for prompt, answer in zip(prompts, run(answers(random)), strict=True):
+        ((expected_completion,),) = sampler.generate([prompt.ids], 1, random)
+        assert answer.completion.tokens == expected_completion.tokens
+        assert answer.completion.logps == pytest.approx(expected_completion.logps, abs=1e-5)
+    model.close()
+
+
+def test_at_most_max_batch_completions_are_sampled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ChatModel(trainer(), "tiny", max_batch=3)
+    sizes, seeds = list[int](), list[int]()
+    draw, add = ContinuousBatch.draw, ContinuousBatch.add
+
+    def count(batch: ContinuousBatch) -> None:
+        sizes.append(len(batch.rows))
+        draw(batch)
+
+    def record(batch: ContinuousBatch, prompt: tuple[int, ...], samplings: list[Sampling]) -> Any:
+        seeds.extend(sampling.seed for sampling in samplings)
+        return add(batch, prompt, samplings)
+
+    monkeypatch.setattr(ContinuousBatch, "draw", count)
+    monkeypatch.setattr(ContinuousBatch, "add", record)
+
+    async def together() -> None:
+        prompt = model.encode(HELLO)
+        samplings = [Sampling(max_new_tokens=10, temperature=0, seed=seed) for seed in range(7)]
+        await asyncio.gather(*(model.answer(prompt, sampling) for sampling in samplings))
+
+    run(together())
+    model.close()
+    assert max(sizes) == 3
+    assert sum(sizes) == 70
+    assert seeds == list(range(7))
+
+
+def test_a_short_answer_does_not_wait_for_a_long_one(model: ChatModel) -> None:
+    async def work() -> None:
+        prompt = model.encode(HELLO)
+        long = asyncio.create_task(model.answer(prompt, LONG))
+        while not model._active:
+            await asyncio.sleep(0.001)
+        await model.answer(prompt, SAMPLING)
+        assert not long.done()
+        await long
+
+    run(work())
+
+
+def test_a_client_that_reads_slowly_does_not_hold_up_others(model: ChatModel) -> None:
+    async def work() -> None:
+        prompt = model.encode(HELLO)
+        async with aclosing(model.stream(prompt, LONG)) as parts:
+            await anext(parts)  # and nothing more for a while
+            for seed in range(3):
+                answer = await model.answer(prompt, replace(SAMPLING, seed=seed))
+                assert answer.completion.tokens
+            *_, slow = [part async for part in parts]
+        assert isinstance(slow, Answer)
+        assert len(slow.completion.tokens) == 200
+
+    run(work())
+
+
+def test_a_prompt_that_fails_leaves_the_other_requests(
+    model: ChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = ContinuousBatch.add
+
+    def fail(batch: ContinuousBatch, prompt: tuple[int, ...], *rest: Any) -> Any:
+        if len(prompt) > 20:
+            raise RuntimeError("out of memory")
+        return add(batch, prompt, *rest)
+
+    monkeypatch.setattr(ContinuousBatch, "add", fail)
+
+    async def work() -> None:
+        prompts = [model.encode([{"role": "user", "content": text}]) for text in ("a", "a" * 30)]
+        assert len(prompts[0].ids) < 20 < len(prompts[1].ids)
+        answer = asyncio.create_task(model.answer(prompts[0], LONG))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await model.answer(prompts[1], SAMPLING)
+        assert len((await answer).completion.tokens) == 200
+        assert model.num_requests == 0
+
+    run(work())
+
+
+def parts_until(
+    model: ChatModel, stops: Sequence[str], sampling: Sampling
+) -> tuple[list[str], Answer]:
+    async def work() -> tuple[list[str], Answer]:
+        prompt = model.encode(HELLO)
+        parts = [part async for part in model.stream(prompt, sampling, stops=stops)]
+        assert isinstance(parts[-1], Answer)
+        return [part for part in parts if isinstance(part, str)], parts[-1]
+
+    return run(work())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_text_ends_before_a_stop_string(model: ChatModel, seed: int) -> None:
+    sampling = Sampling(max_new_tokens=40, seed=seed, temperature=2.0)
+    _, whole = run(parts_of(model, sampling=sampling))
+    text = whole.completion.text
+    for size in (1, 2, 5):
+        middle = len(text) // 2
+        stop = text[middle : middle + size]
+        if "\N{REPLACEMENT CHARACTER}" in stop:
+            continue
+        pieces, answer = parts_until(model, ["never there", stop], sampling)
+        assert "".join(pieces) == answer.completion.text == text[: text.index(stop)]
+        assert answer.completion.stop == "stop"
+        tokens = answer.completion.tokens
+        assert tokens == whole.completion.tokens[: len(tokens)]
+        decode: Any = trainer().prepared.tokenizer.decode
+        assert stop in decode(list(tokens), skip_special_tokens=True)
+        assert stop not in decode(list(tokens[:-1]), skip_special_tokens=True)
+
+
+def test_text_that_only_starts_like_a_stop_string_is_sent(model: ChatModel) -> None:
+    sampling = Sampling(max_new_tokens=20, seed=1, temperature=2.0)
+    text = run(parts_of(model, sampling=sampling))[1].completion.text
+    stops = [f"{text[at:]}and more" for at in range(len(text))]
+    pieces, answer = parts_until(model, stops, sampling)
+    assert "".join(pieces) == answer.completion.text == text
+    assert answer.completion.stop != "stop"
 
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
@@ -192,9 +370,11 @@ def test_weights_that_are_not_finite_are_an_error(
     def fail(*_: Any, **__: Any) -> None:
         raise FloatingPointError("the model's logits are not finite")
 
-    monkeypatch.setattr(model._sampler, "generate", fail)
-    with raises_error("sampling-failed"):
-        run(parts_of(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(ContinuousBatch, "draw", fail)
+        with raises_error("sampling-failed"):
+            run(parts_of(model))
+    assert run(parts_of(model))[1].completion.tokens  # the model still answers
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:

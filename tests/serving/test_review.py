@@ -365,7 +365,7 @@ def test_a_review_goes_on_with_more_rows_and_says_which_are_gone(tmp_path: Path)
         review.decide(5, "drop", "anna", version=0)
     more = [{"prompt": "new", "completion": "new", "label": True}]
     with closing(LabelReview(audited(file, more + thumbs()[:5]), out)) as review:
-        assert review.num_lost == 1
+        assert review.num_obsolete == 1
         assert choices(review) == ["flip", None, None]
     rows = lines(out)
     assert (len(rows), rows[0], rows[1]["label"]) == (6, more[0], False)

@@ -66,7 +66,7 @@ def test_a_row_holds_the_answer_as_it_was_drawn(place: Path) -> None:
         0.5,
         [*chat.messages],
     )
-    assert counted.cut == sum(row["stop"] == "length" for row in rows)
+    assert counted.truncated == sum(row["stop"] == "length" for row in rows)
     assert counted.tokens == sum(len(row["completion_ids"]) for row in rows)
     for row in rows:
         assert row["completion"] == tiny_tokenizer().decode(

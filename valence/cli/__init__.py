@@ -17,27 +17,27 @@ from valence.cli.guide import arrange
 from valence.errors import UserError
 from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
-# Each registers its commands, in the order of the help.
-from valence.cli import runs, report, models, compare, look  # isort: skip
-from valence.cli import imports, collect, audit, rewards, serve, doctor  # isort: skip
+# Each module registers its commands.
+from valence.cli import runs, sweep, report, models, compare, look  # isort: skip
+from valence.cli import imports, collect, audit, serve_model, rewards, serve, doctor  # isort: skip
 
 arrange(app)
 
 HEAD_START = 2.0
-"""Seconds."""
+"""Seconds that other ranks wait before they print the error that rank 0 probably has too."""
 
 
 CLICK_ERROR: Any = next(
-    each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
-"""The base of usage errors, in whichever library this version of typer takes it from."""
+"""The base class of usage errors: typer's own copy of click, or click."""
 
 
 def main() -> None:
     """Run a command.
 
-    Exit status: 0 done, 2 a mistake of the user or something in the way, 3 a release gate failed,
-    124 run.max_time is over, 128 + n stopped by signal n, 1 a defect.
+    Exit status: 0 success, 1 a bug in Valence, 2 a user error or a problem of the environment,
+    3 a release gate failed, 124 run.max_time was reached, 128 + n stopped by signal n.
     """
     sys.excepthook = print_traceback
     _hide_deprecations()
@@ -46,8 +46,7 @@ def main() -> None:
 
 
 def _hide_deprecations() -> None:
-    """Hide warnings about deprecated code, unless PYTHONWARNINGS or -W asks for warnings: they are
-    for those who write programs, not for those who run them."""
+    """Hide deprecation warnings, which are for developers, unless PYTHONWARNINGS or -W is set."""
     if not sys.warnoptions:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
@@ -57,7 +56,7 @@ def _main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "_VALENCE_COMPLETE" in os.environ:
-        os.environ["COLUMNS"] = "10000"  # a help that is wrapped would be taken for several words
+        os.environ["COLUMNS"] = "10000"  # a shell would complete each line of a wrapped help text
     try:
         refuse_dashes(sys.argv[1:])
         status = app(standalone_mode=False)
@@ -76,10 +75,10 @@ def _main() -> None:
         where = f"{str(error.filename)[:60]}..."
         _exit_with(
             UserError(
-                "the name is too long for a file",
+                "the file name is too long",
                 code="path-too-long",
                 where=where,
-                fix="choose a shorter one",
+                fix="choose a shorter name",
             )
         )
     except KeyboardInterrupt as stopped:
@@ -88,14 +87,14 @@ def _main() -> None:
 
 def _exit_with(error: UserError) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
-        # rank 0 has mostly met the same, and with its end this process's comes
+        # rank 0 has usually printed the same error, and its exit ends this process
         time.sleep(HEAD_START)
     print_message(Terminal(stderr=True), f"valence: {error}")
     raise SystemExit(MISTAKE) from error
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_set: bool) -> None:
+    if is_set:
         from valence.version import __version__
 
         print_message(console, __version__)
@@ -107,7 +106,7 @@ def valence(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Print the version and end."
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -131,4 +130,6 @@ __all__ = [
     "rewards",
     "runs",
     "serve",
+    "serve_model",
+    "sweep",
 ]

@@ -1,4 +1,4 @@
-"""The commands that look for wrong labels in rated rows, and for prompts to label next."""
+"""The commands that find wrong labels in rated rows, and select prompts to label next."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def audit(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE...", help="Files of thumbs, scores or pairs, or sections as in YAML."
+            metavar="FILE...",
+            help="Files of rows with thumbs, scores or pairs, or sections as in a recipe.",
         ),
     ],
     model: Annotated[
@@ -38,8 +39,8 @@ def audit(
         typer.Option(
             "--model",
             metavar="MODEL|RUN",
-            help="Look for labels that this model's hidden states contradict: a folder, a hub id, "
-            "a run, or a recipe.",
+            help="Model folder, hub id, run or recipe. Lists labels that contradict a classifier "
+            "on this model's hidden states.",
             autocompletion=complete.run_folders,
         ),
     ] = None,
@@ -47,25 +48,30 @@ def audit(
         bool,
         typer.Option(
             "--review",
-            help="Decide on the suspicious rows in a web page, and write all rows to --out.",
+            help="Review the suspicious rows in a web page, and write all rows to --out.",
         ),
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="With --model: write the rows again to this .jsonl, the most suspicious first, "
-            "with `info.audit`. With --review: write the reviewed rows to this .jsonl.",
+            help="With --model: write the rows to this .jsonl file, the most suspicious first, "
+            "with the findings in `info.audit`. With --review: write the reviewed rows to this "
+            "file.",
         ),
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Suspicious rows to list.")] = 20,
+    top: Annotated[
+        int, typer.Option("--top", min=1, help="Number of suspicious rows to list.")
+    ] = 20,
     format: Annotated[
         str | None,
         typer.Option("--format", help="Format of the files, or the tool that exported them."),
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the audit as a JSON object; all else goes to stderr."),
+        typer.Option(
+            "--json", help="Print the audit as a JSON object. Other output goes to standard error."
+        ),
     ] = False,
     rater: Rater = None,
     host: Host = "127.0.0.1",
@@ -74,8 +80,8 @@ def audit(
     no_token: NoToken = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Check the labels of rated rows: contradictions, agreement between raters, labels that follow
-    from length or format alone and, with --model, labels that are likely wrong.
+    """Check the labels of rated rows: contradictions, agreement between raters, labels that can be
+    predicted from length or format alone and, with --model, labels that are likely wrong.
 
     With --review, a web page shows the suspicious rows, and you keep, flip or drop each of them.
     """
@@ -84,27 +90,27 @@ def audit(
     if review:
         if as_json:
             raise UserError(
-                "a review prints links, and not one JSON object",
+                "--json cannot be combined with --review, which opens a web page",
                 code="option-conflict",
                 where="--json",
-                fix="leave out --json or --review",
+                fix="remove --json or --review",
             )
         if out is None:
             raise UserError(
-                "the reviewed rows need a file",
+                "--review needs a file for the reviewed rows",
                 code="out-missing",
                 where="--review",
-                fix="name one with --out",
+                fix="add --out FILE.jsonl",
             )
         tokens = make_tokens(rater or [], no_token=no_token)
         _review(files, model, out, top, format, allowed, tokens, host, port, allowed_host or [])
         return
     if rater or allowed_host or no_token or host != "127.0.0.1" or port != 8765:
         raise UserError(
-            "only a review serves a page",
+            "these options only apply to --review",
             code="option-conflict",
             where="--rater, --host, --port, --allowed-host, --no-token",
-            fix="add --review, or leave these options out",
+            fix="add --review, or remove these options",
         )
     try:
         with stoppable("stopped; nothing was written"):
@@ -152,9 +158,9 @@ def _review(
     from valence.serving.run import open_socket, serve
 
     check_review_path(out)
-    danger = "other machines could read the rows, and change their labels"
-    # the port is taken before the model runs, which takes long
-    with open_socket(host, port, has_tokens=bool(tokens), danger=danger) as place:
+    danger = "other machines could read the rows and change their labels"
+    # open the port first: running the model takes long
+    with open_socket(host, port, has_tokens=bool(tokens), danger=danger) as listener:
         with stoppable("stopped; nothing was written"):
             result = audit_rows(
                 files,
@@ -168,18 +174,18 @@ def _review(
             )
         print_audit(result.audit, console)
         with closing(LabelReview(result, out, on_error=log_error)) as review:
-            if review.num_lost:
-                num_lost = counted(review.num_lost, "earlier decision")
-                message = f"{num_lost} on rows that are not in the files any more"
+            if review.num_obsolete:
+                decisions = counted(review.num_obsolete, "earlier decision")
+                message = f"{decisions} on rows that are no longer in the files"
                 print_message(console, message, "yellow")
             if not review.cases:
-                print_message(console, f"\nNo row is suspicious. {out} has all rows.")
+                print_message(console, f"\nNo row is suspicious. All rows are in {out}.")
                 return
             num_rows = counted(len(review.suspicions), "suspicious row")
             print_message(console, f"\n{num_rows} to review")
             serve(
                 ReviewService(review, tokens=tokens),
-                place,
+                listener,
                 host=host,
                 allowed_hosts=allowed_hosts,
                 print_line=lambda line: write_line(escape_control(line)),
@@ -190,36 +196,41 @@ def _review(
 def select(
     files: Annotated[
         list[str],
-        typer.Argument(metavar="FILE...", help="Files of prompts, or of answers without a label."),
+        typer.Argument(
+            metavar="FILE...", help="Files of prompts, or of prompts with unlabelled answers."
+        ),
     ],
     rated: Annotated[
         list[str],
-        typer.Option("--rated", help="A file of rated rows; may be given several times."),
+        typer.Option("--rated", help="File of rated rows. Can be repeated."),
     ],
     model: Annotated[
         str,
         typer.Option(
             "--model",
             metavar="MODEL|RUN",
-            help="The model whose hidden states are compared: a folder, a hub id, a run, or a "
-            "recipe.",
+            help="Model folder, hub id, run or recipe. Prompts and answers are compared by this "
+            "model's hidden states.",
             autocompletion=complete.run_folders,
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", help="Write the prompts to this .jsonl, in their order.")
+        Path,
+        typer.Option("--out", help="Write the selected prompts to this .jsonl file, in order."),
     ],
-    num: Annotated[int, typer.Option("--num", min=1, help="Prompts to select.")] = 100,
+    num: Annotated[int, typer.Option("--num", min=1, help="Number of prompts to select.")] = 100,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the result as a JSON object; all else goes to stderr."),
+        typer.Option(
+            "--json", help="Print the result as a JSON object. Other output goes to standard error."
+        ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Select the prompts to label next, for `valence collect --prompts`.
 
-    With unlabelled answers, prompts come first whose answers a classifier is least sure of; with
-    prompts alone, those that are least like the labelled ones.
+    With unlabelled answers, prompts come first if a classifier is least sure about their answers.
+    With prompts alone, those come first that are least similar to the labelled prompts.
     """
     terminal = Terminal(stderr=True) if as_json else console
     try:

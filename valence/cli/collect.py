@@ -28,12 +28,12 @@ from valence.terminal import escape_control, print_message, write_line
 # Options of commands that serve a page.
 Rater = Annotated[
     list[str] | None,
-    typer.Option("--rater", help="Print a link for this rater; may be given several times."),
+    typer.Option("--rater", help="Print a secret link for this rater. Can be repeated."),
 ]
 NoToken = Annotated[
     bool,
     typer.Option(
-        "--no-token", help="Let everybody on this machine open the page, without a secret link."
+        "--no-token", help="Let every user of this machine open the page without a secret link."
     ),
 ]
 
@@ -44,15 +44,15 @@ def collect(
         str,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="The model to talk to: the folder of a run or a model, or a hub id.",
+            help="Model to collect feedback on: a run folder, a model folder or a hub id.",
         ),
     ],
     rival: Annotated[
         str | None,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="A second model, whose answers raters compare with those of the first one without "
-            "knowing which is which.",
+            help="Second model. Raters compare the answers of both without seeing which model "
+            "wrote them.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -60,15 +60,15 @@ def collect(
         Path,
         typer.Option(
             "--out",
-            help="File of rows for thumbs; pairs and corrections go to files in the same folder. "
-            "New votes are added to those that are there.",
+            help="File for rows with thumbs. Pairs and corrections go to files in the same folder. "
+            "New votes are added to existing ones.",
         ),
     ] = Path("feedback.jsonl"),
     prompts: Annotated[
         list[str] | None,
         typer.Option(
             "--prompts",
-            help="A file of prompts that raters work through; may be given several times.",
+            help="File of prompts for the raters to work through. Can be repeated.",
         ),
     ] = None,
     rater: Rater = None,
@@ -78,25 +78,31 @@ def collect(
     no_token: NoToken = False,
     temperature: Annotated[
         float,
-        typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: always the likeliest token."),
+        typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0 takes the most likely token."),
     ] = 0.7,
     top_p: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Nucleus sampling; 1: all tokens.")
+        float,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="Sample from the smallest set of most likely tokens with this total probability.",
+        ),
     ] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", help="Replace files of rows that were edited, or that no import wrote."
+            "--overwrite",
+            help="Replace output files that were edited, or that Valence did not write.",
         ),
     ] = False,
     step: Step = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Collect feedback on a model in a web page: thumbs, comparisons, corrections, comments. Of two
-    models, collect blind comparisons.
+    """Collect feedback on a model in a web page: thumbs, comparisons, corrections and comments.
+    With two models, collect blind comparisons.
 
-    You can train on the files as they are. Your own app can use the same address with
+    You can train on the output files directly. Your app can use the same server with
     POST /v1/chat/completions and POST /feedback.
     """
     require_server_libraries("collect")
@@ -116,9 +122,9 @@ def collect(
     sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     allowed = allow_remote_code(trust_remote_code, overrides)
     queue = PromptQueue(prompts or [])
-    # all that may be wrong is looked at before the model is loaded, which takes long
+    # find errors before the model is loaded, which takes long
     with (
-        open_socket(host, port, has_tokens=bool(tokens)) as place,
+        open_socket(host, port, has_tokens=bool(tokens)) as listener,
         closing(FeedbackStore(out, overwrite=overwrite, on_error=log_error)) as store,
     ):
         models: list[ChatModel] = []
@@ -138,7 +144,7 @@ def collect(
                 rival=models[1] if len(models) > 1 else None,
                 tokens=tokens,
             ),
-            place,
+            listener,
             host=host,
             allowed_hosts=allowed_host or [],
             print_line=lambda line: write_line(escape_control(line)),
@@ -146,9 +152,7 @@ def collect(
 
 
 def model_names(target: str, rival: str | None, step: str | None) -> list[str]:
-    """The names under which votes are on one or two models. Raises UserError for the same model
-    twice.
-    """
+    """The names of one or two models in votes. Raises UserError if both are the same model."""
     if rival is None:
         return [Path(target).name]
     names = [Path(target).name, Path(rival).name]
@@ -160,35 +164,36 @@ def model_names(target: str, rival: str | None, step: str | None) -> list[str]:
                 "a model cannot be compared with itself",
                 code="models-identical",
                 where=rival,
-                fix="name two models, or an earlier checkpoint of the first one with --step",
+                fix="choose two models, or compare with an earlier checkpoint: --step N",
             )
         names[0] = f"{target} (step {step})"
     return names
 
 
 def make_tokens(names: list[str], *, no_token: bool, with_owner: bool = False) -> dict[str, str]:
-    """Raters by their secret tokens; one without a name if there are no others. Raises UserError.
+    """The names of raters by their secret tokens; a single rater without a name by default.
 
-    with_owner: add the owner of the service, who has no name and may see results.
+    with_owner: add the owner of the service, who has no name and may see results. Raises UserError
+    for invalid or duplicate names.
     """
     if no_token and names:
         raise UserError(
-            "without tokens, raters cannot be told apart",
+            "--rater needs tokens: raters are identified by their secret links",
             code="option-conflict",
             where="--no-token",
-            fix="leave out --no-token or --rater",
+            fix="remove --no-token or --rater",
         )
     if len(set(names)) < len(names):
         raise UserError(
             "two raters have the same name",
             code="rater-duplicate",
             where="--rater",
-            fix="give each rater a name of their own",
+            fix="use a different name for each rater",
         )
     for name in names:
         if not (name.strip() and name.isprintable()):
             raise UserError(
-                f"a rater is called {name!r}",
+                f"{name!r} is not a valid name of a rater",
                 code="rater-name-invalid",
                 where="--rater",
                 fix="use letters, digits and spaces",

@@ -1,6 +1,4 @@
-"""What the commands share: the application, the terminal, and arguments that several of them
-take.
-"""
+"""The application, the console, and the arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -25,9 +23,9 @@ from valence.terminal import Terminal, print_message
 if TYPE_CHECKING:
     from valence.distributed.process_group import Group
 
-NOTHING_BEGUN = "stopped before anything was begun"
+NOTHING_STARTED = "stopped before the command started"
 MISTAKE = 2
-"""Exit status of the user's mistake, or something in the way."""
+"""Exit status of a user error, or of a problem of the environment such as a full disk."""
 
 GATE_FAILED = 3
 """Exit status if a model is worse than a release gate demands."""
@@ -44,13 +42,17 @@ RecipeArg = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.", autocompletion=complete.recipes)
 ]
 RunArg = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=complete.run_folders)
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run folder, such as runs/first.", autocompletion=complete.run_folders
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Settings to change, e.g. train.seed=1; `valence check RECIPE --all` lists them all.",
+        help="Settings to override, e.g. train.seed=1. `valence check RECIPE --all` lists all "
+        "settings.",
         autocompletion=complete.settings,
     ),
 ]
@@ -60,32 +62,31 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         metavar="NAME",
-        help="Take the run up although this setting, or something in this section (as `data`), "
-        "has changed. May be repeated.",
+        help="Resume the run although this setting, or a setting in this section (e.g. `data`), "
+        "has changed. Can be repeated.",
     ),
 ]
 Fresh = Annotated[
     bool,
-    typer.Option("--fresh", help="Move an earlier run in the same folder aside and start anew."),
+    typer.Option("--fresh", help="Rename the folder of an earlier run, and start over."),
 ]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", help="Print nothing but errors and warnings, both on standard error."),
+    typer.Option("--quiet", help="Print only errors and warnings, on standard error."),
 ]
 AsJson = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print each logged record as a JSON object, the last of which says how it ended; "
-        "all else goes to stderr.",
+        help="Print each log record as a JSON object per line on standard output. The last line "
+        "has the exit status. Other output goes to standard error.",
     ),
 ]
 Step = Annotated[
     str | None,
     typer.Option(
         "--step",
-        help="Of a run: which checkpoint, by its step or as `best` (run.keep_best). Default: the "
-        "newest.",
+        help="Checkpoint of a run: a step, or `best` (needs run.keep_best). Default: the newest.",
     ),
 ]
 
@@ -93,25 +94,24 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Execute Python files that come with the model. A run's folder alone does not allow "
-        "it.",
+        help="Allow Python files that come with the model to run. "
+        "Also needed for a run that was trained with them.",
     ),
 ]
 Host = Annotated[
     str,
     typer.Option(
-        help="Address to listen at. 127.0.0.1: this machine alone; 0.0.0.0: other machines can "
-        "connect too, which needs a token."
+        help="Address to listen on. 127.0.0.1: only this machine can connect. 0.0.0.0: other "
+        "machines can connect too, and need a token."
     ),
 ]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port.")]
 AllowedHost = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Another host name that clients use for this server, or * for any; may be given "
-        "several times. IP addresses, localhost, --host and the name of this machine are always "
-        "allowed.",
+        help="Another host name that clients use for this server, or * for any. Can be repeated. "
+        "IP addresses, localhost, --host and the name of this machine are always allowed.",
     ),
 ]
 Nproc = Annotated[
@@ -119,14 +119,15 @@ Nproc = Annotated[
     typer.Option(
         "--nproc",
         min=1,
-        help="Run in so many processes of this host (torchrun and accelerate launch work as well).",
+        help="Run in N processes on this machine (torchrun and accelerate launch work too).",
+        metavar="N",
     ),
 ]
 
 
-def require_server_libraries(command: str, *others: str) -> None:
-    """Raises UserError if a library that a server needs is not installed."""
-    for library in ("fastapi", "uvicorn", *others):
+def require_server_libraries(command: str, *additional: str) -> None:
+    """Raise UserError if a library that a server needs is not installed."""
+    for library in ("fastapi", "uvicorn", *additional):
         if find_spec(library) is None:
             raise UserError(
                 f"{library} is not installed",
@@ -137,7 +138,7 @@ def require_server_libraries(command: str, *others: str) -> None:
 
 
 def allow_remote_code(allowed: bool, overrides: list[str] | None) -> list[str]:
-    """The overrides of a command, with that of --trust-remote-code if it is given."""
+    """The overrides of a command, with the one for --trust-remote-code if the option is set."""
     return [*(overrides or []), *(["model.trust_remote_code=true"] if allowed else [])]
 
 
@@ -147,26 +148,26 @@ def checkpoint_of(step: str | None) -> Any:
         return step
     if not step.isdecimal():
         raise UserError(
-            f"{step} is neither a step nor the word best",
+            f"{step!r} is neither a number nor `best`",
             code="step-invalid",
             where="--step",
-            fix="name a step of the run's checkpoints",
+            fix="use the step of a checkpoint, such as --step 100, or --step best",
         )
     return int(step)
 
 
 @contextmanager
 def processes(nproc: int | None) -> Iterator[Group]:
-    """The processes that the command runs in.
+    """The process group that the command runs in.
 
-    Started here where several are asked for: then this one only waits for them, and ends as they
-    do. Only rank 0 prints.
+    With ``nproc`` above 1 this process only starts the others, waits for them and exits with their
+    status. Only rank 0 prints.
     """
     from valence.distributed.launcher import launch, needs_launch
 
     if needs_launch(nproc):
         raise typer.Exit(launch(sys.argv[1:], nproc or 1))
-    with stoppable(NOTHING_BEGUN):
+    with stoppable(NOTHING_STARTED):
         from valence.distributed.process_group import start
 
         group = start()
@@ -179,31 +180,29 @@ def processes(nproc: int | None) -> Iterator[Group]:
 
 @contextmanager
 def stoppable(
-    said: str = "stopped; what was computed is kept, and the same command goes on from there",
+    message: str = "stopped; finished work is saved, rerun the same command to resume",
 ) -> Iterator[None]:
-    """Around what an interrupt ends in order. said: what is told then, by default of what goes on
-    with its file.
-    """
+    """Exit with the right status and this message when the block is interrupted."""
     try:
         yield
     except KeyboardInterrupt as stopped:
-        print_message(console, said, "yellow")
+        print_message(console, message, "yellow")
         raise typer.Exit(status_of(stopped)) from None
 
 
-def refuse_dashes(words: Sequence[str]) -> None:
+def refuse_dashes(arguments: Sequence[str]) -> None:
     """Raise UserError for a setting that is written as an option: ``--train.seed=1`` or
     ``--train.seed 1``.
     """
-    for i, word in enumerate(words):
-        name, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and re.fullmatch(r"[a-z]\w*(\.\w+)+", name):
-            value = value if equals else next(iter(words[i + 1 :]), "VALUE")
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and re.fullmatch(r"[a-z]\w*(\.\w+)+", name):
+            value = value if equals else next(iter(arguments[i + 1 :]), "VALUE")
             raise UserError(
-                f"{word} is not an option",
+                f"there is no option {argument}",
                 code="option-unknown",
                 where="command line",
-                fix=f"write {name}={value}, without dashes",
+                fix=f"write a setting without dashes: {name}={value}",
             )
 
 
@@ -220,5 +219,5 @@ def table_of_settings(*columns: str) -> Table:
 
 
 def status_of(stopped: KeyboardInterrupt) -> int:
-    """The exit status of a program that was stopped."""
+    """The exit status for an interrupt."""
     return getattr(stopped, "status", 130)

@@ -1,4 +1,4 @@
-"""Completion of words in a shell. Each key press may ask for it, so nothing here imports torch."""
+"""Shell completion. It runs at each press of the tab key, so nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
-DEEP = 2
-"""Folders below that of the word so far in which is looked, and entries that are looked at in
-all.
-"""
-MOST = 2000
+MAX_DEPTH = 2
+"""Levels of folders to search below that of the incomplete word."""
+MAX_ENTRIES = 2000
 SKIPPED = ("node_modules", "checkpoints", "model")
 
 
 def recipes(incomplete: str) -> list[str]:
-    """YAML files; but not the one that a run keeps of its settings."""
+    """YAML files except the config.yaml of a run."""
     return [
         word
         for word, path in _below(incomplete)
@@ -28,13 +26,13 @@ def recipes(incomplete: str) -> list[str]:
 
 
 def run_folders(incomplete: str) -> list[str]:
-    """Folders that hold a run."""
-    found = [
+    """Folders that contain a run."""
+    folders = [
         word.removesuffix("run.json")
         for word, path in _below(incomplete)
         if path.name == "run.json"
     ]
-    return [word if word == incomplete else word.rstrip("/") for word in found if word]
+    return [word if word == incomplete else word.rstrip("/") for word in folders if word]
 
 
 def runs_or_recipes(incomplete: str) -> list[str]:
@@ -42,16 +40,17 @@ def runs_or_recipes(incomplete: str) -> list[str]:
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Names of settings, and values of those that take one of a few words. bash has words end at =,
-    which is then one itself.
+    """Names of settings, and values of settings with a fixed set of values.
+
+    In bash, words end at ``=``, which is a word by itself.
     """
     from valence.config.describe import at, choices_of, meaning, schema_of, settings_table
     from valence.config.schema import Recipe
 
-    said = ctx.params.get("overrides") or []
-    of_bash = len(said) > 1 and said[-1] == "="
-    name, given, value = (said[-2], "=", incomplete) if of_bash else incomplete.partition("=")
-    if not given:
+    overrides = ctx.params.get("overrides") or []
+    is_bash = len(overrides) > 1 and overrides[-1] == "="
+    name, equals, value = (overrides[-2], "=", incomplete) if is_bash else incomplete.partition("=")
+    if not equals:
         rows = [row for row in settings_table() if ".N." not in row.name]
         return [
             (f"{row.name}=", _first_sentence(row.meaning))
@@ -59,12 +58,13 @@ def settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
             if row.name.startswith(incomplete)
         ]
     node = at(schema_of(Recipe), tuple(name.split(".")))
-    words = [str(word) for word in choices_of(node)] or (
+    choices = [str(choice) for choice in choices_of(node)] or (
         ["true", "false"] if node.get("type") == "boolean" else []
     )
-    found = [word for word in words if word.startswith(value)]
     return [
-        (word if of_bash else f"{name}={word}", _first_sentence(meaning(node))) for word in found
+        (choice if is_bash else f"{name}={choice}", _first_sentence(meaning(node)))
+        for choice in choices
+        if choice.startswith(value)
     ]
 
 
@@ -76,14 +76,14 @@ def methods(incomplete: str) -> list[str]:
 
 
 def rules(incomplete: str) -> list[str]:
-    """Names of rewards that are rules."""
+    """Names of reward rules."""
     from valence.rewards.rules import RULES
 
     return [name for name in RULES if name.startswith(incomplete)]
 
 
 def feedback_sources(incomplete: str) -> list[tuple[str, str]]:
-    """Names of tools whose exports are read."""
+    """Names of tools with a supported export."""
     from valence.data.importers.sources import SOURCES, command_name
 
     return [
@@ -94,32 +94,32 @@ def feedback_sources(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _below(incomplete: str) -> Iterator[tuple[str, Path]]:
-    """Files that begin with the word so far, also in folders below: as the word would name each,
-    and its path.
+    """Files that begin with the incomplete word, also in folders below: the completed word and the
+    path of each.
     """
     start = incomplete[: incomplete.rfind("/") + 1]
-    begun, seen = incomplete.removeprefix(start), 0
-    waiting = [(start, Path(start or ".").expanduser(), 0)]
-    while waiting:
-        word, folder, depth = waiting.pop(0)
+    prefix, num_entries = incomplete.removeprefix(start), 0
+    queue = [(start, Path(start or ".").expanduser(), 0)]
+    while queue:
+        word, folder, depth = queue.pop(0)
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError:  # not a folder, or not ours to read: nothing to offer
+        except OSError:  # not a folder, or not readable
             continue
         for entry in entries:
-            seen += 1
-            hidden = entry.name.startswith(".") and not begun.startswith(".")
+            num_entries += 1
+            is_hidden = entry.name.startswith(".") and not prefix.startswith(".")
             if (
-                seen > MOST
-                or hidden
+                num_entries > MAX_ENTRIES
+                or is_hidden
                 or not entry.name.isprintable()
-                or (depth == 0 and not entry.name.startswith(begun))
+                or (depth == 0 and not entry.name.startswith(prefix))
             ):
                 continue
             if not entry.is_dir():
                 yield word + entry.name, folder / entry.name
-            elif depth < DEEP and entry.name not in SKIPPED:
-                waiting.append((f"{word}{entry.name}/", folder / entry.name, depth + 1))
+            elif depth < MAX_DEPTH and entry.name not in SKIPPED:
+                queue.append((f"{word}{entry.name}/", folder / entry.name, depth + 1))
 
 
 def _first_sentence(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The command that looks at the machine."""
+"""The command that checks the machine."""
 
 from __future__ import annotations
 
@@ -20,60 +20,61 @@ def doctor(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RECIPE]",
-            help="Also say what this recipe needs.",
+            metavar="RECIPE",
+            help="Also check what this recipe needs.",
             autocompletion=complete.recipes,
         ),
     ] = None,
     overrides: Overrides = None,
     network: Annotated[
         bool,
-        typer.Option("--network", help="Also ask the hub whether it answers (3 seconds at most)."),
+        typer.Option(
+            "--network", help="Also check whether the hub can be reached (up to 3 seconds)."
+        ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a line of the table.")
+        bool, typer.Option("--json", help="Print one JSON object per check.")
     ] = False,
 ) -> None:
-    """Say whether this machine is ready to train, and how to fix what is not.
+    """Check whether this machine is ready to train, and how to fix problems.
 
-    ok: it is there; missing: something optional is not; problem: look at it. The exit status is 2
-    when something that is needed is not there, else 0. The rows of a recipe are looked at by
-    `valence check`.
+    Each check is ok, missing (something optional is not there) or a problem. The exit status is 2
+    if something required is missing, else 0. To check the rows of a recipe, use `valence check`.
     """
     from pathlib import Path
 
     from valence.cli.doctor_checks import examine
     from valence.cli.doctor_recipe import examine_recipe
 
-    found = list(examine(network=network))
-    found += examine_recipe(Path(recipe), overrides or []) if recipe else []
+    checks = list(examine(network=network))
+    checks += examine_recipe(Path(recipe), overrides or []) if recipe else []
     if as_json:
-        for each in found:
-            write_line(json_line(each.to_dict()))
+        for item in checks:
+            write_line(json_line(item.to_dict()))
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
         for overflow in ("fold", "fold", "ellipsis", "fold"):
             table.add_column(overflow=overflow)  # type: ignore[arg-type]
-        about = ""
-        for each in found:
-            said = Text(each.said)
-            if each.fix and each.state != "ok":
-                said.append(f"\nto fix it: {each.fix}", style="bold" if each.needed else "")
+        section = ""
+        for item in checks:
+            detail = Text(item.detail)
+            if item.fix and item.state != "ok":
+                detail.append(f"\nto fix it: {item.fix}", style="bold" if item.needed else "")
             table.add_row(
-                "" if each.about == about else each.about,
-                each.name,
-                Text(each.state, STYLES[each.state]),
-                said,
+                "" if item.section == section else item.section,
+                item.name,
+                Text(item.state, STYLES[item.state]),
+                detail,
             )
-            about = each.about
+            section = item.section
         console.print(table)
-        wrong = [each for each in found if each.state == "problem"]
-        needed = sum(each.needed for each in wrong)
-        said = (
-            f"problems: {len(wrong)}; of these must be fixed: {needed}"
-            if wrong
-            else "nothing is wrong"
+        problems = [item for item in checks if item.state == "problem"]
+        num_required = sum(item.needed for item in problems)
+        summary = (
+            f"problems: {len(problems)}, of which {num_required} must be fixed"
+            if problems
+            else "no problems"
         )
-        print_message(console, f"\n{said}")
-    if any(each.needed and each.state == "problem" for each in found):
+        print_message(console, f"\n{summary}")
+    if any(item.needed and item.state == "problem" for item in checks):
         raise typer.Exit(MISTAKE)

@@ -1,6 +1,4 @@
-"""What a machine has for training and what it lacks: libraries, devices, folders, settings of the
-environment.
-"""
+"""Check a machine: libraries, devices, tools, folders and environment variables."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ from valence.version import __version__
 State = Literal["ok", "missing", "problem"]
 GB = 1e9
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "gguf": (("gguf",), "weights of a GGUF file (model.gguf_file)"),
+    "gguf": (("gguf",), "reading GGUF files (model.gguf_file)"),
     "eightbit": (
         ("bitsandbytes",),
-        "4-bit weights and 8-bit moments (model.quantize, train.optimizer: adamw_8bit)",
+        "4-bit weights and 8-bit optimizer state (model.quantize, train.optimizer: adamw_8bit)",
     ),
     "serve": (("fastapi", "uvicorn", "prometheus_client"), "`valence serve-reward`"),
     "rewards": (
@@ -43,7 +41,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "trackio": (("trackio",), "run.sinks: trackio"),
     "mlflow": (("mlflow",), "run.sinks: mlflow"),
 }
-"""Extras of the installation: what they import, and what it is for."""
+"""The modules and the purpose of each extra of the package."""
 VARIABLES = (
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
@@ -60,36 +58,42 @@ VARIABLES = (
     "RANK",
     "VALENCE_DTYPE",
 )
-"""Those that change what a run does or how fast; secrets are not among them."""
+"""Environment variables that change the result or the speed of a run; no secrets."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line. missing: something optional is not there.
+    """The result of one check. missing: something optional is not there.
 
-    ``needed``: nothing works, or a recipe does not, until it is mended.
+    ``needed``: nothing works, or the recipe does not, until the problem is fixed.
     """
 
-    about: str
+    section: str
     name: str
     state: State
-    said: str
+    detail: str
     fix: str = ""
     needed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The check with the keys of the JSON output, which programs read."""
+        json_keys = {"section": "about", "detail": "said"}
+        return {json_keys.get(name, name): value for name, value in asdict(self).items()}
 
 
 def examine(*, network: bool = False) -> Iterator[Check]:
-    """Everything that is not about one recipe, in the order of the table."""
+    """All checks that do not depend on a recipe, in the order of the table."""
     yield from _machine()
     yield from _libraries()
     yield from _devices()
     yield from _tools()
     yield from _folders()
     yield from _environment(os.environ)
-    yield _hub() if network else Check("network", "hub", "ok", "not asked; --network asks it")
+    yield (
+        _hub()
+        if network
+        else Check("network", "hub", "ok", "not checked; add --network to check it")
+    )
 
 
 def _machine() -> Iterator[Check]:
@@ -101,40 +105,42 @@ def _machine() -> Iterator[Check]:
     yield Check(
         "machine", "system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}"
     )
-    fewer = f", of which this process may use {usable}" if usable not in (None, cores) else ""
-    yield Check("machine", "cores", "ok", f"{cores}{fewer}")
+    limit = f", of which this process can use {usable}" if usable not in (None, cores) else ""
+    yield Check("machine", "cores", "ok", f"{cores}{limit}")
     memory, disk = free_memory(torch.device("cpu")), shutil.disk_usage(".").free
     if memory is not None:
-        few = Check(
+        low_memory = Check(
             "machine",
             "memory free",
             "problem",
             f"{memory / GB:.1f} GB",
-            "end other programs: a model needs more",
+            "close other programs; training needs more memory",
         )
         yield (
-            few if memory < GB else Check("machine", "memory free", "ok", f"{memory / GB:.1f} GB")
+            low_memory
+            if memory < GB
+            else Check("machine", "memory free", "ok", f"{memory / GB:.1f} GB")
         )
-    few = Check(
+    low_disk = Check(
         "machine",
         "disk free",
         "problem",
         f"{disk / GB:.1f} GB",
-        "make room: a checkpoint needs more",
+        "free disk space; checkpoints need more",
     )
     yield (
-        few
+        low_disk
         if disk < GB
         else Check("machine", "disk free", "ok", f"{disk / GB:.1f} GB in this folder")
     )
 
 
 def _libraries() -> Iterator[Check]:
-    # a clone on PYTHONPATH has no metadata
+    # not from the metadata, which a clone on PYTHONPATH does not have
     yield Check("libraries", "valence", "ok", __version__)
     for name in ("torch", "transformers", "peft", "plotly"):
         try:
-            # The version that PyTorch itself gives also says which CUDA it was built for.
+            # torch.__version__ includes the CUDA version
             yield Check(
                 "libraries", name, "ok", torch.__version__ if name == "torch" else version(name)
             )
@@ -143,50 +149,49 @@ def _libraries() -> Iterator[Check]:
                 "libraries", name, "problem", "not installed", f"pip install {name}", needed=True
             )
     lacking = {
-        extra: [each for each in modules if find_spec(each) is None]
+        extra: [module for module in modules if find_spec(module) is None]
         for extra, (modules, _) in EXTRAS.items()
     }
-    if there := [extra for extra, modules in lacking.items() if not modules]:
-        yield Check("libraries", "extras", "ok", ", ".join(there))
+    if installed := [extra for extra, modules in lacking.items() if not modules]:
+        yield Check("libraries", "extras", "ok", ", ".join(installed))
     for extra, modules in lacking.items():
         if modules:
-            said = f"{', '.join(modules)} not installed: for {EXTRAS[extra][1]}"
-            yield Check("libraries", extra, "missing", said, install_command(extra))
+            detail = f"{', '.join(modules)} not installed; needed for {EXTRAS[extra][1]}"
+            yield Check("libraries", extra, "missing", detail, install_command(extra))
 
 
 def _devices() -> Iterator[Check]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
-            narrow = (
+            bfloat16 = (
                 "" if torch.cuda.is_bf16_supported(including_emulation=False) else "no "
             ) + "bfloat16 in hardware"
             free = free_memory(torch.device("cuda", index)) or 0
-            said = (
-                f"{facts.name}, {free / GB:.1f} of {facts.total_memory / GB:.1f} GB free, {narrow}"
-            )
-            yield Check("devices", f"cuda:{index}", "ok", said)
+            memory = f"{free / GB:.1f} of {facts.total_memory / GB:.1f} GB free"
+            detail = f"{facts.name}, {memory}, {bfloat16}"
+            yield Check("devices", f"cuda:{index}", "ok", detail)
     elif shutil.which("nvidia-smi"):
-        what = (
-            f"there is a driver, but this torch "
-            f"{'cannot use it' if torch.version.cuda else 'is for CPUs'}"
+        problem = (
+            f"an NVIDIA driver is installed, but this torch "
+            f"{'cannot use it' if torch.version.cuda else 'was built for CPUs'}"
         )
         yield Check(
             "devices",
             "cuda",
             "problem",
-            what,
-            "install the torch that fits the driver, as pytorch.org tells",
+            problem,
+            "install a torch build for this driver (https://pytorch.org/get-started/locally)",
         )
     else:
         yield Check(
             "devices",
             "cuda",
             "missing",
-            "no NVIDIA GPU: training runs on the CPU, which is for small models",
+            "no NVIDIA GPU: training runs on the CPU, which is only practical for small models",
         )
     if torch.backends.mps.is_available():
-        yield Check("devices", "mps", "ok", "Apple's GPU")
+        yield Check("devices", "mps", "ok", "Apple GPU")
     cpu = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     slow = speed.slow(torch.device("cpu"), torch.bfloat16)
     if slow:
@@ -200,52 +205,56 @@ def _tools() -> Iterator[Check]:
     if compiler:
         yield Check("tools", "C++ compiler", "ok", compiler)
     else:
-        purpose = (
-            "no g++: layers are not compiled (train.compile), nor the kernels for CPUs "
-            "with bfloat16"
+        detail = (
+            "no g++: without it, layers (train.compile) and the bfloat16 kernels for CPUs are not "
+            "compiled"
         )
         yield Check(
             "tools",
             "C++ compiler",
             "missing",
-            purpose,
+            detail,
             "install g++ with the system's package manager",
         )
-    for name, there in available_backends().items():
-        if there:
+    for name, is_available in available_backends().items():
+        if is_available:
             yield Check("tools", name, "ok", "for several processes (--nproc)")
         elif name == "gloo" or torch.cuda.is_available():
-            fix = "install a torch that has it"
-            yield Check("tools", name, "missing", "several processes (--nproc) need it", fix)
+            fix = f"install a torch build with {name}"
+            yield Check("tools", name, "missing", "needed for several processes (--nproc)", fix)
 
 
 def _folders() -> Iterator[Check]:
     from huggingface_hub import constants
 
-    places = {
+    folders = {
         "runs": Path("runs"),
         "models (HF_HOME)": Path(constants.HF_HOME),
         "temporary": Path(tempfile.gettempdir()),
     }
-    mine = "a folder that you may write to"
-    fixes = (f"work in {mine}, or set run.dir", f"set HF_HOME to {mine}", f"set TMPDIR to {mine}")
-    for (name, folder), fix in zip(places.items(), fixes, strict=True):
-        yield writable("folders", name, folder, fix, needed=name == "temporary")
+    writable_folder = "a folder where you have write permission"
+    fixes = (
+        f"change to {writable_folder}, or set run.dir to one",
+        f"set HF_HOME to {writable_folder}",
+        f"set TMPDIR to {writable_folder}",
+    )
+    for (name, folder), fix in zip(folders.items(), fixes, strict=True):
+        yield check_writable("folders", name, folder, fix, needed=name == "temporary")
 
 
-def writable(about: str, name: str, folder: Path, fix: str, *, needed: bool = False) -> Check:
-    """Writes a file there and removes it; where the folder does not exist, in the nearest one above
-    it that does.
-    """
-    there = next(
-        each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each)
+def check_writable(
+    section: str, name: str, folder: Path, fix: str, *, needed: bool = False
+) -> Check:
+    """Write a temporary file into the folder, or into its nearest parent that exists."""
+    nearest = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path)
     )
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".valence-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=nearest, prefix=".valence-doctor-") as file:
             file.write(b"x")
     except OSError as error:
         return Check(
-            about,
+            section,
             name,
             "problem",
             f"{folder} cannot be written ({error.strerror})",
@@ -253,10 +262,10 @@ def writable(about: str, name: str, folder: Path, fix: str, *, needed: bool = Fa
             needed=needed,
         )
     return Check(
-        about,
+        section,
         name,
         "ok",
-        f"{folder}" + ("" if there == folder.absolute() else ", which will be made"),
+        f"{folder}" + ("" if nearest == folder.absolute() else ", which will be created"),
     )
 
 
@@ -265,12 +274,12 @@ def _environment(variables: Mapping[str, str]) -> Iterator[Check]:
         value = variables.get(name)
         if value is None:
             continue
-        what, fix = _odd(name, value)
+        problem, fix = _variable_problem(name, value)
         yield Check(
             "environment",
             name,
-            "problem" if what else "ok",
-            f"{value!r}" + (f": {what}" if what else ""),
+            "problem" if problem else "ok",
+            f"{value!r}" + (f": {problem}" if problem else ""),
             fix,
         )
     cores = os.cpu_count() or 1
@@ -279,40 +288,43 @@ def _environment(variables: Mapping[str, str]) -> Iterator[Check]:
             "environment",
             "OMP_NUM_THREADS",
             "problem",
-            f"not set, and one of {cores} cores is used",
+            f"not set, and torch uses only one of {cores} cores",
             f"set it to {cores}",
         )
 
 
-def _odd(name: str, value: str) -> tuple[str, str]:
-    """What is odd about the value of a variable, and what mends it; nothing for most."""
+def _variable_problem(name: str, value: str) -> tuple[str, str]:
+    """The problem with the value of a variable and its fix; empty strings if there is none."""
     cores = os.cpu_count() or 1
     if name == "OMP_NUM_THREADS" and (not value.isdecimal() or not 0 < int(value) <= cores):
-        return f"this machine has {cores} cores", "set it to the cores that each process may use"
+        return (
+            f"this machine has {cores} cores",
+            f"set it to the number of cores per process, at most {cores}",
+        )
     if name == "CUDA_VISIBLE_DEVICES" and value in ("", "-1"):
         return "hides all GPUs", "unset it to use them"
     if name == "VALENCE_NATIVE" and value == "0":
-        return "kernels for CPUs with bfloat16 are off", "unset it"
+        return "turns off the bfloat16 kernels for CPUs", "unset it to use them"
     return "", ""
 
 
 def _hub() -> Check:
-    """Whether the hub that models come from answers."""
+    """Check whether the Hugging Face hub can be reached."""
     from huggingface_hub import constants
 
     fix = (
-        "models and data then have to be in folders or in the cache (HF_HOME); behind a proxy "
-        "set HTTPS_PROXY"
+        "check the network, and behind a proxy set HTTPS_PROXY; offline, use local folders and "
+        "models in the cache (HF_HOME)"
     )
     if constants.HF_HUB_OFFLINE:
         return Check(
             "network",
             "hub",
             "missing",
-            "not asked: HF_HUB_OFFLINE is set",
+            "not checked: HF_HUB_OFFLINE is set",
             "unset it to download models",
         )
-    said = ask_hub()
-    if not said:
+    problem = ask_hub()
+    if not problem:
         return Check("network", "hub", "ok", f"{constants.ENDPOINT} answers")
-    return Check("network", "hub", "problem", f"{constants.ENDPOINT}: {said}", fix)
+    return Check("network", "hub", "problem", f"{constants.ENDPOINT}: {problem}", fix)

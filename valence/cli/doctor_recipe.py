@@ -1,4 +1,4 @@
-"""What a recipe needs of a machine that is not there: models, libraries, folders, a device."""
+"""Check what a recipe needs: models, libraries, folders and a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from valence.cli.doctor_checks import EXTRAS, Check, writable
+from valence.cli.doctor_checks import EXTRAS, Check, check_writable
 from valence.config.load import load_recipe
 from valence.config.schema import Recipe
 from valence.errors import UserError, install_command
@@ -21,12 +21,12 @@ from valence.network import DEADLINE, within
 from valence.reports.trackers import check
 from valence.trainer.methods import method_of
 
-OF_RULES = {"maths": "math_verify", "json_schema": "jsonschema", "vader": "vaderSentiment"}
-"""What a rule imports."""
+RULE_MODULES = {"maths": "math_verify", "json_schema": "jsonschema", "vader": "vaderSentiment"}
+"""The module that a reward rule imports."""
 
 
 def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Check]:
-    """One line for each thing that the recipe needs beyond what every run does."""
+    """Check each thing that the recipe needs in addition to what all runs need."""
     try:
         recipe = load_recipe(path, overrides, method_of=method_of).recipe
     except UserError as error:
@@ -37,32 +37,32 @@ def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Check]:
     yield from _libraries(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = speed.automatic_dtype()[0] if recipe.model.dtype == "auto" else recipe.model.dtype
-    what, _, fix = speed.slow(device, getattr(torch, dtype)).partition(": ")
+    problem, _, fix = speed.slow(device, getattr(torch, dtype)).partition(": ")
     yield Check(
         "recipe",
         "model.dtype",
-        "problem" if what else "ok",
-        what or f"{dtype} on {device.type}",
+        "problem" if problem else "ok",
+        problem or f"{dtype} on {device.type}",
         fix,
     )
-    yield writable(
+    yield check_writable(
         "recipe",
         "run.dir",
         Path(recipe.run.dir),
-        "set run.dir to a folder that you may write to",
+        "set run.dir to a folder where you have write permission",
         needed=True,
     )
     if recipe.train.compile == "on" and device.type == "cpu" and not shutil.which("g++"):
         fix = "install g++, or set train.compile: auto"
-        yield Check("recipe", "train.compile", "problem", "there is no g++", fix, needed=True)
+        yield Check("recipe", "train.compile", "problem", "g++ is not installed", fix, needed=True)
     for reward in recipe.reward:
         if reward.token_env and not os.environ.get(reward.token_env):
-            what = f"the environment has no variable {reward.token_env}"
+            problem = f"the environment variable {reward.token_env} is not set"
             yield Check(
                 "recipe",
                 "reward.token_env",
                 "problem",
-                what,
+                problem,
                 "set it to the server's token",
                 needed=True,
             )
@@ -73,18 +73,18 @@ def _where(error: UserError) -> str:
 
 
 def _models(recipe: Recipe) -> dict[str, str]:
-    """Folders and hub ids that are loaded, by the setting that names them."""
-    named = {
+    """The folders and hub ids to load, by setting."""
+    names = {
         "model.name": recipe.model.name,
         "model.tokenizer": recipe.model.tokenizer,
         "model.adapter": recipe.model.adapter,
         "reference.model": recipe.reference.model,
     }
-    return {setting: name for setting, name in named.items() if name}
+    return {setting: name for setting, name in names.items() if name}
 
 
 def _model(setting: str, name: str) -> Check:
-    """Whether a model, adapter or tokenizer is there, or can be downloaded."""
+    """Check whether a model, adapter or tokenizer exists or can be downloaded."""
     from huggingface_hub import constants
 
     try:
@@ -92,12 +92,12 @@ def _model(setting: str, name: str) -> Check:
     except UserError as error:
         return Check("recipe", setting, "problem", error.what, error.fix or "", needed=True)
     if Path(name).is_dir():
-        return Check("recipe", setting, "ok", f"the folder {name}")
+        return Check("recipe", setting, "ok", f"folder {name}")
     if is_cached(name, setting):
-        return Check("recipe", setting, "ok", f"{name}, downloaded before")
-    if problem := within(DEADLINE, partial(_refused, name)):
+        return Check("recipe", setting, "ok", f"{name}, in the download cache")
+    if problem := within(DEADLINE, partial(_access_problem, name)):
         fix = (
-            f"check the name; of a gated model ask for access at {constants.ENDPOINT}/{name} "
+            f"check the name; for a gated model, request access at {constants.ENDPOINT}/{name} "
             f"and run `hf auth login`"
         )
         return Check(
@@ -108,34 +108,34 @@ def _model(setting: str, name: str) -> Check:
             fix,
             needed=True,
         )
-    return Check("recipe", setting, "ok", f"{name}, which will be downloaded")
+    return Check("recipe", setting, "ok", f"{name}, will be downloaded")
 
 
-def _refused(name: str) -> str:
-    """Why the hub does not give out a model; empty when it does."""
+def _access_problem(name: str) -> str:
+    """Why the hub does not give access to a model; empty if it does."""
     from huggingface_hub import auth_check
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         auth_check(name)
     except GatedRepoError:
-        return "it is gated, and this account has no access"
+        return "the model is gated and this account has no access"
     except RepositoryNotFoundError:
-        return "there is no such model, or it is private"
+        return "the model does not exist or is private"
     return ""
 
 
 def _libraries(recipe: Recipe) -> Iterator[Check]:
-    """Libraries that only some settings need, and that are not installed."""
-    wanted = {
-        f"reward: {each.reward}": OF_RULES[each.reward]
-        for each in recipe.reward
-        if each.reward in OF_RULES
+    """Check the libraries that single settings need."""
+    needed = {
+        f"reward: {spec.reward}": RULE_MODULES[spec.reward]
+        for spec in recipe.reward
+        if spec.reward in RULE_MODULES
     }
-    wanted |= {"model.quantize": "bitsandbytes"} if recipe.model.quantize else {}
-    wanted |= {"train.optimizer": "bitsandbytes"} if recipe.train.optimizer == "adamw_8bit" else {}
-    wanted |= {"model.gguf_file": "gguf"} if recipe.model.gguf_file else {}
-    for setting, module in wanted.items():
+    needed |= {"model.quantize": "bitsandbytes"} if recipe.model.quantize else {}
+    needed |= {"train.optimizer": "bitsandbytes"} if recipe.train.optimizer == "adamw_8bit" else {}
+    needed |= {"model.gguf_file": "gguf"} if recipe.model.gguf_file else {}
+    for setting, module in needed.items():
         extra = next(extra for extra, (modules, _) in EXTRAS.items() if module in modules)
         if find_spec(module) is None:
             fix = install_command(extra)
@@ -146,8 +146,8 @@ def _libraries(recipe: Recipe) -> Iterator[Check]:
             yield Check("recipe", setting, "ok", f"{module} is installed")
     for sink in recipe.run.sinks:
         try:
-            said = check(sink.model_dump())
-            yield Check("recipe", f"run.sinks: {sink.kind}", "ok", said or "installed")
+            note = check(sink.model_dump())
+            yield Check("recipe", f"run.sinks: {sink.kind}", "ok", note or "installed")
         except UserError as error:
             yield Check(
                 "recipe",
@@ -157,16 +157,19 @@ def _libraries(recipe: Recipe) -> Iterator[Check]:
                 error.fix or "",
                 needed=True,
             )
-    elsewhere = os.environ.get("VALENCE_VLLM_PYTHON") or recipe.rollout.python
+    vllm_python = os.environ.get("VALENCE_VLLM_PYTHON") or recipe.rollout.python
     if (
         recipe.rollout.engine == "vllm"
         and recipe.rollout.start
-        and not elsewhere
+        and not vllm_python
         and find_spec("vllm") is None
     ):
-        fix = (
-            "name the Python of an environment that has it in rollout.python or VALENCE_VLLM_PYTHON"
-        )
+        fix = "set rollout.python or VALENCE_VLLM_PYTHON to the Python of an environment with vLLM"
         yield Check(
-            "recipe", "rollout.start", "problem", "vllm is not installed here", fix, needed=True
+            "recipe",
+            "rollout.start",
+            "problem",
+            "vLLM is not installed in this environment",
+            fix,
+            needed=True,
         )

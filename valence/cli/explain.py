@@ -28,7 +28,7 @@ SIDES: dict[str, dict[str, str]] = {
     "scored": {"chosen": "good completions", "rejected": "bad completions"},
     "ranking": {"chosen": "completions above the mean score", "rejected": "those below"},
 }
-"""Names of chosen and rejected completions, for kinds of rows other than pairs."""
+"""Terms for chosen and rejected completions, for kinds of rows other than pairs."""
 MOVES = {1: "more likely", 0: "unchanged", -1: "less likely"}
 SCORES = {1: "higher score", 0: "unchanged", -1: "lower score"}
 

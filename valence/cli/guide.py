@@ -1,63 +1,66 @@
-"""What the help says besides each command's own words: which commands go together, in which order,
-and an example of each.
-"""
+"""The text of `valence --help`, and the panel, order and example of each command."""
 
 from __future__ import annotations
 
 import typer
 
-HELP = """Align language models with feedback.
+HELP = """Fine-tune language models on human or automatic feedback.
 
-The shortest path, from what you have to a report of what happened:
+Get started:
 
-1. What you have: thumbs (`kto`), pairs (`dpo`), demonstrations (`sft`), prompts and a reward (`grpo`): `recipes/` has one each.
-2. `valence check RECIPE` says what would happen, and what is wrong with the rows.
-3. `valence train RECIPE` does it, into the folder that `run.dir` names. Stopped, the same command goes on.
-4. `report.html` in that folder shows what happened, and `valence sample RUN --prompt TEXT` asks the model.
+1. Choose a recipe for your data: thumbs (`kto`), pairs (`dpo`), demonstrations (`sft`), or prompts and a reward (`grpo`).
+2. `valence check RECIPE` checks the settings and the rows, and estimates memory and time.
+3. `valence train RECIPE` trains the model and writes the folder `run.dir`. If it was stopped, rerun it to resume.
+4. Open `report.html` in that folder, and try the model: `valence sample RUN --prompt TEXT`.
 
-`valence doctor` says whether this machine is ready. Every command has `--help` with an example; README.md and `docs/` beside the
-source tell more.
+`valence doctor` checks this machine. Every command has `--help` with an example.
 """
 
-TRAIN, ASK = "Train", "Measure, ask and export"
-LOOK, JUDGE, OTHER = "Look and compare", "Rewards, and rows of your own", "This machine"
+TRAIN, REPORTS, MODELS = "Train", "Runs and reports", "Use a model"
+DATA, REWARDS, SETUP = "Feedback data", "Rewards", "Setup and reference"
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": (TRAIN, "valence check recipes/kto.yaml train.batch_size=8"),
     "train": (TRAIN, "valence train recipes/kto.yaml run.dir=runs/first"),
     "resume": (TRAIN, "valence resume runs/first"),
-    "runs": (LOOK, "valence runs"),
-    "report": (LOOK, "valence report runs/first runs/second"),
-    "inspect": (LOOK, "valence inspect recipes/kto.yaml --row 2"),
-    "losses": (LOOK, "valence losses kto"),
-    "evaluate": (ASK, "valence evaluate runs/first --data held_out.jsonl --out found.json"),
-    "sample": (ASK, 'valence sample runs/first --prompt "Why is the sky blue?" -n 2'),
+    "sweep": (
+        TRAIN,
+        "valence sweep recipes/kto.yaml --over loss.beta=0.03,0.1,0.3 --out sweeps/beta",
+    ),
+    "runs": (REPORTS, "valence runs"),
+    "report": (REPORTS, "valence report runs/first runs/second"),
+    "evaluate": (MODELS, "valence evaluate runs/first --data held_out.jsonl --out metrics.json"),
+    "sample": (MODELS, 'valence sample runs/first --prompt "Why is the sky blue?" -n 2'),
     "compare": (
-        ASK,
+        MODELS,
         "valence compare recipes/kto.yaml runs/first --prompts held_out.jsonl --judge runs/judge",
     ),
-    "export": (ASK, "valence export runs/first my-model"),
-    "import": (JUDGE, "valence import open-webui export.json --out feedback.jsonl"),
-    "collect": (JUDGE, "valence collect runs/first --out feedback.jsonl"),
-    "audit": (JUDGE, "valence audit feedback.jsonl --model runs/first --out review.jsonl"),
+    "export": (MODELS, "valence export runs/first my-model"),
+    "serve": (MODELS, "valence serve runs/first --out feedback.jsonl"),
+    "ab": (MODELS, "valence ab feedback.jsonl"),
+    "import": (DATA, "valence import open-webui export.json --out feedback.jsonl"),
+    "collect": (DATA, "valence collect runs/first --out feedback.jsonl"),
+    "audit": (DATA, "valence audit feedback.jsonl --model runs/first --out review.jsonl"),
     "select": (
-        JUDGE,
+        DATA,
         "valence select prompts.jsonl --rated feedback.jsonl --model runs/first --out next.jsonl",
     ),
-    "score": (JUDGE, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
-    "rewards": (JUDGE, "valence rewards exact_match"),
-    "serve-reward": (JUDGE, "valence serve-reward exact_match --port 5000"),
-    "doctor": (OTHER, "valence doctor recipes/kto.yaml"),
+    "inspect": (DATA, "valence inspect recipes/kto.yaml --row 2"),
+    "rewards": (REWARDS, "valence rewards exact_match"),
+    "score": (REWARDS, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
+    "serve-reward": (REWARDS, "valence serve-reward exact_match --port 5000"),
+    "doctor": (SETUP, "valence doctor recipes/kto.yaml"),
+    "losses": (SETUP, "valence losses kto"),
 }
-"""By command, in the order of the help: its panel, and an example."""
+"""The panel and the example of each command, in the order of the help."""
 
 
 def arrange(app: typer.Typer) -> None:
-    """Puts panels, order and examples into the help.
+    """Set the panel, the order and the example of each command.
 
-    A command that the table above lacks stays as it is, behind the others.
+    A command that is not in ``COMMANDS`` comes last, unchanged.
     """
-    order = {name: place for place, name in enumerate(COMMANDS)}
+    order = {name: index for index, name in enumerate(COMMANDS)}
     for command in app.registered_commands:
         panel, example = COMMANDS.get(_name(command), (None, None))
         if panel and example:

@@ -1,4 +1,4 @@
-"""The command that makes rows of the votes in a feedback tool."""
+"""The command that converts the votes of a feedback tool into rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CATEGORIES = {"up": True, "down": False}
 
 
 def _path_option(name: str, meaning: str) -> typer.models.OptionInfo:
-    """An option that says where rows of an export hold a part."""
+    """An option for the place of one part of a row in an export."""
     return typer.Option(
-        f"--{name}", metavar="PATH", help=f"Where the export has {meaning}, as a dotted path."
+        f"--{name}", metavar="PATH", help=f"Dotted path of {meaning} in the export."
     )
 
 
@@ -29,7 +29,7 @@ def import_(
         str | None,
         typer.Argument(
             metavar="SOURCE",
-            help="The tool that the export is from; --list lists them.",
+            help="Tool that the export is from. --list shows all tools.",
             autocompletion=complete.feedback_sources,
         ),
     ] = None,
@@ -40,8 +40,8 @@ def import_(
         Path,
         typer.Option(
             "--out",
-            help="Write the rows to this .jsonl, and those of other kinds beside it. Repeat the "
-            "command to add newer votes.",
+            help="Write the rows to this .jsonl file, and rows of other kinds to files next to it. "
+            "Repeat the command to add newer votes.",
         ),
     ] = Path("feedback.jsonl"),
     since: Annotated[
@@ -49,24 +49,24 @@ def import_(
         typer.Option(
             "--since",
             metavar="DATE|last",
-            help="Leave out older votes: an ISO date, or `last` for the newest vote in --out.",
+            help="Skip older votes: an ISO date, or `last` for the newest vote in --out.",
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Leave out votes on completions of other models."),
+        typer.Option("--model", help="Skip votes on completions of other models."),
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option("--url", help="Read from the tool's server instead of files."),
+        typer.Option("--url", help="Read from the tool's server instead of from files."),
     ] = None,
     token_env: Annotated[
         str | None,
         typer.Option(
             "--token-env",
             metavar="NAME",
-            help="With --url: the environment variable that has the server's key. Default: the "
-            "tool's own, as LANGSMITH_API_KEY.",
+            help="With --url: environment variable that contains the server's API key. Default: "
+            "the tool's own variable, such as LANGSMITH_API_KEY.",
         ),
     ] = None,
     prompt: Annotated[str | None, _path_option("prompt", "the prompt")] = None,
@@ -74,13 +74,13 @@ def import_(
     left: Annotated[
         str | None, _path_option("left", "the first of two compared completions")
     ] = None,
-    right: Annotated[str | None, _path_option("right", "the second one")] = None,
+    right: Annotated[str | None, _path_option("right", "the second compared completion")] = None,
     correction: Annotated[str | None, _path_option("correction", "a corrected completion")] = None,
     label: Annotated[str | None, _path_option("label", "the vote")] = None,
     score_name: Annotated[
         list[str] | None,
         typer.Option(
-            "--score-name", help="Name of a score that is feedback. May be given several times."
+            "--score-name", help="Name of a score to import as feedback. Can be repeated."
         ),
     ] = None,
     category: Annotated[
@@ -88,38 +88,41 @@ def import_(
         typer.Option(
             "--category",
             metavar="NAME=up|down",
-            help="Read a category as thumbs up or down, e.g. good=up. May be given several times.",
+            help="Import a category as thumbs up or down, e.g. good=up. Can be repeated.",
         ),
     ] = None,
     include_machine: Annotated[
         bool,
-        typer.Option("--include-machine", help="Import scores of models and programs too."),
+        typer.Option("--include-machine", help="Also import scores that models and programs gave."),
     ] = False,
     keep_reasoning: Annotated[
-        bool, typer.Option("--keep-reasoning", help="Leave blocks of reasoning in completions.")
+        bool, typer.Option("--keep-reasoning", help="Keep reasoning blocks in completions.")
     ] = False,
     complete: Annotated[
         bool,
         typer.Option(
             "--complete",
-            help="The export has all votes of the tool: drop stored ones that are not in it, which "
-            "were withdrawn.",
+            help="The export contains all votes of the tool: remove stored votes that are not in "
+            "it, because they were withdrawn.",
         ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace files of rows that were edited.")
+        bool, typer.Option("--overwrite", help="Replace output files that were edited.")
     ] = False,
     list_sources: Annotated[
-        bool, typer.Option("--list", help="List the tools that can be read, and end.")
+        bool, typer.Option("--list", help="List the supported tools and exit.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only errors.")] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the summary as a JSON object; all else goes to stderr."),
+        typer.Option(
+            "--json",
+            help="Print the summary as a JSON object. Other output goes to standard error.",
+        ),
     ] = False,
 ) -> None:
-    """Turn the votes in a chat or annotation tool into rows for training. Importing a newer export
-    into the same file adds new votes and updates changed ones.
+    """Convert the votes of a chat or annotation tool into rows for training. Import a newer export
+    into the same file to add new votes and update changed ones.
     """
     if list_sources:
         console.print(_table())
@@ -129,10 +132,10 @@ def import_(
 
     if source is None:
         raise UserError(
-            "name a tool and the files of its export",
+            "the tool and the files of its export are missing",
             code="import-input",
             where="SOURCE",
-            fix="see `valence import --list`",
+            fix="write `valence import TOOL FILE...`; `valence import --list` shows the tools",
         )
     parts = {
         "prompt": prompt,
@@ -151,7 +154,7 @@ def import_(
     )
     terminal = Terminal(stderr=True) if as_json else console
     try:
-        with stoppable("stopped; the same command repeats the import"):
+        with stoppable("stopped; rerun the same command to repeat the import"):
             summary = import_feedback(
                 source,
                 files or [],
@@ -180,7 +183,7 @@ def _category(text: str) -> tuple[str, bool]:
     name, _, word = text.rpartition("=")
     if not name or word not in CATEGORIES:
         raise UserError(
-            f"{text} does not say whether a category is up or down",
+            f"{text!r} does not map a category to up or down",
             code="category-invalid",
             where="--category",
             fix="write NAME=up or NAME=down",
@@ -191,7 +194,7 @@ def _category(text: str) -> tuple[str, bool]:
 def _table() -> Table:
     from valence.data.importers.sources import SOURCES, command_name
 
-    table = Table("source", "what", "rows", "--url", "files", box=None, pad_edge=False)
+    table = Table("tool", "feedback", "rows", "--url", "files", box=None, pad_edge=False)
     table.columns[0].no_wrap = True
     for name, tool in SOURCES.items():
         table.add_row(

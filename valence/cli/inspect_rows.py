@@ -1,4 +1,4 @@
-"""Show one row at every stage: as read, as an example, as tokens."""
+"""Show a row as read, as examples, and as tokens."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ def show_stages(
     recipe: Path,
     overrides: Sequence[str],
     *,
-    which: Literal["train", "eval", "test"],
+    list_name: Literal["train", "eval", "test"],
     number: int,
     stage: Stage,
 ) -> Iterator[RenderableType]:
-    """The output for row ``number`` (from 1, bad rows too) of the files of one of a recipe's lists.
+    """Render row ``number`` (from 1, bad rows included) of the files of one of a recipe's lists.
 
-    Raises UserError when there is no such row, and, after the stages it reaches, when it is unused.
+    Raises UserError if there is no such row, or, after the stages that it reaches, if the row is
+    not used.
     """
     source = load_recipe(recipe, overrides, method_of=method_of, training=False)
     data = source.recipe.data
-    files: list[SourceSettings] = getattr(data, which)
+    files: list[SourceSettings] = getattr(data, list_name)
     if not files:
         raise UserError(
-            "the recipe names no files",
+            "the recipe has no files in this list",
             code="list-not-in-recipe",
-            where=f"data.{which}",
-            fix="choose another list with --list",
+            where=f"data.{list_name}",
+            fix="set it in the recipe, or show another list with --list",
         )
     rows = list(read_sources(files, data.limit))
     if number > len(rows):
         raise UserError(
-            f"data.{which} has {len(rows)} rows",
+            f"data.{list_name} has only {len(rows)} rows",
             code="row-number-out-of-range",
             where=f"--row {number}",
-            fix=f"give --row a number from 1 to {len(rows)}",
+            fix=f"use a number from 1 to {len(rows)}",
         )
     row = rows[number - 1]
     if isinstance(row, Row) and stage in ("row", "all"):
@@ -70,7 +71,7 @@ def show_stages(
 def _examples(
     source: LoadedRecipe, files: Sequence[SourceSettings], origin: Origin
 ) -> list[Example]:
-    """The examples made of the row. Raises UserError with the reason when there is none."""
+    """The examples from the row. Raises UserError with the reason if there is none."""
     data = source.recipe.data
     # bad rows elsewhere must not prevent showing this one
     loaded = load(
@@ -85,12 +86,12 @@ def _examples(
     if not examples:
         reason = next((reason for unused, reason in loaded.unused if unused == origin), "")
         code = "row-not-convertible" if reason else "row-in-other-example"
-        reason = reason or "it is in an example listed under another row"
+        reason = reason or "its answer is part of an example that is listed under another row"
         raise UserError(
-            f"data.convert: {data.convert} makes no example of this row alone: {reason}",
+            f"data.convert: {data.convert} gives no example for this row: {reason}",
             code=code,
             where=str(origin),
-            fix="choose another row",
+            fix="inspect another row of the same prompt",
         )
     return examples
 

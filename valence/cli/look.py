@@ -1,4 +1,4 @@
-"""Commands that explain: a row on its way, a loss."""
+"""Commands that explain a row or a loss."""
 
 from __future__ import annotations
 
@@ -24,23 +24,28 @@ def inspect(
     row: Annotated[
         int,
         typer.Option(
-            "--row", min=1, help="Which row, counted from 1 over the list's files, bad rows too."
+            "--row",
+            min=1,
+            metavar="N",
+            help="Number of the row, from 1, over all files of the list, including bad rows.",
         ),
     ] = 1,
     stage: Annotated[
-        Literal["row", "example", "tokens", "all"], typer.Option(help="How far along its way.")
+        Literal["row", "example", "tokens", "all"], typer.Option(help="What to show.")
     ] = "all",
-    which: Annotated[
+    list_name: Annotated[
         Literal["train", "eval", "test"],
-        typer.Option("--list", help="Which of the recipe's lists."),
+        typer.Option(
+            "--list", help="List of files in the recipe: data.train, data.eval or data.test."
+        ),
     ] = "train",
 ) -> None:
-    """Show a row as it is read, the examples made of it, and their tokens with the trained ones
-    coloured; or why it is bad.
+    """Show a row as it is read, its training examples, and their tokens with the trained tokens
+    coloured. For a bad row, show why it cannot be used.
     """
     from valence.cli.inspect_rows import show_stages
 
-    for part in show_stages(recipe, overrides or [], which=which, number=row, stage=stage):
+    for part in show_stages(recipe, overrides or [], list_name=list_name, number=row, stage=stage):
         console.print(part)
 
 
@@ -49,7 +54,7 @@ def losses(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="One loss or method, with its settings.", autocompletion=complete.methods
+            metavar="NAME", help="Loss or method to explain.", autocompletion=complete.methods
         ),
     ] = None,
 ) -> None:
@@ -121,9 +126,7 @@ def _print_facts(facts: Mapping[str, str]) -> None:
 
 
 def _settings(method: Method, only: Collection[str] | None = None) -> None:
-    """A table of those of its loss, or of the ones with these names; nothing where there are
-    none.
-    """
+    """Print a table of the settings of the loss, or of those in ``only``, if there are any."""
     from valence.config.describe import settings_table
 
     rows = [

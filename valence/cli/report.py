@@ -1,4 +1,4 @@
-"""The command that tells of runs: the page of one, or several compared."""
+"""The command that writes the report of a run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ PAGE = Path("comparison.html")
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs."),
+        typer.Argument(metavar="RUN...", help="Run folders, or folders that contain runs."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="Write to this file. Default: report.html in the folder of one run, "
-            "comparison.html here for several; with --md "
-            "the terminal.",
+            help="Write to this file. Default: report.html in the run folder for one run, "
+            "comparison.html in the current folder for several runs, and standard output with "
+            "--md.",
         ),
     ] = None,
     md: Annotated[
-        bool, typer.Option("--md", help="Markdown instead of a page, as for a pull request.")
+        bool,
+        typer.Option(
+            "--md", help="Print Markdown instead of HTML, for example for a pull request."
+        ),
     ] = False,
 ) -> None:
-    """Write the page of a run again, or compare several runs on one page: numbers, settings that
-    differ, curves, rows on which they disagree. Runs that are not finished are told of with what
-    they have.
+    """Rewrite the report of a run, or compare several runs: metrics, settings that differ, curves,
+    and rows on which the runs disagree.
+
+    Unfinished runs are reported with the data so far.
     """
     from valence.reports.compared import find_runs, read_runs
     from valence.reports.comparison import (
@@ -47,22 +51,22 @@ def report(
     from valence.reports.page import report_markdown
     from valence.reports.rundata import read_run
 
-    found = find_runs(runs)
-    several = len(found) > 1
+    lines = find_runs(runs)
+    several = len(lines) > 1
     target = out or (PAGE if several and not md else None)
     if target:
         refuse_others(target)
     if md:
         content = (
-            comparison_markdown(read_runs(found))
+            comparison_markdown(read_runs(lines))
             if several
-            else report_markdown(read_run(found[0].path))
+            else report_markdown(read_run(lines[0].path))
         )
     else:
         content = (
-            comparison_page(read_runs(found))
+            comparison_page(read_runs(lines))
             if several
-            else _page_of(found[0].path, copied=bool(target))
+            else _page_of(lines[0].path, copied=bool(target))
         )
     if target:
         write_out(target, content)
@@ -70,9 +74,9 @@ def report(
 
 
 def _page_of(run_dir: Path, *, copied: bool) -> str:
-    """Writes the page of a run again.
+    """Rewrite the report of a run.
 
-    Returns where it is, or what it holds if that is to be copied.
+    Returns its path, or its content if ``copied``.
     """
     from valence.reports.page import MARK, write_page
 
@@ -80,9 +84,9 @@ def _page_of(run_dir: Path, *, copied: bool) -> str:
         page = write_page(run_dir)
         return f"{page.read_text(encoding='utf-8')}{MARK}\n" if copied else str(page)
     except OSError as error:
-        fix = "make the folder writable; `--md` writes nothing into it"
+        fix = "make the folder writable, or print Markdown with --md"
         raise UserError(
-            f"the page cannot be written ({error.strerror})",
+            f"the report cannot be written ({error.strerror})",
             code="file-not-writable",
             where=str(run_dir),
             fix=fix,

@@ -1,4 +1,4 @@
-"""The command that explains rewards."""
+"""The command that explains reward rules."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from valence.terminal import print_message
 def rewards(
     name: Annotated[
         str | None,
-        typer.Argument(help="One rule, with its settings.", autocompletion=complete.rules),
+        typer.Argument(metavar="NAME", help="Rule to explain.", autocompletion=complete.rules),
     ] = None,
 ) -> None:
-    """List the rewards that are rules, or explain one.
+    """List the built-in reward rules, or explain one with its settings.
 
-    Functions, reward models and servers are named in the same place.
+    A recipe can also use a function, a reward model or a server as its reward.
     """
     from valence.config.describe import settings_table
     from valence.rewards.build import KINDS
@@ -32,7 +32,7 @@ def rewards(
         for rule, make in RULES.items():
             table.add_row(rule, " ".join((make.__doc__ or "").partition("\n\n")[0].split()))
         console.print(table)
-        print_message(console, f"\n`reward` names {KINDS}.")
+        print_message(console, f"\nThe setting `reward` accepts {KINDS}.")
         return
     if name not in RULES:
         raise unknown_rule(name)

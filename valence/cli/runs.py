@@ -1,4 +1,4 @@
-"""Commands about runs: train and go on, list, check before, fill a cache or score rows."""
+"""Commands about runs: train, resume, list, check a recipe, and score rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from valence.cli import complete
 from valence.cli.common import (
-    NOTHING_BEGUN,
+    NOTHING_STARTED,
     Allow,
     AsJson,
     Fresh,
@@ -42,9 +42,9 @@ RewardOption = Annotated[
     list[str] | None,
     typer.Option(
         "--reward",
-        help="Judge the answers by this, as a recipe's reward section names it: a function, a "
-        "rule, an address, a reward model; "
-        "several add up. Default: that of the recipe, if it has one.",
+        help="Score the answers with this reward: a function, a rule, a server's address or a "
+        "reward model, or a section as in a recipe. Can be repeated; rewards are added. Default: "
+        "the recipe's reward, if it has one.",
     ),
 ]
 
@@ -59,11 +59,11 @@ def train(
     as_json: AsJson = False,
     nproc: Nproc = None,
 ) -> None:
-    """Train a model: audit the data, run the recipe, write model, log and report into its run
-    folder.
+    """Train a model: check the data, run the recipe, and write the model, the log and a report into
+    the run folder.
 
-    A run that was stopped or killed goes on where it was saved last, also on another number of
-    processes.
+    If the folder contains a run that was stopped or killed, resume it from its last checkpoint, on
+    any number of processes.
     """
     must_be_open(as_json)
     _check_recipe(recipe, overrides or [], as_json)
@@ -80,7 +80,7 @@ def train(
 
 
 def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
-    """Raise UserError for mistakes of the recipe itself, before torch is imported and before
+    """Raise UserError for errors in the recipe itself, before torch is imported and before
     processes are started.
     """
     from valence.config.load import load_recipe
@@ -90,12 +90,12 @@ def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
         load_recipe(recipe, overrides, method_of=method_of)
 
 
-def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
-    with stoppable(NOTHING_BEGUN):
+def _train(recipe: Path, overrides: list[str], as_json: bool, **options: Any) -> None:
+    with stoppable(NOTHING_STARTED):
         from valence.lifecycle.start import train_in_folder
         from valence.reports.verdict import outputs
 
-    with streaming(as_json, how["group"].rank) as stream:
+    with streaming(as_json, options["group"].rank) as stream:
         sinks = [stream] if stream else []
         try:
             folder = train_in_folder(
@@ -104,31 +104,31 @@ def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> Non
                 console=console,
                 command=command_line(),
                 sinks=sinks,
-                **how,
+                **options,
             )
         except KeyboardInterrupt as stopped:
-            print_message(console, _last_words(stopped), "yellow")
+            print_message(console, _stop_message(stopped), "yellow")
             if stream:
                 stream.ended("interrupted", status_of(stopped), reason=str(stopped))
             raise typer.Exit(
                 status_of(stopped)
-            ) from None  # typer makes 130 of every KeyboardInterrupt
-        for line in () if how["quiet"] else outputs(folder):
+            ) from None  # typer would exit with 130 for every KeyboardInterrupt
+        for line in () if options["quiet"] else outputs(folder):
             print_message(console, line)
         if stream:
             stream.done(folder)
 
 
-def _last_words(stopped: KeyboardInterrupt) -> str:
-    """What is said about a run that was stopped."""
+def _stop_message(stopped: KeyboardInterrupt) -> str:
+    """What happened to a run that was stopped, and how to resume it."""
     if getattr(stopped, "at_once", True):
         return (
-            f"{stopped}: ended at once; the steps since the last checkpoint are lost, and the "
-            f"same command does them again"
+            f"{stopped}: stopped immediately; the steps since the last checkpoint are lost. Rerun "
+            f"the same command to resume from that checkpoint"
         )
     if "stopped after step" not in str(stopped):
-        return f"{stopped}: nothing was lost; the same command goes on"
-    return f"{stopped}; its state is saved, and the same command goes on from there"
+        return f"{stopped}: nothing was lost; rerun the same command to resume"
+    return f"{stopped}; the state is saved, rerun the same command to resume"
 
 
 @app.command()
@@ -140,45 +140,45 @@ def resume(
     as_json: AsJson = False,
     nproc: Nproc = None,
 ) -> None:
-    """Go on with a run by its folder, wherever its recipe is now.
+    """Resume a run by its folder; the recipe is read from there.
 
-    It is read and written where the run was started from.
+    Relative paths are resolved in the folder in which the run was started.
     """
     must_be_open(as_json)
     from valence.reports.runs import place_of_run
 
-    if any(each.split("=")[0] == "run.dir" for each in overrides or []):
+    if any(override.split("=")[0] == "run.dir" for override in overrides or []):
         raise UserError(
-            "a run goes on where it is",
+            "a run can only be resumed in its own folder",
             code="option-conflict",
             where="run.dir",
-            fix="move the folder, and name it",
+            fix="move the folder, then pass its new path",
         )
     folder = run_dir.absolute()
-    recipe, place = place_of_run(folder)
-    cwd = place if place and place.is_dir() else Path()
-    ours = [*(overrides or []), f"run.dir={json.dumps(str(folder))}"]
+    recipe, start_folder = place_of_run(folder)
+    cwd = start_folder if start_folder and start_folder.is_dir() else Path()
+    settings = [*(overrides or []), f"run.dir={json.dumps(str(folder))}"]
     with chdir(cwd):
-        _check_recipe(recipe, ours, as_json)
+        _check_recipe(recipe, settings, as_json)
     with processes(nproc) as group:
         os.chdir(cwd)
-        _train(recipe, ours, as_json, fresh=False, allow=allow or [], quiet=quiet, group=group)
+        _train(recipe, settings, as_json, fresh=False, allow=allow or [], quiet=quiet, group=group)
 
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to look.")] = Path(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to search.")] = Path(
         "runs"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run.")] = False,
 ) -> None:
-    """List the runs in a folder: state, step, time left, last numbers."""
-    from valence.reports import runs as listed
+    """List the runs in a folder with their state, step, time left and last metrics."""
+    from valence.reports import runs as run_list
 
-    found = listed.list_runs(folder)
+    lines = run_list.list_runs(folder)
     if not as_json:
-        console.print(listed.table(found))
-    for line in listed.as_json(found) if as_json else ():
+        console.print(run_list.table(lines))
+    for line in run_list.as_json(lines) if as_json else ():
         write_line(json_line(line))
 
 
@@ -187,18 +187,21 @@ def check(
     recipe: RecipeArg,
     overrides: Overrides = None,
     nproc: Annotated[
-        int, typer.Option("--nproc", min=1, help="Predict for so many processes; none are started.")
+        int,
+        typer.Option(
+            "--nproc", min=1, metavar="N", help="Estimate for N processes, without starting them."
+        ),
     ] = 1,
-    every: Annotated[
+    show_all: Annotated[
         bool,
         typer.Option(
             "--all",
-            help="Also list the settings that have their defaults, and details of the steps.",
+            help="Also list settings that have their default value, and details of the plan.",
         ),
     ] = False,
 ) -> None:
-    """Say what training would do, and do nothing: the data, the settings and where each came
-    from, steps, predicted memory and time.
+    """Check a recipe and its data without training: audit the rows, list the settings with the
+    origin of each, and estimate steps, memory and time.
     """
     from valence.config.load import load_recipe
     from valence.trainer.methods import method_of
@@ -214,42 +217,41 @@ def check(
     check_sinks(source)
     prepared = prepare(source, training=True, console=console)
     if (Path(source.recipe.run.dir) / "run.json").is_file():
-        said = (
+        message = (
             f"{source.recipe.run.dir} already contains a run: `valence train` resumes it, or "
             f"reports what has changed"
         )
-        print_message(console, said, "yellow")
+        print_message(console, message, "yellow")
     show_audit(prepared, console)
     console.rule("settings", align="left")
-    _show_settings(source, every)
+    _show_settings(source, show_all)
     console.rule("plan", align="left")
     if crowded := crowding(nproc):
         print_message(console, crowded, "yellow")
-    for line in describe(make_plan(prepared, group=PlannedGroup(nproc)), in_detail=every):
+    for line in describe(make_plan(prepared, group=PlannedGroup(nproc)), in_detail=show_all):
         print_message(console, line)
 
 
-def _show_settings(source: LoadedRecipe, every: bool) -> None:
-    """A table of the settings that are not at their defaults, or of all, with where each value
-    is from.
-    """
+def _show_settings(source: LoadedRecipe, show_all: bool) -> None:
+    """Print the settings that differ from their defaults, or all, with the origin of each value."""
     from valence.config.describe import shorten_value
     from valence.reports.formatting import exact
 
     table = table_of_settings("value", "from")
-    shown = {
+    settings = {
         name: setting
         for name, setting in source.settings.items()
-        if every or setting.is_automatic or not setting.is_default
+        if show_all or setting.is_automatic or not setting.is_default
     }
-    for name, setting in shown.items():
+    for name, setting in settings.items():
         style = "dim" if setting.is_default and not setting.is_automatic else ""
         value = shorten_value(setting.value)
         value = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else exact(value)
         table.add_row(name, value, setting.origin, style=style)
     console.print(table)
-    if left := len(source.settings) - len(shown):
-        print_message(console, f"({left} at their defaults: --all)", "dim")
+    if num_hidden := len(source.settings) - len(settings):
+        message = f"({num_hidden} more settings have their defaults; list them with --all)"
+        print_message(console, message, "dim")
 
 
 @app.command()
@@ -258,8 +260,8 @@ def score(
         str | None,
         typer.Argument(
             metavar="RECIPE|MODEL|RUN",
-            help="A recipe; with --data also a model's folder or hub id, or a run's folder; with "
-            "--reward it may be left out.",
+            help="A recipe. With --data, also the folder or hub id of a model, or a run folder. "
+            "Optional with --reward.",
             autocompletion=complete.runs_or_recipes,
         ),
     ] = None,
@@ -269,79 +271,76 @@ def score(
         list[str] | None,
         typer.Option(
             "--data",
-            help="Score the answers of this file of rows, or of a section as in a recipe; may be "
-            "given several times. "
-            "Columns are named as in the recipe's data where they fit.",
+            help="File of rows with answers to score, or a section as in a recipe ('{path: FILE, "
+            "keys: {...}}'). Can be repeated. The recipe's column names apply where they fit.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="Write the rows with their scores to this .jsonl; go on with it where it ends.",
+            help="Write the rows with their scores to this .jsonl file. If it exists, resume it.",
         ),
     ] = None,
     reference: Annotated[
-        str | None, typer.Option("--reference", help="A model to compare with: adds rewards.")
+        str | None, typer.Option("--reference", help="Reference model: adds implicit rewards.")
     ] = None,
     beta: Annotated[
         float | None,
         typer.Option(
             "--beta",
-            help="Of the rewards. Default: the recipe's, or 0.1; a run is scored with the reward "
-            "that it trains.",
+            help="Beta of the implicit rewards. Default: that of the recipe, else 0.1. Not for "
+            "runs, which are scored with the implicit reward of their recipe.",
         ),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             "--dtype",
-            help="float32, bfloat16 or float64. Default: the recipe's; float32 for a model.",
+            help="float32, bfloat16 or float64. Default: that of the recipe; float32 for a model.",
         ),
     ] = None,
     max_length: Annotated[
         int | None, typer.Option("--max-length", help="Longest row, in tokens. Default: 1024.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", min=1, help="Tokens that run at once. Default: 8192.")
+        int | None, typer.Option("--tokens", min=1, help="Tokens per forward pass. Default: 8192.")
     ] = None,
     format: Annotated[
         str | None, typer.Option("--format", help="Format of the rows. Default: detected.")
     ] = None,
-    column: Annotated[str, typer.Option("--column", help="Name of the new column.")] = "valence",
+    column: Annotated[str, typer.Option("--column", help="Name of the added column.")] = "valence",
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Move an earlier --out aside and start anew.")
+        bool, typer.Option("--fresh", help="Rename an existing --out file, and start over.")
     ] = False,
     verify: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Of a reference cache: compute this many sequences once more afterwards, and "
-            "compare.",
+            metavar="N",
+            help="For a reference cache: compute N sequences again afterwards, and compare.",
         ),
     ] = 0,
     quiet: Annotated[
         bool,
-        typer.Option(
-            "--quiet", help="Print nothing but errors, and failed rows on standard error."
-        ),
+        typer.Option("--quiet", help="Print only errors and failed rows, on standard error."),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:
-    """Score answers in a file, or fill a recipe's reference cache.
+    """Score the answers in a file, or fill a recipe's reference cache.
 
-    With --data and --out: log-probabilities and implicit rewards of each answer, or a reward of it.
-    Stopped, it goes on.
+    With --data and --out, add to each row the log-probabilities and implicit rewards of its
+    answers, or their score by a reward. If the command was stopped, rerun it to resume.
     """
     target, overrides = _target(target, overrides or [])
     overrides = allow_remote_code(trust_remote_code, overrides)
-    ours = _as_settings(
+    settings = _as_settings(
         {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
     )
-    every = [*overrides, *ours]
-    how = {"format": format, "fresh": fresh, "console": console, "quiet": quiet}
-    of_models = {
+    all_overrides = [*overrides, *settings]
+    options = {"format": format, "fresh": fresh, "console": console, "quiet": quiet}
+    model_options = {
         "reference": reference,
         "beta": beta,
         "tokens": tokens,
@@ -349,11 +348,22 @@ def score(
         "dtype": dtype if reward else None,
     }
     with processes(nproc) as group, stoppable():
-        if data and out and not verify and _by_reward(target, reward, every, of_models):
+        if (
+            data
+            and out
+            and not verify
+            and _uses_reward(target, reward, all_overrides, model_options)
+        ):
             from valence.jobs.reward_rows import score_by_reward
 
             score_by_reward(
-                data, out, rewards=reward or (), target=target, overrides=every, **how, group=group
+                data,
+                out,
+                rewards=reward or (),
+                target=target,
+                overrides=all_overrides,
+                **options,
+                group=group,
             )
         elif target and data and out and not verify:
             from valence.jobs.score_rows import score_rows
@@ -362,17 +372,19 @@ def score(
                 target,
                 data,
                 out,
-                overrides=every,
+                overrides=all_overrides,
                 beta=beta,
                 tokens=tokens,
                 column=column,
-                **how,
+                **options,
                 group=group,
             )
         else:
-            target = _filled(
+            target = _cache_recipe(
                 target,
-                any((data, out, reward, ours, beta, tokens, format, fresh, column != "valence")),
+                any(
+                    (data, out, reward, settings, beta, tokens, format, fresh, column != "valence")
+                ),
                 bool(reward),
             )
             from valence.lifecycle.reference_cache import score as fill
@@ -393,17 +405,20 @@ def _as_settings(options: dict[str, Any]) -> list[str]:
 
 
 def _target(target: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
-    """A setting in the place of the target is one: the target may be left out."""
+    """Move a setting in the position of the target, which is optional, to the overrides."""
     is_setting = target is not None and "=" in target and not Path(target).exists()
     return (None, [target, *overrides]) if is_setting and target else (target, overrides)
 
 
-def _by_reward(
-    target: str | None, reward: list[str] | None, overrides: list[str], of_models: dict[str, Any]
+def _uses_reward(
+    target: str | None,
+    reward: list[str] | None,
+    overrides: list[str],
+    model_options: dict[str, Any],
 ) -> bool:
-    """Whether a reward judges the rows, not a model's log-probabilities.
+    """Whether rows are scored by a reward instead of a model's log-probabilities.
 
-    Raises UserError for options of the latter.
+    Raises UserError if so and options that only apply to models are set.
     """
     from valence.config.load import load_recipe
     from valence.trainer.methods import method_of
@@ -417,27 +432,28 @@ def _by_reward(
             ).recipe.reward
         ):
             return False
-    odd = [
+    unused = [
         name
-        for name, value in of_models.items()
+        for name, value in model_options.items()
         if value is not None and (name, value) != ("column", "valence")
     ]
-    if odd:
+    if unused:
         raise UserError(
-            "a reward judges these rows, which does not read it",
+            "the option has no effect when a reward scores the rows",
             code="option-unused",
-            where=f"--{odd[0]}",
-            fix="leave it out",
+            where=f"--{unused[0]}",
+            fix="remove it",
         )
     return True
 
 
-def _filled(target: str | None, for_rows: bool, reward: bool) -> str:
-    """The recipe whose reference cache is filled. Raises UserError unless `score` was called so."""
+def _cache_recipe(target: str | None, for_rows: bool, reward: bool) -> str:
+    """The recipe of the reference cache to fill. Raises UserError for other options or targets."""
     if reward:
-        fix = "give --data FILE and --out FILE, and not --verify"
+        fix = "add --data FILE and --out FILE, and remove --verify"
         raise UserError(
-            "--reward judges the answers of rows, and writes them to a file",
+            "--reward needs a file of rows and an output file, and cannot be combined with "
+            "--verify",
             code="option-missing",
             where="score",
             fix=fix,
@@ -448,11 +464,11 @@ def _filled(target: str | None, for_rows: bool, reward: bool) -> str:
         or not (Path(target).is_file() or Path(target).suffix in (".yaml", ".yml"))
     ):
         raise UserError(
-            "rows are scored with --data FILE and --out FILE, a recipe's reference cache is "
-            "filled with neither",
+            "scoring rows needs --data FILE and --out FILE; filling a reference cache needs a "
+            "recipe and none of the options for rows",
             code="option-missing",
             where="score",
-            fix="give both (and not --verify), and a model to score with or --reward; or a "
-            "recipe alone",
+            fix="run `valence score MODEL --data FILE --out FILE` (or --reward NAME instead of "
+            "MODEL) to score rows, or `valence score RECIPE` to fill a cache",
         )
     return target

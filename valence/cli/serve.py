@@ -35,7 +35,7 @@ def serve_reward(
         str,
         typer.Argument(
             metavar="MODEL|FUNCTION|RULE",
-            help="A reward model, `package.module:function`, or a rule.",
+            help="Reward model (folder or hub id), function (`package.module:function`) or rule.",
         ),
     ],
     overrides: Overrides = None,
@@ -46,47 +46,51 @@ def serve_reward(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Environment variable with the bearer token that clients must send.",
+            help="Environment variable that contains the bearer token clients must send.",
         ),
     ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Answers scored in one call.")] = 64,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Maximum answers per call of the reward.")
+    ] = 64,
     max_wait_ms: Annotated[
         float,
-        typer.Option(min=0.0, help="How long an answer waits for others to be scored with it."),
+        typer.Option(
+            min=0.0, help="Maximum milliseconds that an answer waits for others to share its call."
+        ),
     ] = 5.0,
     max_body: Annotated[
-        float, typer.Option(min=0.001, help="Maximum body of a request, in megabytes.")
+        float, typer.Option(min=0.001, help="Maximum size of a request body, in megabytes.")
     ] = 32.0,
     max_items: Annotated[int, typer.Option(min=1, help="Maximum answers per request.")] = 1024,
     max_waiting: Annotated[
         int,
-        typer.Option(min=1, help="Maximum waiting answers of all requests; more are refused."),
+        typer.Option(
+            min=1, help="Maximum waiting answers over all requests. Requests beyond it are refused."
+        ),
     ] = 16384,
     rate: Annotated[
         float | None,
-        typer.Option(
-            min=0.001, help="Maximum requests per second of one client. Default: unlimited."
-        ),
+        typer.Option(min=0.001, help="Maximum requests per second per client. Default: unlimited."),
     ] = None,
     concurrency: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Simultaneous calls of the reward. A function has this many worker processes.",
+            help="Concurrent calls of the reward. A function gets this many worker processes.",
         ),
     ] = 1,
     timeout: Annotated[
         float,
         typer.Option(
             min=0.01,
-            help="Time limit of a request in seconds; it is answered by then, scored or not.",
+            help="Time limit of a request, in seconds. Answers without a score by then fail.",
         ),
     ] = 60.0,
     max_kept: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Scores of a deterministic reward that are cached in memory; 0: none.",
+            help="Scores of a deterministic reward to cache in memory. 0: no cache.",
         ),
     ] = 65536,
     end: Annotated[
@@ -94,14 +98,16 @@ def serve_reward(
         typer.Option(
             "--end",
             metavar="TEXT",
-            help="Text to remove from the end of answers; may be repeated. Default: common end "
+            help="Text to remove from the end of answers. Can be repeated. Default: common end "
             "tokens.",
         ),
     ] = None,
 ) -> None:
-    """Serve a reward over HTTP: POST /get_reward, the protocol of OpenRLHF and of recipes whose
-    reward is an address. KEY=VALUE: settings of the reward, as in a recipe's reward section
-    (`settings.answer=label`).
+    """Serve a reward over HTTP for recipes with `reward: http://...` and for OpenRLHF
+    (POST /get_reward).
+
+    KEY=VALUE are settings of the reward, as in a recipe's reward section, e.g.
+    `settings.answer=label`.
     """
     require_server_libraries("serve-reward", "prometheus_client")
     from valence.rewards.server import serve
@@ -118,7 +124,7 @@ def serve_reward(
         rate=rate,
     )
     service = reward_service(
-        reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept
+        reward, overrides or [], limits, token=token_of(token_env), ends=end, keep=max_kept
     )
     serve(
         service,
@@ -138,7 +144,7 @@ def reward_service(
     ends: list[str] | None,
     keep: int,
 ) -> Service:
-    """Load the reward. Raises UserError for one that cannot be served."""
+    """Load the reward. Raises UserError if it cannot be served."""
     from valence.config.load import load_reward
     from valence.rewards import reward_of
     from valence.rewards.pool import WorkerPool
@@ -146,10 +152,10 @@ def reward_service(
 
     if target.startswith(("http://", "https://")):
         raise UserError(
-            "this is already the address of a server",
+            "a server's address cannot be served again",
             code="reward-not-servable",
             where=target,
-            fix="name it in the recipe's reward section",
+            fix="use the address as `reward` in the recipe",
         )
     settings = [
         f"timeout={limits.timeout}",
@@ -163,7 +169,7 @@ def reward_service(
             "requests contain text, not tokens",
             code="reward-needs-tokens",
             where="settings.unit",
-            fix="set settings.unit=characters, or words",
+            fix="add settings.unit=characters or settings.unit=words",
         )
     loaded, pools = list[str](), list[WorkerPool]()
 
@@ -189,7 +195,7 @@ def reward_service(
                 "requests contain text, not tokens",
                 code="reward-needs-tokens",
                 where=target,
-                fix="serve a function without completion_ids",
+                fix="serve a function without the parameter completion_ids",
             )
         pools.append(pool)
         return pool
@@ -206,7 +212,8 @@ def _log(line: str) -> None:
         write_line(escape_control(line), sys.stderr)
 
 
-def _token(variable: str | None) -> str | None:
+def token_of(variable: str | None) -> str | None:
+    """The value of an environment variable. Raises UserError when it is empty."""
     if variable is None:
         return None
     token = os.environ.get(variable)
@@ -215,6 +222,6 @@ def _token(variable: str | None) -> str | None:
             f"the environment variable {variable} is not set",
             code="environment-variable-missing",
             where="--token-env",
-            fix="set it to a long random text",
+            fix="set it to a long random string",
         )
     return token

@@ -1,5 +1,5 @@
-"""--json: what a program reads of a run goes to standard output, an object a line, and what people
-read to standard error.
+"""--json: events of a run go to standard output, one JSON object per line, and messages for people
+to standard error.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ from valence.terminal import ResilientStream, json_line, write_line
 
 
 class EventStream:
-    """A sink of a run that writes each record as metrics.jsonl has it: strict JSON, numbers that
-    are not finite as strings. Before the records it says which run it is, behind them how it ended.
+    """A sink that writes each record like metrics.jsonl: strict JSON, non-finite numbers as
+    strings.
+
+    The first line names the run, the last line says how it ended.
     """
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
         self._folder: Path | None = None
-        self.over = False
+        self.has_ended = False
 
     def start(self, config: Mapping[str, Any], folder: Path | None, taken_up: bool) -> None:
         self._folder = folder
         self._write({"event": "started", "run": _text(folder), "resumed": taken_up})
 
     def log(self, record: Mapping[str, float | int | str]) -> None:
-        from valence.runs.folder import finite  # imports torch, as whoever logs has
+        from valence.runs.folder import finite  # imports torch, which the run has imported already
 
         self._write(finite(record))
 
     def close(self) -> None:
-        """The last line is yet to come."""
+        """Do nothing: ``ended`` writes the last line."""
 
-    def ended(self, status: str, exit_status: int, **more: Any) -> None:
-        """The last line."""
-        self.over = True
+    def ended(self, status: str, exit_status: int, **fields: Any) -> None:
+        """Write the last line."""
+        self.has_ended = True
         folder = self._folder
-        there = {
-            what: folder / name if folder else None
-            for what, name in (("model", "model"), ("report", "report.html"))
+        outputs = {
+            key: folder / name if folder else None
+            for key, name in (("model", "model"), ("report", "report.html"))
         }
         paths = {
-            what: _text(path if path and path.exists() else None) for what, path in there.items()
+            key: _text(path if path and path.exists() else None) for key, path in outputs.items()
         }
         self._write(
             {
@@ -56,12 +58,12 @@ class EventStream:
                 **paths,
                 "status": status,
                 "exit_status": exit_status,
-                **more,
+                **fields,
             }
         )
 
     def done(self, folder: Path) -> None:
-        """The run has come to its end, now or earlier."""
+        """Write the last line of a run that has finished, now or earlier."""
         self._folder = folder
         self.ended("done", 0)
 
@@ -69,42 +71,44 @@ class EventStream:
         write_line(json_line(line), self._file)
 
 
-def must_be_open(wanted: bool) -> None:
-    """Raises UserError where lines are wanted and there is nothing to write them to."""
-    if wanted and sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
+def must_be_open(as_json: bool) -> None:
+    """Raise UserError if JSON lines are requested and standard output is closed."""
+    if as_json and sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
         raise UserError(
-            "the standard output is closed",
+            "standard output is closed",
             code="output-closed",
             where="--json",
-            fix="leave --json out, or let it write somewhere",
+            fix="remove --json, or redirect standard output to a file or a program",
         )
 
 
 @contextmanager
-def failing(wanted: bool) -> Iterator[None]:
-    """Write the last line for a mistake that is found inside the block, before a run starts."""
+def failing(as_json: bool) -> Iterator[None]:
+    """Write the last line for a UserError in the block, before a run starts."""
     try:
         yield
     except UserError as error:
-        if wanted:
+        if as_json:
             EventStream(sys.stdout).ended("failed", MISTAKE, error=str(error), code=error.code)
         raise
 
 
 @contextmanager
-def streaming(wanted: bool, rank: int = 0) -> Iterator[EventStream | None]:
-    """The stream, if one is wanted and this is rank 0. Inside the block everything else that is
-    printed goes to standard error, also by other ranks, libraries in C and processes that a reward
-    starts. An error that ends the block ends the stream as well."""
-    if not wanted:
+def streaming(as_json: bool, rank: int = 0) -> Iterator[EventStream | None]:
+    """Open the stream of events on rank 0, if requested.
+
+    Inside the block all other output goes to standard error, also that of other ranks, of C
+    libraries and of processes that a reward starts. An error that leaves the block ends the stream.
+    """
+    if not as_json:
         yield None
         return
-    must_be_open(wanted)
+    must_be_open(as_json)
     if rank:
         with _stdout_to_stderr():
             yield None
         return
-    console.plain = sys.stdout.isatty()  # else lines would be written into what is drawn there
+    console.plain = sys.stdout.isatty()  # a progress bar would be mixed with the lines
     with _stdout_to_stderr() as file:
         stream = EventStream(file)
         try:
@@ -114,8 +118,8 @@ def streaming(wanted: bool, rank: int = 0) -> Iterator[EventStream | None]:
             raise
         finally:
             console.plain = False
-            if not stream.over:
-                stream.ended("failed", 1, error="a defect; see standard error")
+            if not stream.has_ended:
+                stream.ended("failed", 1, error="a bug in Valence; see standard error")
 
 
 @contextmanager
@@ -127,25 +131,40 @@ def _stdout_to_stderr() -> Iterator[IO[str]]:
     stdout = sys.stdout
     with suppress(OSError):
         stdout.flush()
-    if _descriptor(stdout) != 1:  # an object that only this program writes to
+    if _descriptor(stdout) != 1:  # not inherited by other programs
         with redirect_stdout(sys.stderr):
             yield stdout
         return
     try:
         os.fstat(2)
-    except OSError:  # standard error is closed, and the next file that is opened would become it
+    except OSError:  # standard error is closed: the next opened file would replace it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    kept = os.dup(1)  # not inherited by other programs
-    file = os.fdopen(kept, "w", encoding=stdout.encoding, errors=stdout.errors, closefd=False)
+    duplicate = os.dup(1)  # not inherited by other programs
+    file = os.fdopen(duplicate, "w", encoding=stdout.encoding, errors=stdout.errors, closefd=False)
     try:
         os.dup2(2, 1)
         with redirect_stdout(sys.stderr):
             yield ResilientStream(file, "standard output")  # type: ignore[misc]
     finally:
-        with suppress(OSError):  # each line was flushed; one that could not be written was reported
+        with suppress(OSError):  # each line was flushed; write errors were reported
             file.close()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(duplicate, 1)
+        os.close(duplicate)
+
+
+@contextmanager
+def stdout_to_stderr(wanted: bool) -> Iterator[IO[str] | None]:
+    """A file that writes to standard output, if one is wanted. Inside the block everything else
+    that is printed goes to standard error."""
+    if not wanted:
+        yield None
+        return
+    console.plain = sys.stdout.isatty()
+    try:
+        with _stdout_to_stderr() as file:
+            yield file
+    finally:
+        console.plain = False
 
 
 def _descriptor(file: IO[str]) -> int | None:

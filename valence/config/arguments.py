@@ -72,7 +72,7 @@ def _as_json(path: tuple[str, ...], value: Any) -> str:
         return json.dumps(value)
     except TypeError:
         raise UserError(
-            f"a recipe cannot hold a value of type {type(value).__name__}",
+            f"a recipe cannot contain a value of type {type(value).__name__}",
             code="setting-type",
             where=dotted(path),
             fix="use a number, a text, a list or a mapping",

@@ -26,7 +26,7 @@ def read_recipe_text(path: Path) -> str:
             "this is a folder, not a recipe",
             code="path-is-folder",
             where=str(path),
-            fix=f"name a file in it: {', '.join(recipes[:5])}" if recipes else "name a .yaml file",
+            fix=f"use a file in it: {', '.join(recipes[:5])}" if recipes else "use a .yaml file",
         )
     try:
         data = path.read_bytes()
@@ -88,7 +88,7 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
     """
     if chosen == "chatml" or _is_jinja(chosen):
         return chosen
-    fix = "name a Jinja file, or chatml; null is the tokenizer's own template"
+    fix = "set it to a Jinja file or to chatml; null uses the template of the tokenizer"
     try:
         text = Path(locate_data(chosen, folder)).read_text(encoding="utf-8")
     except UserError as error:

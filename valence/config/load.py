@@ -147,10 +147,10 @@ def load_recipe(
     if training and "train" not in rows:
         problems.append(
             UserError(
-                "there is nothing to train on",
+                "the recipe has no training data",
                 code="train-data-missing",
                 where=raw.where(("data", "train")),
-                fix="name a file of rows: `train: feedback.jsonl`",
+                fix="set data.train to a file of rows, such as `train: feedback.jsonl`",
             )
         )
     if problems:

@@ -93,14 +93,17 @@ def override(raw: RawRecipe, assignment: str) -> RawRecipe:
     name, equals, text = assignment.partition("=")
     parts = name.strip().split(".")
     if not equals or not text.strip() or not all(parts):
-        fix = "write setting=value, such as train.seed=1 (null for nothing)"
+        fix = "write setting=value, such as train.seed=1 (null for no value)"
         if os.path.isfile(assignment):
             fix = (
                 f"pass a file to an option that reads it, such as --data {assignment}, or to a "
                 f"setting"
             )
         raise UserError(
-            f"cannot read {assignment!r}", code="override-syntax", where=COMMAND_LINE, fix=fix
+            f"{assignment!r} is not a setting with a value",
+            code="override-syntax",
+            where=COMMAND_LINE,
+            fix=fix,
         )
     path = _resolve(raw.values, parts)
     reader = _Reader(COMMAND_LINE, lines=False)
@@ -108,7 +111,7 @@ def override(raw: RawRecipe, assignment: str) -> RawRecipe:
         node = reader.compose(text)
     except (YAMLError, RecursionError) as error:
         raise UserError(
-            f"cannot read {assignment!r}: {_problem(error)}",
+            f"{assignment!r} is not valid YAML: {_problem(error)}",
             code="override-syntax",
             where=COMMAND_LINE,
             fix=_classify_syntax_error(error, text)[1],
@@ -281,7 +284,7 @@ def _text(text: str, where: str) -> str:
             "half of a surrogate pair is not a character",
             code="text-encoding",
             where=where,
-            fix="write the whole character",
+            fix="write the complete character",
         )
     return text
 

@@ -167,8 +167,8 @@ def _reference(c: Case) -> Iterator[Issue]:
     if not any(method.needs_reference for method in c.methods):
         yield no_effect(
             "reference",
-            why=f"{c.method.name} reads no reference",
-            fix="choose a method that reads one",
+            why=f"{c.method.name} does not use a reference",
+            fix="choose a method that uses one",
         )
     elif c.reads_no_reference:
         yield no_effect(
@@ -180,7 +180,7 @@ def _reference(c: Case) -> Iterator[Issue]:
     if c.method.online:
         yield no_effect(
             "reference.cache",
-            why="every round has new completions, so that no log-probability is read again",
+            why="every round has new completions, so no log-probability is reused",
             fix="train on stored completions",
         )
 
@@ -221,7 +221,7 @@ def _data(c: Case) -> Iterator[Issue]:
                 yield no_effect(
                     f"data.{name}.{i}.split",
                     why="a file has no splits",
-                    fix="name a data set of the hub",
+                    fix="use a data set of the hub",
                 )
 
 
@@ -262,7 +262,7 @@ def _losses(c: Case) -> Iterator[Issue]:
     if loss.get("kl_target") is not None and loss.get("kl_beta") == 0:
         yield conflict(
             "loss.kl_target",
-            "loss.kl_beta is adjusted by factors, so that 0 stays 0",
+            "loss.kl_beta is adjusted by factors, so it stays 0",
             "start with a small loss.kl_beta, or remove loss.kl_target",
         )
     if c.mixed and any(method.is_reward_model for method in c.methods):
@@ -278,7 +278,8 @@ def _train(c: Case) -> Iterator[Issue]:
     if c.method.online:
         yield no_effect(
             "train.drop_last",
-            why="a round continues with the first prompts after the last",
+            why="rounds start over with the first prompt after the last one, so no step is "
+            "incomplete",
             fix="remove it",
         )
     else:
@@ -325,9 +326,7 @@ def _eval(c: Case) -> Iterator[Issue]:
             fix="set data.eval",
         )
     if c.method.online:
-        yield no_effect(
-            "eval.train_examples", why="the training rows are prompts", fix="leave it out"
-        )
+        yield no_effect("eval.train_examples", why="the training rows are prompts", fix="remove it")
 
 
 def _rollout(c: Case) -> Iterator[Issue]:
@@ -337,7 +336,7 @@ def _rollout(c: Case) -> Iterator[Issue]:
     if not method.online:
         yield no_effect(
             "rollout",
-            why=f"{method.name} trains on stored completions, so that the policy is not sampled",
+            why=f"{method.name} trains on stored completions, so the policy is not sampled",
             fix="set reward",
         )
         return

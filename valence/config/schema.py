@@ -332,12 +332,12 @@ class Model(Section):
     name: Text
     """Folder or hub id of the model."""
     dtype: Dtype = "auto"
-    """Data type of the computation.
+    """Compute dtype.
 
-    Trained weights have float32 masters (float64 with float64). auto: bfloat16 where the hardware
-    multiplies it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else float32. A
-    resumed run keeps its type. The environment variable VALENCE_DTYPE replaces the automatic
-    choice.
+    Trainable weights are always kept in float32 (float64 with float64). auto: bfloat16 where the
+    hardware multiplies it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else
+    float32. A resumed run keeps its type. The environment variable VALENCE_DTYPE replaces the
+    automatic choice.
     """
     lora: LoraSettings | None = None
     """Train a low-rank adapter instead of all weights."""
@@ -349,7 +349,7 @@ class Model(Section):
     the extra `eightbit`.
     """
     tokenizer: Text | None = None
-    """Folder or hub id of the tokenizer. Default: the model's own."""
+    """Folder or hub id of the tokenizer. Default: that of the model."""
     gguf_file: Text | None = None
     """Name of a GGUF file inside the model folder to read the weights from."""
     attributes: list[Text] | None = None
@@ -373,7 +373,7 @@ class Model(Section):
         if not trains_adapter:
             yield conflict(
                 "quantize",
-                "4-bit weights are not trained, only an adapter on them",
+                "4-bit weights cannot be trained, only an adapter on them",
                 "set model.lora, or remove model.quantize",
             )
         if self.gguf_file is not None:
@@ -468,7 +468,7 @@ class Data(Section):
     test: list[SourceSettings] = Field(default_factory=list[SourceSettings])
     """Files to evaluate on once, after training."""
     max_length: Annotated[int, Field(ge=8)] = 1024
-    """Longest prompt with its completion, in tokens."""
+    """Maximum tokens of a prompt with its completion."""
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
     """What to do with longer rows. drop: leave them out. cut_completion: cut off the end of the
     answer (no end-of-turn token is added). cut_prompt: cut off the start of the prompt (oldest
@@ -548,12 +548,11 @@ class RewardSettings(Section):
     name: Text | None = None
     """Name of its metrics. Default: a short form of `reward`."""
     weight: float = 1.0
-    """Factor of the reward in the sum."""
+    """Weight of the reward in the sum."""
     clip: tuple[float, float] | None = None
     """Smallest and largest reward; values outside are clipped."""
     gate: float | None = None
-    """A completion with a smaller value of this reward gets no other reward: the rest of the sum
-    counts 0.
+    """If this reward of a completion is smaller, all other rewards of that completion count 0.
     """
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of a rule or a function; settings of a reward model, a server or a judge.
@@ -561,7 +560,7 @@ class RewardSettings(Section):
     deterministic: bool = False
     """The same completion always has the same score, which is cached for the run.
 
-    Rules and reward models always are deterministic.
+    Rules and reward models are always deterministic.
     """
     timeout: PositiveFloat = 60.0
     """Seconds that one call may take.
@@ -580,7 +579,7 @@ class RewardSettings(Section):
     batch_size: PositiveInt = 64
     """Completions per call."""
     token_env: Text | None = None
-    """Environment variable that holds the bearer token of a server."""
+    """Environment variable that contains the bearer token of a server."""
 
     def issues(self) -> Iterator[Issue]:
         if self.judge is not None and self.reward != self.judge:
@@ -618,7 +617,7 @@ class Rollout(Section):
     steps: PositiveInt = 1
     """Optimizer steps per pass, which divide its prompts among them."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 512
-    """Longest completion, in tokens."""
+    """Maximum tokens per completion."""
     temperature: PositiveFloat = 1.0
     """Divides the logits.
 
@@ -717,7 +716,9 @@ class Rollout(Section):
                 "at_once", why="the server decides its batch size", fix="set rollout.engine: hf"
             )
         if self.engine == "openai":
-            yield no_effect(*of_vllm, why="such a server keeps its weights", fix="choose vllm")
+            yield no_effect(
+                *of_vllm, why="the weights of such a server cannot be changed", fix="choose vllm"
+            )
         if not self.start:
             yield no_effect("python", why="no server is started", fix="set rollout.start: true")
         elif self.url is not None:
@@ -749,9 +750,9 @@ class Mix(Section):
     batch_size: PositiveInt | None = None
     """Examples per optimizer step. Default: train.batch_size."""
     convert: Convert | None = None
-    """As data.convert."""
+    """Like data.convert."""
     threshold: float | None = None
-    """As data.threshold."""
+    """Like data.threshold."""
     loss: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Settings of its loss."""
 
@@ -878,7 +879,9 @@ class Parallel(Section):
 
 class Eval(Section):
     every: Annotated[PositiveFloat, WholeFromOne] = 50.0
-    """Evaluate every N optimizer steps; below 1, every such fraction of an epoch."""
+    """Evaluation interval: 1 or more is a number of optimizer steps, less is a fraction of an
+    epoch.
+    """
     at_start: bool = True
     """Also evaluate before the first step."""
     max_examples: PositiveInt | None = None
@@ -893,7 +896,7 @@ class Samples(Section):
     prompts: NonNegativeInt = 0
     """Answer N evaluation prompts before and after training, for the report."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 128
-    """Longest answer, in tokens."""
+    """Maximum tokens per answer."""
     temperature: NonNegativeFloat = 0.7
     """Sampling temperature; 0 takes the most likely token."""
 
@@ -950,7 +953,7 @@ class SinkSettings(Section):
     Default: MLFLOW_TRACKING_URI, or files in the run's folder.
     """
     mode: Literal["auto", "online", "offline"] = "auto"
-    """Whether wandb sends. auto: as WANDB_MODE says, else online if there is a key and offline if
+    """Whether wandb uploads. auto: as WANDB_MODE says, else online if there is a key and offline if
     there is none.
     """
     tags: list[Text] = Field(default_factory=list[Text])
@@ -1084,5 +1087,7 @@ class Recipe(Section):
         names = [reward.log_name for reward in self.reward]
         if len(set(names)) < len(names):
             yield conflict(
-                "reward", "two rewards have the same name in the log", "change the `name` of one"
+                "reward",
+                "two rewards have the same name in the log",
+                "set a different `name` for one of them",
             )

@@ -115,7 +115,7 @@ REMARKS = {
         "Nothing to do; expect more examples than rows.",
     ),
     "boundary_merges": (
-        "prompt and answer would merge into one token, and were kept apart: {rows}",
+        "prompt and answer would merge into one token, and were tokenized separately: {rows}",
         "Nothing to do: sampling sees the same tokens.",
     ),
     "bos_in_text": ("prompts contain BOS; none was added: {rows}", "Nothing to do."),
@@ -125,11 +125,11 @@ REMARKS = {
     ),
     "cut_prompt": (
         "rows lost their oldest turns, or the start of their text: {rows}",
-        "Raise data.max_length to keep them whole.",
+        "Raise data.max_length to keep them complete.",
     ),
     "cut_completion": (
         "rows lost the end of an answer, and have no end-of-turn token: {rows}",
-        "Raise data.max_length to keep them whole.",
+        "Raise data.max_length to keep them complete.",
     ),
     "logps_of_others": (
         "answers were not sampled at temperature 1 from all tokens, so their log-probabilities "
@@ -225,7 +225,7 @@ def _cost(cut: Truncation) -> Iterator[str]:
     )
     yield (
         f"{rows} are longer than max_length ({cut.max_length:,} tokens); {cut.keeps_99:,} "
-        f"would keep 99 % of the rows whole."
+        f"would keep 99 % of the rows complete."
     )
     yield f"long_rows: {cut.long_rows} loses {tokens}. To lose less, raise data.max_length."
 

@@ -30,13 +30,13 @@ from valence.types import (
 class Unused(StrEnum):
     """Why a conversion does not use an example."""
 
-    UNDECIDED = "its soft label does not say that the chosen answer is the better one"
-    NO_OTHER_JUDGED = "its prompt has no other judged answer"
-    NO_OTHER_UP = "its prompt has no other answer judged up"
-    NO_OTHER_DOWN = "its prompt has no other answer judged down"
+    UNDECIDED = "its soft label does not prefer the chosen answer"
+    NO_OTHER_JUDGED = "its prompt has no other rated answer"
+    NO_OTHER_UP = "its prompt has no other answer rated up"
+    NO_OTHER_DOWN = "its prompt has no other answer rated down"
     NO_OTHER_SCORED = "its prompt has no other scored answer"
-    JUDGED_DOWN = "judged down"
-    JUDGED_BOTH_WAYS = "the same answer is judged both ways"
+    JUDGED_DOWN = "rated down"
+    JUDGED_BOTH_WAYS = "the same answer has both labels"
     SAME_SCORES = "all answers of its prompt have the same score"
     BETWEEN_BEST_AND_WORST = "its score is between the best and the worst of its prompt"
     WITHIN_THRESHOLD_OF_ALL = "its score is within the threshold of all others of its prompt"
@@ -404,7 +404,7 @@ def shared_ratings(
                 code="rows-rated-differently",
                 where=str(judgement.origin),
                 fix="train on rows that all have a label, all have a score or all have "
-                "attributes; leave out the others",
+                "attributes; remove the others",
             )
     return shared
 

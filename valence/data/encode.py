@@ -263,7 +263,7 @@ class Encoder:
         if marker := next((name for name in sorted(self.template.markers) if name in prompt), None):
             raise RowError(
                 "template_in_text",
-                f"the prompt is plain text that already holds {marker}, a token of the chat "
+                f"the prompt is plain text that already contains {marker}, a token of the chat "
                 f"template",
                 "set data.as_chat: false if the rows are rendered with the template already; "
                 f"or remove {marker} from them, to make each prompt a user message",
@@ -309,9 +309,7 @@ class Encoder:
                     "the tokens of an earlier turn merge with the text around it, or its "
                     "prompt differs"
                 )
-                raise RewrittenTurnError(
-                    "not_a_prefix", message, "leave data.train_on at completion"
-                )
+                raise RewrittenTurnError("not_a_prefix", message, "set data.train_on: completion")
         answers: list[TokenizedCompletion] = []
         for part in rendered:
             # Answers share the shortest context; what others have more of it precedes their own
@@ -328,7 +326,7 @@ class Encoder:
         ids, mask = marked
         if not any(mask):
             raise RowError(
-                "no_weight", "all assistant turns of the answer have weight 0", "leave this row out"
+                "no_weight", "all assistant turns of the answer have weight 0", "remove this row"
             )
         if self._stops.issuperset(i for i, trained in zip(ids, mask, strict=True) if trained):
             raise _empty_answer()
@@ -374,7 +372,7 @@ class Encoder:
             raise RowError(
                 "empty_prompt",
                 "the prompt has no tokens",
-                "start it with the model's BOS token at least",
+                "add at least the model's BOS token",
             )
         answers: list[TokenizedCompletion] = []
         for completion in completions:
@@ -399,8 +397,8 @@ class Encoder:
             raise RowError(
                 "another_vocabulary",
                 "its tokens are those of another tokenizer",
-                "train the model that gave the answers, or set format: scored (or demonstration) "
-                "to read them as text",
+                "train the model that sampled the answers, or set format: scored (or "
+                "demonstration) to read them as text",
             )
         if sampled is None or not sampled.logps or not row.follows:
             return ()
@@ -469,8 +467,8 @@ class Encoder:
         reasons = {
             "drop": f"{length.longest} tokens",
             "cut_completion": f"the prompt alone has {length.prompt} tokens",
-            "cut_prompt": f"{length.longest} tokens, and too many still when the prompt is cut "
-            f"as far as it may be",
+            "cut_prompt": f"{length.longest} tokens, too many even with "
+            f"the shortest possible prompt",
         }[self.long_rows]
         shortened = (
             f", of which {self.answers} are for the answer (rollout.max_new_tokens)"
@@ -527,7 +525,7 @@ def _check_turns(completion: Chat) -> None:
         raise RowError(
             "not_an_answer",
             "the completion does not start and end with an assistant turn",
-            "put the turns before the answer into the prompt, and leave out those after it",
+            "put the turns before the answer into the prompt, and remove those after it",
         )
     for message in messages:
         content = message.get("content")
@@ -553,9 +551,7 @@ def _one_per_turn(example: Demonstration) -> list[Example]:
 
 
 def _empty_answer() -> RowError:
-    return RowError(
-        "empty_answer", "the answer is empty", "leave this row out, or write the answer"
-    )
+    return RowError("empty_answer", "the answer is empty", "remove this row, or write the answer")
 
 
 def _mixed(wanted: str, content: Content) -> RowError:

@@ -257,7 +257,7 @@ def read_pairwise_feedback(row: Columns) -> Preference:
         raise UserError(
             "both outputs have the same reward, so neither is preferred",
             code="row-pair-tied",
-            fix="leave out tied rows",
+            fix="remove tied rows",
         )
     return _to_preference(
         row, prompt, *((a, b) if values.label(row.get("label"), row.name("label")) else (b, a))
@@ -269,7 +269,7 @@ def _to_preference(row: Columns, prompt: Content, chosen: Content, rejected: Con
         raise UserError(
             "the chosen and the rejected answer are the same",
             code="row-pair-identical",
-            fix="leave out pairs without a difference",
+            fix="remove pairs without a difference",
         )
     return Preference(
         prompt=prompt,
@@ -366,7 +366,7 @@ def _read_scores(row: Columns, count: int) -> tuple[float, ...]:
         return numbers
     if any(rank < 1 or rank != int(rank) for rank in numbers):
         raise UserError(
-            f"{name} is {values.shown(value)}, and must hold whole numbers from 1",
+            f"{name} is {values.shown(value)}, and must contain whole numbers from 1",
             code="row-rank-invalid",
             fix="rank the best 1",
         )

@@ -9,9 +9,9 @@ from valence.errors import UserError
 from valence.types import Origin
 
 REMEDIES = {
-    "Config name is missing": "set subset: one of those available, or name one of its files",
+    "Config name is missing": "set subset to one of those available, or use one of its files",
     "BuilderConfig": "set subset: one of those available",
-    "Unknown split": "set split: one of those that there are",
+    "Unknown split": "set split to one of those available",
 }
 """How what the library says of a mistake in a name begins, and what mends it."""
 
@@ -34,7 +34,7 @@ def hub_rows(
     except (OSError, ValueError, DatasetsError) as error:
         reason = " ".join(str(error).splitlines()[:2])
         fix = next((fix for begins, fix in REMEDIES.items() if reason.startswith(begins)), None)
-        general = "check the name and your access to it, or download its files and name one of them"
+        general = "check the name and your access to it, or download its files and use one of them"
         raise UserError(
             f"the hub data set cannot be loaded: {reason}",
             code="hub-dataset",
@@ -64,11 +64,11 @@ def _check_answers(path: str) -> None:
         httpx.head(config.HF_ENDPOINT, timeout=5.0)
     except httpx.TransportError as error:
         raise UserError(
-            f"there is no such file, and the hub does not answer ({error})",
+            f"the file does not exist, and the hub cannot be reached ({error})",
             code="hub-unreachable",
             where=path,
             fix=(
-                "name a file, or go online, or set HF_HUB_OFFLINE=1 to use what was downloaded "
-                "before"
+                "use an existing file, check the network, "
+                "or set HF_HUB_OFFLINE=1 to use downloaded data"
             ),
         ) from error

@@ -68,7 +68,7 @@ def conversion_to(
         )
     if conversion is not None and not conversion.serves(kind):
         raise UserError(
-            f"{name} makes {WORDS[conversion.gives]}, but the method needs {WORDS[kind]}",
+            f"{name} produces {WORDS[conversion.gives]}, but the method needs {WORDS[kind]}",
             code="conversion-mismatch",
             where="data.convert",
             fix="remove it, or choose another conversion or method",
@@ -196,8 +196,8 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
         )
     if isinstance(e, Prompt) and e.info:
         ways.append(
-            f"keys on this file, if its other columns ({', '.join(sorted(e.info))}) hold the "
-            f"answers"
+            f"keys on this file, if its other columns ({', '.join(sorted(e.info))}) contain "
+            f"the answers"
         )
     return UserError(
         f"the rows are {_described(e)}, but the method needs {WORDS[kind]}",
@@ -206,8 +206,8 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
         fix=(
             f"set {', or '.join(ways)}; or choose a method for such rows{_method_for(e)}"
             if ways
-            else f"choose a method for such rows{_method_for(e)}, or other data: no conversion "
-            f"makes such rows usable"
+            else f"choose a method for such rows{_method_for(e)}, or use other data: "
+            f"these rows cannot be converted"
         ),
     )
 

@@ -522,11 +522,11 @@ class _Zeros:
         """Raises UserError when there are both."""
         if self.zero and self.minus:
             raise UserError(
-                f"{self.column} is 0 here and -1 at {self.minus}, so 0 may be a row without a "
-                f"verdict",
+                f"{self.column} is 0 here and -1 at {self.minus}, so 0 may mean "
+                f"that there is no rating",
                 code="label-zero-ambiguous",
                 where=str(self.zero),
-                fix="leave out rows without a verdict, and write the labels as true and false",
+                fix="remove rows without a rating, and write the labels as true and false",
             )
 
 
@@ -607,21 +607,21 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
         return BadRow(
             row.origin,
             error.what + hint,
-            error.fix or "correct the row or leave it out",
+            error.fix or "correct or remove the row",
             error.code,
         )
     if other is not None:
         return BadRow(
             row.origin,
             f"the row has the format {other}, and the file's first rows have {layout.format}",
-            "put rows of another format in a file of their own, or set format",
+            "put rows of another format into a separate file, or set format",
             "row-format-differs",
         )
     if layout.rating is None and not layout.is_named and rated_format(row.value, layout.keys):
         return BadRow(
             row.origin,
             f"the row has a {RATING}, and the file's first rows have none",
-            f"put judged rows in a file of their own, or set format: {layout.format} to ignore "
+            f"put rated rows into a separate file, or set format: {layout.format} to ignore "
             f"the {RATING}",
             "row-format-differs",
         )
@@ -634,7 +634,7 @@ def _check_and_weight(example: Example, source: Source) -> Example | BadRow:
         _check_numbers(example)
     except UserError as error:
         return BadRow(
-            example.origin, error.what, error.fix or "correct the row or leave it out", error.code
+            example.origin, error.what, error.fix or "correct or remove the row", error.code
         )
     return _weighted(example, source.weight)
 
@@ -672,7 +672,7 @@ def _weighted(example: Example, weight: float) -> Example | BadRow:
         return replace(example, weight=values.weight(example.weight, "weight") * weight)
     except UserError as error:
         return BadRow(
-            example.origin, error.what, error.fix or "correct the row or leave it out", error.code
+            example.origin, error.what, error.fix or "correct or remove the row", error.code
         )
 
 

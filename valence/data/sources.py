@@ -90,7 +90,7 @@ def _rows(
             f"{name}: {split or subset} is set for a file, and only hub data sets have {name}s",
             code="split-not-a-hub-dataset",
             where=path,
-            fix=f"remove {name}, and keep the rows of each {name} in a file of its own",
+            fix=f"remove {name}, and put the rows of each {name} into a separate file",
         )
     else:
         rows = _file(path, file, notes)
@@ -103,7 +103,7 @@ def _rows(
             "the file has no rows",
             code="file-empty",
             where=path,
-            fix="name a file that holds at least one row",
+            fix="use a file with at least one row",
         )
 
 
@@ -159,14 +159,14 @@ def _check_is_file(path: str, file: Path) -> None:
             "this is a folder, and a file is needed",
             code="path-is-folder",
             where=path,
-            fix=f"name a file in it, such as {inside[0]}" if inside else "name a data file",
+            fix=f"use a file in it, such as {inside[0]}" if inside else "use a data file",
         )
     if file.exists():
         raise UserError(
             "this is neither a file nor a folder",
             code="file-not-regular",
             where=path,
-            fix="name a regular file",
+            fix="use a regular file",
         )
     if not file.parent.is_dir():
         raise UserError(
@@ -217,7 +217,7 @@ def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
     suffix = _suffix(file)
     if suffix not in READERS:
         raise UserError(
-            f"files ending in {suffix or 'nothing'} are not read",
+            f"files ending in {suffix or 'nothing'} are not supported",
             code="file-suffix-unknown",
             where=path,
             fix=f"use one of {', '.join(READERS)} (each may also end in .gz)",
@@ -291,7 +291,7 @@ def _jsonl_row(decoder: StrictDecoder, line: bytes, origin: Origin) -> Row | Bad
         return BadRow(
             origin,
             f"the line is not valid JSON: {error.msg}, at column {error.colno}",
-            "write one whole JSON object per line, with names and text in double quotes",
+            "write one complete JSON object per line, with names and text in double quotes",
             "json-syntax",
         )
     except ValueError as error:
@@ -395,10 +395,10 @@ def _document(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
     )
     if len(lists) > 1:
         raise UserError(
-            f"the file holds several lists of rows: {', '.join(lists)}",
+            f"the file contains several lists of rows: {', '.join(lists)}",
             code="file-several-lists",
             where=path,
-            fix="keep each list in a file of its own",
+            fix="put each list into a separate file",
         )
     if not lists:
         yield _row(value, decoder.fault, Origin(path, 1))
@@ -471,7 +471,7 @@ def _record(
     return BadRow(
         Origin(path, line),
         f"the record has {len(cells)} fields, and the header has {len(header)}",
-        f"put fields that hold {delimiter!r} in double quotes",
+        f"put fields that contain {delimiter!r} in double quotes",
         "csv-field-count",
     )
 
@@ -520,7 +520,7 @@ def _header(path: str, line: int, cells: list[str]) -> list[str]:
             f"the header names a column twice: {', '.join(twice[:5])}",
             code="column-duplicate",
             where=f"{path}:{line}",
-            fix="give every column a name of its own",
+            fix="give every column a unique name",
         )
     return header
 
@@ -547,7 +547,7 @@ def _parquet(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | Ba
                 "two columns have the same name",
                 code="column-duplicate",
                 where=path,
-                fix="give every column a name of its own",
+                fix="give every column a unique name",
             )
         for batch in table.iter_batches():
             for value in _batch_rows(batch):

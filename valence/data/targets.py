@@ -46,12 +46,13 @@ def with_targets(units: TokenizedDataset, kind: str, names: Sequence[str]) -> To
 
 
 def _lacks(unit: TokenizedExample, kind: str) -> UserError:
-    message = f"the row has no {kind}, which the model is to learn"
+    message = f"the row has no {kind}, which the model is trained on"
     return UserError(
         message,
         code="row-target-missing",
         where=str(unit.origin),
-        fix="judge all rows alike, or choose a method or loss.verdict for what they have",
+        fix="give all rows the same kind of rating, or choose a method or loss.verdict for these "
+        "ratings",
     )
 
 

@@ -313,7 +313,7 @@ class ChatTemplate:
         places = _trained(messages, 0)
         if places and self.turn_end.token is None:
             reason = "the template prints no token that ends an earlier turn"
-            raise RewrittenTurnError("not_a_prefix", reason, "leave data.train_on at completion")
+            raise RewrittenTurnError("not_a_prefix", reason, "set data.train_on: completion")
         for i in places:
             before = self.render(messages[:i], tools, ask=True)
             upto = self.render(messages[: i + 1], tools, ask=False).removesuffix(
@@ -564,7 +564,7 @@ class ChatTemplate:
                 raise RowError(
                     "not_printed",
                     f"the chat template leaves out turn {i + 1} ({message['role']})",
-                    "leave that turn out of the data, or use a model whose template prints it",
+                    "remove that turn from the data, or use a model whose template prints it",
                 )
 
 

@@ -67,9 +67,8 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNOREC
 LABEL_FIX = (
     "write true or false, 1 or 0 (or -1), yes or no, up or down, chosen or rejected, good or "
     "bad, positive or negative, "
-    "like or dislike, thumbs_up or thumbs_down, :+1: or :-1:, upvote or downvote; put a graded "
-    "judgement into a column "
-    "called score"
+    "like or dislike, thumbs_up or thumbs_down, :+1: or :-1:, upvote or downvote; put graded "
+    "ratings into a column called score"
 )
 CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -141,7 +140,7 @@ def number(value: object, name: str) -> float:
             code="row-decimal-comma" if comma else "row-number-invalid",
             fix="write a decimal point instead of the comma"
             if comma
-            else f"correct {name} or leave the row out",
+            else f"correct {name} or remove the row",
         )
     return result
 
@@ -166,7 +165,7 @@ def weight(value: object, name: str) -> float:
         raise UserError(
             f"{name} is {result}, and must not be negative",
             code="row-number-range",
-            fix="use a weight of 0 or more; to learn against an answer, judge it false",
+            fix="use a weight of 0 or more; to train against an answer, label it false",
         )
     return result
 
@@ -193,8 +192,7 @@ def attributes(value: object, name: str) -> dict[str, float]:
         raise UserError(
             f"{name} is {shown(value)}, and must be an object of attributes with a score each",
             code="row-value-type",
-            fix='write {"helpfulness": 3, "correctness": 4}; a column that holds anything else '
-            "needs another name",
+            fix='write {"helpfulness": 3, "correctness": 4}; rename a column with other content',
         )
     scores = {
         attribute: number(score, f"{attribute} in {name}")
@@ -205,7 +203,7 @@ def attributes(value: object, name: str) -> dict[str, float]:
         raise UserError(
             f"{name} has no score",
             code="row-scores-empty",
-            fix="give at least one attribute a score, or leave the row out",
+            fix="give at least one attribute a score, or remove the row",
         )
     return scores
 
@@ -249,7 +247,7 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
         raise UserError(
             f"{name} is {shown(value)}, and must be an object",
             code="row-value-type",
-            fix=f"correct {name} or leave it out",
+            fix=f"correct or remove {name}",
         )
     return value
 
@@ -329,8 +327,8 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
         raise UserError(
             f"weight of {name} is {shown(turn_weight)}, and must be 0 or 1",
             code="row-weight-invalid",
-            fix="write 0 for a turn that is not to be learnt; the weight of the whole row has a "
-            "column of its own",
+            fix="write 0 for a turn that is not trained "
+            "on; the weight of the row is a separate column",
         )
     ignored = {"weight": 0} if role == "assistant" and turn_weight == 0 else {}
     return {"role": role, "content": content, **rest, **ignored}
@@ -367,7 +365,7 @@ def parts_as_text(parts: Sequence[object], name: str) -> str:
             raise UserError(
                 f"part {number} of {name} has type {shown(kind)}, and only text can be trained on",
                 code="row-content-parts",
-                fix="leave out rows with images, audio or files, or replace these parts by text",
+                fix="remove rows with images, audio or files, or replace these parts by text",
             )
         if not isinstance(text_of, str):
             raise UserError(
@@ -386,9 +384,9 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
     """
     if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
         raise UserError(
-            f"{name} is an object that holds the chat turns in its messages",
+            f"{name} is an object with the chat turns in its messages",
             code="row-nested-messages",
-            fix=f"name the place of the turns: keys: {{prompt: {name}.messages}}",
+            fix=f"set their place: keys: {{prompt: {name}.messages}}",
         )
     if is_parts(value):
         value = parts_as_text(cast(list[object], value), name)
@@ -439,8 +437,8 @@ def text(value: object, name: str) -> str:
             f"{name} is a list of chat turns written as text",
             code="row-turns-as-text",
             fix=(
-                "store the list itself, in jsonl or parquet; as text the model would be shown "
-                "its brackets and quotes"
+                "store the list itself, in jsonl or parquet; as text, the model would "
+                "see its brackets and quotes"
             ),
         )
     return value
@@ -487,7 +485,7 @@ def exchange(
 def _check_not_empty(text: str, name: str) -> str:
     if not text.strip():
         raise UserError(
-            f"{name} is empty", code="row-completion-empty", fix="leave out rows without an answer"
+            f"{name} is empty", code="row-completion-empty", fix="remove rows without an answer"
         )
     return text
 
@@ -518,9 +516,9 @@ def check_answer(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
         turn.get("weight") == 0 for turn in messages if turn["role"] == "assistant"
     ):
         raise UserError(
-            f"{name} has an answer with weight 0, so there is nothing to learn from it",
+            f"{name} has an answer with weight 0, so it is not trained on",
             code="row-weight-zero",
-            fix="leave out the row, or remove the weight of the turn that is to be learnt",
+            fix="remove the row, or the weight of the turn to train on",
         )
     return tuple(messages)
 

@@ -142,7 +142,7 @@ class Vocab:
                 raise RowError(
                     "id_out_of_range",
                     f"token id {i} is not in the vocabulary of {size} tokens",
-                    "tokenise the rows with the tokenizer of this model",
+                    "tokenize the rows with the tokenizer of this model",
                 )
         return ids
 

@@ -116,7 +116,7 @@ class _Worker:
             stderr=subprocess.PIPE if rank == 0 else subprocess.STDOUT,
             # otherwise Ctrl-C reaches it from the terminal and from the launcher
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
             pass_fds=(listening.fileno(),) if rank == 0 else (),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -258,7 +258,7 @@ def _environment(rank: int, nproc: int, listening: socket.socket) -> dict[str, s
 _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In a new process: receive SIGTERM (and save) if the launcher is killed."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -38,7 +38,7 @@ from valence.data.label_audit import (
 from valence.data.load import columns_of, read_together, stream
 from valence.data.sources import BadRow, Row
 from valence.errors import UserError
-from valence.jobs.cross_fit import FEWEST, cross_fit
+from valence.jobs.cross_fit import MIN_ROWS, cross_fit
 from valence.jobs.row_job import as_line, check_line, check_output, refuse_inputs
 from valence.lifecycle.scorers import LogProbScorer, RewardModelScorer, load_scorer
 from valence.models.features import completion_states
@@ -51,15 +51,15 @@ from valence.trainer.targets import is_run, with_files
 from valence.types import Judgement, Preference, TokenizedExample, content_id
 
 TOP = 20
-"""Rows that are listed, unless something else is asked for."""
+"""Default number of suspicious rows to list."""
 SHOWN = 5
-"""Bad rows that are named."""
+"""Maximum number of bad rows to list."""
 C_FORM, C_STATES = 1.0, 3.0
-"""Inverse strengths of the penalty: of features of the form, and of hidden states."""
+"""Inverse strengths of the L2 penalty for form features and for hidden states."""
 TOKENS = 8192
-"""Tokens that run at once, unless the recipe says otherwise."""
+"""Default number of tokens per forward pass."""
 NO_MODEL: dict[str, Any] = {"method": "kto", "model": {"name": "none", "dtype": "float32"}}
-"""The recipe with which rows are read where no model is named."""
+"""The recipe for reading rows without a model."""
 
 RatedKind = Literal["thumbs", "scores", "pairs"]
 SIDES: dict[RatedKind, tuple[str, str]] = {
@@ -97,7 +97,7 @@ class FormAudit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspectRow:
-    """A row whose label the model contradicts.
+    """A row with a label that the model contradicts.
 
     score: 1 minus the cross-fitted probability of the given label. given, predicted: for thumbs the
     label, otherwise the name of the class.
@@ -115,7 +115,7 @@ class HiddenStateAudit:
     """Labels that a classifier on the model's hidden states contradicts.
 
     auc: of cross-fitted probabilities against the given labels. rows: number of rows with hidden
-    states. num_suspects: rows whose label is contradicted; suspects: the first of them, most
+    states. num_suspects: rows with a contradicted label; suspects: the first of them, most
     suspicious first. Both are empty unless ``can_tell``.
     """
 
@@ -260,7 +260,7 @@ class RowAudit:
     """The audit of all rows, and what it says about each of them.
 
     probabilities: of the given label, by the row's index; empty for a kind where the model cannot
-    tell the labels apart. votes: of the raters of these rows, if they are known.
+    separate the labels. votes: of the raters of these rows, if they are known.
     """
 
     audit: LabelAudit
@@ -284,18 +284,18 @@ def audit_labels(
     """Audit the labels of the rated rows in these files.
 
     files: paths, or sections as in a recipe. model: folder or hub id, a run's folder, or a recipe,
-    whose hidden states are compared with the labels. out: gets the rows again with ``info.audit``,
-    most suspicious first. top: suspicious rows to list. format: of files that name none. overrides:
-    settings of the model.
+    to compare its hidden states with the labels. out: file for the rows with ``info.audit``, the
+    most suspicious first. top: number of suspicious rows to list. format: of files without one.
+    overrides: settings of the model.
 
-    Raises UserError for a mistake in the request, and when no row has a label or preference.
+    Raises UserError for invalid arguments, and if no row has a label or preference.
     """
     if out is not None and model is None:
         raise UserError(
-            "rows are sorted by a model's predictions of their labels",
+            "writing sorted rows needs a model to predict their labels",
             code="out-needs-model",
             where="--out",
-            fix="name a model or a run with --model, or decide on the rows with --review",
+            fix="add --model MODEL, or add --review to review the rows",
         )
     result = audit_rows(
         files,
@@ -335,13 +335,13 @@ def audit_rows(
         check_output(out)
     source = with_files(model or NO_MODEL, files, overrides, format=format)
     sources = source.recipe.data.eval
-    for number, each in enumerate(sources):
-        if each.path in [other.path for other in sources[:number]]:
+    for number, item in enumerate(sources):
+        if item.path in [other.path for other in sources[:number]]:
             raise UserError(
                 "this file is listed twice",
                 code="file-listed-twice",
-                where=each.path,
-                fix="list it once",
+                where=item.path,
+                fix="remove one of the two",
             )
     if out is not None:
         refuse_inputs([out], [source.path for source in sources])
@@ -379,10 +379,10 @@ def audit_rows(
         model=model,
     )
     probabilities = {
-        rows.rated[each.kind][place].index: probability
-        for each in kinds
-        if each.states is not None and each.states.can_tell
-        for place, probability in (states[each.kind].probabilities or {}).items()
+        rows.rated[kind_audit.kind][index].index: probability
+        for kind_audit in kinds
+        if kind_audit.states is not None and kind_audit.states.can_tell
+        for index, probability in (states[kind_audit.kind].probabilities or {}).items()
     }
     return RowAudit(audit, rows, probabilities, duplicates, votes)
 
@@ -391,13 +391,13 @@ def audit_rows(
 
 
 def _check_writable(out: Path, rows: AuditRows) -> None:
-    """Raises UserError for rows that cannot be written to one file."""
+    """Raise UserError for rows that cannot be written to one file."""
     if sum(bool(group) for group in rows.rated.values()) > 1:
         raise UserError(
             "rows of several kinds cannot be written to one file",
             code="rows-of-two-kinds",
             where=str(out),
-            fix="audit the files of thumbs, of scores and of pairs one after the other",
+            fix="audit files with thumbs, scores and pairs separately",
         )
     for row in rows.rows:
         check_line(row.value, row.origin)
@@ -444,18 +444,18 @@ def _nothing_rated(files: Sequence[str], rows: AuditRows) -> UserError:
         f"from the others, or a preference" + (f" (first: {first.reason})" if first else ""),
         code="no-rated-rows",
         where=str(first.origin) if first else ", ".join(files),
-        fix=(first.fix if first else "") or "name files of thumbs, scores or pairs",
+        fix=(first.fix if first else "") or "use files with thumbs, scores or pairs",
     )
 
 
 def _votes(sources: Sequence[SourceSettings]) -> list[Vote]:
     """The votes in exports, and in files of votes that an import wrote next to the rows."""
     votes: list[Vote] = []
-    for group in read_together([each for each in sources if is_source(each.format)]):
+    for group in read_together([item for item in sources if is_source(item.format)]):
         options = ReadOptions(paths=dict(group[0].keys))
-        read = read_votes(group[0].format or "", [each.path for each in group], options)
+        read = read_votes(group[0].format or "", [item.path for item in group], options)
         votes += [vote for vote in read if isinstance(vote, Vote)]
-    for path in dict.fromkeys(_votes_path(Path(each.path)) for each in sources):
+    for path in dict.fromkeys(_votes_path(Path(item.path)) for item in sources):
         if path is not None:
             votes += _stored_votes(path)
     return votes
@@ -475,10 +475,10 @@ def _stored_votes(path: Path) -> Iterator[Vote]:
             yield Vote.from_dict(json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
-                "this is no vote of an import",
+                "this line is not a vote that `valence import` wrote",
                 code="votes-file-invalid",
                 where=f"{path}:{number}",
-                fix="repeat the import, or move the file elsewhere",
+                fix="repeat the import, or move this file to another folder",
             ) from error
 
 
@@ -491,7 +491,7 @@ def _located(pair: OppositeLabels) -> tuple[str, str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """probabilities: of the given label, by the place of the row; None where a class has too few
+    """probabilities: of the row's label, by the index of the row; None if a class has too few
     rows with states. auc, interval: of the classes between which the classifier decides.
     """
 
@@ -521,16 +521,16 @@ def _oriented(
 ) -> tuple[Tensor, list[bool]]:
     """Features [n, d] and labels with two classes.
 
-    Of a pair, the difference between the sides, in a random order; the label says whether the first
-    one is the better one.
+    For a pair, the difference between its sides in a random order; the label is True if the first
+    side is better.
     """
     features: list[Tensor] = []
     labels: list[bool] = []
     generator = random.Random(0)
     for item in items:
-        first, *others = completions(item)
-        is_swapped = bool(others) and generator.random() < 0.5
-        difference = first - others[0] if others else first
+        first, *second = completions(item)
+        is_swapped = bool(second) and generator.random() < 0.5
+        difference = first - second[0] if second else first
         features.append(-difference if is_swapped else difference)
         labels.append(item.label is not is_swapped)
     return torch.stack(features), labels
@@ -538,15 +538,15 @@ def _oriented(
 
 def is_enough(labels: Sequence[bool]) -> bool:
     """Whether each class has rows for each fold."""
-    return min(sum(labels), len(labels) - sum(labels)) >= FEWEST
+    return min(sum(labels), len(labels) - sum(labels)) >= MIN_ROWS
 
 
 def _audit_form(kind: RatedKind, items: Sequence[RatedRow]) -> FormAudit | None:
     forms = [[form_of(text) for text in item.texts] for item in items]
     names = list(forms[0][0])
     vectors = {
-        id(item): [torch.tensor(list(form.values())).log1p() for form in each]
-        for item, each in zip(items, forms, strict=True)
+        id(item): [torch.tensor(list(form.values())).log1p() for form in item_forms]
+        for item, item_forms in zip(items, forms, strict=True)
     }
     features, labels = _oriented(items, lambda item: vectors[id(item)])
     if not is_enough(labels):
@@ -593,19 +593,21 @@ def _all_states(
     console: Console,
     quiet: bool,
 ) -> dict[RatedKind, _States]:
-    """Runs the model over the rows of each kind that has some."""
+    """Run the model on the rows of each kind."""
     if not quiet:
         print_message(console, f"loading and checking {target}")
     policy, encoder = load_policy(target, source, overrides)
-    asked = source.recipe.train.micro_batch_tokens
-    tokens = asked if isinstance(asked, int) else TOKENS
+    micro_batch_tokens = source.recipe.train.micro_batch_tokens
+    tokens = micro_batch_tokens if isinstance(micro_batch_tokens, int) else TOKENS
     all_states: dict[RatedKind, _States] = {}
     for kind, group in items.items():
         if group:
             units, unusable = _encode(group, encoder)
             states = hidden_states(policy, list(units.values()), tokens, console, quiet)
             all_states[kind] = _cross_fit(
-                {i: list(each) for i, each in zip(units, states, strict=True)}, group, unusable
+                {i: list(tensors) for i, tensors in zip(units, states, strict=True)},
+                group,
+                unusable,
             )
     return all_states
 
@@ -613,7 +615,7 @@ def _all_states(
 def load_policy(
     target: str, source: LoadedRecipe, overrides: Sequence[str] = ()
 ) -> tuple[PolicyModel, Encoder]:
-    """The model of a target, of which ``source`` is the recipe, and what makes its tokens."""
+    """The model of a target and its encoder. source: the recipe of the target."""
     none = source.recipe.data.model_copy(update={name: [] for name in LISTS})
     source = replace(source, recipe=source.recipe.model_copy(update={"data": none}))
     encoder = prepare(source, rewards=False).encoder
@@ -629,7 +631,7 @@ def load_policy(
 def _encode(
     items: Sequence[RatedRow], encoder: Encoder
 ) -> tuple[dict[int, TokenizedExample], dict[str, int]]:
-    """The tokens of each row by its place, and how many have none, by reason."""
+    """The tokens of each row by its index, and the number of rows without tokens by reason."""
     units: dict[int, TokenizedExample] = {}
     unusable: dict[str, int] = {}
     for i, item in enumerate(items):
@@ -649,7 +651,7 @@ def hidden_states(
     console: Console | None = None,
     quiet: bool = False,
 ) -> list[Tensor]:
-    """The states [sides, 2 h] of the completions of each unit. tokens: that run at once."""
+    """The states [sides, 2 h] of the completions of each unit. tokens: per forward pass."""
     if not units:
         return []
     packer = StepPacker(units, device=policy.device)
@@ -657,19 +659,19 @@ def hidden_states(
     with Progress(console or Terminal(), "states", len(units), quiet=quiet) as bar:
         for indices in packer.pack(packer.example_indices, tokens):
             batch = packer.micro_batch(indices)
-            places = [(i, side) for i in indices for side in range(len(units[i].answers))]
-            lengths = [len(units[i].answers[side].ids) for i, side in places]
+            sides = [(i, side) for i in indices for side in range(len(units[i].answers))]
+            lengths = [len(units[i].answers[side].ids) for i, side in sides]
             try:
                 states = completion_states(policy, batch, lengths)
             except torch.OutOfMemoryError as error:
                 raise UserError(
-                    f"there is no memory for {len(batch.tokens)} tokens at once",
+                    f"out of memory with {len(batch.tokens)} tokens per forward pass",
                     code="out-of-memory",
                     where=str(units[indices[0]].origin),
-                    fix="name a recipe with a smaller train.micro_batch_tokens as --model",
+                    fix="use a recipe with a smaller train.micro_batch_tokens as --model",
                 ) from error
             for i in indices:
-                rows = [row for row, (unit, _) in enumerate(places) if unit == i]
+                rows = [row for row, (unit, _) in enumerate(sides) if unit == i]
                 by_unit[i] = states[rows]
             bar.update(len(by_unit))
     return [by_unit[i] for i in range(len(units))]
@@ -679,7 +681,7 @@ def _cross_fit(
     states: Mapping[int, Sequence[Tensor]], items: Sequence[RatedRow], unusable: Mapping[str, int]
 ) -> _States:
     usable = [items[i] for i in states]
-    by_item = {id(items[i]): each for i, each in states.items()}
+    by_item = {id(items[i]): tensors for i, tensors in states.items()}
     if not usable:
         return _States(None, 0.5, (0.0, 1.0), unusable)
     features, labels = _oriented(usable, lambda item: by_item[id(item)])
@@ -687,14 +689,16 @@ def _cross_fit(
         return _States(None, 0.5, (0.0, 1.0), unusable)
     predicted = cross_fit(features, labels, [item.group for item in usable], C_STATES).tolist()
     value, interval = audit_auc(predicted, labels)
-    given = [p if label else 1 - p for p, label in zip(predicted, labels, strict=True)]
-    return _States(dict(zip(states, given, strict=True)), value, interval, unusable)
+    label_probabilities = [
+        p if label else 1 - p for p, label in zip(predicted, labels, strict=True)
+    ]
+    return _States(dict(zip(states, label_probabilities, strict=True)), value, interval, unusable)
 
 
 def _suspects(items: Sequence[RatedRow], states: _States, top: int) -> HiddenStateAudit | None:
     if states.probabilities is None:
         return None
-    order = sorted(states.probabilities.items(), key=lambda each: (each[1], each[0]))
+    order = sorted(states.probabilities.items(), key=lambda pair: (pair[1], pair[0]))
     suspects = [
         SuspectRow(
             origin=str(items[i].row.origin),
@@ -715,7 +719,7 @@ def _suspects(items: Sequence[RatedRow], states: _States, top: int) -> HiddenSta
 
 
 def _verdict(item: RatedRow, probability: float) -> dict[str, Any]:
-    """The entries of a report on a row whose given label has this probability."""
+    """The entries of a report on a row with this probability of its label."""
     predicted = item.label if probability >= 0.5 else not item.label
     return {
         "score": round(1 - probability, 4),
@@ -752,11 +756,13 @@ def with_column(value: Mapping[str, Any], path: str, content: Any) -> dict[str, 
     """A row with another value of a column, or of a dotted path into one (see ``lookup``)."""
     if path in value or "." not in path:
         return {**value, path: content}
-    first, _, rest = path.partition(".")
+    first, _, remainder = path.partition(".")
     part = value.get(first)
     if isinstance(part, list):
         items = list(part)
-        place, _, rest = rest.partition(".")
-        items[int(place)] = with_column(items[int(place)], rest, content) if rest else content
+        index, _, remainder = remainder.partition(".")
+        items[int(index)] = (
+            with_column(items[int(index)], remainder, content) if remainder else content
+        )
         return {**value, first: items}
-    return {**value, first: with_column(part if isinstance(part, dict) else {}, rest, content)}
+    return {**value, first: with_column(part if isinstance(part, dict) else {}, remainder, content)}

@@ -1,4 +1,4 @@
-"""Prints the results of `valence audit` and `valence select` on the terminal."""
+"""Print the results of `valence audit` and `valence select`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from rich.table import Table
 
 from valence.data.label_audit import RaterAgreement
 from valence.jobs.audit_labels import SIDES, FormAudit, HiddenStateAudit, KindAudit, LabelAudit
-from valence.jobs.cross_fit import FEWEST
+from valence.jobs.cross_fit import MIN_ROWS
 from valence.jobs.select_prompts import Selection
 from valence.terminal import print_message
 
 SHOWN = 5
-"""Contradictions and raters that are listed."""
+"""Maximum number of contradictions and raters to list."""
 TEXT_LENGTH = 60
-"""Characters of a completion that are shown."""
+"""Maximum characters shown of a completion."""
 RELIABLE, TENTATIVE = 0.8, 0.667
 """Krippendorff's limits for alpha: reliable data, and data for tentative conclusions."""
 
@@ -25,12 +25,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def print_audit(audit: LabelAudit, console: Console) -> None:
-    for each in audit.kinds:
-        up, down = SIDES[each.kind]
-        line = counted(each.rows, each.kind.removesuffix("s"))
-        if each.kind != "pairs":
-            line += f": {each.up:,} {up}, {each.down:,} {down}"
-        if each.kind == "scores":
+    for kind in audit.kinds:
+        up, down = SIDES[kind.kind]
+        line = counted(kind.rows, kind.kind.removesuffix("s"))
+        if kind.kind != "pairs":
+            line += f": {kind.up:,} {up}, {kind.down:,} {down}"
+        if kind.kind == "scores":
             line += " (above and below their mean)"
         print_message(console, line)
     if audit.unrated:
@@ -42,16 +42,16 @@ def print_audit(audit: LabelAudit, console: Console) -> None:
             print_message(console, f"  {bad}", "yellow")
     _print_contradictions(audit, console)
     _print_agreement(audit.agreement, console)
-    for each in audit.kinds:
-        _print_form(each, console)
+    for kind in audit.kinds:
+        _print_form(kind, console)
     if audit.model is None:
         _print_title("Likely wrong labels", console)
-        print_message(console, "Name a model or a run with --model to look for them.")
-    for each in audit.kinds if audit.model is not None else ():
-        _print_states(each, console)
+        print_message(console, "Add --model MODEL to find them.")
+    for kind in audit.kinds if audit.model is not None else ():
+        _print_states(kind, console)
     if audit.out:
         print_message(
-            console, f"\nAll rows that can be read are in {audit.out}, the most suspicious first."
+            console, f"\nAll readable rows are in {audit.out}, the most suspicious first."
         )
 
 
@@ -70,7 +70,7 @@ def _print_contradictions(audit: LabelAudit, console: Console) -> None:
     )
     for row, other in audit.contradictions[:SHOWN]:
         print_message(console, f"  {row} against {other}")
-    if any(each.kind != "pairs" for each in audit.kinds):
+    if any(kind.kind != "pairs" for kind in audit.kinds):
         verb = "has" if near == 1 else "have"
         print_message(
             console,
@@ -88,7 +88,7 @@ def _print_agreement(agreement: RaterAgreement | None, console: Console) -> None
         return
     alpha = agreement.alpha
     meaning = (
-        "undefined, as all votes are the same"
+        "undefined, because all votes are equal"
         if alpha is None
         else f"{alpha:.2f}, "
         + (
@@ -101,7 +101,7 @@ def _print_agreement(agreement: RaterAgreement | None, console: Console) -> None
     )
     print_message(
         console,
-        f"Krippendorff's alpha is {meaning} (1: perfect, 0: chance; {RELIABLE:g} or more is "
+        f"Krippendorff's alpha is {meaning} (1 is perfect, 0 is chance, {RELIABLE:g} or more is "
         f"reliable). {counted(agreement.targets, 'completion')} "
         f"{'has' if agreement.targets == 1 else 'have'} several raters, who disagree in "
         f"{agreement.disagreement:.0%} of the pairs of votes.",
@@ -115,25 +115,26 @@ def _print_agreement(agreement: RaterAgreement | None, console: Console) -> None
 
 def _print_form(audit: KindAudit, console: Console) -> None:
     up, down = SIDES[audit.kind]
-    _print_title(f"Form alone: {audit.kind}", console)
+    _print_title(f"Labels from form alone: {audit.kind}", console)
     if audit.form is None:
         print_message(console, _too_few(audit))
         return
     form = audit.form
-    summary = f"A classifier that sees only this table's columns has an AUC of {_auc_text(form)}"
+    summary = f"A classifier on the features in this table has an AUC of {_auc_text(form)}"
     if form.is_predictive:
         summary += (
-            f". Of a completion of each class ({up}, {down}), it ranks the "
-            f"right one first in {form.auc:.0%} of cases without reading what they say. A model "
-            "can learn the form instead of the content; if your raters did not mean it, balance "
-            "the rows."
+            f". Without reading the text, it ranks a completion rated {up} above one rated {down} "
+            f"in {form.auc:.0%} of cases. A model can learn the form instead of the content. "
+            f"Unless your raters meant the form, balance the rows."
         )
     else:
-        summary += ": the form does not reliably give the label away."
+        summary += ": the form does not reliably predict the label."
     print_message(console, summary)
     table = Table("per completion", up, down, "AUC alone", box=None, pad_edge=False)
-    for each in form.features:
-        table.add_row(each.name, f"{each.up:.2f}", f"{each.down:.2f}", f"{each.auc:.2f}")
+    for feature in form.features:
+        table.add_row(
+            feature.name, f"{feature.up:.2f}", f"{feature.down:.2f}", f"{feature.auc:.2f}"
+        )
     console.print(table)
 
 
@@ -149,7 +150,7 @@ def _with_interval(auc: float, interval: tuple[float, float]) -> str:
 def _too_few(audit: KindAudit) -> str:
     classes = " and ".join(SIDES[audit.kind])
     needed = "pairs" if audit.kind == "pairs" else f"rows of each of {classes}"
-    return f"Too few rows: at least {FEWEST} {needed} are needed."
+    return f"Too few rows: at least {MIN_ROWS} {needed} are needed."
 
 
 def _print_states(audit: KindAudit, console: Console) -> None:
@@ -157,55 +158,55 @@ def _print_states(audit: KindAudit, console: Console) -> None:
     states = audit.states
     for reason, count in audit.unusable.items():
         verb = "is" if count == 1 else "are"
-        line = f"{counted(count, 'row')} {verb} left out for the model: {reason}"
+        line = f"{counted(count, 'row')} {verb} not used by the model: {reason}"
         print_message(console, line, "yellow")
     if states is None:
-        num_left = audit.rows - sum(audit.unusable.values())
-        left = f" {num_left:,} of {audit.rows:,} are left." if audit.unusable else ""
-        print_message(console, f"{_too_few(audit)}{left}")
+        num_usable = audit.rows - sum(audit.unusable.values())
+        usable = f" {num_usable:,} of {audit.rows:,} can be used." if audit.unusable else ""
+        print_message(console, f"{_too_few(audit)}{usable}")
         return
     quality = f"The model predicts labels of held-out rows with an AUC of {_auc_text(states)}"
     if not states.can_tell:
-        print_message(console, f"{quality}: it cannot tell the labels apart, so no row is listed.")
+        print_message(console, f"{quality}: it cannot separate the labels, so no row is listed.")
         return
     print_message(
         console,
-        f"{quality}. It contradicts {states.num_suspects:,} of {states.rows:,} labels. Read these "
-        "rows first, for example with --review; many of their labels may still be right.",
+        f"{quality}. It contradicts {states.num_suspects:,} of {states.rows:,} labels. Check these "
+        "rows first, for example with --review. Many of their labels may be right.",
     )
     if audit.form is not None and audit.form.auc > states.interval[0]:
         print_message(
             console,
-            "The form alone predicts the labels about as well, so the list may show rows of an "
-            "unusual form rather than wrong labels.",
+            "The form alone predicts the labels about as well, so these rows may have an unusual "
+            "form instead of a wrong label.",
             "yellow",
         )
     table = Table("row", "score", "given", "predicted", "completion", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
-    for each in states.suspects:
-        words = " ".join(each.completion.split())
-        text = f"{words[:TEXT_LENGTH]}..." if len(words) > TEXT_LENGTH else words
-        given, predicted = (
+    for suspect in states.suspects:
+        completion = " ".join(suspect.completion.split())
+        text = f"{completion[:TEXT_LENGTH]}..." if len(completion) > TEXT_LENGTH else completion
+        given_label, predicted = (
             SIDES["thumbs"][0 if label else 1] if isinstance(label, bool) else label
-            for label in (each.given, each.predicted)
+            for label in (suspect.given, suspect.predicted)
         )
-        table.add_row(each.origin, f"{each.score:.2f}", given, predicted, text)
+        table.add_row(suspect.origin, f"{suspect.score:.2f}", given_label, predicted, text)
     console.print(table)
 
 
 def print_selection(selection: Selection, console: Console) -> None:
     for reason, count in selection.left_out.items():
         verb = "is" if count == 1 else "are"
-        print_message(console, f"{counted(count, 'row')} {verb} left out: {reason}", "yellow")
+        print_message(console, f"{counted(count, 'row')} {verb} skipped: {reason}", "yellow")
     if selection.auc is not None and selection.interval is not None:
         quality = _with_interval(selection.auc, selection.interval)
         line = f"The model predicts labels of held-out rows with an AUC of {quality}"
         if selection.order == "diversity":
-            line += ": it cannot tell the labels apart, so its doubts mean nothing"
+            line += ": it cannot separate the labels, so its uncertainty is not used"
         print_message(console, f"{line}.")
     order = {
-        "margin": "those come first whose answers the model is least sure of",
-        "diversity": "those come first that are least like the rated ones and each other",
+        "margin": "prompts with the least certain answers come first",
+        "diversity": "prompts that differ most from the rated ones and from each other come first",
     }[selection.order]
     print_message(
         console,

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 FOLDS, REPEATS = 5, 3
-FEWEST = 2 * FOLDS
-"""Rows of each class that are needed: two in each fold."""
+MIN_ROWS = 2 * FOLDS
+"""Minimum number of rows of each class: two in each fold."""
 ITERATIONS = 200
 
 
@@ -27,7 +27,7 @@ def cross_fit(features: Tensor, labels: Sequence[bool], groups: Sequence[str], c
     x = standardize(features)
     y = torch.tensor(labels, dtype=torch.float64, device=x.device)
     folds = [_folds(labels, groups, seed) for seed in range(REPEATS)]
-    held_out = torch.stack([of == k for of in folds for k in range(FOLDS)], 1).to(
+    held_out = torch.stack([fold == k for fold in folds for k in range(FOLDS)], 1).to(
         x.device
     )  # [n, REPEATS * FOLDS]
     weights, biases = fit_logistic(x, y, (~held_out).double(), c)
@@ -80,5 +80,5 @@ def _folds(labels: Sequence[bool], groups: Sequence[str], seed: int) -> Tensor:
     order = list(label_of)
     random.Random(seed).shuffle(order)
     order.sort(key=lambda group: label_of[group])
-    fold_of = {group: place % FOLDS for place, group in enumerate(order)}
+    fold_of = {group: index % FOLDS for index, group in enumerate(order)}
     return torch.tensor([fold_of[group] for group in groups])

@@ -1,4 +1,4 @@
-"""Votes of a feedback tool, written as rows that train."""
+"""Import the votes of a feedback tool as training rows."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from valence.types import Origin
 EVERY = 5.0
 """Seconds between messages about how many votes were read."""
 SHOWN_MODELS = 10
-"""Models that the summary lists."""
+"""Maximum number of models in the summary."""
 EXAMPLE_LENGTH = 60
-"""Characters that are shown of something that was skipped."""
+"""Maximum characters shown of a skipped item."""
 FIXES: dict[SkipReason, str] = {
-    "machine": "--include-machine imports them",
-    "other_model": "name one of the models in the export with --model, or leave it out",
-    "before_since": "give an earlier date with --since",
-    "no_conversation": "add the file that holds the conversations",
-    "shape_unknown": "say where the parts are with --prompt and --completion",
+    "machine": "add --include-machine to import them",
+    "other_model": "set --model to a model in the export, or remove it",
+    "before_since": "set --since to an earlier date",
+    "no_conversation": "also pass the file that contains the conversations",
+    "shape_unknown": "set the paths of the parts with --prompt and --completion",
 }
-"""What helps where nothing was imported for this reason."""
+"""The fix if nothing was imported for a reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedCount:
-    """How many were skipped for a reason, and the first of them."""
+    """The number of items that were skipped for a reason, and the first of them."""
 
     count: int
     place: str
@@ -62,7 +62,7 @@ class SkippedCount:
 
 @dataclass(frozen=True, slots=True)
 class RowsFile:
-    """A file of rows. command: what checks a training run on it."""
+    """A file of rows. command: checks a training run on it."""
 
     path: str
     kind: str
@@ -72,7 +72,7 @@ class RowsFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSummary:
-    """What an import did.
+    """The result of an import.
 
     votes: read now, each of which is in ``counts``; total: in all imports into the same --out.
     skipped: by reason, most frequent first. models: how many of the votes that were read are on
@@ -120,35 +120,36 @@ def import_feedback(
     console: Console | None = None,
     quiet: bool = False,
 ) -> ImportSummary:
-    """Add the votes of an export to those of earlier imports into ``out``, and write the rows that
-    they make.
+    """Add the votes of an export to those of earlier imports into ``out``, and write their rows.
 
-    ``out`` gets the rows of the source's main kind, and files beside it the others; see
-    ``ImportStore``. files: of the export. url: of the tool's server, from which the votes are read
-    instead. token_env: the variable of the environment that has the server's key, by default the
-    tool's own. since: an ISO date, or "last" for the newest vote of this source in ``out``; older
-    votes are left out. model: leave out votes on completions of others. is_complete: the export has
-    all votes of the tool, so that stored votes which are not in it were withdrawn. overwrite:
-    replace files of rows that somebody edited.
+    ``out`` gets the rows of the source's main kind, and files next to it the other kinds; see
+    ``ImportStore``. files: of the export. url: of the tool's server, to read the votes from
+    instead. token_env: the environment variable with the server's key, by default the tool's
+    variable. since: an ISO date, or "last" for the newest vote of this source in ``out``; older
+    votes are skipped. model: skip votes on completions of other models. is_complete: the export
+    contains all votes of the tool, so stored votes that are not in it were withdrawn. overwrite:
+    replace files of rows that were edited.
 
-    Raises UserError for a mistake in the request, and when no vote can be used.
+    Raises UserError for invalid arguments, and if no vote can be used.
     """
     name, options = source_name(source), options or ReadOptions()
     console = console or Terminal()
     if bool(files) is bool(url):
         raise UserError(
-            "there is nothing to read" if not files else "files and a URL cannot be read together",
+            "the files of the export are missing"
+            if not files
+            else "files and --url cannot be combined",
             code="import-input",
             where=name,
-            fix=f"name {SOURCES[name].files}"
-            + ("; or give --url" if SOURCES[name].is_pullable else ""),
+            fix=f"pass {SOURCES[name].files}"
+            + ("; or add --url to read from the server" if SOURCES[name].is_pullable else ""),
         )
     if is_complete and since is not None:
         raise UserError(
-            "an import of newer votes alone does not have all of them",
+            "--complete cannot be combined with --since, which skips votes",
             code="option-conflict",
             where="--complete",
-            fix="leave out --since or --complete",
+            fix="remove --since or --complete",
         )
     store = ImportStore(out, overwrite=overwrite)
     refuse_inputs(store.paths, files)
@@ -160,7 +161,7 @@ def import_feedback(
             if url
             else _counted(read_votes(name, files, options), count)
         )
-        votes, skipped = _chosen(read, start, model)
+        votes, skipped = _select_votes(read, start, model)
         stored = store.votes
         if is_complete or (url and not start and SOURCES[name].lists_all_votes):
             server = None
@@ -184,7 +185,7 @@ def import_feedback(
         )
         was_withdrawn = num_absent or not all(vote.has_verdict for vote in merged)
         if not (votes or is_up_to_date) or not (any(imported.rows.values()) or was_withdrawn):
-            raise _nothing(name, files, url, skipped)
+            raise _nothing_imported(name, files, url, skipped)
         main = store.main or SOURCES[name].main
         rows = store.write(merged, imported, main)
     merged = [vote for vote in merged if vote.has_verdict]
@@ -198,7 +199,7 @@ def import_feedback(
         counts=counts,
         total=len(merged),
         files=tuple(
-            _written(store.rows_path(kind, main), kind, rows, weights)
+            _rows_file(store.rows_path(kind, main), kind, rows, weights)
             for kind in sorted(ROW_KINDS, key=lambda kind: kind != main)
             if imported.rows[kind]
         ),
@@ -224,23 +225,23 @@ def _start(since: str | None, stored: Sequence[Vote]) -> float:
         date = datetime.fromisoformat(since)
     except ValueError:
         raise UserError(
-            f"{since} is not a date",
+            f"{since!r} is not a date",
             code="date-invalid",
             where="--since",
-            fix="write it as 2026-01-31 or 2026-01-31T12:00:00Z, or write last",
+            fix="write a date such as 2026-01-31 or 2026-01-31T12:00:00Z, or `last`",
         ) from None
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 def _counter(console: Console) -> Callable[[int], None]:
-    """A function that prints how many there are, now and then; the total is not known."""
+    """A function that prints the number of votes every few seconds; the total is unknown."""
     printed = time.monotonic()
 
     def count(number: int) -> None:
         nonlocal printed
         if time.monotonic() - printed >= EVERY:
             printed = time.monotonic()
-            print_message(console, f"{number:,} read")
+            print_message(console, f"{number:,} votes read")
 
     return count
 
@@ -253,10 +254,10 @@ def _counted(
         yield item
 
 
-def _chosen(
+def _select_votes(
     items: Iterable[Vote | Skipped], start: float, model: str | None
 ) -> tuple[list[Vote], list[Skipped]]:
-    """The votes to import as they are read back from the file of votes, and what is left out."""
+    """The votes to import, as they are read back from the file of votes, and the skipped items."""
     votes: list[Vote] = []
     skipped: list[Skipped] = []
     for item in items:
@@ -321,7 +322,7 @@ def _skipped_counts(skipped: Sequence[Skipped]) -> dict[SkipReason, SkippedCount
     }
 
 
-def _written(
+def _rows_file(
     path: Path, kind: RowKind, rows: Mapping[str, int], weights: WeightAdvice | None
 ) -> RowsFile:
     settings = [f"method={METHOD_FOR[KIND_OF[kind]]}", f"data.train={path}"]
@@ -331,7 +332,7 @@ def _written(
     return RowsFile(str(path), kind, rows[path.name], command)
 
 
-def _nothing(
+def _nothing_imported(
     name: str, files: Sequence[str], url: str | None, skipped: Sequence[Skipped]
 ) -> UserError:
     counts = _skipped_counts(skipped)
@@ -344,7 +345,7 @@ def _nothing(
         f"nothing was imported: {reasons or 'the export has no votes'}",
         code="nothing-imported",
         where=_public_name(url) if url else ", ".join(files),
-        fix=fixes[0] if fixes else f"name {SOURCES[name].files}",
+        fix=fixes[0] if fixes else f"pass {SOURCES[name].files}",
     )
 
 
@@ -358,8 +359,8 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
         parts["withdrawn"] = counts.withdrawn
     if counts.superseded:
         parts["superseded by a later vote of the same rater"] = counts.superseded
-    words = ", ".join(f"{number:,} {word}" for word, number in parts.items())
-    print_message(console, f"{_votes(summary.votes)} read: {words}")
+    outcomes = ", ".join(f"{number:,} {outcome}" for outcome, number in parts.items())
+    print_message(console, f"{_votes(summary.votes)} read: {outcomes}")
     period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
     print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}\n")
     if summary.files:
@@ -368,18 +369,18 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
             table.add_row(file.path, f"{file.rows:,}", file.kind)
         console.print(table)
     else:
-        print_message(console, "No stored vote gives a row.")
+        print_message(console, "None of the stored votes can be converted into a row.")
     if summary.skipped:
         print_message(console, "\nSkipped")
         table = Table("count", "reason", "first", box=None, pad_edge=False, show_header=False)
         for reason, skip in summary.skipped.items():
-            table.add_row(f"{skip.count:,}", SKIP_REASONS[reason], _place(skip))
+            table.add_row(f"{skip.count:,}", SKIP_REASONS[reason], _origin(skip))
         console.print(table)
     print_message(console, "")
     for sentence in _sentences(summary):
         print_message(console, sentence)
     if summary.files:
-        print_message(console, "\nNext, with a recipe that names your model:")
+        print_message(console, "\nNext, check the rows with your recipe:")
     for file in summary.files:
         print_message(console, f"  {file.command}")
 
@@ -388,21 +389,21 @@ def _votes(number: int) -> str:
     return f"{number:,} vote{'' if number == 1 else 's'}"
 
 
-def _place(skip: SkippedCount) -> str:
-    words = " ".join(skip.example.split())
-    is_long = len(words) > EXAMPLE_LENGTH
-    words = f"{words[:EXAMPLE_LENGTH]}..." if is_long else words
-    return f"{skip.place} ({words})" if words else skip.place
+def _origin(skip: SkippedCount) -> str:
+    example = " ".join(skip.example.split())
+    is_long = len(example) > EXAMPLE_LENGTH
+    example = f"{example[:EXAMPLE_LENGTH]}..." if is_long else example
+    return f"{skip.place} ({example})" if example else skip.place
 
 
 def _sentences(summary: ImportSummary) -> Iterator[str]:
-    """What the votes are like."""
+    """Statistics of the votes."""
     if weights := summary.weights:
         advice = f"; {weights.remedy}, or loss.class_weights: auto" if weights.remedy else ""
         yield f"Thumbs: {weights.n_up:,} up, {weights.n_down:,} down{advice}"
     if summary.num_raters:
         shared = (
-            f"; {summary.num_shared:,} completions rated by several, who agree in "
+            f"; {summary.num_shared:,} completions have votes of several raters, who agree in "
             f"{summary.agreement:.0%} of the pairs of votes"
             if summary.agreement is not None
             else ""
@@ -411,5 +412,5 @@ def _sentences(summary: ImportSummary) -> Iterator[str]:
     if summary.models:
         total = sum(summary.models.values())
         shares = [f"{name} {number / total:.0%}" for name, number in summary.models.items()]
-        more = f" and {len(shares) - SHOWN_MODELS:,} more" if len(shares) > SHOWN_MODELS else ""
-        yield f"Models: {', '.join(shares[:SHOWN_MODELS])}{more}"
+        suffix = f" and {len(shares) - SHOWN_MODELS:,} more" if len(shares) > SHOWN_MODELS else ""
+        yield f"Models: {', '.join(shares[:SHOWN_MODELS])}{suffix}"

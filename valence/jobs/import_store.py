@@ -1,13 +1,12 @@
-"""The files that imports of feedback into one --out write: all votes, the rows that are made of
-them, and a description of both.
+"""The output files of imports: all votes, their rows, and a description of both.
 
-The rows depend on nothing but the votes. A new state is written beside the old one; then the
+The rows depend only on the votes. A new state is first written to temporary files; then the
 description is replaced by one with the checksums of both states, then the votes, then the rows. An
-import that is killed leaves each file in its old or its new state, and the next one makes the rows
+import that is killed leaves each file in its old or its new state, and the next one writes the rows
 again.
 
-A service that receives votes one by one appends each of them to a file of pending votes, which
-costs the same however many votes there are. The next new state includes them.
+A service that receives single votes appends each of them to a file of pending votes, in constant
+time. The next new state includes them.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from valence.files import check_path, open_file, refuse_links, write_all
 from valence.jobs.row_job import as_line
 from valence.version import __version__
 
-ELSEWHERE = "name another file with --out"
+ELSEWHERE = "choose another file with --out"
 PREVIOUS = "previous"
-"""There, the checksums of the state that an import which was killed began to replace."""
+"""Key of the description: checksums of the state that an interrupted import was replacing."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergeCounts:
-    """What became of the votes that were read. superseded: by later ones among them. withdrawn:
-    votes of earlier imports that do not count any more.
+    """The outcomes of the votes that were read. superseded: by later ones among them. withdrawn:
+    votes of earlier imports that no longer count.
     """
 
     new: int
@@ -52,20 +51,19 @@ class MergeCounts:
 
 
 def vote_line(vote: Vote) -> str:
-    """A vote as a line of the file of votes. Raises ValueError for one that JSON cannot hold."""
+    """A vote as a line of the file of votes. Raises ValueError if JSON cannot represent it."""
     line = as_line(vote.to_dict())
     line.encode()
     return line
 
 
 def merge_votes(stored: Sequence[Vote], votes: Sequence[Vote]) -> tuple[list[Vote], MergeCounts]:
-    """The stored votes with new ones, which replace what has their id or their key and is not
-    newer.
+    """Add new votes to the stored ones. They replace votes with their id or key that are not newer.
 
-    A vote that is replaced keeps its place; new ones come behind, in their order. The same votes
-    again change nothing. Several new votes may have one id: comparisons with several completions.
-    A vote without a verdict withdraws those with its id or key, and is stored in their place, so
-    that an older export does not bring them back.
+    A replacement has the position of the replaced vote; other new votes follow in their order.
+    Adding the same votes again changes nothing. Several new votes may have one id: comparisons with
+    several completions. A vote without a verdict withdraws the votes with its id or key, and is
+    stored in their position, so that an older export does not restore them.
     """
     latest = latest_votes(votes)
     newest = {_id(vote): vote for vote in latest}
@@ -79,18 +77,18 @@ def merge_votes(stored: Sequence[Vote], votes: Sequence[Vote]) -> tuple[list[Vot
         keys_of[_id(vote)].add(vote.key)
     order = {key: len(stored) + number for number, key in enumerate(incoming)}
     new = replaced = unchanged = withdrawn = 0
-    # newest first: what is older than a stored vote stays so, whatever else replaces that one
+    # newest first: a vote older than a stored one is ignored even if another one replaces that
     for key, vote in sorted(incoming.items(), key=lambda item: -item[1].updated_at):
         stale = {other for other in keys_of[_id(vote)] if other not in incoming}
         rivals = sorted(place[other] for other in {key, *stale} if other in place)
         if any(merged[number].updated_at > vote.updated_at for number in rivals):
             unchanged += vote.has_verdict
             continue
-        same = place.get(key)
+        stored_position = place.get(key)
         counted = [number for number in rivals if merged[number].has_verdict]
-        if same is not None and _is_same(merged[same], vote):
+        if stored_position is not None and _is_equal(merged[stored_position], vote):
             unchanged += vote.has_verdict
-            position = same
+            position = stored_position
         else:
             if not vote.has_verdict:
                 withdrawn += len(counted)
@@ -116,8 +114,8 @@ def _id(vote: Vote) -> tuple[str, str]:
     return vote.source, vote.id
 
 
-def _is_same(a: Vote, b: Vote) -> bool:
-    """Whether votes differ in nothing but the file that they were read from."""
+def _is_equal(a: Vote, b: Vote) -> bool:
+    """Whether votes differ at most in the file that they were read from."""
     return vote_line(replace(a, origin=b.origin)) == vote_line(b)
 
 
@@ -125,26 +123,30 @@ class ImportStore:
     """The files of an --out, locked by this process inside ``with store.locked()``.
 
     votes: those of earlier imports, and pending ones. main: the kind of rows in --out itself, None
-    before the first import. pending_size: bytes of the file of pending votes. overwrite: take row
-    files that somebody edited, or that no import wrote.
+    before the first import. pending_size: bytes of the file of pending votes. overwrite: replace
+    row files that were edited, or that no import wrote.
     """
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
         check_path(out)
         if out.suffix not in (".jsonl", ".ndjson"):
             raise UserError(
-                "rows are written as JSON Lines",
+                "the output format is JSON Lines",
                 code="output-not-jsonl",
                 where=str(out),
-                fix="name a file that ends in .jsonl",
+                fix="use a file name that ends in .jsonl",
             )
         if out.is_dir() or not out.parent.is_dir():
-            problem = "this is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+            problem = (
+                "the path is a folder"
+                if out.is_dir()
+                else f"the folder {out.parent} does not exist"
+            )
             raise UserError(
                 problem,
                 code="path-invalid-output",
                 where=str(out),
-                fix="name a file, new or old, in a folder that exists",
+                fix="choose a file in an existing folder",
             )
         self.out, self.overwrite = out, overwrite
         self.votes_path = self._sibling_path("votes", out.suffix)
@@ -171,9 +173,9 @@ class ImportStore:
 
     @contextmanager
     def locked(self) -> Iterator[ImportStore]:
-        """Hold the files against other imports, and read the earlier votes.
+        """Lock the files, and read the earlier votes.
 
-        Raises UserError where another import holds them, or somebody edited them.
+        Raises UserError if another import has locked the files, or they were edited.
         """
         lock = self.out.with_name(f".{self.out.name}.lock")
         refuse_links(lock, lock.parent)
@@ -190,7 +192,7 @@ class ImportStore:
                         "another import is writing this file",
                         code="output-locked",
                         where=str(self.out),
-                        fix="wait until it has ended",
+                        fix="wait until it ends",
                     )
                 stack.callback(lock.unlink, missing_ok=True)
                 self._read()
@@ -199,7 +201,7 @@ class ImportStore:
     @contextmanager
     def _file_errors(
         self,
-        fix: str = "free some space, or name a file that you may write; then repeat the import",
+        fix: str = "free disk space, or choose a file that you can write; then repeat the import",
     ) -> Iterator[None]:
         try:
             yield
@@ -234,10 +236,10 @@ class ImportStore:
         try:
             about = json.loads(self.about_path.read_text(encoding="utf-8"))
             if not isinstance(about, dict):
-                raise ValueError("it is not an object")
+                raise ValueError("not a JSON object")
             about = verify(about, required=True)
             if about.get("main") not in ROW_KINDS or not isinstance(about.get("files"), dict):
-                raise ValueError("it does not describe an import")
+                raise ValueError("not the description of an import")
         except FileNotFoundError:
             return {}
         except (ValueError, RecursionError) as error:
@@ -250,9 +252,7 @@ class ImportStore:
         return about
 
     def _check_unedited(self, path: Path) -> None:
-        """Raises UserError for a file of votes that is not as an import wrote it, and for a file of
-        rows that was changed since.
-        """
+        """Raise UserError if the file of votes or of rows was changed since an import wrote it."""
         known, is_votes = self._known(path), path == self.votes_path
         if is_votes and known and not path.exists():
             # unless the first import was killed before it wrote them
@@ -261,7 +261,7 @@ class ImportStore:
                     "the votes of earlier imports are missing",
                     code="output-lines-missing",
                     where=str(path),
-                    fix=f"restore this file, or delete {self.about_path} to start from nothing",
+                    fix=f"restore this file, or delete {self.about_path} to start over",
                 )
         elif is_votes and not known and path.exists():
             raise self._foreign(path, ELSEWHERE)
@@ -282,7 +282,10 @@ class ImportStore:
 
     def _foreign(self, path: Path, fix: str) -> UserError:
         return UserError(
-            "no import wrote this file", code="output-foreign", where=str(path), fix=fix
+            "this file was not written by an import",
+            code="output-foreign",
+            where=str(path),
+            fix=fix,
         )
 
     def _stored_votes(self) -> Iterator[Vote]:
@@ -292,7 +295,7 @@ class ImportStore:
                     yield Vote.from_dict(json.loads(line))
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise UserError(
-                        f"this version of Valence cannot read the vote ({error})",
+                        f"this version of Valence cannot read this vote ({error})",
                         code="output-line-foreign",
                         where=f"{self.votes_path}:{number}",
                         fix=f"update Valence, or {ELSEWHERE} and import all exports again",
@@ -306,7 +309,7 @@ class ImportStore:
         Raises UserError when it cannot be written; the file is then as it was.
         """
         line = f"{as_line(add_checksum(vote.to_dict()))}\n".encode()
-        with self._pending_lock, self._file_errors("free some space, then vote again"):
+        with self._pending_lock, self._file_errors("free disk space, then vote again"):
             is_new = not self.pending_path.exists()
             with open_file(self.pending_path, self.out.parent, append=True) as file:
                 try:
@@ -320,7 +323,7 @@ class ImportStore:
                 self._sync_folder()
 
     def _read_pending(self) -> list[Vote]:
-        """The pending votes. A line that a crash has cut off is removed: it was not confirmed."""
+        """The pending votes. An incomplete last line, which was not confirmed, is removed."""
         if not self.pending_path.exists():
             return []
         content = self.pending_path.read_bytes()
@@ -341,18 +344,18 @@ class ImportStore:
         return votes
 
     def _remove_pending(self, size: int) -> None:
-        """Remove so many bytes of pending votes, which are in the other files now."""
+        """Remove the first ``size`` bytes of pending votes, which are now in the other files."""
         with self._pending_lock:
             if size == 0:
                 return
-            rest = self.pending_path.read_bytes()[size:]
-            if rest:
-                self._prepare(self.pending_path, rest)
+            remainder = self.pending_path.read_bytes()[size:]
+            if remainder:
+                self._prepare(self.pending_path, remainder)
                 _part_path(self.pending_path).replace(self.pending_path)
             else:
                 self.pending_path.unlink()
             self._sync_folder()
-            self.pending_size = len(rest)
+            self.pending_size = len(remainder)
 
     # A new state
 
@@ -364,11 +367,11 @@ class ImportStore:
         *,
         pending: int | None = None,
     ) -> dict[str, int]:
-        """Write the votes, their rows and the description; nothing where all is as it was.
+        """Write the votes, their rows and the description, if anything has changed.
 
-        pending: how many bytes of pending votes are among the votes; None: all of them.
+        pending: bytes of pending votes that are included in ``votes``; None: all of them.
 
-        Returns the number of rows of each file that has some, by its name.
+        Returns the number of rows by file name.
         """
         pending = self.pending_size if pending is None else pending
         contents = {self.votes_path: _lines(vote_line(vote) for vote in votes)}
@@ -390,16 +393,16 @@ class ImportStore:
         return counts
 
     def refuse_foreign(self, paths: Iterable[Path]) -> None:
-        """Raises UserError for a file that no import wrote, unless it may be overwritten."""
+        """Raise UserError for a file that no import wrote, unless overwriting is allowed."""
         for path in paths:
             if path.exists() and not self._known(path) and not self.overwrite:
-                raise self._foreign(path, f"{ELSEWHERE}, or replace this one with --overwrite")
+                raise self._foreign(path, f"{ELSEWHERE}, or replace this file with --overwrite")
 
     def _replace(self, contents: Mapping[Path, bytes], about: Mapping[str, Any]) -> None:
-        """Put a new state in the place of the old one, in the order that this module describes."""
-        mine = [path for path in self.paths[1:] if path in contents or self._known(path)]
+        """Replace the old state by a new one, in the order that this module describes."""
+        managed = [path for path in self.paths[1:] if path in contents or self._known(path)]
         current = {
-            path.name: {"sha256": _sha256(path.read_bytes())} for path in mine if path.exists()
+            path.name: {"sha256": _sha256(path.read_bytes())} for path in managed if path.exists()
         }
         new = {path.name: {"sha256": _sha256(content)} for path, content in contents.items()}
         if self._about == json.loads(json.dumps(about)) and current == new:
@@ -409,7 +412,7 @@ class ImportStore:
         self._replace_about({**about, PREVIOUS: current})
         for path in contents:
             _part_path(path).replace(path)
-        for path in mine:
+        for path in managed:
             if path not in contents:
                 path.unlink(missing_ok=True)
         self._remove_parts()
@@ -418,7 +421,7 @@ class ImportStore:
         self._about = json.loads(json.dumps(about))  # as the next import will read it
 
     def _remove_parts(self) -> None:
-        """Remove new files that did not take the place of old ones, also of a killed import."""
+        """Remove temporary files, also those of a killed import."""
         for path in (*self.paths, self.pending_path):
             _part_path(path).unlink(missing_ok=True)
 
@@ -461,7 +464,7 @@ class ImportStore:
         self._sync_folder()
 
     def _prepare(self, path: Path, content: bytes) -> None:
-        """Write the new content of a file beside it, and wait until the disk has it."""
+        """Write the new content to a temporary file, and flush it to the disk."""
         with open_file(_part_path(path), path.parent) as file:
             write_all(file, content)
             os.fsync(file.fileno())

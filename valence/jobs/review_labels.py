@@ -1,8 +1,8 @@
-"""Review of suspicious rows: which rows a person decides on, the decisions, and the reviewed file.
+"""Review suspicious rows: the rows to decide on, the decisions, and the reviewed file.
 
 Decisions go to ``NAME.decisions.jsonl``, an append-only log. A decision is on the disk when the
 method that records it returns. The reviewed file is written from the rows and this log, and can be
-written again at any time. A line of the log is a decision, an undo, or the checksum of a reviewed
+rewritten at any time. A line of the log is a decision, an undo, or the checksum of a reviewed
 file that is about to be written.
 """
 
@@ -36,12 +36,12 @@ Choice = Literal["keep", "flip", "drop", "score"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 CASE_ROWS = 6
-"""Rows that are shown together."""
+"""Maximum number of rows that are shown together."""
 
 IDLE_RATIO = 20
-"""How many times longer than a write of the reviewed file the pause after it is at least."""
+"""Minimum pause after a write of the reviewed file, as a multiple of its duration."""
 
-ELSEWHERE = "name another file with --out"
+ELSEWHERE = "choose another file with --out"
 
 
 # The rows to review
@@ -51,13 +51,13 @@ ELSEWHERE = "name another file with --out"
 class Suspicion:
     """Why a row is suspicious.
 
-    others: indices of rows that it contradicts or nearly repeats; of several with the same content,
+    related: indices of rows that it contradicts or nearly repeats; of several with equal content,
     the first.
     """
 
     reason: Literal["contradiction", "near_duplicate", "model", "raters"]
     text: str
-    others: tuple[int, ...] = ()
+    related: tuple[int, ...] = ()
 
 
 Case = tuple[int, ...]
@@ -68,7 +68,7 @@ def find_suspicions(result: RowAudit) -> dict[int, list[Suspicion]]:
     """The suspicious rows of an audit by their index, each with all reasons.
 
     Rows with the opposite label of a row with the same content, or with nearly the same completion;
-    rows whose label the model contradicts; rows whose raters disagree.
+    rows with a label that the model contradicts; rows with disagreeing raters.
     """
     suspicions: dict[int, list[Suspicion]] = defaultdict(list)
     groups: dict[str, list[RatedRow]] = defaultdict(list)
@@ -77,14 +77,14 @@ def find_suspicions(result: RowAudit) -> dict[int, list[Suspicion]]:
     for group in groups.values():
         sides = [[row for row in group if row.direction is side] for side in (True, False)]
         if all(sides):
-            for rows, others in (sides, sides[::-1]):
-                places = _places(others)
+            for rows, opposite in (sides, sides[::-1]):
+                origins = _origins(opposite)
                 text = (
-                    f"The same pair is preferred the other way round in {places}."
+                    f"The same pair is preferred the other way round in {origins}."
                     if group[0].kind == "pairs"
-                    else f"The same completion has the opposite label in {places}."
+                    else f"The same completion has the opposite label in {origins}."
                 )
-                reason = Suspicion("contradiction", text, (others[0].index,))
+                reason = Suspicion("contradiction", text, (opposite[0].index,))
                 for row in rows:
                     suspicions[row.index].append(reason)
     by_example = {id(row.example): row for row in result.rows.all_rated}
@@ -93,19 +93,19 @@ def find_suspicions(result: RowAudit) -> dict[int, list[Suspicion]]:
         up, down = by_example[id(pair.up)], by_example[id(pair.down)]
         similar[up.index].append((down, pair.similarity))
         similar[down.index].append((up, pair.similarity))
-    for index, others in similar.items():
+    for index, duplicates in similar.items():
         text = (
             f"A nearly identical completion has the opposite label in "
-            f"{_places([other for other, _ in others])} (similarity "
-            f"{max(similarity for _, similarity in others):.2f})."
+            f"{_origins([row for row, _ in duplicates])} (similarity "
+            f"{max(similarity for _, similarity in duplicates):.2f})."
         )
-        reason = Suspicion("near_duplicate", text, tuple(other.index for other, _ in others))
+        reason = Suspicion("near_duplicate", text, tuple(row.index for row, _ in duplicates))
         suspicions[index].append(reason)
     for row in result.rows.all_rated:
         probability = result.probabilities.get(row.index, 1.0)
         if probability < 0.5:
-            other = _label_text(row.label_name(not row.label))
-            text = f"The model expects {other}, with probability {1 - probability:.2f}."
+            opposite_label = _label_text(row.label_name(not row.label))
+            text = f"The model predicts {opposite_label}, with probability {1 - probability:.2f}."
             suspicions[row.index].append(Suspicion("model", text))
     verdicts = {(vote.source, vote.id): vote for vote in result.votes}
     for row in result.rows.all_rated:
@@ -116,10 +116,10 @@ def find_suspicions(result: RowAudit) -> dict[int, list[Suspicion]]:
     return dict(suspicions)
 
 
-def _places(rows: Sequence[RatedRow]) -> str:
-    places = [str(row.row.origin) for row in rows]
-    more = f" and {len(places) - 3:,} more rows" if len(places) > 3 else ""
-    return ", ".join(places[:3]) + more
+def _origins(rows: Sequence[RatedRow]) -> str:
+    origins = [str(row.row.origin) for row in rows]
+    suffix = f" and {len(origins) - 3:,} more rows" if len(origins) > 3 else ""
+    return ", ".join(origins[:3]) + suffix
 
 
 def _label_text(label: bool | str) -> str:
@@ -129,9 +129,9 @@ def _label_text(label: bool | str) -> str:
 def _verdict_text(votes: Mapping[tuple[str, str], Any], row: RatedRow) -> dict[str, str]:
     """The verdict of each rater of a row, as far as the votes are known."""
     info = row.example.info
-    listed = info.get("votes")
+    vote_ids = info.get("votes")
     verdicts: dict[str, str] = {}
-    for id in listed if isinstance(listed, list) else ():
+    for id in vote_ids if isinstance(vote_ids, list) else ():
         vote = votes.get((str(info.get("source")), str(id)))
         if vote is None:
             continue
@@ -164,7 +164,7 @@ def make_cases(result: RowAudit, suspicions: Mapping[int, Sequence[Suspicion]]) 
 
     for index, reasons in suspicions.items():
         for reason in reasons:
-            for other in reason.others:
+            for other in reason.related:
                 root[find(other)] = find(index)
     components: dict[int, list[int]] = defaultdict(list)
     for index in sorted(suspicions):
@@ -181,15 +181,15 @@ def make_cases(result: RowAudit, suspicions: Mapping[int, Sequence[Suspicion]]) 
     for component in components.values():
         for rows in _chunks(sorted(component, key=urgency), sides):
             cases.append((min(map(urgency, rows)), tuple(rows)))
-    return [case for _, case in sorted(cases, key=lambda each: each[0])]
+    return [case for _, case in sorted(cases, key=lambda case: case[0])]
 
 
 def _chunks(rows: Sequence[int], sides: Mapping[int, bool]) -> Iterator[list[int]]:
-    """Parts of a large group, which all have rows of both sides as long as there are some."""
+    """Split a large group into parts that have rows of both sides as far as possible."""
     num_chunks = -(-len(rows) // CASE_ROWS)
     by_side = sorted(rows, key=lambda index: sides[index])  # stable
     chunks = [by_side[start::num_chunks] for start in range(num_chunks)]
-    order = {index: place for place, index in enumerate(rows)}
+    order = {index: position for position, index in enumerate(rows)}
     yield from (sorted(chunk, key=lambda index: order[index]) for chunk in chunks)
 
 
@@ -198,7 +198,7 @@ def _chunks(rows: Sequence[int], sides: Mapping[int, bool]) -> Iterator[list[int
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """number: of its line in the log. score: the new one, of the choice "score"."""
+    """number: of its line in the log. score: the new score, for the choice "score"."""
 
     number: int
     choice: Choice
@@ -209,7 +209,7 @@ class Decision:
 
 @dataclass
 class RowState:
-    """decisions: those on a row that are not undone. version: how often it has changed."""
+    """decisions: those on a row that are not undone. version: the number of changes."""
 
     decisions: list[Decision] = field(default_factory=list[Decision])
     version: int = 0
@@ -220,13 +220,13 @@ class RowState:
 
 
 class StaleVersionError(Exception):
-    """Somebody else has decided on the row since it was shown."""
+    """Another rater has decided on the row since it was shown."""
 
 
 class DecisionLog:
-    """An append-only file of JSON lines with checksums, which only one process writes.
+    """An append-only file of JSON lines with checksums, for a single writing process.
 
-    lines: those that are in it. Raises UserError for a file that something else has written.
+    lines: its content. Raises UserError for a file that was not written by a review.
     """
 
     def __init__(self, path: Path) -> None:
@@ -246,7 +246,7 @@ class DecisionLog:
                     "another review is writing this file",
                     code="output-locked",
                     where=str(path),
-                    fix=f"open the link of that review, or {ELSEWHERE}",
+                    fix=f"use the page of that review, or {ELSEWHERE}",
                 ) from None
             self._read()
             failing.pop_all()
@@ -254,7 +254,7 @@ class DecisionLog:
     def _read(self) -> None:
         content = self.path.read_bytes()
         self._size = content.rfind(b"\n") + 1
-        if self._size < len(content):  # a crash has cut off a line that was not confirmed
+        if self._size < len(content):  # an incomplete line, which was not confirmed
             self._file.truncate(self._size)
         for number, line in enumerate(content[: self._size].splitlines(), 1):
             try:
@@ -291,12 +291,12 @@ class DecisionLog:
             f"the file cannot be written ({error.strerror})",
             code="file-not-writable",
             where=str(self.path),
-            fix=f"free some space, then decide again; or {ELSEWHERE}",
+            fix=f"free disk space, then decide again; or {ELSEWHERE}",
         )
 
 
 def _check_log_line(line: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for a line that no review has written."""
+    """Raise ValueError for a line that was not written by a review."""
     if "choice" in line:
         is_valid = line["choice"] in CHOICES and all(
             isinstance(line.get(name), str) for name in ("row", "rater", "time")
@@ -304,22 +304,22 @@ def _check_log_line(line: dict[str, Any]) -> dict[str, Any]:
     else:
         is_valid = isinstance(line.get("undo"), int) or isinstance(line.get("wrote"), str)
     if not is_valid:
-        raise ValueError("it has other entries")
+        raise ValueError("unexpected entries")
     return line
 
 
 def check_review_path(out: Path) -> Path:
-    """The log of the decisions of a reviewed file.
+    """The path of the decision log of a reviewed file.
 
-    Raises UserError when something else has written the file.
+    Raises UserError if the file exists and was not written by a review.
     """
     log = out.with_name(f"{out.stem}.decisions.jsonl")
     if out.exists() and not log.exists():
         raise UserError(
-            "this exists already, and no review wrote it",
+            "the file already exists and was not written by a review",
             code="path-exists",
             where=str(out),
-            fix="name a new file",
+            fix="choose a new file",
         )
     return log
 
@@ -327,8 +327,8 @@ def check_review_path(out: Path) -> Path:
 class LabelReview:
     """The decisions on the suspicious rows of an audit, and the file with the reviewed rows.
 
-    Methods may be called from several threads. cases: in the order of the review. num_lost: earlier
-    decisions on rows that are not in the files any more; they have no effect.
+    Methods may be called from several threads. cases: in the order of the review. num_obsolete:
+    earlier decisions on rows that are not in the files any more; they have no effect.
 
     Raises UserError when ``out`` is not a file that this review can write, or its rows have
     different columns.
@@ -361,7 +361,7 @@ class LabelReview:
         with ExitStack() as failing:
             failing.callback(self._log.close)
             self._check_unedited()
-            self.num_lost = 0
+            self.num_obsolete = 0
             for number, line in enumerate(self._log.lines, 1):
                 if "undo" in line:
                     self._apply_undo(line["undo"])
@@ -371,7 +371,7 @@ class LabelReview:
                     )
                     self._apply(index_of[line["row"]], decision)
                 elif "choice" in line:
-                    self.num_lost += 1
+                    self.num_obsolete += 1
             self._lines = [self._line(index) for index in range(len(self._rows))]
             self._last_write = (0.0, 0.0)
             self.flush()
@@ -382,24 +382,24 @@ class LabelReview:
         if len(columns) > 1:
             first, second, *_ = columns.values()
             raise UserError(
-                f"its rows have other columns than those of {first.row.origin.path}",
+                f"the rows have different columns than those of {first.row.origin.path}",
                 code="rows-of-two-formats",
                 where=second.row.origin.path,
-                fix="review the files one after the other",
+                fix="review the files separately",
             )
 
     def _check_unedited(self) -> None:
-        """Raises UserError when somebody has edited the reviewed file."""
+        """Raise UserError if the reviewed file was edited."""
         if not self.out.exists():
             return
         refuse_links(self.out, self.out.parent)
-        written = {line["wrote"] for line in self._log.lines if "wrote" in line}
-        if hashlib.sha256(self.out.read_bytes()).hexdigest() not in written:
+        digests = {line["wrote"] for line in self._log.lines if "wrote" in line}
+        if hashlib.sha256(self.out.read_bytes()).hexdigest() not in digests:
             raise UserError(
                 "the file was changed since the review wrote it",
                 code="output-edited",
                 where=str(self.out),
-                fix=f"move it elsewhere, and it is written again; or {ELSEWHERE}",
+                fix=f"move it to another folder to write it again; or {ELSEWHERE}",
             )
 
     # Rows
@@ -412,7 +412,7 @@ class LabelReview:
         self._histories[decision.rater].append(decision.number)
 
     def _apply_undo(self, number: int) -> int | None:
-        """Undo a decision. Returns the row's index, None for a row that is not there any more."""
+        """Undo a decision. Returns the row's index, or None if the row no longer exists."""
         if number not in self._by_number:
             return None
         index, decision = self._by_number[number]
@@ -433,8 +433,8 @@ class LabelReview:
     ) -> None:
         """Record a decision on a row. version: of the row, as it was shown.
 
-        Raises KeyError for a row that is not reviewed, StaleVersionError when somebody else has
-        decided since, and UserError for a choice that the row does not allow, or when the decision
+        Raises KeyError for a row that is not reviewed, StaleVersionError if another rater has
+        decided since, and UserError for a choice that the row does not allow, or if the decision
         cannot be written.
         """
         if index not in self._case_of:
@@ -442,10 +442,10 @@ class LabelReview:
         is_scored = self._rated[index].kind == "scores"
         if choice == ("flip" if is_scored else "score") or (choice == "score") is (score is None):
             raise UserError(
-                f"{choice} is not possible for a row of {self._rated[index].kind}",
+                f"{choice} is not possible for rows with {self._rated[index].kind}",
                 code="choice-invalid",
                 where="choice",
-                fix="give a new score" if is_scored else "keep, flip or drop the row",
+                fix="set a new score" if is_scored else "keep, flip or drop the row",
             )
         with self._lock:
             if self._states[index].version != version:
@@ -492,7 +492,7 @@ class LabelReview:
         start = time.monotonic()
         content = b"".join(line for line in self._lines if line is not None)
         digest = hashlib.sha256(content).hexdigest()
-        # first, so that a file that was put in place can always be recognized
+        # before the file is replaced, so that it can always be recognized
         if not any(line.get("wrote") == digest for line in self._log.lines[-2:]):
             self._log.append({"wrote": digest})
         part = self.out.with_name(f".{self.out.name}.part")
@@ -511,7 +511,7 @@ class LabelReview:
                 f"the file cannot be written ({error.strerror})",
                 code="file-not-writable",
                 where=str(self.out),
-                fix="free some space, and give the same command again: no decision is lost",
+                fix="free disk space, then rerun the same command; no decision is lost",
             ) from error
         end = time.monotonic()
         self._last_write = end, end - start
@@ -527,7 +527,7 @@ class LabelReview:
                     self._log.close()
 
     def _line(self, index: int) -> bytes | None:
-        """A row as it stands in the reviewed file; None for one that is dropped."""
+        """The line of a row in the reviewed file; None if it is dropped."""
         value = self._rows[index]
         state = self._states.get(index)
         decision = state.current if state else None
@@ -543,7 +543,7 @@ class LabelReview:
             "decision": decision.choice,
             "by": decision.rater,
             "at": decision.time,
-            "was": _given(row),
+            "was": _verdict_before(row),
         }
         if decision.choice == "score":
             value = with_column(value, row.columns["score"], decision.score)
@@ -553,7 +553,7 @@ class LabelReview:
         elif decision.choice == "flip":
             value = _swap_sides(value, row.columns)
             margin = lookup(value, row.columns["margin"]) if "margin" in row.columns else None
-            if margin:  # by how much the other side was better
+            if margin:  # it was the margin of the other side
                 entry["margin"] = margin
                 value = with_column(value, row.columns["margin"], 0)
         return with_info(value, row.columns, "review", entry)
@@ -567,7 +567,7 @@ class LabelReview:
         info = example.info
         verdicts = _verdict_text(self._votes, row)
         raters = info.get("raters") or info.get("rater") or []
-        names = [str(each) for each in (raters if isinstance(raters, list | tuple) else [raters])]
+        names = [str(name) for name in (raters if isinstance(raters, list | tuple) else [raters])]
         sides = (
             {"completion": example.completion}
             if isinstance(example, Judgement)
@@ -591,10 +591,10 @@ class LabelReview:
                 {"name": name, "verdict": verdicts.get(name, "")}
                 for name in dict.fromkeys([*names, *verdicts])
             ],
-            "comment": _shown_text(info.get("comment")),
+            "comment": _truncate(info.get("comment")),
             "tags": [str(tag) for tag in tags] if isinstance(tags, list | tuple) else [],
             "reasons": [
-                {"reason": each.reason, "text": each.text} for each in self.suspicions[index]
+                {"reason": reason.reason, "text": reason.text} for reason in self.suspicions[index]
             ],
             "decision": None
             if decision is None
@@ -620,13 +620,13 @@ class LabelReview:
         return all(state is not None and state.current is not None for state in states)
 
     def next_case(self, after: int = -1) -> int | None:
-        """The next case with a row that is not decided, at last from the beginning on."""
+        """The next case with an undecided row, continuing with the first after the last case."""
         count = len(self.cases)
         numbers = ((after + 1 + step) % count for step in range(count))
         return next((number for number in numbers if not self.is_done(number)), None)
 
     def progress(self) -> dict[str, int]:
-        """How many rows are decided in which way, and how many are left."""
+        """The number of rows by choice, and the number of undecided rows."""
         counts: Counter[str] = Counter()
         for index in self._case_of:
             state = self._states.get(index)
@@ -635,7 +635,7 @@ class LabelReview:
         return {"rows": len(self._case_of), **{name: counts[name] for name in (*CHOICES, "left")}}
 
 
-def _given(row: RatedRow) -> Any:
+def _verdict_before(row: RatedRow) -> Any:
     """The verdict of a row before the review."""
     if row.kind == "scores":
         assert isinstance(row.example, Judgement)
@@ -644,7 +644,7 @@ def _given(row: RatedRow) -> Any:
 
 
 def _row_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Identifies each row by its content, and equal rows by their order."""
+    """Keys that identify each row by its content, and equal rows by their order."""
     counts: Counter[str] = Counter()
     keys: list[str] = []
     for row in rows:
@@ -655,15 +655,15 @@ def _row_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _typed(label: Any) -> tuple[str, Any]:
-    """A label as a key; True and 1 are different ones."""
+    """A label as a key that distinguishes True from 1."""
     return type(label).__name__, label
 
 
 def _opposite_labels(rows: Iterable[RatedRow]) -> dict[tuple[str, Any], Any]:
-    """What to write for the opposite of each label of some rows.
+    """The opposite of each label of some rows.
 
     This is the most frequent opposite label of the same type in these rows, such as "bad" for
-    "good"; where there is none, True and False, 1 and 0, or "up" and "down".
+    "good", or else True and False, 1 and 0, or "up" and "down".
     """
     counts: dict[bool, Counter[tuple[str, Any]]] = {True: Counter(), False: Counter()}
     for row in rows:
@@ -674,20 +674,20 @@ def _opposite_labels(rows: Iterable[RatedRow]) -> dict[tuple[str, Any], Any]:
                 counts[verdict][_typed(label)] += 1
     opposite: dict[tuple[str, Any], Any] = {}
     for verdict, labels in counts.items():
-        others = [each for each, _ in counts[not verdict].most_common()]
+        opposite_labels = [label for label, _ in counts[not verdict].most_common()]
         for key in labels:
-            same_type = [label for kind, label in others if kind == key[0]]
+            candidates = [label for kind, label in opposite_labels if kind == key[0]]
             default: Any = not verdict
             if key[0] in ("int", "float"):
                 default = int(not verdict)
             elif key[0] == "str":
                 default = "down" if verdict else "up"
-            opposite[key] = same_type[0] if same_type else default
+            opposite[key] = candidates[0] if candidates else default
     return opposite
 
 
 def _swap_sides(value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """A pair with its sides exchanged, also in further columns such as ``chosen_model``."""
+    """A pair with its sides swapped, also in other columns such as ``chosen_model``."""
     pairs = {
         (columns[first], columns[second])
         for first, second in (("chosen", "rejected"), ("chosen_text", "rejected_text"))
@@ -706,34 +706,34 @@ def _swap_sides(value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, 
     return swapped
 
 
-SHOWN_CHARACTERS = 50_000
-"""Longest text that the page gets."""
+MAX_CHARACTERS = 50_000
+"""Maximum characters of a text on the page."""
 
 
-def _shown_text(text: object) -> str:
-    shown = str(text or "")
-    if len(shown) <= SHOWN_CHARACTERS:
-        return shown
-    more = len(shown) - SHOWN_CHARACTERS
-    return f"{shown[:SHOWN_CHARACTERS]}\n[{more:,} more characters are not shown]"
+def _truncate(text: object) -> str:
+    content = str(text or "")
+    if len(content) <= MAX_CHARACTERS:
+        return content
+    num_hidden = len(content) - MAX_CHARACTERS
+    return f"{content[:MAX_CHARACTERS]}\n[{num_hidden:,} more characters are not shown]"
 
 
 def _messages(content: Content, text: object) -> list[dict[str, str]]:
-    """The turns of a prompt or completion. text: of one that is known by its tokens."""
+    """The turns of a prompt or completion. text: its text if the content is token ids."""
     if isinstance(content, Chat):
         return [
             {
                 "role": str(message.get("role", "")),
-                "text": _shown_text(content_text(replace(content, messages=(message,)))),
+                "text": _truncate(content_text(replace(content, messages=(message,)))),
             }
             for message in content.messages
         ]
     if isinstance(content, str):
-        return [{"role": "", "text": _shown_text(content)}]
+        return [{"role": "", "text": _truncate(content)}]
     turns = text if isinstance(text, list) else [text]
     return [
-        {"role": str(turn.get("role", "")), "text": _shown_text(turn.get("content"))}
+        {"role": str(turn.get("role", "")), "text": _truncate(turn.get("content"))}
         if isinstance(turn, dict)
-        else {"role": "", "text": _shown_text(turn)}
+        else {"role": "", "text": _truncate(turn)}
         for turn in turns
     ]

@@ -1,4 +1,4 @@
-"""Reward models for a reward server, whose queries are rendered texts of prompt and completion."""
+"""Reward models for a reward server, which receives rendered texts of prompt and completion."""
 
 from __future__ import annotations
 

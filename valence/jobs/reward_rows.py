@@ -44,10 +44,10 @@ WINDOW = 128
 ADDED = ("score", "parts", "error")
 """The added columns."""
 BARE: dict[str, Any] = {"method": "rejection", "model": {"name": "none"}}
-"""The recipe that a reward without a recipe is read as part of."""
+"""The recipe for a reward that is not part of a recipe."""
 
 Pair = tuple[Row, Completion | Score]
-"""A row with the completion to score, or a failed score that says why there is none."""
+"""A row with the completion to score, or a failed score with the reason."""
 
 
 def score_by_reward(
@@ -69,16 +69,16 @@ def score_by_reward(
 
     rewards: entries of a recipe's reward section, added up; by default those of the recipe that
     target is. target: needed for rows without token ids, for its tokenizer. out: if an interrupted
-    call wrote it, resume; ``fresh`` moves it aside. group: processes that score a share each; rank
+    call wrote it, resume; ``fresh`` renames it. group: processes that score a share each; rank
     0 writes.
 
     Raises UserError for invalid arguments, and when the reward fails for all completions of a
     batch, which is then not written.
     """
     specs = list_rewards(rewards, target, overrides)
-    own_data = load_target(target, overrides).recipe.data if target is not None else None
+    recipe_data = load_target(target, overrides).recipe.data if target is not None else None
     bare = BARE | {"reward": "length"}
-    sources = with_files(bare, data, (), recorded=own_data, format=format).recipe.data.eval
+    sources = with_files(bare, data, (), recorded=recipe_data, format=format).recipe.data.eval
     paths = [s.path for s in sources]
     with RowJob(
         out, paths, window=WINDOW, fresh=fresh, console=console, quiet=quiet, group=group
@@ -93,11 +93,11 @@ def score_by_reward(
         prepared = _prepare(target, overrides, first_without_ids)
         if prepared is None and rewards and overrides:
             raise UserError(
-                "the setting has no effect: the rows have token ids, and rewards have settings of "
-                "their own",
+                "the setting has no effect: the rows have token ids, and the settings of a reward "
+                "are part of --reward",
                 code="option-unused",
                 where=overrides[0],
-                fix="leave it out, or give --reward '{reward: NAME, settings: {...}}'",
+                fix="remove it, or write --reward '{reward: NAME, settings: {...}}'",
             )
         reward = reward_of(specs, model=reward_model)
         try:
@@ -107,7 +107,7 @@ def score_by_reward(
                 RewardTransform(reward, job.group),
                 _read_pairs(sources, prepared and prepared.encoder),
                 num_rows,
-                "judging",
+                "scoring",
                 {"target": target},
             )
         finally:
@@ -122,24 +122,24 @@ def score_by_reward(
 def list_rewards(
     rewards: Sequence[str], target: str | None, overrides: Sequence[str]
 ) -> list[RewardSettings]:
-    """The sections for these words (a name, or `{reward: NAME, weight: 2}`), by default those of
-    the target.
+    """The reward sections for these arguments (a name, or `{reward: NAME, weight: 2}`), by default
+    those of the target.
     """
     if rewards:
-        listed = ", ".join(
+        entries = ", ".join(
             r if r.lstrip().startswith("{") else json.dumps(r, ensure_ascii=False) for r in rewards
         )
         recipe = load_recipe(
-            BARE, [f"reward=[{listed}]"], method_of=method_of, training=False
+            BARE, [f"reward=[{entries}]"], method_of=method_of, training=False
         ).recipe
         return list(recipe.reward)
     specs = list(load_target(target, overrides).recipe.reward) if target is not None else []
     if not specs:
         raise UserError(
-            "there is no reward",
+            "the recipe has no reward" if target is not None else "the reward is missing",
             code="reward-missing",
             where="score",
-            fix="give --reward, or a recipe that has one",
+            fix="add --reward NAME, or use a recipe with a reward",
         )
     return specs
 
@@ -158,10 +158,10 @@ def _check_rows(sources: Sequence[SourceSettings]) -> tuple[int, str]:
         assert isinstance(row, Row)
         if not isinstance(example, Judgement | Demonstration):
             raise UserError(
-                "a reward scores a single completion, and the row has none or several",
+                "a reward scores one completion per row, but this row has none or several",
                 code="row-not-scorable",
                 where=str(row.origin),
-                fix="give rows with prompt and completion, as `valence sample` writes them",
+                fix="use rows with a prompt and a completion, such as those of `valence sample`",
             )
         existing = next((name for name in ADDED if row.value.get(name) is not None), None)
         if existing is not None:
@@ -169,7 +169,7 @@ def _check_rows(sources: Sequence[SourceSettings]) -> tuple[int, str]:
                 f"the row already has a column {existing!r}",
                 code="row-column-taken",
                 where=str(row.origin),
-                fix="give rows without it",
+                fix="rename or remove this column",
             )
         check_line(row.value, row.origin)
         if not first_without_ids and not _has_token_ids(row.value):
@@ -192,7 +192,7 @@ def _prepare(target: str | None, overrides: Sequence[str], where: str) -> Prepar
             "the row has no prompt_ids and completion_ids",
             code="row-tokens-missing",
             where=where,
-            fix="name a model, recipe or run before --data: its tokenizer makes them",
+            fix="add a model, recipe or run to tokenize the text: `valence score MODEL --data ...`",
         )
     no_rows = [f"data.{name}=[]" for name in LISTS]
     return prepare(load_target(target, [*overrides, *no_rows]), rewards=False)
@@ -251,7 +251,7 @@ def _tokenized_completion(
 
 
 class RewardTransform:
-    """A row becomes itself with its score. A failure is never a number."""
+    """Adds the score to a row. A failure is never a number."""
 
     num_tokens = None
 
@@ -267,10 +267,19 @@ class RewardTransform:
         )
         shares = gather_objects(self.group, [[s.value, dict(s.parts), s.error] for s in local])
         scores = [Score(None)] * len(completions)
-        for other, share in enumerate(shares):
-            scores[other::size] = [Score(value, parts, error) for value, parts, error in share]
-        scored_rows = (row for row, part in batch if isinstance(part, Completion))
-        refuse_all_failed(scores, next((str(row.origin) for row in scored_rows), ""))
+        for share_rank, share in enumerate(shares):
+            scores[share_rank::size] = [Score(value, parts, error) for value, parts, error in share]
+        if scores and all(score.value is None for score in scores):
+            # the reward itself failed, for example because its server is down: do not write the
+            # errors
+            row = next(row for row, part in batch if isinstance(part, Completion))
+            raise UserError(
+                f"the reward failed for all {len(scores)} answers of this batch; the first error: "
+                f"{scores[0].error}",
+                code="reward-failures",
+                where=str(row.origin),
+                fix="fix the reward, then rerun the same command to resume",
+            )
         remaining = iter(scores)
         return [
             _line(row, next(remaining) if isinstance(part, Completion) else part)
@@ -294,20 +303,6 @@ class RewardTransform:
         return line["error"] if line["score"] is None else None
 
 
-def refuse_all_failed(scores: Sequence[Score], where: str) -> None:
-    """Raise UserError if all scores of a batch failed: the reward itself failed, for example as its
-    server is down, and the errors should not be written. where: origin of the first completion.
-    """
-    if scores and all(score.value is None for score in scores):
-        raise UserError(
-            f"the reward failed for all {len(scores)} answers from here on; the first: "
-            f"{scores[0].error}",
-            code="reward-failures",
-            where=where,
-            fix="fix the reward, then rerun the same command to resume",
-        )
-
-
 def _line(row: Row, score: Score) -> Line:
     value = _without_added(row.value)
     if score.value is not None and math.isfinite(score.value):
@@ -315,9 +310,9 @@ def _line(row: Row, score: Score) -> Line:
         return {**value, "score": score.value, **parts}
     finite = {name: part for name, part in score.parts.items() if math.isfinite(part)}
     parts = {"parts": finite} if finite else {}
-    return {**value, "score": None, **parts, "error": score.error or f"it gave {score.value}"}
+    return {**value, "score": None, **parts, "error": score.error or f"the score is {score.value}"}
 
 
 def _without_added(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without the added columns, which may be there if they are empty."""
+    """A row without the added columns, which the input may have if they are empty."""
     return {name: cell for name, cell in value.items() if name not in ADDED}

@@ -4,9 +4,9 @@ rest in batches, append complete lines.
 `score`, `sample` and `score --reward` are three uses of it. Each states what an item becomes
 (``RowTransform``). Everything else is here, in the order in which it happens:
 
-1. ``RowJob``: refuse outputs that cannot be written, that are inputs, or that hold other lines.
+1. ``RowJob``: refuse outputs that cannot be written, that are inputs, or that contain other lines.
 2. ``RowJob.check_facts``: refuse to resume with other settings, data or models.
-3. ``RowJob.run``: lock the file, verify its lines against their items, cut an incomplete batch,
+3. ``RowJob.run``: lock the file, verify its lines against their items, remove an incomplete batch,
    compute and append the other batches, and count the outcomes.
 """
 
@@ -35,15 +35,15 @@ from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.version import __version__
 
-START_OVER = "name another file, or start over with --fresh, which moves this one aside"
+START_OVER = "choose another file, or start over with --fresh, which renames this file"
 ABOUT = "about"
-"""Key of the facts file: facts for readers, which may change from call to call."""
+"""Key of the facts file: information for readers, which may differ between calls."""
 EARLIER = "earlier"
-"""Key of the facts file: the facts of lines that others were appended to, and their number."""
+"""Key of the facts file: the facts and the number of earlier lines, before an append."""
 CHECKSUM_BYTES = 9
 """Bytes of a line of the checksum file."""
 MAX_LISTED = 3
-"""Failed rows that are listed at the end."""
+"""Maximum number of failed rows to list."""
 
 Item = TypeVar("Item")
 Item_contra = TypeVar("Item_contra", contravariant=True)
@@ -51,7 +51,7 @@ Line = Mapping[str, Any]
 
 
 class RowTransform(Protocol[Item_contra]):
-    """What one use of the job makes of its items (rows or prompts)."""
+    """Converts the items of a job (rows or prompts) into lines."""
 
     @property
     def num_tokens(self) -> int | None:
@@ -72,22 +72,22 @@ class RowTransform(Protocol[Item_contra]):
         ...
 
     def is_valid(self, line: Line, index: int) -> bool:
-        """Whether this use wrote a line, as the line ``index`` of its item."""
+        """Whether this transform wrote a line as the line ``index`` of its item."""
         ...
 
     def is_line_of(self, line: Line, item: Item_contra) -> bool:
-        """Whether a line that is valid belongs to this item in its present form."""
+        """Whether a valid line belongs to the current content of this item."""
         ...
 
     def error_in(self, line: Line) -> str | None:
-        """The error that a line holds in place of a result."""
+        """The error in a line without a result."""
         ...
 
 
 @dataclass
 class Tally:
-    """Outcomes. ``rows``: lines in the file; ``earlier``: those that were there already;
-    ``failed``: those with an error; ``first``: the first errors, with their origins.
+    """Outcomes. ``rows``: lines in the file; ``earlier``: those of earlier calls; ``failed``: those
+    with an error; ``first``: the first errors, with their origins.
     """
 
     rows: int = 0
@@ -107,9 +107,9 @@ class RowJob:
 
     inputs: paths that are read, which the output must not be. window: items that are written
     together; at most their lines are lost when the program is killed. lines_per_item: of the
-    output. fresh: move an existing output aside. append: names of facts; an output whose other
-    facts differ is appended to once its own lines are complete. fix: of facts that differ. group:
-    processes that share the work; rank 0 writes.
+    output. fresh: rename an existing output. append: names of facts that must agree; if only other
+    facts differ and the output is complete, lines are appended to it. fix: for facts that differ.
+    group: processes that share the work; rank 0 writes.
 
     Raises UserError for an output that cannot be written or resumed, which is then unchanged.
     """
@@ -158,8 +158,8 @@ class RowJob:
             print_message(self.console, message)
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
-        """Add facts that all lines depend on. Raises UserError if the lines that are there were
-        written with others.
+        """Add facts that all lines depend on. Raises UserError if existing lines were written with
+        different facts.
         """
         if self.output is not None:
             self.output.check_facts(facts)
@@ -183,7 +183,7 @@ class RowJob:
         with self.output.open(num_lines) if self.output else nullcontext():
             tally = self._skip_written(transform, items)
             if self.output:
-                self.output.cut({**about, "valence": __version__})
+                self.output.truncate({**about, "valence": __version__})
             with Progress(
                 self.console, phase, num_lines, start=tally.rows, quiet=self.quiet
             ) as bar:
@@ -192,12 +192,12 @@ class RowJob:
         return tally
 
     def _skip_written(self, transform: RowTransform[Item], items: Iterator[Item]) -> Tally:
-        """Take the items whose lines are complete. Raises UserError for a line of another item."""
+        """Skip the items whose lines are complete. Raises UserError for a line of another item."""
         if self.output is None:
-            num_kept = int(self.group.broadcast(None))
-            for _ in islice(items, num_kept // self.lines_per_item):
+            num_lines = int(self.group.broadcast(None))
+            for _ in islice(items, num_lines // self.lines_per_item):
                 pass
-            return Tally(rows=num_kept, earlier=num_kept)
+            return Tally(rows=num_lines, earlier=num_lines)
         tally = Tally(earlier=self.output.num_kept)
         lines = zip(count(1 + self.output.num_appended_to), self.output.read(), strict=False)
         for item in islice(items, self.output.num_kept // self.lines_per_item):
@@ -218,12 +218,12 @@ class RowJob:
     def _write_batch(
         self, transform: RowTransform[Item], batch: Sequence[Item], tally: Tally, bar: Progress
     ) -> None:
-        done, end = tally.rows, tally.rows + len(batch) * self.lines_per_item
+        position, end = tally.rows, tally.rows + len(batch) * self.lines_per_item
 
         def advance(num_lines: int) -> None:
-            nonlocal done
-            done = min(done + num_lines, end)  # an estimate where other processes compute as well
-            bar.update(done, tokens=transform.num_tokens)
+            nonlocal position
+            position = min(position + num_lines, end)  # an estimate if several processes compute
+            bar.update(position, tokens=transform.num_tokens)
 
         lines = transform.compute(batch, advance)
         if self.output:
@@ -243,17 +243,18 @@ class RowJob:
                 f"none of {tally.rows} rows could be scored; the first: {tally.first[0]}",
                 code="no-usable-rows",
                 where=str(self.out),
-                fix="see the file",
+                fix="read the errors in the file",
             )
         num_scored = tally.rows - tally.failed
-        earlier = f" ({tally.earlier:,} of the rows were there already)" if tally.earlier else ""
+        earlier = f" ({tally.earlier:,} of them by an earlier call)" if tally.earlier else ""
         self.print_status(
-            f"{num_scored:,} of {tally.rows:,} rows are scored in {self.out}{earlier}"
+            f"{num_scored:,} of {tally.rows:,} rows have scores in {self.out}{earlier}"
         )
         if tally.failed:
-            more = ["  ..."] if tally.failed > len(tally.first) else []
-            listed = [*(f"  {error}" for error in tally.first), *more]
-            failures = "\n".join([f"{tally.failed:,} have an error there instead:", *listed])
+            ellipsis = ["  ..."] if tally.failed > len(tally.first) else []
+            errors = [*(f"  {error}" for error in tally.first), *ellipsis]
+            verb = "has" if tally.failed == 1 else "have"
+            failures = "\n".join([f"{tally.failed:,} {verb} an error instead:", *errors])
             if self.quiet:
                 warn_on_stderr(self.console, f"{self.out}: of {tally.rows:,} rows {failures}")
             else:
@@ -266,10 +267,10 @@ class RowJob:
 class OutputFile:
     """Lines that are appended one window at a time by one program at a time.
 
-    ``FILE.about.json`` holds the facts that all lines depend on, and ``FILE.crc`` a checksum of
-    each line, written before the line. To resume, only complete windows are kept, so that the rest
-    is computed as it would have been. Call ``open``, then ``read``, then ``cut``, then ``write``
-    for each window.
+    ``FILE.about.json`` contains the facts that all lines depend on, and ``FILE.crc`` a checksum of
+    each line, written before the line. To resume, only complete windows are kept, so that the other
+    lines are the same as without an interruption. Call ``open``, then ``read``, then ``truncate``,
+    then ``write`` for each window.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class OutputFile:
         self.stored_facts = None if fresh else self._read_facts()
 
     def _read_facts(self) -> dict[str, Any] | None:
-        """The facts of the lines that are there; None if there are none."""
+        """The facts of the existing lines; None if there are no lines."""
         if not self.path.exists() or self.path.stat().st_size == 0:
             return None
         try:
@@ -300,13 +301,13 @@ class OutputFile:
             self.checksum_path.stat()
         except FileNotFoundError as error:
             raise self._error(
-                f"the file was not written by this command ({Path(error.filename).name} is missing "
-                f"in its folder)",
+                f"the file was not written by this command ({Path(error.filename).name} is "
+                f"missing)",
                 "output-foreign",
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(
-                f"cannot be read ({error})",
+                f"the file cannot be read ({error})",
                 code="file-not-readable",
                 where=str(self.facts_path),
                 fix=START_OVER,
@@ -324,14 +325,14 @@ class OutputFile:
 
     def _damaged_facts(self) -> UserError:
         return UserError(
-            f"the facts that the lines of {self.path} depend on are missing here",
+            f"the settings that {self.path} was written with are missing in this file",
             code="output-state-damaged",
             where=str(self.facts_path),
             fix=START_OVER,
         )
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
-        """Add facts. Raises UserError when the lines that are there were written with others."""
+        """Add facts. Raises UserError if existing lines were written with different ones."""
         self.facts |= json.loads(json.dumps(facts))
         self._compare_facts()
 
@@ -343,19 +344,20 @@ class OutputFile:
             if stored != value and (self.append is None or name in self.append):
                 before, now = (json.dumps(v, ensure_ascii=False) for v in (stored, value))
                 raise UserError(
-                    f"its lines were written with {name} {before}, and it is {now} now",
+                    f"the existing lines were written with {name} {before}, but {name} is now "
+                    f"{now}",
                     code="output-settings-differ",
                     where=f"{self.path} ({name})",
                     fix=self.fix,
                 )
 
     def open(self, num_lines: int) -> OutputFile:
-        """Lock the file to write all lines up to ``num_lines``; ``num_kept`` of them are there."""
+        """Lock the file to write all lines up to ``num_lines``; ``num_kept`` of them exist."""
         try:
             with ExitStack() as on_failure:
                 self._file = on_failure.enter_context(self._open_locked())
                 self._checksums = on_failure.enter_context(self.checksum_path.open("ab"))
-                self.stored_facts = self._read_facts()  # another program may have written meanwhile
+                self.stored_facts = self._read_facts()  # another program may have written since
                 self._compare_facts()
                 if self.stored_facts is not None and self.stored_facts.keys() != self.facts.keys():
                     raise self._damaged_facts()
@@ -370,32 +372,32 @@ class OutputFile:
         return self
 
     def _append_to(self, facts: dict[str, Any]) -> None:
-        """Declare the lines that are there, with these facts, as earlier ones.
+        """Record the existing lines and their facts as earlier ones.
 
-        Raises UserError if they are incomplete, or if the new lines are among them.
+        Raises UserError if they are incomplete, or include the new lines.
         """
         num_lines = sum(1 for _ in self._lines()) - sum(part["lines"] for part in self.earlier)
         if num_lines != self.num_expected:
             raise self._error(
-                f"cannot append: {num_lines} of {self.num_expected} lines of the previous command "
-                f"are there",
+                f"cannot append: only {num_lines} of {self.num_expected} lines of the previous "
+                f"command were written",
                 "output-lines-missing",
                 fix="rerun the previous command to complete them",
             )
         self.earlier = [*self.earlier, {**facts, "lines": num_lines}]
         if any({**self.facts, "lines": part["lines"]} == part for part in self.earlier):
             raise self._error(
-                "the file already has these lines, followed by others",
+                "the file already contains these lines, followed by others",
                 "output-lines-duplicate",
-                fix="change --seed or --data",
+                fix="use another --seed or other --data",
             )
 
     def _open_locked(self) -> IO[bytes]:
-        """The file, locked. An old one stays locked until it is moved and the new one is locked."""
+        """Open and lock the file. An old file stays locked until the new one is locked."""
         if not (self.fresh and self.path.exists()):
             return self._lock("ab")
         with self._lock("rb"):
-            self._move_aside()
+            self._rename_old()
             return self._lock("ab")
 
     def _lock(self, mode: str) -> IO[bytes]:
@@ -412,11 +414,11 @@ class OutputFile:
             if not self.path.exists() or not os.path.samestat(
                 os.fstat(file.fileno()), self.path.stat()
             ):
-                raise in_use  # moved aside before it was locked
+                raise in_use  # renamed before it was locked
             on_failure.pop_all()
         return file
 
-    def _move_aside(self) -> None:
+    def _rename_old(self) -> None:
         """Rename the file, and those of its facts and checksums, to the first free name."""
         names = (self.path.with_name(f"{self.path.stem}.{n}{self.path.suffix}") for n in count(1))
         target = next(
@@ -435,10 +437,11 @@ class OutputFile:
     def _count_kept(self, num_lines: int) -> int:
         present = sum(1 for _ in self._lines()) - self.num_appended_to
         if present < 0:
-            raise self._error(f"{-present} of its lines are missing", "output-lines-missing")
+            raise self._error(f"{-present} lines of the file are missing", "output-lines-missing")
         if present > num_lines:
             raise self._error(
-                f"the file has {present} lines for only {num_lines} rows", "output-lines-extra"
+                f"the file has {present} lines, but there are only {num_lines} rows",
+                "output-lines-extra",
             )
         return present if present == num_lines else present - present % self.window
 
@@ -448,7 +451,7 @@ class OutputFile:
             yield from (line for line in file if line.endswith(b"\n"))
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The lines that are kept. Raises UserError for one that has changed since."""
+        """The lines to keep. Raises UserError for a line that was changed."""
         checksums = self.checksum_path.read_bytes().splitlines()
         start = self.num_appended_to
         for number, line in enumerate(
@@ -459,7 +462,7 @@ class OutputFile:
                     "this line has changed since it was written (its checksum is wrong)",
                     "output-line-damaged",
                     number,
-                    fix=f"restore it; or remove it and all lines below, and rerun the same "
+                    fix=f"restore it; or remove it and all lines below it, then rerun the same "
                     f"command; or {START_OVER}",
                 )
             try:
@@ -471,19 +474,19 @@ class OutputFile:
             yield value
 
     def foreign_line(self, number: int) -> UserError:
-        """The error for a line (counted from 1) that this command does not write."""
+        """The error for a line (counted from 1) that this command did not write."""
         return self._error(
             "this line was not written by this command", "output-line-foreign", number
         )
 
     def _error(
-        self, what: str, code: str, line: int | None = None, *, fix: str = START_OVER
+        self, message: str, code: str, line: int | None = None, *, fix: str = START_OVER
     ) -> UserError:
         where = str(self.path) if line is None else f"{self.path}:{line}"
-        return UserError(what, code=code, where=where, fix=fix)
+        return UserError(message, code=code, where=where, fix=fix)
 
-    def cut(self, about: Mapping[str, Any]) -> None:
-        """Save the facts, and cut the file to the lines that are kept."""
+    def truncate(self, about: Mapping[str, Any]) -> None:
+        """Save the facts, and truncate the file to the lines to keep."""
         try:
             earlier = {EARLIER: self.earlier} if self.earlier else {}
             content = {**self.facts, **earlier, ABOUT: {**about, "lines": self.num_expected}}
@@ -499,7 +502,7 @@ class OutputFile:
             raise _cannot_write(self.path, error) from error
 
     def write(self, lines: Sequence[str]) -> None:
-        """Append whole windows."""
+        """Append complete windows."""
         try:
             encoded = [f"{line}\n".encode() for line in lines]
             self._checksums.write(b"".join(_checksum(line) + b"\n" for line in encoded))
@@ -531,34 +534,34 @@ def check_output(path: Path, *, is_new: bool = False) -> None:
     check_path(path)
     if path.suffix not in (".jsonl", ".ndjson"):
         raise UserError(
-            "the output is JSON Lines",
+            "the output format is JSON Lines",
             code="output-not-jsonl",
             where=str(path),
-            fix="name a file that ends in .jsonl",
+            fix="use a file name that ends in .jsonl",
         )
     if is_new and path.exists():
         raise UserError(
-            "this file already exists", code="path-exists", where=str(path), fix="name a new file"
+            "the file already exists", code="path-exists", where=str(path), fix="choose a new file"
         )
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(
-            "this is a folder" if path.is_dir() else f"there is no folder {path.parent}",
+            "the path is a folder" if path.is_dir() else f"the folder {path.parent} does not exist",
             code="path-invalid-output",
             where=str(path),
-            fix="name a file, new or old, in a folder that exists",
+            fix="choose a file in an existing folder",
         )
 
 
 def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[str]) -> None:
-    """Raise UserError for a file that is both read and written."""
-    written = {path.resolve() for path in outputs}
+    """Raise UserError for a file that is both an input and an output."""
+    output_paths = {path.resolve() for path in outputs}
     for path in inputs:
-        if os.path.exists(path) and Path(path).resolve() in written:
+        if os.path.exists(path) and Path(path).resolve() in output_paths:
             raise UserError(
-                "this file is an input and cannot be the output as well",
+                "the file cannot be both input and output",
                 code="output-is-input",
                 where=path,
-                fix="name another --out",
+                fix="choose another --out",
             )
 
 
@@ -598,9 +601,9 @@ def _checksum(line: bytes) -> bytes:
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
     return UserError(
-        f"cannot write ({error.strerror})",
+        f"the file cannot be written ({error.strerror})",
         code="file-not-writable",
         where=str(path),
-        fix="free disk space, or name a file that you may write; complete lines are kept, and the "
-        "same command resumes",
+        fix="free disk space or make the file writable, then rerun the same command to resume; or "
+        "choose another file",
     )

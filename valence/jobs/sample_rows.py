@@ -1,6 +1,4 @@
-"""Sample completions of prompts into rows that can be scored and trained on: the first part of an
-offline round.
-"""
+"""Sample completions as rows to score and train on: the first part of an offline round."""
 
 from __future__ import annotations
 
@@ -40,16 +38,16 @@ from valence.trainer.trainer import Trainer
 from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
 
 MODEL_FACTS = ("model", "vocabulary", "template")
-"""Facts that completions which are appended to others share with them."""
-DIFFERENT_DRAWS = f"add to the file with --append; {START_OVER}"
-READING = {"temperature": 0.7, "max_new_tokens": 256}
-"""Defaults for completions that are read, not trained on.
+"""Facts that must agree to append completions to a file."""
+DIFFERENT_DRAWS = f"add --append to append to the file; {START_OVER}"
+READING_DEFAULTS = {"temperature": 0.7, "max_new_tokens": 256}
+"""Defaults for completions that people read.
 
-Rows to train on are sampled at temperature 1, the model's own distribution, at which small models
-ramble.
+Rows to train on are sampled at temperature 1, the distribution of the model, at which the
+completions of small models are incoherent.
 """
 HEAD_ROWS = 20
-"""Rows in which the column of the prompts is searched for."""
+"""Rows to look at for the column of the prompts."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Draws:
     """Number of completions per prompt, and sampling parameters.
 
     None: as in the recipe's ``rollout`` section. Without a reward in the recipe, the default is one
-    completion, and for reading (``for_reading``) the values of ``READING``.
+    completion, and for reading (``for_reading``) the values of ``READING_DEFAULTS``.
     """
 
     n: int | None = None
@@ -69,12 +67,12 @@ class Draws:
     seed: int = 0
 
     def for_reading(self, source: LoadedRecipe) -> Draws:
-        """Apply ``READING`` where neither this object nor the recipe sets a value."""
+        """Apply ``READING_DEFAULTS`` where neither this object nor the recipe sets a value."""
         if source.recipe.reward:
             return self
         unset = {
             name: value
-            for name, value in READING.items()
+            for name, value in READING_DEFAULTS.items()
             if getattr(self, name) is None and source.settings[f"rollout.{name}"].is_default
         }
         return replace(self, **unset)
@@ -93,13 +91,13 @@ class Draws:
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Completions in the file, those of an earlier call, and of this call the completions that
-    reached the maximum length and the tokens.
+    """Completions in the file and those of earlier calls; for this call, the number of truncated
+    completions and of tokens.
     """
 
     answers: int
     earlier: int
-    cut: int
+    truncated: int
     tokens: int
 
 
@@ -151,9 +149,9 @@ def sample_rows(
         job.check_facts(facts)
         prompts = _prompts(questions, sources)
         is_local = recipe.rollout.engine == "hf"
-        here = "" if is_local else " (to be sampled in this process, not by a server)"
+        note = "" if is_local else " (this command samples in this process, not on a server)"
         noun = "answer" if n == 1 else "answers"
-        job.print_status(f"{number(len(prompts))} prompts, {n} {noun} each; loading {target}{here}")
+        job.print_status(f"{number(len(prompts))} prompts, {n} {noun} each; loading {target}{note}")
         run = open_run(target, overrides, group=job.group, at=at, console=job.console)
         transform = SampleTransform(run, n, sampling, at_once, job.group)
         items = [transform.tokenize(k, prompt) for k, prompt in enumerate(prompts)]
@@ -175,11 +173,17 @@ def sample_rows(
             {"target": target, "step": run.step, "command": command, "torch": torch.__version__},
             batch_size=job.window * transform.num_shares,
         )
-    counts = SampleCounts(tally.rows, tally.earlier, transform.num_cut, transform.num_tokens or 0)
-    earlier = f" ({number(counts.earlier)} of them were there already)" if counts.earlier else ""
+    counts = SampleCounts(
+        tally.rows, tally.earlier, transform.num_truncated, transform.num_tokens or 0
+    )
+    earlier = f" ({number(counts.earlier)} of them from an earlier call)" if counts.earlier else ""
     num_new = counts.answers - counts.earlier
-    cut = f"; {number(counts.cut)} of {number(num_new)} were truncated" if counts.cut else ""
-    job.print_status(f"{number(counts.answers)} answers in {out}{earlier}{cut}")
+    truncated = (
+        f"; {number(counts.truncated)} of {number(num_new)} were truncated"
+        if counts.truncated
+        else ""
+    )
+    job.print_status(f"{number(counts.answers)} answers in {out}{earlier}{truncated}")
     return counts
 
 
@@ -221,10 +225,10 @@ def _sources(
     recipe = source.recipe
     if not recipe.reward or not recipe.data.train:
         raise UserError(
-            "there are no prompts",
+            "there are no prompts to answer",
             code="rows-missing",
             where="sample",
-            fix="give --prompt or --data",
+            fix="add --prompt TEXT or --data FILE",
         )
     return list(recipe.data.train), source
 
@@ -248,8 +252,8 @@ def load_prompts(sources: Sequence[SourceSettings]) -> list[Prompt]:
 def _as_prompts(source: SourceSettings) -> SourceSettings:
     """The section of a file that reads only the prompts of its rows."""
     name = source.format or _format(source)
-    others = COLUMNS.difference(FORMATS[name].columns) if name in FORMATS else frozenset[str]()
-    keys = {ours: theirs for ours, theirs in source.keys.items() if ours not in others}
+    unread = COLUMNS.difference(FORMATS[name].columns) if name in FORMATS else frozenset[str]()
+    keys = {part: column for part, column in source.keys.items() if part not in unread}
     return source.model_copy(update={"format": name, "keys": keys})
 
 
@@ -274,7 +278,7 @@ class TokenizedPrompt:
 
 
 class SampleTransform:
-    """A prompt becomes ``n`` lines, one per completion, with all that rewards and training read.
+    """A prompt becomes ``n`` lines, one per completion, with all columns for rewards and training.
 
     With several processes that each have the whole model, each samples one window of a batch.
     A window is sampled independently of all others.
@@ -293,7 +297,7 @@ class SampleTransform:
         self.num_shares = 1 if is_split else group.size
         self.request_id = ""
         self.num_tokens: int | None = 0
-        self.num_cut = 0
+        self.num_truncated = 0
 
     def tokenize(self, position: int, prompt: Prompt) -> TokenizedPrompt:
         try:
@@ -309,14 +313,14 @@ class SampleTransform:
         check_positions(
             self.run.policy.causal,
             len(longest.ids) + self.sampling.max_new_tokens,
-            "prompt and answer may have",
+            "prompt and answer can have",
             code="prompt-too-long",
             where=self.origin(longest),
-            fix="lower --max-new-tokens, or remove the prompt",
+            fix="lower --max-new-tokens, or remove this prompt",
         )
 
     def model_facts(self) -> dict[str, Any]:
-        """What the completions depend on besides the request. All processes call it."""
+        """Facts that the completions depend on besides the request. All processes call it."""
         encoder, data = self.run.prepared.encoder, self.run.recipe.data
         return {
             "model": model_digest(self.run.policy, adapter=True),
@@ -343,7 +347,7 @@ class SampleTransform:
             completions = local
         sampled = [completion for group in completions for completion in group]
         self.num_tokens = (self.num_tokens or 0) + sum(len(c.tokens) for c in sampled)
-        self.num_cut += sum(c.stop == "length" for c in sampled)
+        self.num_truncated += sum(c.stop == "length" for c in sampled)
         return [
             self._line(item, index, completion)
             for item, group in zip(batch, completions, strict=True)
@@ -365,7 +369,7 @@ class SampleTransform:
             )
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"not enough memory for {len(items) * self.n} answers at once",
+                f"out of memory with {len(items) * self.n} answers per batch",
                 code="out-of-memory",
                 where=self.origin(items[0]),
                 fix="lower --at-once, then rerun the same command to resume",
@@ -375,7 +379,7 @@ class SampleTransform:
                 f"{error}, for this prompt or a later one",
                 code="sampling-failed",
                 where=self.origin(items[0]),
-                fix="check the model, or use float32",
+                fix="check the weights of the model, or add model.dtype=float32",
             ) from error
 
     def _line(self, item: TokenizedPrompt, index: int, completion: Completion) -> Line:

@@ -35,7 +35,7 @@ TOKENS = 8192
 """Default number of tokens per forward pass."""
 COLUMN = "valence"
 """Default name of the added column."""
-NOT_FINITE = "look at the row; if it is sound, give --dtype float32"
+NOT_FINITE = "check the row; if it is correct, add --dtype float32"
 
 Pair = tuple[Row | BadRow, Example | BadRow]
 
@@ -61,9 +61,9 @@ def score_rows(
     target: a model's folder or hub id, an adapter's folder, a run's folder (its newest weights and
     its reference), or a recipe (its initial model). data: files, or sections as in a recipe.
     overrides: settings below model, reference and data. out: if an interrupted call wrote it,
-    resume; ``fresh`` moves it aside. beta: of the reward, by default the recipe's, or 0.1; not for
-    a run, whose own reward is used. tokens: per forward pass. column: name of the added column.
-    group: processes that score a share each; rank 0 writes.
+    resume; ``fresh`` renames it. beta: of the implicit reward, by default the recipe's, else 0.1;
+    not for a run, which is scored with its implicit reward. tokens: per forward pass. column: name
+    of the added column. group: processes that score a share each; rank 0 writes.
 
     Raises UserError for invalid arguments, and when no row can be scored.
     """
@@ -119,10 +119,10 @@ def _check_rows(sources: Sequence[SourceSettings], column: str) -> tuple[int, st
     """
     if column in COLUMNS:
         raise UserError(
-            f"row formats have a column {column!r}",
+            f"{column!r} is the name of a column in row formats",
             code="column-reserved",
             where="--column",
-            fix="choose another name",
+            fix="choose another name for the added column",
         )
     num_rows, digest = 0, hashlib.sha256()
     for row, example in chain.from_iterable(map(stream, sources)):
@@ -133,14 +133,14 @@ def _check_rows(sources: Sequence[SourceSettings], column: str) -> tuple[int, st
                 f"the row already has a column {column!r}",
                 code="row-column-taken",
                 where=str(row.origin),
-                fix="name the added column with --column",
+                fix="choose another name for the added column with --column",
             )
         if isinstance(example, Prompt):
             raise UserError(
                 "the rows are prompts without completions to score",
                 code="row-not-scorable",
                 where=str(example.origin),
-                fix="name the column of the completions: --data '{path: FILE, keys: "
+                fix="set the column of the completions: --data '{path: FILE, keys: "
                 "{completion: COLUMN}}'",
             )
     return num_rows, digest.hexdigest()
@@ -160,8 +160,8 @@ def token_facts(recipe: Recipe, encoder: Encoder) -> dict[str, Any]:
 
 
 class ScoreTransform:
-    """A row becomes itself with one more column: id and origin, and each completion's scores or
-    else an error. A row that cannot be written as JSON becomes its error alone.
+    """Adds a column to each row: id and origin, and the scores of its completions or an error. A
+    row that cannot be written as JSON is replaced by its error.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class ScoreTransform:
                 scores = self.scorer(batch)
             except torch.OutOfMemoryError as error:
                 raise UserError(
-                    f"not enough memory for {len(batch.tokens)} tokens at once",
+                    f"out of memory with {len(batch.tokens)} tokens per forward pass",
                     code="out-of-memory",
                     where=str(units[indices[0]].origin),
                     fix="lower --tokens, then rerun the same command to resume",

@@ -1,5 +1,5 @@
-"""The prompts to label next: those whose answers a classifier is least sure of, or those that are
-least like the labelled ones.
+"""Select the prompts to label next: those with the least certain answers, or those that are least
+similar to the labelled ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from valence.jobs.audit_labels import (
     load_policy,
     read_rated,
 )
-from valence.jobs.cross_fit import FEWEST, cross_fit, fit_logistic, standardize
+from valence.jobs.cross_fit import MIN_ROWS, cross_fit, fit_logistic, standardize
 from valence.jobs.row_job import as_line, check_output, refuse_inputs
 from valence.models.policy_model import PolicyModel
 from valence.terminal import Terminal, print_message
@@ -96,10 +96,10 @@ def select_prompts(
     """Write the ``num`` prompts to label next, in the order in which to label them.
 
     files: prompts, or unlabelled answers. rated: thumbs, scores or pairs. model: a folder or hub
-    id, a run's folder, or a recipe, whose hidden states are compared. out: gets the prompts as a
-    file for ``valence collect --prompts``.
+    id, a run's folder, or a recipe, to compare its hidden states. out: file for the prompts, for
+    ``valence collect --prompts``.
 
-    Raises UserError for a mistake in the request, and when nothing is left to select from.
+    Raises UserError for invalid arguments, and if there is no prompt to select.
     """
     console = console or Terminal()
     check_output(out)
@@ -114,20 +114,21 @@ def select_prompts(
             "none of the rows has a label, a score that differs from the others, or a preference",
             code="no-rated-rows",
             where=", ".join(rated),
-            fix="name files of thumbs, scores or pairs with --rated",
+            fix="pass files with thumbs, scores or pairs as --rated",
         )
     candidates = _Candidates()
-    known = {content_id(each.prompt) for each in completions}
+    known = {content_id(example.prompt) for example in completions}
     for group in read_together(sources[len(rated) :]):
         for _, example in stream(*group):
             _add_candidate(candidates, example, known)
     if not candidates.prompts:
-        reasons = "; ".join(f"{count} x {why}" for why, count in candidates.left_out.items())
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in candidates.left_out.items())
         raise UserError(
-            f"there is no prompt to select ({reasons})",
+            f"there are no prompts to select ({reasons})",
             code="no-candidates",
             where=", ".join(files),
-            fix="name files of prompts, or of answers without a label",
+            fix="use files of prompts or of unlabelled answers, with prompts that are not in "
+            "--rated",
         )
     if not quiet:
         print_message(console, f"loading and checking {model}")
@@ -144,7 +145,7 @@ def select_prompts(
     if order == "margin":
         ids = sorted(scores, key=lambda id: (-scores[id], id))
     else:
-        ids = _most_different(candidates, completions, states, num)
+        ids = _select_diverse(candidates, completions, states, num)
     rows = [_row(candidates.prompts[id], place, scores.get(id)) for place, id in enumerate(ids, 1)]
     rows = rows[:num]
     with out.open("x", encoding="utf-8", errors="backslashreplace") as file:
@@ -186,17 +187,17 @@ def _add_candidate(candidates: _Candidates, example: object, known: set[str]) ->
         candidates.leave_out(example.reason)
         return
     if isinstance(example, Judgement) and (example.label is not None or example.score is not None):
-        candidates.leave_out("the answer is rated already")
+        candidates.leave_out("the answer already has a rating")
         return
     if not isinstance(example, Prompt | Demonstration | Judgement):
-        candidates.leave_out("it is neither a prompt nor an answer")
+        candidates.leave_out("the row is neither a prompt nor an answer")
         return
     if isinstance(example.prompt, Ids):
-        candidates.leave_out("the prompt is known by its tokens only")
+        candidates.leave_out("the prompt has token ids but no text")
         return
     id = content_id(example.prompt)
     if id in known:
-        candidates.leave_out("an answer to the prompt is rated already")
+        candidates.leave_out("an answer to the prompt already has a rating")
         return
     candidates.prompts.setdefault(id, example.prompt)
     if not isinstance(example, Prompt):
@@ -206,7 +207,7 @@ def _add_candidate(candidates: _Candidates, example: object, known: set[str]) ->
 
 @dataclass(frozen=True)
 class _States:
-    """Runs the model."""
+    """Computes hidden states with the model."""
 
     policy: PolicyModel
     encoder: Encoder
@@ -257,9 +258,10 @@ def _uncertainties(
     labels: Sequence[bool],
     states: _States,
 ) -> tuple[dict[str, float], float | None, tuple[float, float] | None]:
-    """How unsure a classifier is of each prompt, from 0 to 1: that of its least certain answer.
+    """The uncertainty of each prompt, from 0 to 1: that of its least certain answer.
 
-    Empty where it cannot tell the labels apart, with its AUC and interval.
+    Also returns the AUC of the classifier and its interval. There are no uncertainties if the
+    classifier cannot separate the labels.
     """
     known, indices = states.of_answers(completions)
     known_labels = [labels[i] for i in indices]
@@ -269,7 +271,7 @@ def _uncertainties(
             f"there are too few labels ({up} up, {down} down)",
             code="too-few-labels",
             where="--rated",
-            fix=f"rate at least {FEWEST} answers of each class first",
+            fix=f"rate at least {MIN_ROWS} answers of each class first",
         )
     groups = [content_id(completions[i].prompt, completions[i].completion) for i in indices]
     auc, interval = audit_auc(
@@ -294,30 +296,32 @@ def _uncertainties(
     return scores, auc, interval
 
 
-def _most_different(
+def _select_diverse(
     candidates: _Candidates, completions: Sequence[Demonstration], states: _States, num: int
 ) -> list[str]:
-    """Prompts that are far from all labelled ones and from each other, the farthest first."""
-    labelled = list({content_id(each.prompt): each.prompt for each in completions}.values())
+    """The prompts that differ most from the labelled ones and from each other, in this order."""
+    labelled = list(
+        {content_id(example.prompt): example.prompt for example in completions}.values()
+    )
     ids = list(candidates.prompts)
     vectors = states.of_prompts([*labelled, *candidates.prompts.values()])
     order = farthest_first(standardize(vectors), len(labelled), num)
-    return [ids[place] for place in order]
+    return [ids[index] for index in order]
 
 
 def farthest_first(vectors: Tensor, num_known: int, num: int) -> list[int]:
-    """An order of the vectors [n, d] behind the first ``num_known``: each is the farthest from the
-    known ones and from those before it (Gonzalez 1985). Returns up to ``num`` places among them.
+    """Order the vectors [n, d] after the first ``num_known``: each is the farthest from the known
+    vectors and from those before it (Gonzalez 1985). Returns up to ``num`` of their indices.
     """
-    known, others = vectors[:num_known], vectors[num_known:]
-    distances = torch.full((len(others),), torch.inf, dtype=vectors.dtype)
-    for each in known:
-        distances = torch.minimum(distances, (others - each).norm(dim=1))
+    known, candidates = vectors[:num_known], vectors[num_known:]
+    distances = torch.full((len(candidates),), torch.inf, dtype=vectors.dtype)
+    for vector in known:
+        distances = torch.minimum(distances, (candidates - vector).norm(dim=1))
     order: list[int] = []
-    while len(order) < min(num, len(others)):
-        place = int(distances.argmax())
-        order.append(place)
-        distances = torch.minimum(distances, (others - others[place]).norm(dim=1))
+    while len(order) < min(num, len(candidates)):
+        index = int(distances.argmax())
+        order.append(index)
+        distances = torch.minimum(distances, (candidates - candidates[index]).norm(dim=1))
         distances[order] = -1.0
     return order
 

@@ -110,7 +110,7 @@ def refuse(
     )
     options = " ".join(f"--allow {name}" for name in accepted)
     raise UserError(
-        "\n".join(["this folder holds a run with other settings or rows:", *lines]),
+        "\n".join(["the folder contains a run with other settings or rows:", *lines]),
         code="run-differs",
         where=f"run.dir: {path}",
         fix=f"undo the change; or accept it: {options}; or start over: `valence train RECIPE "

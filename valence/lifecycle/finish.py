@@ -190,7 +190,7 @@ def _check_weights(trainer: Trainer) -> None:
     ]
     if names := [name for names in gather_objects(trainer.world, broken[:1]) for name in names]:
         raise UserError(
-            f"the run ended badly: weights are not finite ({names[0]}); no model was written",
+            f"training failed: weights are not finite ({names[0]}); no model was written",
             code="weights-not-finite",
             where=f"step {trainer.step}",
             fix=NOT_FINITE_FIX,

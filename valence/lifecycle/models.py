@@ -252,7 +252,7 @@ def _check_quantized(model: nn.Module, spec: Model) -> None:
             "the model is 4-bit quantized",
             code="model-quantized",
             where=f"model.name: {spec.name}",
-            fix="name the model it was quantized from, and set model.quantize: nf4",
+            fix="use the model it was quantized from, and set model.quantize: nf4",
         )
     if spec.quantize and not is_quantized(model):
         raise UserError(
@@ -364,7 +364,7 @@ def _check_same_vocabulary(policy: PolicyModel, reference: nn.Module, name: str)
     if ours != theirs:
         raise UserError(
             f"policy and reference have vocabularies of {ours} and {theirs} tokens: their "
-            f"log-probabilities do not compare",
+            f"log-probabilities cannot be compared",
             code="vocabulary-mismatch",
             where=f"reference.model: {name}",
             fix="use a reference with the policy's tokenizer",

@@ -58,7 +58,7 @@ def score(
                 f"{source.recipe.method} trains on completions that do not exist yet",
                 code="nothing-to-score",
                 where="method",
-                fix="to score stored answers, give --data and --out",
+                fix="to score stored answers, add --data and --out",
             )
         if not any(method.needs_reference for method in methods):
             raise UserError(
@@ -79,7 +79,7 @@ def score(
                 "the reference cache is off",
                 code="nothing-to-score",
                 where="reference.cache",
-                fix="name a folder, or set it to auto",
+                fix="set it to a folder, or to auto",
             )
     warn = partial(print_message, console, style="yellow")
     folder = (
@@ -91,10 +91,10 @@ def score(
             ending.callback(folder.close)
             if folder.taken_up:
                 raise UserError(
-                    "the folder already holds a run",
+                    "the folder already contains a run",
                     code="run-exists",
                     where=f"run.dir: {folder.path}",
-                    fix="choose another run.dir, or name a folder in reference.cache",
+                    fix="choose another run.dir, or set reference.cache to a folder",
                 )
         stop.limit(seconds_of(source.recipe.run.max_time or ""))
         prepared = prepare(source)
@@ -127,7 +127,7 @@ def score(
     cached.hits, cached.misses = map(
         sum, zip(*gather_objects(trainer.state.group, [cached.hits, cached.misses]), strict=True)
     )
-    lines = [f"{cached.summary}; kept in {cached.folder}"]
+    lines = [f"{cached.summary}; saved in {cached.folder}"]
     if verify:
         lines.append(_verify(trainer, cached, verify))
     for line in lines if not quiet else []:
@@ -228,4 +228,4 @@ def _verify(trainer: Trainer, cached: CachedReference, number: int) -> str:
     results = [pair for pairs in gather_objects(trainer.state.group, local) for pair in pairs]
     count = sum(count for count, _ in results)
     largest = max(difference for _, difference in results)
-    return f"computed {count} sequences again: they differ by {largest:.2g} nats a token at most"
+    return f"computed {count} sequences again: they differ by {largest:.2g} nats per token at most"

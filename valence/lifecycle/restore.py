@@ -87,10 +87,7 @@ def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
             code = "server-not-trusted"
         else:
             continue
-        fix = (
-            "read the reward's code, or find out who runs the server, then allow it with "
-            "--trust-reward"
-        )
+        fix = "check the code of the reward or the operator of the server, then add --trust-reward"
         raise UserError(problem, code=code, where=str(run_dir / "config.yaml"), fix=fix)
 
 
@@ -142,7 +139,7 @@ def open_recipe(
             "a recipe or a model has no checkpoints",
             code="option-unused",
             where="--step",
-            fix="name a run's folder",
+            fix="use a run folder",
         )
     source = load_recipe(recipe, overrides, method_of=method_of, training=False)
     prepared = prepare(source, rewards=rewards)

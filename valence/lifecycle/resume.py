@@ -240,7 +240,7 @@ def find_previous_run(
             folder.say(f"the run has no saved state: its weights are in {folder.path / 'model'}")
     elif saved and not state:
         raise UserError(
-            "the checkpoints of this run hold no state to resume from (run.save_state is false)",
+            "the checkpoints of this run contain no state to resume from (run.save_state is false)",
             code="checkpoint-without-state",
             where=str(saved.path),
             fix="start over (`valence train RECIPE --fresh`), which moves this run aside; its "
@@ -303,7 +303,8 @@ def resume(trainer: Trainer, previous: PreviousRun) -> None:
     if differing := differences(previous.was, trainer.world):
         trainer.messages.note_once(
             visible(
-                f"last digits may differ from those of an undisturbed run: {', '.join(differing)}"
+                f"the last digits may differ from those of an uninterrupted run: "
+                f"{', '.join(differing)}"
             )
         )
     if trainer.finished or previous.state is None:
@@ -412,7 +413,7 @@ def _resume_best(trainer: Trainer, previous: PreviousRun, *, is_longer: bool) ->
         for name in previous.changed
     ):
         trainer.messages.note_once(
-            "evaluations no longer compare with those before: the best so far is forgotten"
+            "evaluations are not comparable with earlier ones: the best value so far is reset"
         )
         for tracker in (state.best, state.early_stop, state.anomalies):
             tracker.reset()

@@ -146,7 +146,7 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> CallBa
             "this is a language model, not a reward model",
             code="reward-not-a-reward-model",
             where=f"{where}.reward: {target}",
-            fix="name a reward model, such as a run of bradley_terry, pointwise or ordinal",
+            fix="use a reward model, such as a run of bradley_terry, pointwise or ordinal",
         )
     _check(scorer, parsed, f"{where}.settings")
     return ModelScores(target, scorer, encoder, parsed)
@@ -164,9 +164,7 @@ def _check(scorer: RewardModelScorer, settings: RewardModelSettings, where: str)
             f"the model scores {', '.join(names)}" + (f", not {missing[0]}" if missing else ""),
             code="reward-attribute",
             where=f"{where}.attribute",
-            fix="name one of them, or several with a weight each"
-            if len(names) > 1
-            else "remove it",
+            fix="use one of them, or several with a weight each" if len(names) > 1 else "remove it",
         )
     if settings.normalised and not getattr(config, "reward_std", None):
         raise UserError(

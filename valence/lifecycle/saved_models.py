@@ -129,7 +129,7 @@ def _find_checkpoint(run_dir: Path, at: At) -> Saved:
             continue  # the run has removed or written a checkpoint meanwhile
         if not saved.has_state:
             raise UserError(
-                "this checkpoint holds no state (run.save_state was false)",
+                "this checkpoint contains no state (run.save_state was false)",
                 code="checkpoint-without-state",
                 where=str(saved.path),
                 fix="use the model in it, which transformers loads",
@@ -145,7 +145,7 @@ def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Pa
             "the run has no checkpoint",
             code="checkpoint-not-found",
             where=str(run_dir),
-            fix="name a run that finished or was interrupted",
+            fix="use a run that finished or was interrupted",
         )
     if at is None:
         return _newest_undamaged(checkpoints, steps)
@@ -157,14 +157,14 @@ def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Pa
                 "the run has not recorded a best checkpoint",
                 code="checkpoint-not-found",
                 where=str(run_dir),
-                fix="set run.keep_best before training",
+                fix="use --step N; for the best checkpoint, train with run.keep_best",
             )
     if step not in steps:
         raise UserError(
             f"the run has no checkpoint of step {step}",
             code="checkpoint-not-found",
             where=str(run_dir),
-            fix=f"name one of {', '.join(map(str, steps))}",
+            fix=f"use one of these steps: {', '.join(map(str, steps))}",
         )
     return check(checkpoints.path(step))
 

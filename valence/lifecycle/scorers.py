@@ -175,7 +175,7 @@ def load_scorer(
             f"a run of {recipe.method} is scored with the implicit reward of its recipe",
             code="beta-unused",
             where="--beta",
-            fix="leave out --beta, or score the exported model with --reference",
+            fix="remove --beta, or score the exported model with --reference",
         )
     with source.placing():
         reference = None
@@ -191,7 +191,7 @@ def load_scorer(
             "rows may have",
             code="max-length-too-large",
             where="data.max_length",
-            fix="give --max-length {limit}",
+            fix="set --max-length {limit}",
             warn=False,
         )
         other = recipe.reference.model
@@ -200,7 +200,7 @@ def load_scorer(
                 "reward models have no reference",
                 code="reference-unused",
                 where="reference.model",
-                fix="leave it out",
+                fix="remove it",
             )
         if reference is None and other is not None:
             reference = _reference(policy, other, recipe.model, tokenizer)
@@ -209,7 +209,7 @@ def load_scorer(
             "the implicit reward needs a reference",
             code="beta-needs-reference",
             where="--beta",
-            fix="give --reference, or leave out --beta",
+            fix="add --reference, or remove --beta",
         )
     policy.eval()
     if isinstance(policy, Scorer):
@@ -228,7 +228,7 @@ def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:
             "the head of an untrained reward model is random",
             code="reward-model-untrained",
             where="model.name",
-            fix="name the folder of a run, or its exported model",
+            fix="use a run folder, or its exported model",
         )
     model = load_model(
         spec.name,

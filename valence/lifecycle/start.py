@@ -266,7 +266,7 @@ def show_audit(prepared: Prepared, console: Console) -> None:
         print_message(console, render(corpus.audit, training=name == "train"))
     if warning := class_weight_warning(prepared):
         print_message(console, warning, "yellow")
-    console.rule("how rows become text", align="left")
+    console.rule("text rendering", align="left")
     for line in describe_rendering(prepared.encoder, prepared.recipe.data.chat_template):
         print_message(console, line)
 

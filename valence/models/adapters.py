@@ -262,7 +262,7 @@ def _add_adapter(model: nn.Module, config: Any, *, low_cpu_mem_usage: bool = Fal
             str(error),
             code="lora-targets",
             where="model.lora.targets",
-            fix="name linear layers of this model, or all-linear",
+            fix="use names of linear layers of this model, or all-linear",
         ) from error
 
 
@@ -299,11 +299,11 @@ def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
             f"the adapter {adapter!r} is of a reward model, and the model has no head for scores",
             code="adapter-kind",
             where="model.adapter",
-            fix="name the merged model, such as the folder model/ of the run that trained it",
+            fix="use the merged model, such as the folder model/ of the run that trained it",
         )
     if _task(model) == "SEQ_CLS" != saved.task_type:
         raise UserError(
-            f"the adapter {adapter!r} was made for a language model, and brings no head for scores",
+            f"the adapter {adapter!r} was made for a language model, and has no head for scores",
             code="adapter-kind",
             where="model.adapter",
             fix="merge it into its model and start from that, or continue the adapter of a "
@@ -341,7 +341,7 @@ def _check_names(model: nn.Module, lora: Any) -> None:
                 f"{name!r}",
                 code=f"lora-{setting.replace('_', '-')}",
                 where=f"model.lora.{setting}",
-                fix=f"name {kind} of this model (near ones: {', '.join(near)}){or_all}",
+                fix=f"use names of {kind} in this model (similar: {', '.join(near)}){or_all}",
             )
     _check_layer_numbers(model, getattr(lora, "layers_to_transform", None))
     _check_tied(model, lora)
@@ -378,7 +378,7 @@ def _check_tied(model: Any, lora: Any) -> None:
     setting = "targets" if includes("targets") else "modules_to_save"
     tied = " and ".join(sorted(names))
     raise UserError(
-        f"{tied} of {type(model).__name__} are tied, and a saved model holds one weight for both",
+        f"{tied} of {type(model).__name__} are tied, and a saved model has one weight for both",
         code="lora-tied-weights",
         where=f"model.lora.{setting}",
         fix="list it in model.lora.modules_to_save with ensure_weight_tying: true, or remove it",

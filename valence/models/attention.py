@@ -98,7 +98,7 @@ def _check_request(
     mask: Tensor | None, window: int | None, forest: Tensor | None, others: dict[str, Any]
 ) -> None:
     if forest is None:
-        what = "its layers do not tell their attention where the sequences begin"
+        what = "its layers do not pass the sequence boundaries to their attention"
         raise CannotPackError(what, code="sequences-unmarked")
     local = None if mask is None else int(mask.flatten()[0])
     if local != window:
@@ -108,9 +108,7 @@ def _check_request(
         name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS
     ]
     if bending:
-        what = (
-            f"its attention depends on {', '.join(bending)}, which packed attention does not know"
-        )
+        what = f"its attention depends on {', '.join(bending)}, which packing does not support"
         raise CannotPackError(what, code="attention-input-unknown")
 
 

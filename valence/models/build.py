@@ -123,12 +123,12 @@ def load_model(
         extra |= {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     if quantize:
         if getattr(config, "quantization_config", None) is not None:
-            what = "the model is kept quantized already"
+            what = "the model is already quantized"
             raise UserError(
                 what,
                 code="model-quantized-already",
                 where=f"model.name: {name}",
-                fix="name the one that it was made of, or remove model.quantize",
+                fix="use the model that it was quantized from, or remove model.quantize",
             )
         extra["quantization_config"] = how(dtype)
     try:
@@ -202,8 +202,8 @@ def _name_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
         config, "auto_map", None
     ):
         raise UserError(
-            f"transformers knows no {config.model_type} with a head for scores, and could not "
-            f"load what would be saved",
+            f"transformers has no {config.model_type} with a head for scores, so "
+            f"a saved model could not be loaded",
             code="reward-head-unsupported",
             where=f"model.name: {name}",
             fix="use another decoder, such as Llama, Qwen, Gemma, Mistral or GPT-2",
@@ -281,7 +281,7 @@ def check_positions(
     limit, learned = position_limit(model) or (length, False)
     if length <= limit or not (learned or warn):
         return
-    what = f"{subject} {length} tokens, and the model was made for {limit}"
+    what = f"{subject} {length} tokens, but the model was trained for {limit}"
     fix = fix.format(limit=limit)
     if learned:
         raise UserError(what, code=code, where=where, fix=fix)
@@ -396,7 +396,8 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
     """Raise UserError when the tokenizer has tokens for which the model has no embedding."""
     if len(tokenizer) > vocabulary_size(model):
         raise UserError(
-            f"the tokenizer knows {len(tokenizer)} tokens, the model only {vocabulary_size(model)}",
+            f"the tokenizer has {len(tokenizer)} tokens, but the model only "
+            f"{vocabulary_size(model)}",
             code="tokenizer-mismatch",
             where="model.tokenizer",
             fix="use the tokenizer that belongs to the model",

@@ -101,11 +101,11 @@ class CachedReference:
     @property
     def summary(self) -> str:
         damaged = (
-            f", {self.ledger.damaged} of them since they were damaged"
+            f", {self.ledger.damaged} of them because they were damaged"
             if self.ledger.damaged
             else ""
         )
-        return f"reference cache: {self.hits:,} sequences found, {self.misses:,} computed{damaged}"
+        return f"reference cache: {self.hits:,} sequences reused, {self.misses:,} computed{damaged}"
 
     def sync(self) -> None:
         """Returns when what was kept so far would survive a loss of power. Raises OSError."""
@@ -191,14 +191,12 @@ class CachedReference:
         difference = float(np.sqrt(np.mean((kept - live) ** 2)))
         if not difference <= DRIFT[self.precision]:
             raise UserError(
-                f"what the reference gives now differs from what was kept by {difference:.2g} "
-                f"nats a token "
-                f"({len(kept)} tokens of {len(pairs)} sequences), more than the "
-                f"{DRIFT[self.precision]:g} of rounding",
+                f"the reference's log-probabilities differ from the cached ones by "
+                f"{difference:.2g} nats per token ({len(kept)} tokens of {len(pairs)} sequences), "
+                f"more than rounding explains ({DRIFT[self.precision]:g})",
                 code="reference-cache-stale",
                 where=f"reference.cache: {self.ledger.folder}",
-                fix="delete this folder or name another, to compute them anew; their files say "
-                "what made them",
+                fix="delete this folder or choose another one, to compute them again",
             )
         return difference
 
@@ -251,6 +249,6 @@ def _only_others(folder: Path) -> str:
         return ""
     more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
     return (
-        f"the reference cache {folder.parent} has nothing of this reference, only "
+        f"the reference cache {folder.parent} has no values of this reference, only "
         f"{', '.join(listed[:4])}{more}"
     )

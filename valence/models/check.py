@@ -66,7 +66,7 @@ def check_layout(engine: PolicyModel) -> None:
         why = _why_not_packed(engine, batch)
     # all of them run alike, or those in lockstep would never meet again
     if engine.most(int(why is not None)) and why is None:
-        why = CannotPackError("another process found it so", code="other-process")
+        why = CannotPackError("another process reported it", code="other-process")
     if why:
         engine.lay_out(packed=False)
         message = (
@@ -91,7 +91,7 @@ def _check_causal(engine: PolicyModel, tokens: Tensor) -> None:
             f"probability depends on later tokens",
             code="model-not-causal",
             where="model.name",
-            fix="name a decoder, such as Llama, Qwen, Gemma or GPT-2; an encoder such as BERT "
+            fix="use a decoder, such as Llama, Qwen, Gemma or GPT-2; an encoder such as BERT "
             "has no next-token probabilities",
         )
 
@@ -122,7 +122,7 @@ def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError |
         engine.along = type(engine).along
     if _influence(slopes[0][:, CUT:]) or _influence(slopes[1][:, PROMPT:CUT]):
         return CannotPackError(
-            "the tokens of one sequence change what is said of another", code="sequences-leak"
+            "the tokens of one sequence change the results of another", code="sequences-leak"
         )
     difference = max((found - alone).abs().max().item() for found in (packed, behind))
     dtype = engine.compute or next(engine.model.parameters()).dtype

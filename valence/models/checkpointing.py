@@ -44,7 +44,7 @@ def recompute_layers(model: nn.Module, how: Checkpointing, device: torch.device)
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
     if not layers:
-        raise _mistake(f"{type(model).__name__} has no layers that can run again", "off")
+        raise _mistake(f"{type(model).__name__} has no layers that support checkpointing", "off")
     if how == "offloaded" and device.type in HOSTED:
         raise _mistake(
             f"there is nothing to offload to: the memory of the device {device.type!r} is the "

@@ -91,7 +91,7 @@ def _failure(engine: PolicyModel, layers: list[Any]) -> str | None:
     # and of all together by 0.19.
     apart = (values - plain).square().mean().sqrt().item()
     if not apart <= TOLERANCE[dtype]:
-        return f"what it says differs by {apart:.2g}"
+        return f"its log-probabilities differ by {apart:.2g}"
     far = float((wanted - found).abs() / wanted) if trained else 0.0
     return None if far <= 10 * TOLERANCE[dtype] else f"the norm of gradients differs by {far:.1%}"
 

@@ -26,7 +26,7 @@ LOADING_ERRORS = (
 
 IDENTIFYING = ("config.json", "adapter_config.json", "tokenizer_config.json")
 """Files of which a model, an adapter or a tokenizer has at least one."""
-NAME_ANOTHER = "name an existing folder, or a hub id such as owner/model"
+NAME_ANOTHER = "use an existing folder, or a hub id such as owner/model"
 
 
 def must_exist(name: str, setting: str) -> None:
@@ -51,7 +51,7 @@ def must_exist(name: str, setting: str) -> None:
             f"{name!r} is not a folder and not in the cache {constants.HF_HUB_CACHE}, and {reason}",
             code="model-not-found",
             where=setting,
-            fix="name a folder with the model, set HF_HOME to the folder of a cache that has it, "
+            fix="use a folder with the model, set HF_HOME to the folder of a cache that has it, "
             + (
                 "or unset HF_HUB_OFFLINE"
                 if offline
@@ -81,7 +81,7 @@ def cannot_load(what: str, name: str, error: Exception) -> UserError:
         f"cannot load the {what} {name!r}: {first}",
         code="model-not-loadable",
         where="model",
-        fix="check that the folder or hub id holds a causal language model, and that you have "
+        fix="check that the folder or hub id contains a causal language model, and that you have "
         "access to it",
     )
 

@@ -145,7 +145,7 @@ class LogProbStore:
             f"the cache cannot be used ({error})",
             code="reference-cache-unusable",
             where=str(self.folder),
-            fix="repair the folder, or name another",
+            fix="repair the folder, or choose another one",
         )
 
     def _read_index(self, path: Path) -> None:
@@ -232,7 +232,7 @@ class LogProbStore:
                     self._write_out()
         except OSError as error:
             warnings.warn(
-                f"{self.folder}: the cache cannot be written ({error}); it is kept in memory",
+                f"{self.folder}: the cache cannot be written ({error}); it is only kept in memory",
                 stacklevel=3,
             )
 
@@ -297,9 +297,8 @@ class LogProbStore:
         if path not in self._warned:
             self._warned.add(path)
             warnings.warn(
-                f"{path} is damaged: a checksum is wrong. What it holds in that place is not "
-                f"used but computed again; "
-                "delete the file, with the other one of its name, to be rid of this warning",
+                f"{path} is damaged: a checksum is wrong. The damaged values are computed again. "
+                f"To stop this warning, delete the file and the other file of its name",
                 stacklevel=4,
             )
 
@@ -325,4 +324,4 @@ def _head(raw: bytes) -> Head | None:
 
 def _write(file: BinaryIO, data: bytes | bytearray) -> None:
     if file.write(data) != len(data):
-        raise OSError("there is no room")
+        raise OSError("no space left")

@@ -23,7 +23,7 @@ def check_library() -> None:
     """Raises UserError when the library that keeps weights in 4 bits is missing."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
-            "weights of 4 bits are kept by bitsandbytes, which is not installed",
+            "4-bit weights need bitsandbytes, which is not installed",
             code="library-missing",
             where="model.quantize",
             fix=install_command("eightbit"),

@@ -100,7 +100,7 @@ class SyncedReference(FrozenReference):
     def __init__(self, policy: PolicyModel) -> None:
         engine = copied(policy, frozen_weights(policy))
         self.trained = [name for name, p in engine.named_parameters() if p.requires_grad]
-        super().__init__(engine, "a copy that follows the policy")
+        super().__init__(engine, "a copy that is updated from the policy")
 
     @property
     def weights(self) -> dict[str, Tensor]:

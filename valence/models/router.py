@@ -90,7 +90,7 @@ def check_router(engine: Any) -> None:
             f"{type(causal).__name__} has no router with a load-balancing loss",
             code="router-missing",
             where=SETTING,
-            fix="remove it, or name a mixture-of-experts model such as Mixtral or Qwen3-MoE",
+            fix="remove it, or use a mixture-of-experts model such as Mixtral or Qwen3-MoE",
         )
 
 

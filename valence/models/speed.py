@@ -63,7 +63,7 @@ def automatic_dtype() -> tuple[str, str]:
         if chosen not in ("float32", "bfloat16", "float64"):
             fix = "set it to float32, bfloat16 or float64, or unset it"
             raise UserError(
-                f"{chosen!r} is not a type of computation",
+                f"{chosen!r} is not a supported dtype",
                 code="environment-variable-invalid",
                 where="VALENCE_DTYPE",
                 fix=fix,

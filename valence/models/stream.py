@@ -107,7 +107,7 @@ def outline(
     model has them; UserError when there is no such model.
     """
     if gguf_file:
-        raise CannotStreamError("they are kept as GGUF", code="weights-gguf")
+        raise CannotStreamError("they are in a GGUF file", code="weights-gguf")
     config = read_config(name, attributes=attributes, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise CannotStreamError("they are quantized", code="weights-quantized")
@@ -133,7 +133,9 @@ def outline(
         if head.weight.is_meta:
             _put(model, "score.weight", torch.zeros_like(head.weight, device="cpu"))
     if left := [each for each, weight in model.named_parameters() if weight.is_meta]:
-        raise CannotStreamError(f"the files lack some, such as {left[0]}", code="weights-missing")
+        raise CannotStreamError(
+            f"some are missing in the files, such as {left[0]}", code="weights-missing"
+        )
     return model.to(device), Stream(places)
 
 
@@ -172,7 +174,7 @@ def _empty(
     if scores and not is_reward_model(model):
         raise CannotStreamError("the model has no linear head", code="head-missing")
     if model._keep_in_fp32_modules_strict and dtype == torch.bfloat16:
-        raise CannotStreamError("some keep a type of their own", code="weights-mixed-types")
+        raise CannotStreamError("some have a fixed dtype", code="weights-mixed-types")
     if model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(name)
@@ -189,7 +191,7 @@ def _files(name: str) -> list[Path]:
             return [Path(one)]
         index = find(name, INDEX, _raise_exceptions_for_missing_entries=False)
         if index is None:
-            raise CannotStreamError("they are not kept as safetensors", code="not-safetensors")
+            raise CannotStreamError("they are not in safetensors files", code="not-safetensors")
         parts = sorted(
             set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
         )
@@ -221,7 +223,7 @@ def _places(model: Any, files: Sequence[Path]) -> dict[str, WeightLocation]:
     for names in _tied(known):
         stored = [name for name in names if name in found]
         if len(stored) > 1:
-            what = f"{stored[0]} and {stored[1]} are one weight, and are kept as two"
+            what = f"{stored[0]} and {stored[1]} are tied, but stored separately"
             raise CannotStreamError(what, code="tied-weights-apart")
         found |= {name: found[stored[0]] for name in names if stored}
     return found
@@ -241,7 +243,7 @@ def _name_in(model: Any, key: str, known: Mapping[str, Tensor], changes: Sequenc
         return key
     if pattern is not None:
         raise CannotStreamError(
-            f"{key} is kept in another form than the model has it", code="weights-converted"
+            f"{key} is stored in another layout than in the model", code="weights-converted"
         )
     return name
 

@@ -29,20 +29,22 @@ def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> 
     """
     if isinstance(policy, Scorer):
         raise UserError(
-            "a reward model has no tokens to value",
+            "a reward model cannot have a value head",
             code="value-head-unsupported",
             where="method",
             fix="train a language model",
         )
     if policy.critic is not None:
-        raise UserError("the policy has a critic already", code="value-head-exists", where="value")
+        raise UserError(
+            "the policy already has a value head", code="value-head-exists", where="value"
+        )
     if policy.is_sharded or policy.shared:
         raise UserError(
-            "values are not computed where weights or products are split over processes",
+            "the value head does not support weights split over processes",
             code="value-head-unsupported",
             where="parallel",
-            fix="set parallel.shard: off and parallel.tensor: 1, or take a method without "
-            "values, such as rloo",
+            fix="set parallel.shard: off and parallel.tensor: 1, or choose a method without "
+            "a value head, such as rloo",
         )
     policy.critic = Critic(policy, _trunk(policy) if trunk == "separate" else None).train(
         policy.training

@@ -390,7 +390,7 @@ class Collector:
         allowed = (
             "and rollout.on_failure is stop"
             if is_strict
-            else f"more than rollout.max_failed: {limit:g} of them"
+            else f"more than rollout.max_failed: {limit:g} allows"
         )
         self._stop.is_synchronized = True
         raise UserError(

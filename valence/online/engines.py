@@ -80,7 +80,7 @@ class ServerEngine:
         self._run_folder = folder
         if state.has_split_weights:
             raise UserError(
-                "weights that are split over processes are not sent to a server",
+                "weights that are split over processes cannot be sent to a server",
                 code="rollout-engine-unsupported",
                 where="rollout.engine",
                 fix="set it to hf, or parallel.shard: off and parallel.tensor: 1",

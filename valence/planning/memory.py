@@ -87,14 +87,14 @@ def choose_split(
         )
     if recipe.train.optimizer not in ("adamw", "torch.optim.AdamW"):
         raise _unsupported_with_split(
-            f"{recipe.train.optimizer} may need whole weights, and each process would have a part "
-            "of them",
+            f"{recipe.train.optimizer} may need complete weights, but each "
+            "process has only a part of them",
             "train.optimizer",
             "set train.optimizer: adamw",
         )
     if recipe.model.lora is not None and (setting := unsplittable(recipe.model.lora)):
         raise _unsupported_with_split(
-            "an adapter with this setting is not built where weights are split over processes",
+            "an adapter with this setting does not support weights split over processes",
             f"model.lora.{setting}",
             "remove it",
         )

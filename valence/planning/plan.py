@@ -401,7 +401,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     for part in prepared.mixed:
         mixed = (
             f"{len(part.sampler.units)} {plural(part.method.kind)}, "
-            f"{part.sampler.batch_size} a step, weight {part.weight:g}"
+            f"{part.sampler.batch_size} per step, weight {part.weight:g}"
         )
         lines.append(f"mix: {part.method.name} on {mixed}")
     if plan.free is not None and total > plan.free:

@@ -27,19 +27,19 @@ class RewardModelSettings(BaseModel):
     normalised: bool = False
     """Scale scores to mean 0 and standard deviation 1 over the model's training rows."""
     max_length: int = Field(2048, gt=0)
-    """Longest prompt with its answer, in tokens; longer ones have no score."""
+    """Maximum tokens of a prompt with its answer; longer ones have no score."""
     as_chat: Literal["auto"] | bool | None = None
-    """Whether a prompt that is plain text becomes a user message, as data.as_chat.
+    """Whether a plain-text prompt becomes a user message, like data.as_chat.
 
-    Default: as the run that trained the model did; of a model's folder, exactly when its tokenizer
-    has a chat template.
+    Default: that of the run that trained the model; for a model folder, whether its tokenizer has
+    a chat template.
     """
     tokens: int = Field(8192, gt=0)
-    """Tokens that run at once."""
+    """Tokens per forward pass."""
     dtype: Dtype | None = None
-    """Type of the weights. Default: that of the run that trained the model, else float32."""
+    """Data type of the weights. Default: that of the run that trained the model, else float32."""
     trust_remote_code: bool = False
-    """Run the code that the model comes with."""
+    """Run Python code that comes with the model."""
 
 
 def parse_settings(target: str, settings: Mapping[str, Any], where: str) -> RewardModelSettings:
@@ -69,7 +69,7 @@ def placed_at_reward(target: str, where: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        fix = error.fix if Path(target).exists() or "/" in target else f"name {KINDS}"
+        fix = error.fix if Path(target).exists() or "/" in target else f"use {KINDS}"
         raise UserError(
             error.what, code=error.code, where=f"{where}.reward: {target} ({error.where})", fix=fix
         ) from error

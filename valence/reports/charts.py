@@ -15,13 +15,13 @@ from valence.reports.rundata import RunData
 from valence.reports.stats import finite, quantile, short, sigmoid, wilson
 
 COLOURS = ("#3b7ddd", "#d9661f", "#8b62d6", "#2a9d74")
-"""Lines and bars; each readable on white and on black, and by colour-blind people."""
+"""Colours of lines and bars; readable on white and on black, and by colour-blind people."""
 
 NUM_BINS = 24
 """Bins of a histogram."""
 
 MAX_SOURCES = 6
-"""Sources with a histogram of their own. The rows of the others are shown together."""
+"""Maximum number of sources with a separate histogram. Other sources share one."""
 
 ZERO_REWARD = 1e-6
 """If no reward is larger than this, the policy equals its reference."""
@@ -49,8 +49,10 @@ def figure(
 
     note: a line under its title. legend: by default if it distinguishes lines. height: in rem.
     """
-    shown = sum(trace.get("showlegend", True) for trace in traces) > 1 if legend is None else legend
-    layout = {"showlegend": shown, **layout}
+    has_legend = (
+        sum(trace.get("showlegend", True) for trace in traces) > 1 if legend is None else legend
+    )
+    layout = {"showlegend": has_legend, **layout}
     return {"data": list(traces), "layout": layout, "note": note, "height": height}
 
 
@@ -200,11 +202,11 @@ def by_source(rows: Sequence[Json]) -> dict[str, dict[str, list[float]]]:
     for row in rows:
         rows_of.setdefault(source(row), []).append(row)
     ordered = sorted(rows_of.items(), key=lambda item: -len(item[1]))
-    shown = dict(ordered[:MAX_SOURCES])
+    drawn_sources = dict(ordered[:MAX_SOURCES])
     if rest := [row for _, group in ordered[MAX_SOURCES:] for row in group]:
-        shown[f"{len(ordered) - MAX_SOURCES} other sources"] = rest
-    titles = _short_titles(list(shown))
-    rewards = (rewards_by_class(group) for group in shown.values())
+        drawn_sources[f"{len(ordered) - MAX_SOURCES} other sources"] = rest
+    titles = _short_titles(list(drawn_sources))
+    rewards = (rewards_by_class(group) for group in drawn_sources.values())
     return {title: by_class for title, by_class in zip(titles, rewards, strict=True) if by_class}
 
 
@@ -254,11 +256,11 @@ def calibration(rows: Sequence[Json]) -> Json | None:
     margins = [m for row in rows if (m := margin(row)) is not None]
     if margins:
         pairs = [(sigmoid(abs(m)), m > 0) for m in margins]
-        titles = "sigmoid of the margin's size", "share ranked as in the data"
+        titles = "sigmoid of the absolute margin", "fraction ranked as in the data"
     else:
         known = [(value(row), verdict(row)) for row in rows]
         pairs = [(sigmoid(r), label) for r, label in known if r is not None and label is not None]
-        titles = "sigmoid of the reward", "share of thumbs up"
+        titles = "sigmoid of the reward", "fraction of thumbs up"
     num_bins = min(MAX_CALIBRATION_BINS, len(pairs) // MIN_ROWS_PER_BIN)
     if num_bins < 2 or len({p for p, _ in pairs}) < num_bins:
         return None
@@ -298,8 +300,8 @@ def calibration(rows: Sequence[Json]) -> Json | None:
         },
     }
     note = (
-        f"bins of about {len(bins[0])} answers or pairs each, with 95 % intervals; on the dashed "
-        f"line predicted probabilities equal observed frequencies"
+        f"bins of about {len(bins[0])} answers or pairs, with 95 % intervals; on the dashed line, "
+        f"predicted probabilities equal observed frequencies"
     )
     axes: dict[str, Any] = {
         "xaxis": {"title": {"text": titles[0]}, "range": ends},
@@ -311,8 +313,8 @@ def calibration(rows: Sequence[Json]) -> Json | None:
 # Curves
 
 MAX_POINTS = 1000
-"""Points of one curve, about one per pixel. Each point of a longer curve is the mean of several
-neighbouring steps.
+"""Maximum points of a curve, about one per pixel. Each point of a longer curve is the mean of
+several neighbouring steps.
 """
 
 MAX_BARS = 60
@@ -337,14 +339,14 @@ class Chart:
 LEARNING = (
     Chart("Loss", ("loss",), "", extremes=True),
     Chart(
-        "Reward of own answers",
+        "Reward of sampled answers",
         ("reward/mean",),
-        "mean of a round, and of answers to held-out prompts",
+        "mean per round, and on held-out prompts",
     ),
     Chart(
         "Rewards by class",
         ("rewards/chosen", "rewards/rejected"),
-        "mean implicit reward of each class",
+        "mean implicit reward per class",
     ),
     Chart(
         "Margin",
@@ -360,36 +362,36 @@ LEARNING = (
         ("logps/chosen", "logps/rejected"),
         "nats, summed over an answer",
     ),
-    Chart("Log-probability of a token", ("logps/token",), "nats"),
+    Chart("Log-probability per token", ("logps/token",), "nats"),
     Chart("Entropy of the policy", ("entropy",), "nats per token"),
     Chart(
         "Load-balancing loss of the routers",
         ("router_aux_loss",),
-        "experts per token when the load is uniform",
+        "equals the number of experts per token at uniform load",
     ),
     Chart("Length of answers", ("rollout/length",), "tokens"),
     Chart(
-        "Answers cut off, failed, tied",
+        "Truncated, failed and tied answers",
         ("rollout/truncated", "rollout/failed", "rollout/tied"),
-        "shares; tied: prompts whose answers all have the same reward",
+        "fractions; tied: prompts with equal rewards of all answers",
         axis=SHARE,
     ),
 )
 KTO = "kl/raw"
-"""A metric that only kto and similar methods have: their ``kl`` is the reference point, and no
-divergence.
-"""
+"""A metric of kto and similar methods: their ``kl`` is the reference point, not a divergence."""
 DRIFT = Chart(
     "Drift on mismatched answers",
     (KTO, "kl"),
-    "mean log-ratio (nats): as measured (kl/raw), and as used (kl)",
+    "mean log-ratio (nats): measured (kl/raw), and clamped at 0 (kl)",
 )
 DIVERGENCE = "Divergence from the reference"
 MACHINE = (
     Chart("Gradient norm", ("grad_norm",), "before clipping", extremes=True),
-    Chart("Learning rate", ("lr",), axis={"rangemode": "tozero"}),  # else a constant is drawn at 0
-    Chart("Tokens per second", ("tokens/s",), "over the steps since the last record"),
-    Chart("Memory", ("memory",), "GB, the largest so far", axis={"rangemode": "tozero"}),
+    Chart(
+        "Learning rate", ("lr",), axis={"rangemode": "tozero"}
+    ),  # otherwise a constant would be drawn at 0
+    Chart("Tokens per second", ("tokens/s",), "since the previous record"),
+    Chart("Memory", ("memory",), "GB, maximum so far", axis={"rangemode": "tozero"}),
 )
 
 COUNTERS = frozenset(
@@ -405,7 +407,7 @@ COUNTERS = frozenset(
         "ranks",
     }
 )
-"""Metrics that only count the steps or time the logging, of which a curve says nothing."""
+"""Metrics without a curve: counters of steps, and times of logging."""
 
 OF_A_ROUND = ("seconds/rollout", "seconds/reward", "seconds/measuring")
 """Seconds of an online round, which ``seconds`` does not include. A record has their means over its
@@ -471,7 +473,7 @@ def _draw(run: RunData, chart: Chart) -> Json | None:
         return None
     note = chart.note
     if not chart.extremes and any(trace.get("fill") for trace in traces):
-        note = f"{note}; band: 10 to 90 % of the evaluation's rows"
+        note = f"{note}; band: 10th to 90th percentile of the evaluation's rows"
     return figure(traces, note=note, yaxis=chart.axis or {})
 
 
@@ -623,6 +625,6 @@ def phases(records: Sequence[Json]) -> Json | None:
                 "marker": {"color": colours[place % len(colours)]},
             }
         )
-    unit = f"seconds of {width} records each" if width > 1 else "seconds of each record"
-    note = f"{unit}; in brackets: the whole run"
+    unit = f"seconds per {width} records" if width > 1 else "seconds per record"
+    note = f"{unit}; in brackets: total of the run"
     return figure(traces, note=note, legend=True, barmode="stack", bargap=0.1)

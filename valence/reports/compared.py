@@ -71,11 +71,11 @@ class ComparedRun:
             sections = ("reward",)
         else:
             return True
-        mine, theirs = (
+        settings, other_settings = (
             {n: exact(v) for n, v in run.settings.items() if n.split(".")[0] in sections}
             for run in (self, other)
         )
-        return bool(self.settings and other.settings) and mine == theirs
+        return bool(self.settings and other.settings) and settings == other_settings
 
 
 def has_same_scale(runs: Sequence[ComparedRun], name: str) -> bool:
@@ -97,21 +97,20 @@ def find_runs(places: Sequence[Path]) -> list[RunLine]:
         if not place.is_dir():
             is_file = place.exists()
             raise UserError(
-                "this is a file" if is_file else "there is no such folder",
+                "the path is a file" if is_file else "the folder does not exist",
                 code="path-is-file" if is_file else "run-not-found",
                 where=str(place),
-                fix="name a run's folder, or a folder that contains runs",
+                fix="use a run folder, or a folder that contains runs",
             )
         lines = sorted(list_runs(place), key=lambda line: line.path)
         if not lines and ((place / "metrics.jsonl").is_file() or (place / "config.yaml").is_file()):
             lines = [RunLine(place, "unreadable", problem="run.json is missing")]
         if not lines:
             raise UserError(
-                "the folder neither is nor contains a run",
+                "the folder is not a run and contains none",
                 code="run-not-found",
                 where=str(place),
-                fix="name a run's folder (`valence train` printed it), or a folder that contains "
-                "runs",
+                fix="use a run folder (`valence train` prints it), or a folder that contains runs",
             )
         for line in lines:
             runs.setdefault(line.path.resolve(), line)

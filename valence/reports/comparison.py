@@ -48,10 +48,10 @@ from valence.reports.stats import finite, ranks
 BEST = "\N{BLACK CIRCLE}"
 
 MAX_DISAGREEMENTS = 20
-"""Rows shown on which the runs disagree."""
+"""Maximum number of rows on which the runs disagree."""
 
 MAX_TEXT = 300
-"""Characters shown of a text."""
+"""Maximum characters shown of a text."""
 
 DIRECTIONS: tuple[tuple[str, int], ...] = (
     (r"loss|rewards/(brier|calibration_error|error)", -1),
@@ -68,7 +68,7 @@ Key = tuple[str, str]
 
 
 def gaps(runs: Sequence[ComparedRun]) -> list[str]:
-    """What runs lack, and what makes metrics incomparable, one sentence each."""
+    """Missing parts of runs, and reasons why metrics cannot be compared, as sentences."""
     messages = [f"{run.label}: {gap}" for run in runs for gap in run.gaps]
     if not has_same_rows(runs):
         sets = [set(run.rows) for run in runs if run.rows]
@@ -76,17 +76,17 @@ def gaps(runs: Sequence[ComparedRun]) -> list[str]:
         messages.insert(
             0,
             f"The runs were evaluated on different held-out rows ({counts}; "
-            f"{text(len(set.intersection(*sets)))} of them are in all): their held-out metrics are "
-            f"not comparable, and no best one is marked.",
+            f"{text(len(set.intersection(*sets)))} in common): their held-out metrics are not "
+            f"comparable, and no best value is marked.",
         )
     steps = {max(run.evaluations) for run in runs if run.evaluations}
     if len(steps) > 1:
-        shown = ", ".join(map(text, sorted(steps)))
-        messages.append(f"The last evaluations are at different steps ({shown}).")
+        step_list = ", ".join(map(text, sorted(steps)))
+        messages.append(f"The last evaluations of the runs are at different steps ({step_list}).")
     if has_untrained(runs):
         messages.append(
-            "Some runs were only evaluated before their first step: their held-out metrics are "
-            "left out when the best one is marked."
+            "Some runs were only evaluated before their first step: the best value is marked "
+            "without them."
         )
     return messages
 
@@ -111,7 +111,7 @@ def tables(runs: Sequence[ComparedRun]) -> list[TablePart]:
 
 
 def summary(runs: Sequence[ComparedRun]) -> TablePart:
-    """Method, state, size and main metrics, one line per run."""
+    """Method, state, size and main metrics, one row per run."""
     names = [name for name in HEADLINES if any(name in run.last for run in runs)]
     same_rows = has_same_rows(runs)
     columns = [_marked(runs, n, [run.last.get(n) for run in runs], same_rows) for n in names]
@@ -125,15 +125,15 @@ def summary(runs: Sequence[ComparedRun]) -> TablePart:
     ]
     if not_comparable:
         notes.append(
-            f"Not comparable, and not marked: {', '.join(not_comparable)}, which depend on the "
-            "method, loss.* or reward of each run."
+            f"Not comparable, and therefore not marked: {', '.join(not_comparable)}. They depend "
+            f"on the method, loss.* or reward of each run."
         )
     return TablePart(title="Summary", notes=tuple(notes), header=header, rows=rows)
 
 
 def _legend(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
     has_marks = any(cell.startswith(BEST) for row in rows for cell in row[1:])
-    return [f"{BEST} marks the best of a {unit}."] if has_marks else []
+    return [f"{BEST} marks the best value of each {unit}."] if has_marks else []
 
 
 def _facts(run: ComparedRun) -> list[str]:
@@ -150,13 +150,13 @@ def _facts(run: ComparedRun) -> list[str]:
 
 
 def settings(runs: Sequence[ComparedRun]) -> TablePart:
-    """The settings, digests of rows and versions that differ, one line each."""
+    """The settings, digests of rows and versions that differ, one row each."""
     differing = _differing([run.settings for run in runs]) | _differing([r.origins for r in runs])
     rows = [[name, *map(cut, values)] for name, values in differing.items()]
-    note = "All other settings are the same. An empty cell: the run has no such setting."
+    note = "All other settings are equal. An empty cell means that the run has no such setting."
     if not rows:
         rows = [["none", *("" for _ in runs)]]
-        note = "All known settings are the same."
+        note = "All known settings are equal."
     header = ("setting", *(run.label for run in runs))
     return TablePart(
         title="Settings that differ", notes=(note,), header=header, rows=rows, numeric=False
@@ -178,10 +178,10 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def results(runs: Sequence[ComparedRun]) -> list[TablePart]:
-    """All metrics of the last evaluations and of the test rows, one line each."""
+    """All metrics of the last evaluations and of the test rows, one row each."""
     same_test_rows = has_same_test_rows(runs)
     different = (
-        "The runs have different test rows: these metrics are not comparable, and no best one is "
+        "The runs have different test rows: these metrics are not comparable, and no best value is "
         "marked.",
     )
     groups = (
@@ -207,7 +207,7 @@ def results(runs: Sequence[ComparedRun]) -> list[TablePart]:
             for name in names
         ]
         if rows:
-            notes = (*notes, *_legend(rows, "line"))
+            notes = (*notes, *_legend(rows, "row"))
             parts.append(TablePart(title=title, notes=notes, header=header, rows=rows))
     return parts
 
@@ -321,7 +321,7 @@ def _answers(row: Json, number: str) -> dict[str, str]:
 
 
 def _rewards(row: Json) -> dict[str, float]:
-    """What a row is worth (``worth``); with several answers the reward of each, by number."""
+    """The reward of a row (``worth``); with several answers the reward of each, by number."""
     if (reward := worth(row)) is not None:
         return {"": reward}
     return {str(n): reward for n, reward in enumerate(several(row))}
@@ -337,8 +337,8 @@ def cut(content: str) -> str:
     """The beginning of a text, with the number of characters that are left out."""
     if len(content) <= MAX_TEXT:
         return content
-    rest = len(content) - MAX_TEXT
-    return f"{content[:MAX_TEXT]}\N{HORIZONTAL ELLIPSIS} ({rest:,} more characters)"
+    num_hidden = len(content) - MAX_TEXT
+    return f"{content[:MAX_TEXT]}\N{HORIZONTAL ELLIPSIS} ({num_hidden:,} more characters)"
 
 
 # The page and the Markdown
@@ -379,7 +379,7 @@ def _curve_sections(runs: Sequence[ComparedRun], charts: Charts) -> dict[str, An
         ),
         (
             "Against time",
-            "The runs need different times per step. These curves are against minutes of training, "
+            "The runs need different times per step. These curves are against training time, "
             "without evaluations and saves.",
             curves_over_time(runs),
         ),
@@ -415,10 +415,10 @@ def write_out(path: Path, content: str) -> None:
         write_atomically(path, content)
     except OSError as error:
         raise UserError(
-            f"cannot be written ({error.strerror})",
+            f"the file cannot be written ({error.strerror})",
             code="file-not-writable",
             where=str(path),
-            fix="name a file in a folder that exists",
+            fix="choose a file in an existing folder where you have write permission",
         ) from error
 
 
@@ -426,13 +426,15 @@ def refuse_others(path: Path) -> None:
     """Raise UserError if the path exists and was not written by `valence report`."""
     check_path(path)
     try:
-        is_ours = not path.exists() or (path.is_file() and MARK.encode() in path.read_bytes())
+        is_replaceable = not path.exists() or (
+            path.is_file() and MARK.encode() in path.read_bytes()
+        )
     except OSError:
-        is_ours = False
-    if not is_ours:
+        is_replaceable = False
+    if not is_replaceable:
         raise UserError(
-            "this exists and was not written by `valence report`",
+            "the path exists and was not written by `valence report`",
             code="path-exists",
             where=str(path),
-            fix="name another file with --out",
+            fix="choose another file with --out",
         )

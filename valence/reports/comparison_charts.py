@@ -14,7 +14,7 @@ from valence.reports.rows import Json
 from valence.reports.stats import finite, short
 
 COLOURS = ("#3b7ddd", "#d9661f", "#2a9d74", "#8b62d6", "#c9437f", "#8f7a10", "#1a94b8", "#75808c")
-"""Of the runs, in their order; each readable on white and on black."""
+"""Colours of the runs, in order; each readable on white and on black."""
 
 STROKES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "8 3 2 3", "longdash": "12 4"}
 """Dashes of lines by plotly's names, as SVG has them. From the ninth run on, the colours repeat
@@ -24,24 +24,30 @@ with the next dashes.
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "triangle-down", "star")
 
 MAX_POINTS = 400
-"""Points of one curve. Longer curves show means of neighbouring records."""
+"""Maximum points of a curve. Longer curves show means of neighbouring records."""
 
 SLOWER = 1.1
 """Ratio of the times per step from which curves against time are drawn."""
+
+TIME_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+"""Units of the axis of the time with their seconds; the longest run has at least two of its
+unit.
+"""
 
 Point = tuple[float, float]
 
 REWARD_NOTE = (
     "Each point is an evaluation: the mean reward of completions to held-out prompts against their "
-    "divergence from the reference (kl, nats per completion). Lines follow the steps to the large "
-    "mark. Of two runs with the same kl, the higher one has learned more for the same distance."
+    "divergence from the reference (kl, nats per completion). Lines follow the steps; the last one "
+    "has a large mark. At the same kl, a run with a higher reward has learned more for the same "
+    "distance."
 )
 MARGIN_NOTE = (
-    "Each point is an evaluation: by how many nats preferred answers have become likelier than "
-    "others (logratio/chosen minus logratio/rejected, which does not depend on beta) against the "
-    "change on answers that do not fit their prompt (the size of kl/raw, nats). Lines follow the "
-    "steps to the large mark. Of two runs with the same margin, the left one has changed less "
-    "otherwise."
+    "Each point is an evaluation: how many nats preferred answers have become likelier than others "
+    "(logratio/chosen minus logratio/rejected, which does not depend on beta) against the change "
+    "on answers that do not fit their prompt (the absolute value of kl/raw, nats). Lines follow "
+    "the steps; the last one has a large mark. At the same margin, a run further to the left has "
+    "changed less on other text."
 )
 
 
@@ -67,22 +73,23 @@ def curves(runs: Sequence[ComparedRun]) -> tuple[dict[str, Json], dict[str, Json
 
 
 def curves_over_time(runs: Sequence[ComparedRun]) -> dict[str, Json]:
-    """The main metrics against minutes of training, unless all runs take about the same time per
-    step.
-    """
-    times = [_minutes(run) for run in runs]
-    paces = [max(minutes.values()) / max(minutes) for minutes in times if max(minutes, default=0)]
+    """The main metrics against training time, unless all runs take about the same time per step."""
+    times = [_training_time(run) for run in runs]
+    paces = [max(seconds.values()) / max(seconds) for seconds in times if max(seconds, default=0)]
     if len(paces) < 2 or max(paces) <= SLOWER * min(paces):
         return {}
+    longest = max(max(seconds.values(), default=0.0) for seconds in times)
+    unit, unit_seconds = next(item for item in TIME_UNITS if longest >= 2 * item[1] or item[1] == 1)
+    x_title = f"training time ({unit})"
     figures: dict[str, Json] = {}
     for name in (n for n in _metric_names(runs) if n.removeprefix("eval/") in HEADLINES):
         lines = [
-            [(minutes[s], y) for s, y in _points(run, name) if s in minutes]
-            for run, minutes in zip(runs, times, strict=True)
+            [(seconds[s] / unit_seconds, y) for s, y in _points(run, name) if s in seconds]
+            for run, seconds in zip(runs, times, strict=True)
         ]
         if _is_comparable(lines):
             is_held_out, note = name.startswith("eval/"), _note(runs, name)
-            figures[name] = _chart(runs, lines, "minutes of training", marks=is_held_out, note=note)
+            figures[name] = _chart(runs, lines, x_title, marks=is_held_out, note=note)
     return figures
 
 
@@ -96,7 +103,7 @@ def frontiers(runs: Sequence[ComparedRun]) -> dict[str, tuple[str, Json]]:
         (
             "Margin against drift",
             MARGIN_NOTE,
-            "size of kl/raw (nats)",
+            "absolute value of kl/raw (nats)",
             "margin (nats)",
             _margin_and_drift,
         ),
@@ -128,8 +135,8 @@ def _metric_names(runs: Sequence[ComparedRun]) -> list[str]:
     names |= dict.fromkeys(
         f"eval/{name}" for run in runs for metrics in run.evaluations.values() for name in metrics
     )
-    others = [n for n in names if n not in {*first, *COUNTERS} and not n.startswith("test/")]
-    return [*(name for name in first if name in names), *others]
+    remaining = [n for n in names if n not in {*first, *COUNTERS} and not n.startswith("test/")]
+    return [*(name for name in first if name in names), *remaining]
 
 
 def _points(run: ComparedRun, name: str) -> list[tuple[int, float]]:
@@ -147,14 +154,14 @@ def _note(runs: Sequence[ComparedRun], name: str) -> str:
     if has_same_scale([run for run in runs if _points(run, name)], name):
         return name
     return (
-        f"{name}; each run has its own scale (method, loss.* or reward): compare shapes, not sizes"
+        f"{name}; runs have different scales (method, loss.* or reward): compare shapes, not values"
     )
 
 
-def _minutes(run: ComparedRun) -> dict[int, float]:
-    """Minutes of training by step, where the log has them."""
+def _training_time(run: ComparedRun) -> dict[int, float]:
+    """Seconds of training by step, where the log has them."""
     times = zip(run.records, trained_seconds(run.records), strict=True)
-    return {record["step"]: seconds / 60 for record, seconds in times if seconds is not None}
+    return {record["step"]: seconds for record, seconds in times if seconds is not None}
 
 
 def _spread(points: Mapping[int, Point]) -> dict[int, Point]:

@@ -338,7 +338,7 @@ class Dashboard(Progress):
 
     def leave(self, phase: Progress) -> None:
         """Remove the bar of a phase; the dashboard ends with its own phase."""
-        self._phases = tuple(shown for shown in self._phases if shown is not phase)
+        self._phases = tuple(active for active in self._phases if active is not phase)
         self.mark_changed()
         if phase is self and self.live:
             del DASHBOARDS[self._console]

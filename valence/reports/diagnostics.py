@@ -119,7 +119,7 @@ class CollapseDetector:
                 "high kl",
                 f"The policy is far from the reference: {number(kl)} nats per completion, "
                 f"{number(kl / length)} per token.",
-                "Read the completions: is the text still sound? Raise loss.kl_weight (or "
+                "Read the completions: is the text still coherent? Raise loss.kl_weight (or "
                 "loss.kl_beta), lower train.learning_rate, or take an earlier checkpoint.",
                 is_urgent=True,
             )
@@ -373,7 +373,7 @@ def _divergence(run: RunData) -> Iterable[Diagnosis]:
             "divergence",
             f"The policy moves away from the reference and has not settled: {name} is "
             f"{number(last)} nats per completion, after {number(middle)} in the middle of the run.",
-            "Read the completions: is the text still sound? Raise loss.kl_beta, lower "
+            "Read the completions: is the text still coherent? Raise loss.kl_beta, lower "
             "train.learning_rate, or stop earlier.",
         )
 
@@ -468,9 +468,10 @@ def _little_signal(run: RunData) -> Iterable[Diagnosis]:
     if tied and (share := _tenths(tied)[2]) >= TIED:
         yield Diagnosis(
             "tied",
-            f"{share:.0%} of the prompts have completions with equal rewards, which teach nothing.",
+            f"{share:.0%} of the prompts have completions with equal rewards, which give no "
+            f"gradient.",
             "Sample more (rollout.num_rollouts) or at a higher rollout.temperature, use dapo, or "
-            "a reward with finer steps.",
+            "a finer-grained reward.",
         )
 
 
@@ -575,7 +576,7 @@ def _preferred_become_rarer(run: RunData) -> Iterable[Diagnosis]:
             f"Preferred answers became less likely: {number(means[0])} nats per token before, "
             f"{number(means[1])} after. The policy moves towards answers outside the data, which "
             f"nobody has rated.",
-            f"Read the answers before and after: is the text still sound? Lower "
+            f"Read the answers before and after: is the text still coherent? Lower "
             f"train.learning_rate, raise loss.beta, "
             f"{other if has_pairs else 'or raise loss.desirable_weight'}.",
         )

@@ -148,13 +148,13 @@ def audit_tables(audit: Mapping[str, Any]) -> list[Table]:
     distributions, which charts show.
     """
     sentences = audit.get("said", {})
-    shown = {key: value for key, value in audit.items() if key not in ("distributions", "said")}
-    if findings := shown.get("findings"):
-        shown["findings"] = {
+    entries = {key: value for key, value in audit.items() if key not in ("distributions", "said")}
+    if findings := entries.get("findings"):
+        entries["findings"] = {
             sentences.get(name, name.replace("_", " ")): finding
             for name, finding in findings.items()
         }
-    return as_tables(shown)
+    return as_tables(entries)
 
 
 def audit_warnings(audit: Mapping[str, Any]) -> list[str]:

@@ -426,9 +426,9 @@ class TextBudget:
     def take(self, text: str, file: str) -> TextBox:
         """As much of a text as the page has space for."""
         limit = min(MAX_TEXT, max(0, self.left))
-        shown = text[:limit]
-        self.left -= len(escape(visible(shown)).encode("utf-8"))
-        return TextBox(shown, max(0, len(text) - limit), file)
+        beginning = text[:limit]
+        self.left -= len(escape(visible(beginning)).encode("utf-8"))
+        return TextBox(beginning, max(0, len(text) - limit), file)
 
 
 def _start_of(text: str, limit: int) -> str:
@@ -463,7 +463,7 @@ def _answers(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
     if first and last and has_two and any(map(is_rollout, last["rows"])):
         earlier = {row["id"]: row for row in first["rows"] if isinstance(row.get("id"), str)}
         changed = [row for row, _ in moved(last["rows"], first["rows"])[:ROWS_PER_LIST]]
-        note = "To held-out prompts; those whose reward changed most come first."
+        note = "On held-out prompts; those with the largest change of the reward come first."
         examples = [
             _example(
                 _text(row, "prompt"),

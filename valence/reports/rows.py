@@ -190,14 +190,14 @@ class RowList:
 
 NOTES = {
     "thumbs": "Thumbs whose reward lies on the wrong side of the midpoint between the classes' "
-    "mean rewards; the number is the distance. Wrong labels gather here.",
+    "mean rewards; the number is the distance. Wrong labels are often among these.",
     "pairs": "Pairs whose rejected answer has the larger reward; the number is the difference. "
-    "Swapped pairs gather here.",
+    "Swapped pairs are often among these.",
     "targets": "Rows whose reward ranks differently from the score of the data; the number is the "
     "distance.",
     "demonstrations": "Demonstrations that the model finds least likely (nats per token).",
 }
-NONE = "None: the model agrees with all labels."
+NONE = "None. The model agrees with all labels."
 
 
 def row_lists(after: Sequence[Json], before: Sequence[Json] | None, limit: int) -> list[RowList]:
@@ -212,7 +212,7 @@ def row_lists(after: Sequence[Json], before: Sequence[Json] | None, limit: int) 
     note = NONE if agrees else NOTES.get(kind, "")
     lists = [RowList("Most surprising", note, contradicting[:limit])]
     if before is not None and kind != "rollouts":  # which are shown next to the earlier ones
-        note = "Rows whose number has changed most since the first evaluation, with the change."
+        note = "Rows with the largest change of their number since the first evaluation."
         lists.append(RowList("Most moved", note, moved(after, before)[:limit]))
     known = _largest_first((row, w) for row in after if (w := worth(row)) is not None)
     number = {"pairs": "margin", "demonstrations": "log-probability per token (nats)"}.get(

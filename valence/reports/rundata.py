@@ -84,10 +84,10 @@ def read_run(run_dir: Path) -> RunData:
     """
     if not run_dir.is_dir():
         raise UserError(
-            "there is no such run folder",
+            "the run folder does not exist",
             code="run-not-found",
             where=str(run_dir),
-            fix="name the run.dir of a run",
+            fix="use the run.dir of a run",
         )
     problems: list[str] = []
     first, last, bands = _evaluations(run_dir / "eval", problems)
@@ -289,7 +289,7 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[Json, ...]:
                 if place == len(lines)
                 else ""
             )
-            problems.append(f"{path.name}:{place} is not a whole record and was left out{last}")
+            problems.append(f"{path.name}:{place} is not a complete record and was left out{last}")
     return tuple(by_step[step] for step in sorted(by_step))
 
 

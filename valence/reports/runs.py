@@ -88,7 +88,7 @@ def list_runs(folder: Path) -> list[RunLine]:
             "there is no such folder",
             code="run-not-found",
             where=str(folder),
-            fix="name a run's folder, or a folder that contains runs",
+            fix="use a run folder, or a folder that contains runs",
         )
     return sorted(_lines(folder, DEPTH), key=lambda line: (-line.changed, line.path))
 
@@ -101,7 +101,7 @@ def table(lines: Sequence[RunLine]) -> Table:
         result.add_column(
             name, no_wrap=True, justify="right" if name in ("step", "left", "saved") else "left"
         )
-    result.add_column("last numbers", overflow="fold")
+    result.add_column("last metrics", overflow="fold")
     now = time.time()
     for line in lines:
         step = f"{line.step}/{line.total}" if line.total else str(line.step or "")
@@ -301,15 +301,15 @@ def config_of(run_dir: Path) -> Path:
     config = run_dir / "config.yaml"
     if not config.is_file():
         raise UserError(
-            "this folder is no run (it has no config.yaml)",
+            "the folder is not a run (config.yaml is missing)",
             code="run-not-found",
             where=str(run_dir),
-            fix="name a run's folder",
+            fix="use a run folder",
         )
     try:
         verify_text(config.read_bytes().decode("utf-8", errors="replace"))
     except OSError as error:
-        fix = "make the file readable"
+        fix = "make the file readable (chmod +r)"
         raise UserError(
             f"the recipe cannot be read ({error.strerror})",
             code="file-not-readable",
@@ -317,7 +317,7 @@ def config_of(run_dir: Path) -> Path:
             fix=fix,
         ) from error
     except ChecksumError as error:
-        fix = "restore the file; if you changed it on purpose, remove its last line"
+        fix = "restore the file; if you edited it on purpose, remove its last line"
         raise UserError(
             f"the recipe is damaged: {error}", code="recipe-damaged", where=str(config), fix=fix
         ) from error
@@ -325,16 +325,16 @@ def config_of(run_dir: Path) -> Path:
 
 
 def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
-    """The recipe of a run, and the folder that it was started in, to which its paths are relative.
+    """The recipe of a run, and the folder in which it was started, to which its paths are relative.
 
-    Raises UserError if the folder is no run.
+    Raises UserError if the folder is not a run.
     """
     if not run_dir.is_dir():
         raise UserError(
-            "this is a file" if run_dir.exists() else "there is no such folder",
+            "the path is a file" if run_dir.exists() else "the folder does not exist",
             code="run-not-found",
             where=str(run_dir),
-            fix="name a run's folder; use `valence train` for a recipe",
+            fix="use a run folder; for a recipe, run `valence train`",
         )
     recipe = config_of(run_dir)
     try:

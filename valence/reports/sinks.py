@@ -222,8 +222,8 @@ class FanOut:
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Pass the first rows of an evaluation to the optional sinks that take tables."""
         if self._optional:
-            shown = samples(rows)
-            self._run_for_sinks(lambda sink: _call(sink, "table", name, step, shown))
+            table_rows = samples(rows)
+            self._run_for_sinks(lambda sink: _call(sink, "table", name, step, table_rows))
 
     @property
     def waiting(self) -> int:

@@ -76,6 +76,43 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return middle - half, middle + half
 
 
+def student_share(value: float, freedom: int) -> float:
+    """Share of Student's t distribution between ``-value`` and ``value``, for a whole number of
+    degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4).
+    """
+    angle = math.atan(value / math.sqrt(freedom))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    is_odd = freedom % 2 == 1
+    term = total = cosine if is_odd else 1.0
+    for k in range(3 if is_odd else 2, freedom - 1, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    if not is_odd:
+        return sine * total
+    return 2 / math.pi * (angle + (sine * total if freedom > 1 else 0.0))
+
+
+def student_quantile(share: float, freedom: int) -> float:
+    """The value that has this share of Student's t distribution between its negative and itself."""
+    low, high = 0.0, 1.0
+    while student_share(high, freedom) < share and high < LARGEST:
+        low, high = high, 2 * high
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_share(middle, freedom) < share else (low, middle)
+    return (low + high) / 2
+
+
+def student_interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Interval of the mean of two or more independent normal values (Student's t), for few of
+    them.
+    """
+    middle = math.fsum(values) / len(values)
+    variance = math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1)
+    half = student_quantile(share, len(values) - 1) * math.sqrt(variance / len(values))
+    return middle - half, middle + half
+
+
 def auc(ups: Sequence[float], downs: Sequence[float]) -> float:
     """Probability that one of ups is above one of downs; ties count half. Both: at least one."""
     places = ranks([*ups, *downs])[: len(ups)]

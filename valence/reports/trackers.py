@@ -139,7 +139,7 @@ class Tracker:
                 "a tracker needs the folder of a run",
                 code="tracker-needs-run",
                 where="run.sinks",
-                fix="give the run a folder",
+                fix="start a run with a folder (run.dir)",
             )
         if note := check(self._settings):
             self._notify(note)
@@ -485,7 +485,7 @@ def _import_trackio(folder: Path) -> Any:
             f"trackio has one folder per process, and {used} is in use",
             code="tracker-folder-fixed",
             where="run.sinks (trackio)",
-            fix="train in a new process, or name that folder",
+            fix="train in a new process, or use that folder",
         )
     return trackio
 

@@ -81,8 +81,8 @@ def held_out_verdict(
         return Verdict(
             "unmeasured",
             "No rows were held out, so this report cannot say whether the model is better.",
-            "Put a fifth of your rows, with other prompts, into a file of their own and name it "
-            "under data.eval.",
+            "Move a fifth of your rows, with other prompts, into a separate file, and set "
+            "data.eval to it.",
         )
     after, before = last["rows"], first["rows"] if first is not None and first is not last else None
     if verdict := _of_completions(after, before):
@@ -92,7 +92,7 @@ def held_out_verdict(
             return replace(verdict, advice=f"{verdict.advice} {_next_step(after, has_answers)}")
     return Verdict(
         "unmeasured",
-        f"The {number(len(after))} held-out rows are too few, or of a kind without a measure.",
+        f"The {number(len(after))} held-out rows are too few, or of a kind without a metric.",
         "Hold out at least 50 rows.",
     )
 
@@ -100,12 +100,12 @@ def held_out_verdict(
 def _next_step(rows: Sequence[Json], has_answers: bool) -> str:
     """What to read in addition to the number."""
     if _is_of_reward_model(rows):
-        return "Read the rows of the report that the model ranks most differently."
+        return "Read the most surprising rows in the report."
     if has_answers:
         return "Read the answers in the report."
     return (
-        "To read answers as well, set run.samples.prompts in the recipe, or ask both models: "
-        "`valence sample RUN`, and `valence sample RECIPE` for the model before training."
+        "To read answers as well, set run.samples.prompts in the recipe, or sample from both "
+        "models: `valence sample RUN`, and `valence sample RECIPE` for the model before training."
     )
 
 

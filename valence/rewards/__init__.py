@@ -1,4 +1,4 @@
-"""What judges completions: functions, rules, reward models and servers, alone or added up."""
+"""Rewards score completions: functions, rules, reward models and servers, or a sum of them."""
 
 from valence.rewards.build import reward_of
 from valence.rewards.run import Stopped, close, score_all

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from valence.config.schema import RewardSettings
 
 RESERVED_NAMES = ("mean", "std", "min", "max")
-"""Metrics of the sum."""
+"""Names of the metrics of the sum."""
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 PYTHON_FILE = re.compile(r"\.py(:|$)")
 HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 KINDS = (
-    "a function (package.module:function), a rule (`valence rewards` lists them), a model's "
-    "folder or hub id, or an http address"
+    "a function (package.module:function), a rule (`valence rewards` lists them), the folder or "
+    "hub id of a reward model, or the address of a server (http://...)"
 )
 
 
@@ -59,9 +59,9 @@ def is_server(target: str) -> bool:
 
 
 ModelReward = Callable[[str, Mapping[str, Any], str], CallBackend]
-"""Loads a reward model from its folder or hub id, its settings, and their place for messages."""
+"""Loads a reward model from its folder or hub id, its settings, and their place in the recipe."""
 FunctionBackend = Callable[["RewardSettings", str], CallBackend]
-"""Loads a function for simultaneous calls from its entry, and its place for messages."""
+"""Loads a function for concurrent calls from its entry, and the place of the entry."""
 
 
 def reward_of(
@@ -131,7 +131,7 @@ def list_reward_models(specs: Sequence[RewardSettings]) -> list[tuple[str, Mappi
 def identities(reward: Combined) -> list[Mapping[str, Any] | None]:
     """Everything besides the completions that the scores of rules and reward models depend on.
 
-    None for functions and servers, which users may fix while there are scores already.
+    None for functions and servers, which users may fix after some completions have scores.
     """
     return [
         None if isinstance(calls.backend, Function | Servers) else calls.backend.identity
@@ -148,7 +148,7 @@ def backend_identities(reward: Combined) -> list[Mapping[str, Any] | None]:
 
 def digests(reward: Combined) -> dict[str, str]:
     """For each part a digest of everything besides the completions that its scores depend on, such
-    as a function's source; without parts whose identity is unknown.
+    as a function's source; without parts of unknown identity.
     """
     return {
         calls.name: digest(identity)
@@ -172,17 +172,17 @@ def _names(specs: Sequence[RewardSettings]) -> list[str]:
         where = f"reward.{i}.name"
         if not re.fullmatch(r"[\w.+-]+", name) or name in RESERVED_NAMES:
             raise UserError(
-                f"{name!r} cannot be the name of a metric",
+                f"{name!r} is not a valid metric name",
                 code="reward-name-invalid",
                 where=where,
-                fix="choose a name of letters and digits",
+                fix="use letters, digits and _ . + - only",
             )
         if name in names[:i]:
             raise UserError(
                 f"two rewards have the name {name!r}",
                 code="reward-name-duplicate",
                 where=where,
-                fix="set a `name` for each",
+                fix="set a different `name` for each",
             )
     return names
 
@@ -213,7 +213,7 @@ def _calls(
 ) -> Calls:
     if spec.clip is not None and not spec.clip[0] <= spec.clip[1]:
         raise UserError(
-            f"the minimum {spec.clip[0]:g} is above the maximum {spec.clip[1]:g}",
+            f"the minimum {spec.clip[0]:g} is larger than the maximum {spec.clip[1]:g}",
             code="reward-setting-value",
             where=f"{where}.clip",
             fix="write the smaller number first",
@@ -253,7 +253,7 @@ def _backend(
         return _servers(spec, where), False, True
     if spec.token_env is not None:
         raise UserError(
-            "only servers take a token",
+            "only reward servers use a token",
             code="reward-setting-unused",
             where=f"{where}.token_env",
             fix="remove it",
@@ -305,12 +305,12 @@ def _servers(spec: RewardSettings, where: str) -> Servers:
     if unknown or not isinstance(spec.settings.get("label", ""), str):
         setting = unknown[0] if unknown else "label"
         raise UserError(
-            f"a reward server has no setting {setting!r}"
+            f"reward servers have no setting {setting!r}"
             if unknown
-            else "label is not the name of a column",
+            else "label must be the name of a column",
             code="reward-setting-unknown" if unknown else "reward-setting-value",
             where=f"{where}.settings.{setting}",
-            fix="the only setting is label, the column that is sent as label",
+            fix="use label, the only setting: the name of the column to send as label",
         )
     token = _token(spec, where)
     urls = parse_addresses(spec.reward, f"{where}.reward")
@@ -328,38 +328,38 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
             f"{path.with_suffix('').as_posix().replace('/', '.').partition('.py:')[0]}:function"
         )
         raise UserError(
-            "this is a file",
+            "a file is not a reward",
             code="reward-not-found",
             where=place,
-            fix=f"name a function in it as {function}, or {KINDS}",
+            fix=f"write {function} for a function in this file; a reward is {KINDS}",
         )
     if HOST_AND_PORT.fullmatch(target):
         raise UserError(
-            "the address has no scheme",
+            "the address of the server has no scheme",
             code="reward-not-found",
             where=place,
             fix=f"write http://{target}",
         )
-    near = get_close_matches(target, RULES, 1, 0.7)
-    if near:
+    close = get_close_matches(target, RULES, 1, 0.7)
+    if close:
         raise UserError(
-            "there is no rule with this name",
+            f"there is no reward {target!r}",
             code="reward-not-found",
             where=place,
-            fix=f"did you mean {near[0]}? Otherwise name {KINDS}",
+            fix=f"did you mean {close[0]}? Otherwise use {KINDS}",
         )
     if DOTTED.fullmatch(target):
         package, _, last = target.rpartition(".")
         raise UserError(
-            "this is not the name of a reward",
+            "a function needs a colon between its module and its name",
             code="reward-not-found",
             where=place,
-            fix=f"write {package}:{last} for a function; name {KINDS}",
+            fix=f"write {package}:{last} for a function; a reward is {KINDS}",
         )
     if model is None:
         raise UserError(
-            "reward models are not supported here",
+            "a reward model cannot be used here",
             code="reward-model-unsupported",
             where=place,
-            fix=f"name {KINDS}",
+            fix="use a function, a rule, or the address of a server",
         )

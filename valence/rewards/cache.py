@@ -22,9 +22,9 @@ from valence.version import __version__
 
 T = TypeVar("T")
 HEADER = "scores of"
-"""Key of the first line of a file: everything besides the completions that scores depend on."""
+"""Key of the first line of a file: everything that scores depend on besides the completions."""
 MAX_SCORES = 2**16
-"""Scores of one reward in memory: about 32 MB if each has one part."""
+"""Maximum number of scores of a reward in memory: about 32 MB if each has one part."""
 
 
 class SharedLines:
@@ -48,7 +48,7 @@ class SharedLines:
                 self._write(json.dumps(add_checksum(about)))
         except OSError as error:
             raise UserError(
-                f"{noun} cannot be cached here ({error.strerror})",
+                f"the cache of {noun} cannot be written ({error.strerror})",
                 code="reward-cache-not-writable",
                 where=str(path.parent),
                 fix="free disk space, or choose another folder",
@@ -60,8 +60,8 @@ class SharedLines:
         except OSError as error:
             if not self.trouble:
                 self.trouble = (
-                    f"{self.path}: {self.noun} cannot be written ({error.strerror}); they stay in "
-                    f"memory"
+                    f"{self.path}: {self.noun} cannot be written ({error.strerror}); they are "
+                    f"only cached in memory"
                 )
                 warnings.warn(self.trouble, stacklevel=3)
 
@@ -69,7 +69,7 @@ class SharedLines:
         """The lines that this process or another has appended since the last call. parse: raises
         ValueError for a line that is something else.
         """
-        # if the file was moved, what is in memory stays there
+        # if the file was moved, keep the entries in memory
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             file.seek(self._position)
             for line in file:
@@ -87,8 +87,8 @@ class SharedLines:
     def _warn_of_damage(self) -> None:
         if not self._warned:
             warnings.warn(
-                f"{self.path}:{self._num_lines}: this line is damaged (its checksum is wrong); it "
-                f"is ignored, and computed again",
+                f"{self.path}:{self._num_lines}: the line is damaged (wrong checksum); its "
+                f"content is recomputed",
                 stacklevel=5,
             )
         self._warned = True

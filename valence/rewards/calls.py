@@ -44,7 +44,7 @@ class RewardError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FailedCall(Score):
-    """The score of a completion whose call failed as a whole.
+    """The score of a completion after its whole call failed.
 
     ``error`` may be about another completion of the same call. ``late``: the call exceeded its time
     limit.
@@ -134,7 +134,9 @@ async def call_reward(reward: Reward, completions: Sequence[Completion]) -> list
     """The scores of any reward. Raises ValueError if their number is wrong."""
     scores = await reward(completions)
     if len(scores) != len(completions):
-        raise ValueError(f"{reward.name} gave {len(scores)} scores for {len(completions)} answers")
+        raise ValueError(
+            f"{reward.name} returned {len(scores)} scores for {len(completions)} completions"
+        )
     return scores
 
 
@@ -151,10 +153,10 @@ async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def checked(score: Score) -> Score:
     """Return the score, or a failed one if its value or one of its parts is not a finite number."""
     if score.value is None:
-        return score if score.error else Score(None, score.parts, "it returned no score")
+        return score if score.error else Score(None, score.parts, "the reward returned no score")
     for name, value in {"": score.value, **score.parts}.items():
         if not _is_finite(value):
-            subject = f"its part {name}" if name else "the score"
+            subject = f"the part {name}" if name else "the score"
             return Score(None, error=f"{subject} is {describe(value)}, not a finite number")
     return score
 
@@ -183,4 +185,4 @@ def describe_error(error: BaseException) -> str:
 def _text_or_type(convert: Callable[[Any], str], value: object) -> str:
     # even SystemExit: formatting an error must not raise
     text = attempt(lambda: str(convert(value)))
-    return f"<{type(value).__name__} without a text>" if isinstance(text, Raised) else text
+    return f"<{type(value).__name__} without text>" if isinstance(text, Raised) else text

@@ -32,7 +32,7 @@ from valence.rewards.threads import (
 from valence.types import Completion, Score
 
 MAX_ABANDONED = 8
-"""Calls that never returned, beyond which the function is not called: each holds a thread."""
+"""Maximum number of calls that have not returned: each occupies a thread."""
 MAX_ERROR_LENGTH = 300
 """In characters."""
 TRL_PARAMETERS = ("prompts", "completion_ids")
@@ -93,19 +93,20 @@ class Function:
         self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive()]
         if len(self._abandoned) >= MAX_ABANDONED:
             raise RewardError(
-                f"not called: {len(self._abandoned)} earlier calls never returned ({self.place})"
+                f"not called, because {len(self._abandoned)} earlier calls have not returned "
+                f"({self.place})"
             )
         try:
             result = await (self._in_thread(call) if self.blocking else self._in_loop(call))
         except TimedOut as late:
-            what = "it blocks its event loop" if late.blocked else "the call was abandoned"
+            reason = "it blocks the event loop" if late.blocked else "the call was abandoned"
             hint = (
-                ": use await in an async function, or write it without async"
+                ": use await in the async function, or define it without async"
                 if late.blocked
                 else ""
             )
             raise RewardError(
-                f"no answer within {self.seconds:g} s ({self.place}); {what}{hint}",
+                f"no result within {self.seconds:g} s ({self.place}); {reason}{hint}",
                 passes=not (self.blocking or late.blocked), late=True,
             ) from late  # fmt: skip
         if isinstance(result, Raised):
@@ -133,18 +134,18 @@ class Function:
             raise
 
     def _failure(self, error: BaseException) -> RewardError:
-        ours = (str(Path(__file__).parent), inspect.__file__)
-        frames = _frames(error, ours)
+        ignored = (str(Path(__file__).parent), inspect.__file__)
+        frames = _frames(error, ignored)
         code: Any = getattr(_unwrap(self.fn), "__code__", None)
-        same_file = [f for f in frames if code is not None and f.filename == code.co_filename]
-        place = _place(same_file or frames) or self.place
+        fn_frames = [f for f in frames if code is not None and f.filename == code.co_filename]
+        place = _place(fn_frames or frames) or self.place
         message = _truncate(describe_error(error))
         hint = ""
         is_type_error = isinstance(error, AttributeError | TypeError) and "Completion" in message
         if is_type_error and not self._is_trl:
             hint = (
-                "; it receives Completion objects (.text, .prompt, .info); with a parameter "
-                "`prompts` it receives TRL's lists"
+                "; the function receives Completion objects (.text, .prompt, .info); add a "
+                "parameter `prompts` to receive lists as in TRL"
             )
         late = isinstance(error, TimeoutError)
         return RewardError(
@@ -160,14 +161,14 @@ class Function:
         try:
             return inspect.signature(self.fn).parameters
         except (ValueError, TypeError):  # written in C
-            rest = inspect.Parameter("rest", inspect.Parameter.VAR_KEYWORD)
+            kwargs = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
             return {
                 "completions": inspect.Parameter("completions", inspect.Parameter.POSITIONAL_ONLY),
-                "rest": rest,
+                "kwargs": kwargs,
             }
 
     @cached_property
-    def _named(self) -> list[inspect.Parameter]:
+    def _named_parameters(self) -> list[inspect.Parameter]:
         return [
             p for p in self.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         ]
@@ -178,18 +179,22 @@ class Function:
 
     @cached_property
     def _required(self) -> list[str]:
-        return [p.name for p in self._named if p.default is p.empty and p.name not in self.settings]
+        return [
+            p.name
+            for p in self._named_parameters
+            if p.default is p.empty and p.name not in self.settings
+        ]
 
     @cached_property
     def _is_trl(self) -> bool:
-        names = [p.name for p in self._named]
+        names = [p.name for p in self._named_parameters]
         return any(name in names for name in TRL_PARAMETERS) or (
             "completions" in names and len(self._required) > 1
         )
 
     def _check_settings(self) -> None:
         """Raise UserError for an unknown and for a missing setting."""
-        names = [p.name for p in self._named]
+        names = [p.name for p in self._named_parameters]
         unknown = [name for name in self.settings if name not in names and not self._takes_any]
         if unknown:
             raise UserError(
@@ -204,10 +209,10 @@ class Function:
         if not self._is_trl and (not positional or len(self._required) > 1):
             missing = ", ".join(self._required[1:]) or "completions"
             raise UserError(
-                f"{self.target} ({self.place}) cannot be called: there is no value for {missing}",
+                f"{self.target} ({self.place}) cannot be called: no setting provides {missing}",
                 code="reward-signature",
-                fix="write it as `def reward(completions, **context)`, or `def reward(prompts, "
-                "completions, **columns)`",
+                fix="add it to the settings, or define the function as `def reward(completions, "
+                "**settings)` or `def reward(prompts, completions, **columns)`",
             )
 
     def _call(self, completions: Sequence[Completion]) -> Callable[[], Any]:
@@ -221,12 +226,12 @@ class Function:
         columns = trl_columns(completions)
         missing = [name for name in self._required if name not in columns]
         if missing:
-            others = [name for name in columns if name not in (*TRL_PARAMETERS, "completions")]
+            available = [n for n in columns if n not in (*TRL_PARAMETERS, "completions")]
             raise RewardError(
-                f"it reads the column {missing[0]!r} ({self.place}), which the rows do not have "
-                f"(others: {', '.join(others) or 'none'})"
+                f"the function reads the column {missing[0]!r} ({self.place}), which the rows do "
+                f"not have (columns: {', '.join(available) or 'none'})"
             )
-        names = [p.name for p in self._named]
+        names = [p.name for p in self._named_parameters]
         arguments = {
             name: values for name, values in columns.items() if self._takes_any or name in names
         }
@@ -281,14 +286,14 @@ def parse_scores(result: Any, number: int, place: str) -> list[Score]:
         result = result.tolist()
     if result is None:
         raise RewardError(
-            f"it returned None ({place}) instead of a list of numbers: is there a `return`?"
+            f"returned None ({place}) instead of a list of numbers: is `return` missing?"
         )
     if not isinstance(result, list | tuple):
         kind = type(result).__name__
-        raise RewardError(f"it returned a {kind} ({place}) instead of a list of numbers")
+        raise RewardError(f"returned a {kind} ({place}) instead of a list of numbers")
     values = cast(Sequence[Any], result)
     if len(values) != number:
-        raise RewardError(f"it returned {len(values)} numbers for {number} answers ({place})")
+        raise RewardError(f"returned {len(values)} numbers for {number} completions ({place})")
     return [_score(value, place) for value in values]
 
 
@@ -298,16 +303,16 @@ def _score(value: Any, place: str) -> Score:
         inner = value if value.value is None else _score(value.value, place)
         return inner if inner.value is None else replace(value, value=inner.value)
     if value is None:
-        return Score(None, error=f"it returned None ({place})")
+        return Score(None, error=f"returned None ({place})")
     if callable(getattr(value, "item", None)):  # numpy or torch
         value = attempt(value.item)
     if not isinstance(value, Real):  # booleans are numbers in Python
         kind = type(value).__name__
-        error = f"it returned {describe(value)}, a {kind} instead of a number ({place})"
+        error = f"returned {describe(value)}, a {kind} instead of a number ({place})"
         return Score(None, error=_truncate(error))
     number = attempt(partial(float, value))
     if isinstance(number, Raised):
-        return Score(None, error=f"it returned a number that is not a float ({place})")
+        return Score(None, error=f"returned a number that cannot be converted to a float ({place})")
     return Score(number)
 
 
@@ -323,23 +328,23 @@ def load_function(target: str, where: str) -> Callable[..., Any]:
     value: Any = _import(name, target, where)
     for part in path.split("."):
         if not hasattr(value, part):
-            near = get_close_matches(part, dir(value), 2, 0.5)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            close = get_close_matches(part, dir(value), 2, 0.5)
+            hint = f"did you mean {' or '.join(close)}? " if close else ""
             file = _relative(getattr(sys.modules[name], "__file__", None) or name)
             raise UserError(
                 f"{file} has no {part!r}",
                 code="reward-not-found",
                 where=f"{where}: {target}",
-                fix=f"{hint}name an existing function",
+                fix=f"{hint}use the name of a function in this file",
             )
         value = getattr(value, part)
     if inspect.isclass(value) or not callable(value):
         kind = "a class" if inspect.isclass(value) else f"a {type(value).__name__}"
         raise UserError(
-            f"this is {kind}, not a function",
+            f"{target} is {kind}, not a function",
             code="reward-not-callable",
             where=f"{where}: {target}",
-            fix="name a function, or an instance with __call__",
+            fix="use a function, or an object with __call__",
         )
     return cast(Callable[..., Any], value)
 
@@ -382,19 +387,19 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         and (name == error.name or name.startswith(f"{error.name}."))
     ):
         raise UserError(
-            f"there is no module {error.name!r}, neither in the current folder ({folder}) nor "
-            f"installed",
+            f"no module named {error.name!r}, neither in the current folder ({folder}) nor in the "
+            f"environment",
             code="reward-module-not-found",
             where=place,
-            fix="name it as `package.module:function`, and run the command in the package's parent "
-            "folder",
+            fix="check the name (`package.module:function`), and run the command in the folder "
+            "that contains the package",
         )
     is_missing = isinstance(error, ModuleNotFoundError)
     raise UserError(
         f"importing {name} failed at {_import_place(error)}: {_truncate(describe_error(error))}",
         code="reward-import-failed",
         where=place,
-        fix="install it in this environment" if is_missing else "correct the file",
+        fix="install the missing module" if is_missing else "fix the error in this file",
     ) from error
 
 

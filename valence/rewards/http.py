@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 MAX_REPLY_BYTES = 64 * 2**20
 FIRST_REST, LONGEST_REST = 1.0, 30.0
-"""Seconds for which a server that failed is asked last, doubled with each failure in a row."""
+"""Seconds for which a failed server is tried last, doubled with each consecutive failure."""
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses that another try may change."""
+"""Statuses after which a request is retried."""
 TIMED_OUT = (408, 504)
 """Statuses of a server that exceeded its time limit."""
 PARTIAL = 500
 """Status of a reply with scores of some completions, and errors of the others."""
 MAX_ERROR_LENGTH = 500
-"""Characters of a server's error of a completion."""
+"""Maximum characters of the error of a completion."""
 SCORE_KEYS = ("rewards", "scores")
 """Keys of the list of numbers in a reply; the first that is present counts."""
 
 
 @dataclass
 class ServerState:
-    """One address. ``rests_until``: time (of the client's clock) until which it is asked last."""
+    """One address. ``rests_until``: time (of the client's clock) until which it is tried last."""
 
     url: str
     failures: int = 0
@@ -50,9 +50,9 @@ class ServerState:
     num_calls: int = 0
 
     def failed(self, now: float, after: float) -> None:
-        rest = backoff(self.failures, FIRST_REST, LONGEST_REST)
+        pause = backoff(self.failures, FIRST_REST, LONGEST_REST)
         self.failures += 1
-        self.rests_until = now + max(rest, after)
+        self.rests_until = now + max(pause, after)
 
     def answered(self) -> None:
         self.failures, self.rests_until = 0, 0.0
@@ -87,9 +87,9 @@ class HttpClient:
         except httpx.TransportError as error:
             name = type(error).__name__
             reason = f"{name}: {error}" if str(error) else name
-            raise RewardError(f"no connection, or it broke ({reason})", passes=True) from error
+            raise RewardError(f"connection failed ({reason})", passes=True) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RewardError(f"no answer ({type(error).__name__}: {error})") from error
+            raise RewardError(f"request failed ({type(error).__name__}: {error})") from error
 
     async def close(self) -> None:
         if self._client is not None:
@@ -97,7 +97,7 @@ class HttpClient:
             self._client = None
 
     async def _post(self, url: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body of the reply, whose length is limited."""
+        """Status, headers and body of the reply, up to a maximum length."""
         headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {self.token}"} if self.token else {}
         )
@@ -107,7 +107,7 @@ class HttpClient:
             async for chunk in response.aiter_bytes():
                 reply += chunk
                 if len(reply) > self.max_bytes:
-                    raise RewardError(f"its reply is longer than {self.max_bytes} bytes")
+                    raise RewardError(f"the reply is longer than {self.max_bytes} bytes")
             return response.status_code, response.headers, bytes(reply)
 
     def _client_of_loop(self) -> httpx.AsyncClient:
@@ -128,10 +128,10 @@ class HttpClient:
 def status_error(status: int, headers: Mapping[str, str], reply: bytes) -> RewardError:
     """The error for a reply with a status other than 200."""
     is_redirect = 300 <= status < 400 and "location" in headers
-    more = f", to {headers['location']}: use that address" if is_redirect else ""
+    target = f", a redirect to {headers['location']}: use that address" if is_redirect else ""
     text = reply[:200].decode(errors="replace").strip()
     return RewardError(
-        f"it answered with status {status}{more}{f' ({text})' if text else ''}",
+        f"status {status}{target}{f' ({text})' if text else ''}",
         passes=status in RETRIED,
         after=_retry_after(headers.get("retry-after", "")),
         late=status in TIMED_OUT,
@@ -141,7 +141,7 @@ def status_error(status: int, headers: Mapping[str, str], reply: bytes) -> Rewar
 @dataclass
 class Servers:
     """Servers with the same reward. A call goes to the least busy one, and if that fails to the
-    next. A server that failed is asked last for a while.
+    next. A server that failed is tried last for a while.
 
     seconds: time limit of one server for a call, up to the last byte. label: column of the rows
     that is sent as ``labels``; None: "label" if there is one, else an empty text.
@@ -174,16 +174,16 @@ class Servers:
         """Query, prompt and label; or a failed score if one of them is unknown."""
         prompt = completion.rendered or completion.prompt
         if not isinstance(prompt, str):
-            return Score(None, error="the rendered text of its chat is unknown")
+            return Score(None, error="the row has no rendered text of its chat")
         label = completion.info.get(self.label or "label")
         if label is None and self.label is not None:
-            error = f"its row has no value in the column {self.label!r}, which is sent as label"
+            error = f"the row has no value in the column {self.label!r}, which is sent as label"
             return Score(None, error=error)
         label = "" if label is None else label
         try:
             json.dumps(label, allow_nan=False)
         except (TypeError, ValueError):
-            error = f"its label is a {type(label).__name__}, which JSON does not support"
+            error = f"the label is a {type(label).__name__}, which JSON does not support"
             return Score(None, error=error)
         return prompt + completion.text, prompt, label
 
@@ -198,9 +198,7 @@ class Servers:
                 scores = await self._call(server, body, len(rows))
             except RewardError as error:
                 if error.passes and not server.failures:  # once, until it answers again
-                    warnings.warn(
-                        f"{server.url}: {error}; trying it or another one again", stacklevel=2
-                    )
+                    warnings.warn(f"{server.url}: {error}; retrying", stacklevel=2)
                 server.failed(self.clock(), error.after)
                 failures.append((server, error))
                 continue
@@ -220,7 +218,7 @@ class Servers:
         """Servers that rest come last, in the order in which their rests end."""
         now = self.clock()
         return min(
-            (server for server in self.servers if not any(server is other for other in tried)),
+            (server for server in self.servers if not any(server is failed for failed in tried)),
             key=lambda server: (max(server.rests_until - now, 0.0), server.num_calls),
             default=None,
         )
@@ -246,17 +244,17 @@ def parse_scores(reply: bytes, number: int) -> list[Score]:
         content: Any = json.loads(reply)
     except (ValueError, RecursionError) as error:
         text = reply[:80].decode(errors="replace")
-        raise RewardError(f"its reply is not JSON ({text!r})") from error
+        raise RewardError(f"the reply is not JSON ({text!r})") from error
     is_object = isinstance(content, dict)
     key = next((key for key in SCORE_KEYS if is_object and key in content), None)
     if key is None:
         keys = f"keys {', '.join(map(str, content))}" if is_object else type(content).__name__
-        raise RewardError(f"its reply has no list 'rewards' ({keys[:120]})")
+        raise RewardError(f"the reply has no list 'rewards' ({keys[:120]})")
     values = content[key]
     if not isinstance(values, list):
-        raise RewardError(f"its {key} are a {type(values).__name__}, not a list")
+        raise RewardError(f"{key!r} in the reply is a {type(values).__name__}, not a list")
     if len(values) != number:
-        raise RewardError(f"it returned {len(values)} rewards for {number} answers")
+        raise RewardError(f"the reply has {len(values)} rewards for {number} completions")
     errors = content.get("errors")
     if not isinstance(errors, list) or len(errors) != number:
         errors = [None] * number
@@ -266,7 +264,9 @@ def parse_scores(reply: bytes, number: int) -> list[Score]:
 def _score(value: Any, error: Any) -> Score:
     if isinstance(value, bool) or not isinstance(value, int | float):
         reason = f": {error}" if isinstance(error, str) and error else ""
-        return Score(None, error=f"the server returned {json.dumps(value):.80}, no number{reason}")
+        return Score(
+            None, error=f"the server returned {json.dumps(value):.80} instead of a number{reason}"
+        )
     try:
         return Score(float(value))
     except OverflowError:
@@ -301,7 +301,7 @@ def parse_partial_scores(reply: bytes, number: int) -> list[Score] | None:
         return None
     scores = [(row.index, Score(row.reward)) for row in content.scored]
     for row in content.failed:
-        error = f"the server gave no score: {row.error[:MAX_ERROR_LENGTH]}"
+        error = f"the server returned no score: {row.error[:MAX_ERROR_LENGTH]}"
         scores.append((row.index, Score(None, error=error)))
     if sorted(index for index, _ in scores) != list(range(number)):
         return None
@@ -332,16 +332,16 @@ def parse_addresses(target: str, where: str) -> list[str]:
             is_valid = False
         if not is_valid:
             raise UserError(
-                f"{url!r} is not an address",
+                f"{url!r} is not a valid address",
                 code="reward-address-invalid",
                 where=where,
-                fix="write http://host:port/get_reward",
+                fix="write an address such as http://host:port/get_reward",
             )
     if len(set(urls)) < len(urls):
         raise UserError(
             "duplicate server address",
             code="reward-address-duplicate",
             where=where,
-            fix="name each server once",
+            fix="list each server once",
         )
     return urls

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 MAX_HEADER_BYTES = 64 * 2**10
-"""Size of the request line and the headers of a request."""
+"""Maximum size of the request line and the headers of a request."""
 MAX_HEADERS = 100
 HEAD_SECONDS = 20.0
 """Time limit for the head of a request, and for a client to read a reply."""
 MAX_CONNECTIONS = 4096
 RESERVED_FILES = 128
-"""File descriptors that are not available for connections."""
+"""File descriptors that are reserved for other purposes than connections."""
 JSON_AND_CLOSE = [(b"content-type", b"application/json"), (b"connection", b"close")]
 
 Message = MutableMapping[str, Any]
@@ -40,8 +40,8 @@ def host_names(host: str, allowed: Iterable[str] = ()) -> frozenset[str]:
 def is_allowed_host(header: str, names: frozenset[str]) -> bool:
     """Whether a Host header names this server.
 
-    A page whose own name was made to resolve to this server's address (DNS rebinding) sends that
-    name. An IP address cannot be rebound, so any is allowed.
+    A malicious page can make its host name resolve to this server's address (DNS rebinding); its
+    requests have that host name. An IP address cannot be rebound, so all of them are allowed.
     """
     if "*" in names:
         return True
@@ -73,8 +73,8 @@ class RequestGuard:
             size += sum(len(name) + len(value) for name, value in headers)
             if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
                 error = (
-                    f"a request may have {MAX_HEADERS} headers with {MAX_HEADER_BYTES} bytes "
-                    f"in total"
+                    f"a request can have at most {MAX_HEADERS} headers with {MAX_HEADER_BYTES} "
+                    f"bytes in total"
                 )
                 await _refuse(send, 431, error)
                 return
@@ -85,7 +85,7 @@ class RequestGuard:
                 return
             hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
             if not all(is_allowed_host(host, self.names) for host in hosts):
-                error = "this host name is not allowed; allow it with --allowed-host"
+                error = "this host name is not allowed; add it with --allowed-host"
                 await _refuse(send, 421, error)
                 return
         await self.app(scope, receive, send)
@@ -192,7 +192,7 @@ def limited_protocol(  # noqa: C901
 
         def _head_is_late(self) -> None:
             if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-                self._refuse(408, f"the head of the request was incomplete after {seconds:g} s")
+                self._refuse(408, f"the headers were not complete after {seconds:g} s")
             else:
                 self.transport.abort()
 

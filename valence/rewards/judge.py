@@ -7,9 +7,10 @@ are cached by request, so that a request is not paid for twice.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -213,6 +214,8 @@ class JudgeModel:
     settings: JudgeSettings
     http: HttpClient
     replies: ReplyLog
+    _requests: dict[str, asyncio.Task[Any]] = field(default_factory=dict, repr=False)
+    """Requests in flight, by key."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -230,7 +233,8 @@ class JudgeModel:
     async def ask(
         self, system: str, content: Mapping[str, Any], parse: Callable[[str], Item]
     ) -> Item:
-        """The parsed reply to a request, from the cache if it is there.
+        """The parsed reply to a request, from the cache if it is there. Equal requests at the same
+        time are sent once.
 
         Raises RewardError if there is none, and UserError at the cost limit.
         """
@@ -250,14 +254,22 @@ class JudgeModel:
         key = digest(body)
         if (text := self.replies.get(key)) is not None:
             return parse(text)
-        self._check_cost()
+        if key not in self._requests:
+            await self._check_cost()
+            request = asyncio.ensure_future(self._send(key, body, parse))
+            self._requests[key] = request
+            request.add_done_callback(lambda _: self._requests.pop(key))
+        return await self._requests[key]
+
+    async def _send(self, key: str, body: Mapping[str, Any], parse: Callable[[str], Item]) -> Item:
+        """Send a request and store its reply. Raises RewardError for a reply without verdict."""
         status, headers, raw = await self.http.post(
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode()
         )
         if status != 200:
             raise status_error(status, headers, raw)
         reply = _read_reply(raw)
-        if settings.max_cost is not None and not reply.input_tokens:
+        if self.settings.max_cost is not None and not reply.input_tokens:
             raise UserError(
                 f"{self.url} does not report the tokens of a request, so its cost is unknown",
                 code="judge-usage-missing",
@@ -272,10 +284,15 @@ class JudgeModel:
         self.replies.add(key, reply, is_valid=True)
         return parsed
 
-    def _check_cost(self) -> None:
+    async def _check_cost(self) -> None:
+        """Raise UserError at the cost limit, after the replies to all requests in flight: the error
+        cancels them, and they are paid for.
+        """
         self.replies.refresh()
         limit, cost = self.settings.max_cost, self.cost
         if limit is not None and cost is not None and cost >= limit:
+            await asyncio.gather(*self._requests.values(), return_exceptions=True)
+            cost = self.cost
             raise UserError(
                 f"the judge has cost {cost:.4g} US dollars, and the limit is {limit:g}",
                 code="judge-cost-limit",
@@ -297,7 +314,7 @@ def _read_reply(raw: bytes) -> JudgeReply:
             raise TypeError("no text")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         text = raw[:80].decode(errors="replace")
-        raise RewardError(f"its reply is no chat completion ({text!r})", passes=True) from error
+        raise RewardError(f"the reply is not a chat completion ({text!r})", passes=True) from error
     return JudgeReply(text, *counts)
 
 
@@ -324,7 +341,7 @@ def _entries(text: str, key: str, criteria: Mapping[str, str]) -> Mapping[str, A
         if isinstance(entries, Mapping) and criteria.keys() <= entries.keys():
             return entries
     shown = text[:80]
-    raise RewardError(f"its reply has no {key} of {', '.join(criteria)} ({shown!r})", passes=True)
+    raise RewardError(f"the reply has no {key} of {', '.join(criteria)} ({shown!r})", passes=True)
 
 
 def parse_grades(text: str, settings: JudgeSettings) -> dict[str, float]:
@@ -335,7 +352,7 @@ def parse_grades(text: str, settings: JudgeSettings) -> dict[str, float]:
     for name, grade in grades.items():
         if type(grade) not in (int, float) or not low <= grade <= high:
             raise RewardError(
-                f"its grade of {name} is {json.dumps(grade):.40}, not a number from {low} to "
+                f"the grade of {name} is {json.dumps(grade):.40}, not a number from {low} to "
                 f"{high}",
                 passes=True,
             )
@@ -353,7 +370,7 @@ def parse_winners(text: str, settings: JudgeSettings) -> dict[str, float]:
         winner = str(entries[name]).strip().lower()
         if winner not in WINNERS:
             raise RewardError(
-                f"its winner of {name} is {winner[:40]!r}, not first, second or tie", passes=True
+                f"the winner of {name} is {winner[:40]!r}, not first, second or tie", passes=True
             )
         margins[name] = WINNERS[winner]
     return margins

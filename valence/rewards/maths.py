@@ -46,7 +46,7 @@ class FormulaComparer:
             if line.endswith("\n"):
                 return json.loads(line)
             self._end()
-            return {"error": f"the comparison took more than {self.seconds:g} s or too much memory"}
+            return {"error": f"the comparison took over {self.seconds:g} s or used too much memory"}
 
     def close(self) -> None:
         if self._lock.acquire(timeout=self.seconds):

@@ -31,7 +31,7 @@ def compare(expected: list[str], text: str) -> dict[str, Any]:
             is_readable = is_readable or bool(gold)
             if gold and verify(gold, answer, timeout_seconds=None):
                 return {"score": 1.0}
-    return {"score": 0.0} if is_readable else {"error": "no formula can be read"}
+    return {"score": 0.0} if is_readable else {"error": "no formula found"}
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         try:
             reply = compare(**json.loads(line))
         except MemoryError:
-            reply = {"error": "the comparison took too much memory"}
+            reply = {"error": "the comparison used too much memory"}
         except (
             ValueError,
             TypeError,

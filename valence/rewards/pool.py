@@ -36,9 +36,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 START_SECONDS = 600.0
 """Time limit for a replacement to import the function."""
 MAX_REPEATS = 2
-"""Repetitions of a call whose process, which it shared with other calls, ended."""
+"""Repetitions of a call after the end of its process, which other calls shared."""
 MAX_LINE_BYTES = 2000
-"""Longest part of a line of a worker's output that is logged at once."""
+"""Maximum bytes of a worker's output per line of the log."""
 START = (
     "import sys; sys.path[:] = {path!r}; from valence.rewards.worker_process import main; "
     "main({message_fd}, {lifeline_fd})"
@@ -51,7 +51,9 @@ class WorkerEnded(Exception):
 
 @dataclass(eq=False)
 class Worker:
-    """One process. ``num_calls``: running calls; ``lifeline``: a pipe whose closing ends it."""
+    """One process. ``num_calls``: running calls; ``lifeline``: a pipe; closing it ends the
+    process.
+    """
 
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
@@ -134,7 +136,7 @@ class WorkerPool:
     workers: list[Worker] = field(default_factory=list[Worker])
     _identity: Mapping[str, Any] | None = None
     _capacity: int = 1
-    _trouble: str = "its worker process is starting"
+    _trouble: str = "the worker process is starting"
     _closed: bool = False
 
     def start(self) -> None:
@@ -154,7 +156,7 @@ class WorkerPool:
         return await asyncio.wrap_future(self._background.submit(self._attempt(completions)))
 
     async def probe(self) -> str | None:
-        """Why no worker can take a call now, or None. Probes idle workers."""
+        """Why no worker can run a call now, or None. Probes idle workers."""
         return await asyncio.wrap_future(self._background.submit(self._probe()))
 
     async def close(self) -> None:
@@ -170,7 +172,7 @@ class WorkerPool:
                 _reason(error),
                 code="reward-worker-failed",
                 where=f"{self.where}: {self.target}",
-                fix="see its output, and try `python -c 'import MODULE'`",
+                fix="read the output of the worker above, and try `python -c 'import MODULE'`",
             ) from error
         self.parameters, self._identity = facts["parameters"], facts["identity"]
         num_workers = self.concurrency if facts["blocking"] else 1
@@ -185,29 +187,31 @@ class WorkerPool:
 
         Raises UserError and WorkerEnded.
         """
-        ours, theirs = socket.socketpair()
+        server_socket, worker_socket = socket.socketpair()
         lifeline_read, lifeline_write = os.pipe()
-        code = START.format(path=sys.path, message_fd=theirs.fileno(), lifeline_fd=lifeline_read)
+        code = START.format(
+            path=sys.path, message_fd=worker_socket.fileno(), lifeline_fd=lifeline_read
+        )
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), lifeline_read),
+                pass_fds=(worker_socket.fileno(), lifeline_read),
                 start_new_session=True,
             )
         except OSError as error:
-            ours.close()
+            server_socket.close()
             os.close(lifeline_write)
-            raise WorkerEnded(f"its worker process cannot start: {error.strerror}") from error
+            raise WorkerEnded(f"the worker process cannot start: {error.strerror}") from error
         finally:
-            theirs.close()
+            worker_socket.close()
             os.close(lifeline_read)
         threading.Thread(
             target=self._log_output, args=(process,), name="output of a worker", daemon=True
         ).start()
-        loading = asyncio.create_task(self._load(process, ours, lifeline_write))
+        loading = asyncio.create_task(self._load(process, server_socket, lifeline_write))
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
@@ -217,9 +221,9 @@ class WorkerPool:
             raise
 
     async def _load(
-        self, process: subprocess.Popen[bytes], ours: socket.socket, lifeline: int
+        self, process: subprocess.Popen[bytes], server_socket: socket.socket, lifeline: int
     ) -> tuple[Worker, Any]:
-        worker = Worker(process, *await asyncio.open_connection(sock=ours), lifeline)
+        worker = Worker(process, *await asyncio.open_connection(sock=server_socket), lifeline)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(worker.kill)
             worker.send((self.target, dict(self.settings), self.seconds, self.where))
@@ -246,12 +250,12 @@ class WorkerPool:
                     async with asyncio.timeout(START_SECONDS):
                         worker, _ = await self._start_worker()
                 except (UserError, WorkerEnded, TimeoutError) as error:
-                    self._trouble = f"its worker process cannot start: {_reason(error)}"
+                    self._trouble = f"the worker process cannot start: {_reason(error)}"
                     self.log(self._trouble)
                     await asyncio.sleep(backoff(failures, FIRST_PAUSE, LONGEST_PAUSE))
                     failures += 1
                     continue
-            failures, self._trouble = 0, "its worker process is restarting"
+            failures, self._trouble = 0, "the worker process is restarting"
             self.workers.append(worker)
             self._changed.set()
             replies = asyncio.create_task(worker.distribute_replies())
@@ -280,10 +284,10 @@ class WorkerPool:
         except WorkerEnded:
             return False
         except TimeoutError:
-            # it received a call meanwhile, which has its own time limit
+            # it has received a call, which has its own time limit
             if worker.num_calls:
                 return True
-            self.log(f"worker {worker.process.pid} does not respond and is killed")
+            self.log(f"worker {worker.process.pid} does not respond and was killed")
             worker.kill()
             return False
         return True
@@ -300,7 +304,7 @@ class WorkerPool:
         try:
             return await self._call(completions)
         except WorkerEnded:
-            raise RewardError(f"its worker process ended during the call ({self.target})") from None
+            raise RewardError(f"the worker process ended during the call ({self.target})") from None
 
     async def _call(self, completions: Sequence[Completion]) -> list[Score]:
         """Raises RewardError and WorkerEnded."""
@@ -310,7 +314,7 @@ class WorkerPool:
         except TimeoutError:
             worker.kill()
             raise RewardError(
-                f"no answer within {self.seconds:g} s; the worker process was killed "
+                f"no result within {self.seconds:g} s; the worker process was killed "
                 f"({self.target})",
                 late=True,
             ) from None
@@ -340,7 +344,7 @@ class WorkerPool:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            reason = "its worker processes are busy" if self.workers else self._trouble
+            reason = "all worker processes are busy" if self.workers else self._trouble
             raise RewardError(
                 f"no free worker within {self.max_wait:g} s: {reason} ({self.target})", late=True
             ) from None
@@ -355,5 +359,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, UserError):
         return error.what
     if isinstance(error, TimeoutError):
-        return "it takes too long"
-    return str(error) or "it ended while importing the function"
+        return "importing the function takes too long"
+    return str(error) or "the process ended while importing the function"

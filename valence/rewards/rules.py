@@ -35,9 +35,9 @@ PATTERN_SECONDS = 5.0
 
 Column = Annotated[
     str,
-    Field(description="column with the right answer; a list there has several right answers"),
+    Field(description="column with the right answer, or a list of right answers"),
 ]
-IgnoreCase = Annotated[bool, Field(description="whether case is ignored")]
+IgnoreCase = Annotated[bool, Field(description="ignore case")]
 
 
 class UnscoredError(Exception):
@@ -58,21 +58,22 @@ def exact_match(*, answer: Column = "answer", ignore_case: IgnoreCase = False) -
 def contains(
     *,
     words: Annotated[
-        list[str] | None, Field(description="texts to search for; null: those of the row's column")
+        list[str] | None, Field(description="texts to search for; null: the texts in the column")
     ] = None,
     answer: Column = "answer",
     want: Annotated[
-        Literal["any", "all", "none"], Field(description="how many of them the answer must contain")
+        Literal["any", "all", "none"],
+        Field(description="how many of the texts the answer must contain"),
     ] = "any",
     ignore_case: IgnoreCase = False,
 ) -> Rule:
     """1 if the answer contains these words (any texts), else 0."""
     if words is not None and not all(words):
         raise UserError(
-            "every answer contains the empty text",
+            "the list contains an empty text, which every answer contains",
             code="reward-setting-value",
             where="words",
-            fix="remove it",
+            fix="remove the empty text",
         )
 
     def rule(completion: Completion) -> float:
@@ -86,7 +87,7 @@ def contains(
 def regex(
     *,
     pattern: Annotated[str, Field(description="a Python regular expression")],
-    whole: Annotated[bool, Field(description="whether it must match the whole answer")] = False,
+    whole: Annotated[bool, Field(description="match the complete answer")] = False,
     ignore_case: IgnoreCase = False,
 ) -> Rule:
     """1 if the pattern matches in the answer, else 0. `.` also matches line breaks."""
@@ -98,10 +99,10 @@ def regex(
         )
     except engine.error as error:
         raise UserError(
-            f"this is not a regular expression: {error}",
+            f"not a valid regular expression: {error}",
             code="reward-setting-value",
             where="pattern",
-            fix="correct it",
+            fix="correct the pattern",
         ) from error
 
     def rule(completion: Completion) -> float:
@@ -110,7 +111,7 @@ def regex(
             match = search(completion.text, timeout=PATTERN_SECONDS, concurrent=True)
         except TimeoutError as error:
             raise UnscoredError(
-                f"the pattern took longer than {PATTERN_SECONDS:g} s because of backtracking"
+                f"the pattern took longer than {PATTERN_SECONDS:g} s (backtracking): simplify it"
             ) from error
         return float(match is not None)
 
@@ -120,16 +121,17 @@ def regex(
 def length(
     *,
     unit: Annotated[
-        Literal["tokens", "characters", "words"], Field(description="what is counted")
+        Literal["tokens", "characters", "words"], Field(description="unit of the length")
     ] = "tokens",
-    least: Annotated[int, Field(ge=0, description="minimum length for 1")] = 0,
+    least: Annotated[int, Field(ge=0, description="minimum length for score 1")] = 0,
     most: Annotated[
-        int | None, Field(ge=0, description="maximum length for 1; null: unlimited")
+        int | None, Field(ge=0, description="maximum length for score 1; null: no maximum")
     ] = None,
     fall: Annotated[
         int,
         Field(
-            ge=0, description="number of units over which it falls from 1 to 0 outside the range"
+            ge=0,
+            description="number of units over which the score falls from 1 to 0 outside the range",
         ),
     ] = 0,
 ) -> Rule:
@@ -139,16 +141,16 @@ def length(
     """
     if most is not None and most < least:
         raise UserError(
-            f"the maximum {most} is below the minimum {least}",
+            f"the maximum {most} is smaller than the minimum {least}",
             code="reward-setting-value",
             where="most",
-            fix="set least below it",
+            fix="set most to at least the value of least",
         )
 
     def rule(completion: Completion) -> float:
         if unit == "tokens" and completion.text and not completion.tokens:
             raise UnscoredError(
-                "only its text is known, not its tokens: set unit to characters or words"
+                "the completion has text but no tokens: set unit to characters or words"
             )
         n = {
             "tokens": len(completion.tokens),
@@ -165,10 +167,10 @@ def json_schema(
     *,
     schema: Annotated[
         dict[str, Any] | str | None,
-        Field(description="a JSON schema, or a file with one; null: any JSON"),
+        Field(description="JSON schema, or a file that contains one; null: any JSON"),
     ] = None,
     fenced: Annotated[
-        bool, Field(description="whether the JSON may be in a ``` fence, with text around it")
+        bool, Field(description="allow the JSON in a ``` fence with text around it")
     ] = False,
 ) -> Rule:
     """1 if the answer is JSON that satisfies the schema, else 0."""
@@ -191,10 +193,10 @@ def maths(
     answer: Column = "answer",
     after: Annotated[
         str | None,
-        Field(description="text in the column after which the answer starts, such as '####'"),
+        Field(description="text in the column before the answer, such as '####'"),
     ] = None,
     seconds: Annotated[
-        float, Field(gt=0, description="processor time limit of one comparison")
+        float, Field(gt=0, description="CPU time limit of one comparison, in seconds")
     ] = 5.0,
 ) -> Rule:
     """1 if the last formula or number of the answer equals the row's, by math-verify; else 0."""
@@ -206,7 +208,9 @@ def maths(
             expected = [text.rpartition(after)[2] for text in expected]
         reply = comparer.compare(expected, completion.text)
         if "error" in reply:
-            raise UnscoredError(f"{reply['error']}, for the row's {answer} {expected[0][:80]!r}")
+            raise UnscoredError(
+                f"{reply['error']}, for the column {answer!r} with {expected[0][:80]!r}"
+            )
         return float(reply["score"])
 
     rule.close = comparer.close  # pyright: ignore[reportFunctionMemberAccess]
@@ -216,7 +220,7 @@ def maths(
 def vader(
     *,
     part: Annotated[
-        Literal["compound", "pos", "neu", "neg"], Field(description="VADER's number")
+        Literal["compound", "pos", "neu", "neg"], Field(description="which of VADER's scores")
     ] = "compound",
 ) -> Rule:
     """Sentiment of English text by VADER's lexicon: compound from -1 (negative) to 1 (positive), or
@@ -288,12 +292,12 @@ def settings_of(name: str) -> type[BaseModel]:
 
 
 def unknown_rule(name: str) -> UserError:
-    near = get_close_matches(name, RULES, 1, 0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
+    close = get_close_matches(name, RULES, 1, 0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
     return UserError(
         f"there is no rule {name!r}",
         code="reward-not-found",
-        fix=f"{hint}rules: {', '.join(RULES)}",
+        fix=f"{hint}The rules are {', '.join(RULES)}",
     )
 
 
@@ -305,7 +309,8 @@ def setting_error_code(error: Mapping[str, Any]) -> str:
 
 def setting_error_message(error: Mapping[str, Any]) -> str:
     """The message of pydantic's error of a setting."""
-    return "there is no such setting" if error["type"] == "extra_forbidden" else str(error["msg"])
+    messages = {"extra_forbidden": "unknown setting", "missing": "the setting is missing"}
+    return messages.get(error["type"], str(error["msg"]))
 
 
 def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
@@ -376,7 +381,7 @@ class Rules:
             )
         except TimedOut as late:
             raise RewardError(
-                f"no answer within {self.seconds:g} s; the call was abandoned"
+                f"no result within {self.seconds:g} s; the call was abandoned"
             ) from late
         if isinstance(scores, Raised):
             raise scores.error
@@ -398,12 +403,13 @@ def _expected(completion: Completion, column: str) -> list[str]:
     """The right answers in a column of the row. Raises UnscoredError if there is none."""
     value = completion.info.get(column)
     if value is None:
-        others = ", ".join(completion.info) or "none"
-        raise UnscoredError(f"its row has no value in the column {column!r} (others: {others})")
+        columns = ", ".join(completion.info) or "none"
+        raise UnscoredError(f"the row has no value in the column {column!r} (columns: {columns})")
     texts: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
     if not texts or not all(isinstance(text, str | int | float) for text in texts):
         raise UnscoredError(
-            f"its row's {column!r} is {value!r:.80}, not a text, a number, or a list of them"
+            f"the column {column!r} of the row has {value!r:.80}, not a text, a number or a list "
+            f"of them"
         )
     return [str(text) for text in texts]
 
@@ -427,17 +433,17 @@ def _validator(schema: dict[str, Any] | str | None) -> Callable[[Any], bool]:
                 f"the JSON schema {schema} cannot be read: {error}",
                 code="reward-setting-value",
                 where="schema",
-                fix="name a JSON file",
+                fix="use the path of a JSON file",
             ) from error
     kind = validator_for(loaded)
     try:
         kind.check_schema(loaded)
     except jsonschema.SchemaError as error:
         raise UserError(
-            f"this is not a JSON schema: {error.message}",
+            f"not a valid JSON schema: {error.message}",
             code="reward-setting-value",
             where="schema",
-            fix="correct it",
+            fix="correct the schema",
         ) from error
     return kind(loaded).is_valid
 

@@ -1,7 +1,7 @@
 """An HTTP server of a reward: POST /get_reward {"query", "prompts", "labels"} -> {"rewards"}, the
 protocol of OpenRLHF.
 
-A reply has a finite number for each completion, or no rewards at all: failures have an HTTP status.
+A reply has a finite number for each completion, or no rewards and an error status.
 """
 # No postponed annotations: FastAPI reads them, and its names are known only inside functions.
 
@@ -57,11 +57,11 @@ SPECIAL_TOKEN = re.compile(r"(?:<[^<>\s]+>|\[[A-Z]+\])\s?")
 DRAIN_FACTOR = 2
 """A body that is too large is read to its end, up to this multiple of the limit."""
 MAX_ERROR_LENGTH = 500
-"""In characters."""
+"""Maximum characters of an error message."""
 CLIENT_LEFT = 499
-"""Status, in the metrics, of a request whose client did not wait."""
+"""Status, in the metrics, of a request after its client has disconnected."""
 KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep idle connections, so that none is closed as it is used again."""
+"""Longer than clients keep idle connections, so that none is closed while it is reused."""
 
 
 class Query(BaseModel):
@@ -69,12 +69,12 @@ class Query(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    query: list[str] = Field(description="For each completion: prompt and completion in one text.")
+    query: list[str] = Field(description="For each completion: prompt and completion as one text.")
     prompts: list[str | None] | None = Field(
         None, description="For each completion: the prompt that its query begins with."
     )
     labels: list[Any] | None = Field(
-        None, description="For each completion: any further value for the reward."
+        None, description="For each completion: a value that is passed to the reward."
     )
 
 
@@ -82,7 +82,7 @@ class RewardsResponse(BaseModel):
     """One finite number for each query, in order."""
 
     rewards: list[float]
-    scores: list[float] = Field(description="The rewards again: OpenRLHF filters prompts by these.")
+    scores: list[float] = Field(description="The same numbers, by which OpenRLHF filters prompts.")
     extra_logs: dict[str, list[float]] = Field(
         description="Parts of the rewards by name, if all completions have them."
     )
@@ -111,16 +111,16 @@ class Problem(BaseModel):
 
 STATUSES = {
     400: "not HTTP",
-    401: "no bearer token, or a wrong one",
+    401: "missing or wrong bearer token",
     408: "the request arrived too slowly",
-    413: "too large, or too many answers",
+    413: "the body is too large, or has too many answers",
     415: "not JSON",
-    421: "the host name is not a name of this server",
+    421: "the host name is not allowed",
     422: "not a valid query",
     429: "too many requests per second from one client",
     431: "too many or too large headers",
     500: "the reward failed for some answers",
-    503: "too many answers wait",
+    503: "too many answers are waiting",
     504: "not scored in time",
 }
 
@@ -167,7 +167,7 @@ class Service:
         self.rate = Rate(limits.rate)
         self.token = None if token is None else token.encode()
         self.num_body_bytes = 0
-        """Size of the bodies that are being read."""
+        """Total bytes of the bodies that are being read."""
 
     def has_token(self, request: "Request") -> bool:
         """Whether the request has this server's token, if there is one."""
@@ -181,7 +181,7 @@ class Service:
         if not self.has_token(request):
             raise refusal(
                 401,
-                "this server requires its bearer token",
+                "this server requires a bearer token",
                 WWW_Authenticate="Bearer",
             )
 
@@ -192,7 +192,7 @@ class Service:
         if wait:
             raise refusal(
                 429,
-                f"the limit is {self.limits.rate:g} requests per second for each client",
+                f"rate limit exceeded: {self.limits.rate:g} requests per second per client",
                 Retry_After=str(math.ceil(wait)),
             )
         self.check_token(request)
@@ -210,7 +210,7 @@ class Service:
             job = self.batcher.submit(completions)
         except Busy:
             raise refusal(
-                503, f"{len(self.batcher.waiting)} answers are waiting already", Retry_After="1"
+                503, f"{len(self.batcher.waiting)} answers are already waiting", Retry_After="1"
             ) from None
         try:
             await self._wait_for_scores(job, request)
@@ -219,7 +219,7 @@ class Service:
         return self.response([score for score in job.scores if score is not None])
 
     async def _wait_for_scores(self, job: Job, request: "Request") -> None:
-        """Wait for the scores while the client does. Raises Refusal when they take too long."""
+        """Wait for the scores. Raises Refusal if they take too long or the client disconnects."""
         done = asyncio.ensure_future(job.done.wait())
         disconnect = asyncio.ensure_future(request.receive())
         try:
@@ -228,7 +228,7 @@ class Service:
                 (done, disconnect), timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED
             )
             if not job.done.is_set() and disconnect.done():
-                raise refusal(CLIENT_LEFT, "the client left")
+                raise refusal(CLIENT_LEFT, "the client disconnected")
             if not job.done.is_set():
                 raise refusal(
                     504, f"{job.num_left} answers have no score after {self.limits.timeout:g} s"
@@ -246,7 +246,7 @@ class Service:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if (
             kind != "application/json"
-        ):  # which web pages cannot send to other sites without a preflight
+        ):  # web pages cannot send JSON to other sites without a preflight request
             raise refusal(415, "the content type must be application/json")
         from starlette.requests import ClientDisconnect
 
@@ -262,13 +262,13 @@ class Service:
                     if size > DRAIN_FACTOR * limit:
                         break
         except ClientDisconnect:
-            raise refusal(CLIENT_LEFT, "the client left") from None
+            raise refusal(CLIENT_LEFT, "the client disconnected") from None
         finally:
             self.num_body_bytes -= size
         if size > limit:
             raise refusal(413, f"the body has more than {limit} bytes", Connection="close")
         if sum(map(len, parts)) < size:
-            raise refusal(503, "too many large requests at a time", Retry_After="1")
+            raise refusal(503, "too many large requests at the same time", Retry_After="1")
         return b"".join(parts)
 
     def completions(self, query: Query) -> list[Completion]:
@@ -279,7 +279,9 @@ class Service:
         """
         count = len(query.query)
         if count > self.limits.max_items:
-            raise refusal(413, f"{count} answers: the limit per request is {self.limits.max_items}")
+            raise refusal(
+                413, f"{count} answers, but the maximum per request is {self.limits.max_items}"
+            )
         for name, column in (("prompts", query.prompts), ("labels", query.labels)):
             if column is not None and len(column) != count:
                 raise refusal(422, f"{count} queries, but {len(column)} {name}")
@@ -319,7 +321,7 @@ class Service:
         if failed:
             scored = [Scored(index=k, reward=value) for k, value in values]
             error = (
-                f"{len(failed)} of {len(scores)} answers have no score; the first: "
+                f"{len(failed)} of {len(scores)} answers have no score; the first error: "
                 f"{failed[0].error}"
             )
             raise Refusal(500, Problem(error=error, failed=failed, scored=scored), {})
@@ -337,7 +339,7 @@ class Service:
 
 
 def parse_query(body: bytes) -> Query:
-    """Raises Refusal for a body that is not a query."""
+    """Parse a query. Raises Refusal for any other body."""
     try:
         return Query.model_validate_json(body)
     except ValidationError as error:
@@ -362,15 +364,15 @@ def split_query(query: str, prompt: str, ends: Sequence[str]) -> str | None:
 
 
 def clean(text: str) -> str:
-    """Replace what UTF-8 cannot encode, and truncate."""
+    """Replace characters that UTF-8 cannot encode, and truncate."""
     return text.encode("utf-8", "replace").decode()[:MAX_ERROR_LENGTH]
 
 
 def application(
     service: Service, *, log: Callable[[str], None] = lambda line: None, greeting: str = ""
 ) -> "FastAPI":
-    """The web application. log: receives a line when it can serve, when a reward fails, and when it
-    ends.
+    """The web application. log: receives a line at the start, when a reward fails, and at the
+    end.
     """
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
@@ -456,15 +458,17 @@ def _add_routes(app: "FastAPI", service: Service, version: str) -> None:
     problems: dict[int | str, dict[str, Any]] = {
         code: {"model": Problem, "description": text} for code, text in STATUSES.items()
     }
-    not_ready: dict[int | str, dict[str, Any]] = {503: {"description": "not ready, and why"}}
+    not_ready: dict[int | str, dict[str, Any]] = {
+        503: {"description": "not ready, with the reason"}
+    }
     app.post(
         "/get_reward",
         response_model=RewardsResponse,
         responses=problems,
         openapi_extra={"requestBody": body},
     )(get_reward)
-    app.get("/health", summary="The process answers.")(health)
-    app.get("/ready", summary="Requests are scored in time.", responses=not_ready)(ready)
+    app.get("/health", summary="Whether the process is alive.")(health)
+    app.get("/ready", summary="Whether requests are scored in time.", responses=not_ready)(ready)
     app.get(
         "/metrics",
         summary="Counters for Prometheus.",
@@ -478,8 +482,8 @@ def listening(
     port: int,
     *,
     guarded: bool,
-    danger: str = "other machines could have answers scored, and read the scores",
-    fix: str = "give --token-env, or leave out --host",
+    danger: str = "other machines could send answers and read their scores",
+    fix: str = "add --token-env NAME, or remove --host",
 ) -> socket.socket:
     """A socket that accepts connections.
 
@@ -502,15 +506,15 @@ def listening(
                 where=f"--host {host}",
                 fix=fix,
             )
-        place = socket.create_server(address[:2], family=family, backlog=2048)
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
         # asyncio sets it only for sockets that have a protocol number; without it each small part
         # of a response may wait 40 ms for the client's acknowledgement
-        place.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return place
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
-        fix = "choose another --port (0: any that is free), or stop the program that uses it"
+        fix = "use another --port (0: any free port), or stop the program that uses this port"
         raise UserError(
-            f"cannot listen: {error}",
+            f"cannot listen on this address: {error}",
             code="server-cannot-listen",
             where=f"--host {host} --port {port}",
             fix=fix,
@@ -519,9 +523,9 @@ def listening(
 
 def web_server(
     service: Service,
-    place: socket.socket,
+    listener: socket.socket,
     *,
-    what: str = "",
+    title: str = "",
     host: str = "",
     allowed_hosts: Sequence[str] = (),
     max_connections: int = MAX_CONNECTIONS,
@@ -534,15 +538,15 @@ def web_server(
     """
     import uvicorn
 
-    limits, (address, port, *_) = service.limits, place.getsockname()
+    limits, (address, port, *_) = service.limits, listener.getsockname()
     address = f"[{address}]" if ":" in address else address
     guard = (
-        "with a token" if service.token is not None else "without a token, for this machine only"
+        "with a token" if service.token is not None else "without a token, only for this machine"
     )
     greeting = (
-        f"serving {what or service.reward.name} at http://{address}:{port}/get_reward, {guard}; up "
-        f"to {limits.max_batch} answers "
-        f"are scored at once, those that arrive within {1000 * limits.max_wait:g} ms of each other"
+        f"serving {title or service.reward.name} at http://{address}:{port}/get_reward, {guard}; "
+        f"each call scores up to {limits.max_batch} answers that arrive within "
+        f"{1000 * limits.max_wait:g} ms"
     )
     app = application(service, log=log, greeting=greeting)
     config = uvicorn.Config(
@@ -567,19 +571,19 @@ def serve(
     *,
     host: str,
     port: int,
-    what: str = "",
+    title: str = "",
     allowed_hosts: Sequence[str] = (),
     log: Callable[[str], None] = print,
 ) -> None:
-    """Serve until a signal arrives; then answer running requests, and let the signal act."""
-    with listening(host, port, guarded=service.token is not None) as place:
+    """Serve until a signal arrives, then answer running requests and end."""
+    with listening(host, port, guarded=service.token is not None) as listener:
         server = web_server(
             service,
-            place,
-            what=what,
+            listener,
+            title=title,
             host=host,
             allowed_hosts=allowed_hosts,
             max_connections=raise_connection_limit(),
             log=log,
         )
-        asyncio.run(server.serve(sockets=[place]))
+        asyncio.run(server.serve(sockets=[listener]))

@@ -20,13 +20,13 @@ from valence.types import Completion, Reward, Score
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 """Upper bounds of the histograms of durations, in seconds."""
 MAX_CLIENTS = 4096
-"""Clients whose request rate is known at a time."""
+"""Maximum number of clients with a measured request rate."""
 CLOSE_SECONDS = 5.0
 """Time limit for closing the reward."""
 MAX_SEPARATE = 4
-"""Requests of a failed call that are repeated one by one at once.
+"""Maximum number of requests of a failed call that are repeated one by one.
 
-More are repeated in groups first.
+More requests are first repeated in groups.
 """
 SLOW_FACTOR = 10.0
 """A call is unusually long if it takes longer than the average call times this ..."""
@@ -37,8 +37,8 @@ SLOW_SECONDS = 5.0
 @dataclass(frozen=True, slots=True)
 class Limits:
     """max_batch: completions per call of the reward. max_wait: seconds that a completion waits for
-    others to be scored with. concurrency: simultaneous calls. timeout: seconds until a request is
-    answered, in any case. max_items: completions per request. max_waiting: completions of all
+    others to share its call. concurrency: simultaneous calls. timeout: time limit of a request, in
+    seconds. max_items: completions per request. max_waiting: completions of all
     requests that wait. max_body: bytes of one request; ``max_bodies``: of all that are being read.
     rate: requests per second of one client; None: unlimited.
     """
@@ -58,11 +58,11 @@ class Limits:
 
 
 class Busy(Exception):
-    """Too many completions wait: another request would not be scored in time."""
+    """Too many completions are waiting to score another request in time."""
 
 
 class ServerMetrics:
-    """Prometheus metrics of a server, in a registry of their own."""
+    """Prometheus metrics of a server, in a separate registry."""
 
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -76,7 +76,7 @@ class ServerMetrics:
         self.call_answers = Counter(
             f"{prefix}call_answers", "answers passed to the reward, over all calls", registry=to
         )
-        self.waiting = Gauge(f"{prefix}waiting", "answers that wait to be scored", registry=to)
+        self.waiting = Gauge(f"{prefix}waiting", "answers waiting to be scored", registry=to)
         self.call_seconds = Histogram(
             f"{prefix}call_seconds",
             "duration of a call of the reward",
@@ -88,7 +88,7 @@ class ServerMetrics:
         )
 
     def value(self, name: str, **labels: str) -> float:
-        """The present value of a sample, without its prefix."""
+        """The current value of a sample by its name without the prefix."""
         return self.registry.get_sample_value(f"valence_reward_{name}", labels) or 0.0
 
     def text(self) -> bytes:
@@ -116,13 +116,13 @@ class Rate:
         is_allowed = tokens >= 1.0
         self.buckets[client] = (tokens - is_allowed, now)
         if len(self.buckets) > MAX_CLIENTS:
-            del self.buckets[next(iter(self.buckets))]  # the client that was silent for longest
+            del self.buckets[next(iter(self.buckets))]  # the client with the oldest request
         return 0.0 if is_allowed else (1.0 - tokens) / self.rate
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The completions of one request. ``gone``: its client waits no longer."""
+    """The completions of one request. ``gone``: its client has disconnected."""
 
     completions: Sequence[Completion]
     deadline: float
@@ -172,9 +172,9 @@ class Batcher:
     async def why_not_ready(self) -> str | None:
         """Why new completions would not be scored in time; None if they would."""
         if not self.open:
-            return "the server is starting or ending"
+            return "the server is starting or shutting down"
         if len(self.waiting) >= self.limits.max_waiting:
-            return f"{len(self.waiting)} answers wait already"
+            return f"{len(self.waiting)} answers are already waiting"
         count = self.metrics.value("call_seconds_count")
         average = self.metrics.value("call_seconds_sum") / count if count else 0.0
         longest = max(min(SLOW_SECONDS, self.limits.timeout / 2), SLOW_FACTOR * average)
@@ -268,7 +268,7 @@ class Batcher:
         """Call the reward and settle the completions.
 
         Returns those that are not settled: their call failed, and it had completions of other
-        requests. Does nothing for requests whose client is gone.
+        requests. Does nothing for requests of disconnected clients.
         """
         items = [item for item in items if not item[0].gone]
         if not items:
@@ -304,7 +304,7 @@ class Batcher:
                 items
             )
         if not isinstance(result, list) or len(result) != len(items):  # pyright: ignore[reportUnnecessaryIsInstance]
-            error = f"{self.reward.name}: it did not return {len(items)} scores"
+            error = f"{self.reward.name}: did not return {len(items)} scores"
             return [FailedCall(None, error=error)] * len(items)
         return [checked(score) for score in result]
 

@@ -1,4 +1,6 @@
-"""Threads for reward functions, whose code cannot exit, block or move the program."""
+"""Threads for reward functions: their code cannot exit or block the program, or change its
+folder.
+"""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ HEADER = struct.Struct("!Q")
 
 
 def main(message_fd: int, lifeline_fd: int) -> None:
-    """message_fd: the socket. lifeline_fd: a pipe without content whose other end only the server
-    has.
-    """
+    """message_fd: the socket. lifeline_fd: an empty pipe; only the server has its other end."""
     _end_with_server(lifeline_fd)
     # the server ends its calls first, and then kills its workers
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -46,7 +44,7 @@ def main(message_fd: int, lifeline_fd: int) -> None:
 
 def _end_with_server(lifeline_fd: int) -> None:
     """Let the kernel end this process and its children when the server ends, even while a call
-    holds the interpreter.
+    blocks the interpreter.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
@@ -130,7 +128,7 @@ def _encode(score: Score) -> list[Any]:
     parts = attempt(lambda: {str(name): float(value) for name, value in score.parts.items()})
     error = score.error if isinstance(score.error, str) else describe(score.error)
     if isinstance(parts, Raised):
-        return [None, {}, f"its parts are not numbers: {describe_error(parts.error)}"]
+        return [None, {}, f"the parts of the score are not numbers: {describe_error(parts.error)}"]
     return [None if score.value is None else float(score.value), parts, error]
 
 

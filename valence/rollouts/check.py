@@ -18,7 +18,7 @@ Measure = Callable[[Sequence[Pair], float], Rows]
 """Computes the trainer's log-probabilities of completions at a temperature."""
 
 MAX_TOKENS_COMPARED = 16
-"""Tokens of a completion that are compared."""
+"""Maximum number of tokens of a completion to compare."""
 
 ROUNDING_ERROR = 0.3
 """Mean difference in nats per token that 16-bit weights alone can cause."""
@@ -26,17 +26,17 @@ ROUNDING_ERROR = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Facts that distinguish causes of a difference; unknown ones are left out.
+    """Facts that distinguish the causes of a difference; unknown facts have their defaults.
 
-    read, ours_read: log-probabilities of the same tokens at temperature 1, by the server as part of
-    a prompt, without its prefix cache, and by the trainer. dtypes: of the trainer and the server.
-    tied: the output head shares the embeddings' weights. agreed: an earlier version was the same.
-    adapter: an adapter is sent.
+    read, trainer_read: log-probabilities of the same tokens at temperature 1, by the server as part
+    of a prompt, without its prefix cache, and by the trainer. dtypes: of the trainer and the
+    server. tied: the output head shares the embeddings' weights. agreed: an earlier version was the
+    same. adapter: an adapter is sent.
     """
 
     temperature: float = 1.0
     read: Rows = ()
-    ours_read: Rows = ()
+    trainer_read: Rows = ()
     dtypes: tuple[str, str] = ("", "")
     tied: bool = False
     agreed: bool = False
@@ -62,70 +62,78 @@ def check(
     )
     completions = [row[0] for row in generator.generate(prompts, 1, short)]
     pairs = [(prompt, c.tokens) for prompt, c in zip(prompts, completions, strict=True)]
-    theirs = [c.logps for c in completions]
+    server_logps = [c.logps for c in completions]
     # at temperature 0, log-probabilities are those at temperature 1
     temperature = sampling.temperature or 1.0
-    ours = measure(pairs, temperature)
-    if difference(ours, theirs) <= threshold:
-        return difference(ours, theirs)
-    more = replace(
+    trainer_logps = measure(pairs, temperature)
+    if difference(trainer_logps, server_logps) <= threshold:
+        return difference(trainer_logps, server_logps)
+    full_evidence = replace(
         evidence,
         temperature=temperature,
         read=generator.logps(pairs),
-        ours_read=measure(pairs, 1.0),
+        trainer_read=measure(pairs, 1.0),
         dtypes=(evidence.dtypes[0], generator.dtype),
     )
-    return compare(ours, theirs, threshold, evidence=more)
+    return compare(trainer_logps, server_logps, threshold, evidence=full_evidence)
 
 
 def compare(
-    ours: Rows, theirs: Rows, threshold: float, *, evidence: Evidence = Evidence()
+    trainer_logps: Rows, server_logps: Rows, threshold: float, *, evidence: Evidence = Evidence()
 ) -> float:
-    """Mean |ours - theirs| (nats per token).
+    """Mean |trainer_logps - server_logps| (nats per token).
 
     Raises UserError with the most likely cause if it exceeds ``threshold``.
     """
-    mean = difference(ours, theirs)
+    mean = difference(trainer_logps, server_logps)
     if mean <= threshold:
         return mean
-    cause, fix = explain(ours, theirs, threshold, evidence)
-    worst = max(abs(a - b) for a, b in zip(flatten(ours), flatten(theirs), strict=True))
+    cause, fix = explain(trainer_logps, server_logps, threshold, evidence)
+    worst = max(
+        abs(a - b) for a, b in zip(flatten(trainer_logps), flatten(server_logps), strict=True)
+    )
     raise UserError(
         f"the server's log-probabilities differ from the trainer's by {mean:.3g} nats per token "
-        f"(at most {worst:.3g}). {cause}",
+        f"(maximum {worst:.3g}). {cause}",
         code="rollout-logps-mismatch",
         where="rollout.max_mismatch",
         fix=fix,
     )
 
 
-def explain(ours: Rows, theirs: Rows, threshold: float, evidence: Evidence) -> tuple[str, str]:
+def explain(
+    trainer_logps: Rows, server_logps: Rows, threshold: float, evidence: Evidence
+) -> tuple[str, str]:
     """The most likely cause, and its fix."""
-    read = difference(evidence.ours_read, evidence.read) if evidence.read else math.inf
+    read = difference(evidence.trainer_read, evidence.read) if evidence.read else math.inf
     trainer, server = evidence.dtypes
     if evidence.read and read <= threshold:
-        if evidence.temperature != 1.0 and difference(evidence.read, theirs) <= threshold:
+        if evidence.temperature != 1.0 and difference(evidence.read, server_logps) <= threshold:
             return (
-                f"They are log-probabilities at temperature 1, but rollout.temperature is "
-                f"{evidence.temperature:g}",
+                f"The server reports log-probabilities at temperature 1, but rollout.temperature "
+                f"is {evidence.temperature:g}",
                 "start the server with --logprobs-mode processed_logprobs",
             )
         return (
-            "The weights agree without the prefix cache, so that the answers came from a stale "
-            "cache: weights were changed without a pause, or by another program",
-            "restart the server, let no other program change its weights, and start it with "
-            "--no-enable-prefix-caching if this recurs",
+            "The weights agree, but the server used a stale prefix cache: its weights were changed "
+            "without a pause, or by another program",
+            "restart the server and let no other program change its weights; if the problem "
+            "recurs, start it with --no-enable-prefix-caching",
         )
-    if trainer != server and all(evidence.dtypes) and difference(ours, theirs) <= ROUNDING_ERROR:
+    if (
+        trainer != server
+        and all(evidence.dtypes)
+        and difference(trainer_logps, server_logps) <= ROUNDING_ERROR
+    ):
         return (
             f"The trainer computes in {trainer} and the server in {server}, which can cause a "
             f"difference of this size",
-            f"start the server with --dtype {trainer}, or raise rollout.max_mismatch and leave "
-            f"loss.correction on",
+            f"start the server with --dtype {trainer}, or raise rollout.max_mismatch and do not "
+            f"turn off loss.correction",
         )
     if not evidence.agreed:
         return (
-            "They never agreed, so that the server may have another model or tokenizer than the "
+            "They have never agreed: the server may have another model or tokenizer than the "
             "trainer"
             + (", or an adapter with settings that vLLM ignores" if evidence.adapter else ""),
             "start the server with the model of the recipe (model.name)"
@@ -133,22 +141,22 @@ def explain(ours: Rows, theirs: Rows, threshold: float, evidence: Evidence) -> t
         )
     if evidence.tied:
         return (
-            "An earlier version agreed, and the model's output head is tied to its embeddings: on "
-            "a CPU it keeps its old values unless it is packed again after an update, as "
-            "Valence's plugin does",
-            "install the trainer's version of Valence's plugin on the server (docs/vllm.md), and "
+            "An earlier version of the weights agreed, and the model's output head is tied to its "
+            "embeddings: on a CPU it keeps its old values unless it is packed again after an "
+            "update, as Valence's plugin does",
+            "install the plugin of the same version of Valence on the server (docs/vllm.md), and "
             "restart it",
         )
     return (
-        "An earlier version agreed, so that the update reached only some of the weights",
-        "restart the server, which then receives all weights; if this recurs, use another "
+        "An earlier version of the weights agreed: the last update reached only some of them",
+        "restart the server, which then receives all weights; if the problem recurs, use another "
         "rollout.transport",
     )
 
 
-def difference(ours: Rows, theirs: Rows) -> float:
+def difference(trainer_logps: Rows, server_logps: Rows) -> float:
     """Mean absolute difference over all tokens; infinite if one side is not finite."""
-    gaps = [abs(a - b) for a, b in zip(flatten(ours), flatten(theirs), strict=True)]
+    gaps = [abs(a - b) for a, b in zip(flatten(trainer_logps), flatten(server_logps), strict=True)]
     mean = sum(gaps) / max(1, len(gaps))
     return mean if math.isfinite(mean) else math.inf
 

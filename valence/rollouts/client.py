@@ -27,11 +27,11 @@ HEALTH_SECONDS = 5.0
 POLL_SECONDS = 0.25
 """Interval of health checks, and the first pause before a retry."""
 MAX_PAUSE = 20.0
-"""Longest pause before a server that is healthy is asked again, in seconds."""
+"""Maximum pause before a healthy server is asked again, in seconds."""
 MAX_LOSSES = 3
-"""Number of times in a row that a server may be lost without having answered anything."""
+"""Maximum number of consecutive losses of a server without any reply."""
 LOST = (429, 502, 503, 504)
-"""Statuses of a server, or of a proxy before it, that is unavailable or overloaded."""
+"""Statuses of a server, or of its proxy, that is unavailable or overloaded."""
 
 MakeBodies = Callable[[Collection[int]], Mapping[int, object]]
 """Makes the requests of some positions."""
@@ -48,9 +48,9 @@ class RequestRefused(UserError):
 
     def __init__(self, where: str, status: int, message: str) -> None:
         self.status, self.message = status, message
-        fix = FIXES.get(status, "see the server's log")
+        fix = FIXES.get(status, "read the server's log")
         super().__init__(
-            f"the server answers {status}: {message}",
+            f"the server refused the request with status {status}: {message}",
             code="rollout-server-refused",
             where=where,
             fix=fix,
@@ -58,11 +58,11 @@ class RequestRefused(UserError):
 
 
 FIXES = {
-    401: "set the server's key in the environment (VLLM_API_KEY, or OPENAI_API_KEY with engine "
-    "openai)",
-    403: "set a key with this permission in the environment",
-    404: "start the server as in docs/vllm.md, and check rollout.url",
-    400: "shorten prompts or answers (rollout.max_new_tokens), or start the server with other "
+    401: "set the environment variable VLLM_API_KEY to the server's key (OPENAI_API_KEY with "
+    "rollout.engine: openai)",
+    403: "use a key with permission for this request",
+    404: "check rollout.url, and start the server as in docs/vllm.md",
+    400: "shorten the prompts or lower rollout.max_new_tokens, or start the server with higher "
     "limits",
 }
 
@@ -74,9 +74,9 @@ def ignore_message(message: str) -> None:
 class ServerClient:
     """One server.
 
-    timeout: seconds for one request, and for a server that is lost to come back. key: its bearer
+    timeout: seconds for one request, and to wait for a lost server. key: its bearer
     token. health: a route with status 200 while the server is healthy. is_lost: further replies
-    that mean that the server is lost. max_losses: see ``MAX_LOSSES``. revive: starts the server
+    of a lost server. max_losses: see ``MAX_LOSSES``. revive: starts the server
     again. log: receives a message for every wait.
     """
 
@@ -95,8 +95,7 @@ class ServerClient:
         self.url, self.timeout, self.health = server_root(url), timeout, health
         self.is_lost, self.max_losses, self.revive, self.log = is_lost, max_losses, revive, log
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # no connection is kept: servers close theirs after an error, and the next request would
-        # seem to fail
+        # no keep-alive: servers close connections after an error, and the next request would fail
         with as_the_environment_says(self.url):
             self._client = httpx.Client(
                 base_url=self.url,
@@ -121,7 +120,7 @@ class ServerClient:
         return self._parse(path, self._request("POST", path, body, None))
 
     def send(self, path: str, body: object = None, *, seconds: float | None = None) -> None:
-        """A POST whose reply has no content of interest. Raises ServerLost or UserError."""
+        """A POST without a reply to read. Raises ServerLost or UserError."""
         self._check_status(path, self._request("POST", path, body, seconds))
 
     def _request(
@@ -138,7 +137,7 @@ class ServerClient:
     def _check_status(self, path: str, response: httpx.Response) -> None:
         status = response.status_code
         if status in LOST:
-            raise ServerLost(f"{self.url}{path} answers {status}: {_error_message(response)}")
+            raise ServerLost(f"{self.url}{path}: status {status}: {_error_message(response)}")
         if status >= 400:
             raise RequestRefused(self.url + path, status, _error_message(response))
 
@@ -151,7 +150,7 @@ class ServerClient:
                 f"the reply is not JSON: {response.text[:200]!r}",
                 code="rollout-server-protocol",
                 where=self.url + path,
-                fix="check that this is a model server",
+                fix="check that rollout.url is the address of a model server",
             ) from error
 
     def _unreachable(self, error: Exception) -> ServerLost:
@@ -161,18 +160,18 @@ class ServerClient:
         """The error of a request without a reply, depending on whether the server is healthy."""
         if self.is_healthy():
             code = "rollout-server-slow"
-            reason = f"no answer in {seconds:g} s, although the server is healthy"
+            reason = f"no reply within {seconds:g} s, although the server is healthy"
             fix = (
                 "raise rollout.timeout, or lower rollout.max_new_tokens or rollout.num_rollouts; "
-                "the server's log has its load"
+                "the server's log shows its load"
             )
         else:
             code = "rollout-server-hangs"
             reason = (
-                f"the server hangs: no answer in {seconds:g} s, and none from "
-                f"{self.url}{self.health} either"
+                f"the server does not respond: no reply within {seconds:g} s, and none from "
+                f"{self.url}{self.health}"
             )
-            fix = "see the end of its log and restart it; the run resumes from its last checkpoint"
+            fix = "read the end of its log and restart it, then rerun the same command to resume"
         return UserError(reason, code=code, where=self.url + path, fix=fix)
 
     def is_healthy(self) -> bool:
@@ -184,7 +183,7 @@ class ServerClient:
     # Retries
 
     def retry(self, work: Callable[[], Any]) -> Any:
-        """The result of ``work``, which is repeated if the server was lost and is back."""
+        """The result of ``work``, which is repeated after a loss of the server."""
         num_losses = 0
         while True:
             try:
@@ -200,10 +199,10 @@ class ServerClient:
         """
         if num_losses >= self.max_losses:
             raise UserError(
-                f"the server was lost {num_losses} times in a row ({error})",
+                f"the connection to the server was lost {num_losses} times in a row ({error})",
                 code="rollout-server-lost",
                 where=self.url,
-                fix="see its log",
+                fix="read the server's log",
             ) from error
         self.log(f"{error}; waiting for the server")
         if self.revive is not None and not self.is_healthy():
@@ -213,10 +212,11 @@ class ServerClient:
         while not self.is_healthy():
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the server was lost and is not back after {self.timeout:g} s ({error})",
+                    f"the server is still unavailable after {self.timeout:g} s ({error})",
                     code="rollout-server-lost",
                     where=self.url,
-                    fix="see the end of its log and restart it, or raise rollout.timeout",
+                    fix="check the address and the end of the server's log, or raise "
+                    "rollout.timeout",
                 )
             time.sleep(POLL_SECONDS)
 
@@ -285,7 +285,7 @@ class ServerClient:
             raise self._unreachable(error) from error
         if self.is_lost(response):
             status, text = response.status_code, response.text[:300]
-            raise ServerLost(f"{self.url}{route} answers {status}: {text}")
+            raise ServerLost(f"{self.url}{route}: status {status}: {text}")
         return self._parse(route, response)
 
 
@@ -307,10 +307,10 @@ def server_root(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(
-            f"{url!r} is not the address of a server",
+            f"{url!r} is not a valid address of a server",
             code="rollout-url-invalid",
             where="rollout.url",
-            fix="write it as http://127.0.0.1:8000",
+            fix="write an address such as http://127.0.0.1:8000",
         )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 

@@ -26,13 +26,9 @@ if TYPE_CHECKING:
 
 
 MAX_LOGITS = 512
-"""Rows of logits in memory at a time when completions are scored."""
+"""Maximum rows of logits in memory while completions are scored."""
 BLOCK = 256
 """Vocabulary entries per partial sum of probabilities."""
-
-
-OnTokens = Callable[[list[int], list[int]], None]
-"""Called with the indices of completions, and their new tokens."""
 
 
 class HFGenerator:
@@ -76,7 +72,6 @@ class HFGenerator:
         *,
         progress: Callable[[int], None] = ignore_progress,
         first: int = 0,
-        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         """n completions of each prompt, in the order of the prompts.
 
@@ -84,8 +79,7 @@ class HFGenerator:
 
         first: the position of the first prompt in a longer list, of which these are a part. Their
         completions are the same as with the whole list, except for rounding. progress: called after
-        each token with the number of completions that ended. on_tokens: called after each token
-        with the indices of the completions and their tokens. Raises UserError for an empty prompt,
+        each token with the number of completions that ended. Raises UserError for an empty prompt,
         and FloatingPointError if logits are not finite.
         """
         check_request(prompts, n, first)
@@ -103,11 +97,10 @@ class HFGenerator:
                     torch.from_numpy(np.stack(draws)),
                     sampling,
                     progress,
-                    on_tokens,
                 )
                 for k, i in enumerate(chunk):
                     completions[i] = [
-                        self._completion(prompts[i], index, tokens, logps)
+                        self.completion(prompts[i], index, tokens, logps)
                         for index, (tokens, logps) in enumerate(rows[k * n : (k + 1) * n])
                     ]
         return [completions[i] for i in range(len(prompts))]
@@ -140,7 +133,7 @@ class HFGenerator:
             self.end_ids[0],
             self.model.device,
         )
-        logits, _ = self._forward(
+        logits, _ = self.forward(
             tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), None, keep=longest + 1
         )
         target = tokens[:, tokens.shape[1] - longest :, None]
@@ -158,7 +151,6 @@ class HFGenerator:
         draws: Tensor,
         sampling: Sampling,
         progress: Callable[[int], None],
-        on_tokens: OnTokens | None = None,
     ) -> list[tuple[list[int], list[float]]]:
         """Tokens and log-probabilities of each completion.
 
@@ -171,7 +163,7 @@ class HFGenerator:
         tokens, mask = left_pad(prompts, self.end_ids[0], device)
         width = tokens.shape[1]
         # each prompt runs once; then its row of the cache is repeated for its completions
-        logits, cache = self._forward(tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), None)
+        logits, cache = self.forward(tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), None)
         rows = torch.arange(len(prompts), device=device).repeat_interleave(
             len(draws) // len(prompts)
         )
@@ -185,8 +177,6 @@ class HFGenerator:
         for step in range(max_tokens):
             token, logp = draw(logits, draws[active, step], sampling)
             sampled[active, step], logps[active, step], lengths[active] = token, logp, step + 1
-            if on_tokens is not None:
-                on_tokens(active.tolist(), token.tolist())
             unfinished = (~torch.isin(token, ends)).nonzero().squeeze(1)
             is_last = len(unfinished) == 0 or step + 1 == max_tokens
             progress(len(active) - (0 if is_last else len(unfinished)))
@@ -195,7 +185,7 @@ class HFGenerator:
             if len(unfinished) < len(active):
                 tensors = (active, mask, token, position)
                 active, mask, token, position = remove_finished(cache, unfinished, tensors)
-            logits, cache = self._forward(
+            logits, cache = self.forward(
                 token[:, None], mask[:, : width + step + 1], position + step, cache
             )
             logits = logits[:, -1]
@@ -206,7 +196,7 @@ class HFGenerator:
             for t, p, k in zip(sampled.tolist(), logps.tolist(), lengths.tolist(), strict=True)
         ]
 
-    def _forward(
+    def forward(
         self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int = 1
     ) -> tuple[Tensor, Any]:
         """logits[R, keep, V] of the last tokens of each row, and the extended cache."""
@@ -224,14 +214,14 @@ class HFGenerator:
         if not hasattr(extended, "batch_select_indices"):
             # a recurrent model, which would also read the left padding as part of the prompt
             raise UserError(
-                f"{type(self.model).__name__} has no key-value cache, which sampling requires",
+                f"{type(self.model).__name__} has no key-value cache, which sampling needs",
                 code="sampling-unsupported",
                 where="model.name",
                 fix="set run.samples.prompts: 0, and sample from the exported model",
             )
         return output.logits, extended
 
-    def _completion(
+    def completion(
         self, prompt: tuple[int, ...], index: int, tokens: list[int], logps: list[float]
     ) -> Completion:
         return Completion(

@@ -62,6 +62,26 @@ class PreallocatedLayer(DynamicLayer):
         self.rows = rows
         self.keys, self.values = self.parts
 
+    def append_rows(self, other: PreallocatedLayer) -> None:
+        """Add the rows of another layer below the present ones. The last tokens are aligned; the
+        shorter rows are padded with zeros on the left.
+        """
+        rows, tokens = self.rows + other.rows, max(self.tokens, other.tokens)
+        memory: list[Tensor] = []
+        for part, added in zip(self.parts, other.parts, strict=True):
+            joined = part.new_zeros(rows, part.shape[1], tokens + GROWTH, part.shape[3])
+            joined[: self.rows, :, tokens - self.tokens : tokens] = part
+            joined[self.rows :, :, tokens - other.tokens : tokens] = added
+            memory.append(joined)
+        self.memory, self.rows, self.tokens = memory, rows, tokens
+        self.keys, self.values = self.parts
+
+    def drop_first(self, tokens: int) -> None:
+        """Remove the first tokens of all rows."""
+        self.memory = [part[:, :, tokens:] for part in self.memory]
+        self.tokens -= tokens
+        self.keys, self.values = self.parts
+
 
 def _allocate(part: Tensor, more: int) -> Tensor:
     """A copy [rows, heads, tokens + more, width] whose last tokens are uninitialized."""
@@ -80,6 +100,12 @@ def select_rows(cache: Any, indices: Tensor) -> None:
             cache.layers[i] = PreallocatedLayer(layer, indices)
         else:
             layer.batch_select_indices(indices)
+
+
+def append_rows(cache: Any, other: Any) -> None:
+    """Add the rows of another cache to a cache. All layers of both must be preallocated."""
+    for layer, added in zip(cache.layers, other.layers, strict=True):
+        layer.append_rows(added)
 
 
 def remove_finished(cache: Any, active: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

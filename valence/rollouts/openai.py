@@ -32,10 +32,10 @@ ROUTE = "/v1/completions"
 KEY = "OPENAI_API_KEY"
 
 MAX_LOSSES = 8
-"""Number of times in a row that a server may be overloaded or lost."""
+"""Maximum number of consecutive losses of a server, also by overload."""
 
 MAX_STOPS = 4
-"""Strings that may end a completion, at most, in the API."""
+"""Maximum number of stop strings in the API."""
 
 PLAIN: Mapping[str, Any] = {
     "top_k": 0,
@@ -87,7 +87,7 @@ class OpenAIGenerator:
                 f"the server has {len(names)} models: {', '.join(names[:8])}",
                 code="rollout-model-ambiguous",
                 where=self.client.url,
-                fix="point rollout.url at a server with one model",
+                fix="set rollout.url to a server with a single model",
             )
         return names[0]
 
@@ -149,16 +149,16 @@ class OpenAIGenerator:
     ) -> None:
         """Always raises UserError: this server's weights cannot be changed."""
         raise UserError(
-            "the server does not accept new weights",
+            "a server with rollout.engine: openai does not accept new weights",
             code="rollout-weights-unsupported",
             where=self.client.url,
-            fix="use rollout.engine: vllm, or hf",
+            fix="set rollout.engine: vllm or hf",
         )
 
     def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
         """Always raises UserError: the API has no request for them."""
         raise UserError(
-            "the server does not score completions",
+            "a server with rollout.engine: openai does not score completions",
             code="rollout-scoring-unsupported",
             where=self.client.url,
             fix="set rollout.check_prompts: 0",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 MAX_TOKENS = 2**20
-"""Longest completion that may be requested, in tokens."""
+"""Maximum of ``max_new_tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class Sampling:
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token."""
     max_new_tokens: int = 128
-    """Longest completion, including its end token."""
+    """Maximum tokens of a completion, including its end token."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens whose probability reaches this."""
+    """Sample from the smallest set of most likely tokens with at least this total probability."""
     seed: int = 0
     """The same seed gives the same completions."""
 
@@ -45,12 +45,12 @@ class Sampling:
                 1 <= self.max_new_tokens <= MAX_TOKENS,
                 f"use a number from 1 to {MAX_TOKENS}",
             ),
-            ("seed", 0 <= self.seed < 2**63, "use an integer from 0 to below 2**63"),
+            ("seed", 0 <= self.seed < 2**63, "use an integer from 0 to 2**63 - 1"),
             ("top_p", 0 < self.top_p <= 1, "use a number above 0 and at most 1"),
         ):
             if not is_valid:
                 raise UserError(
-                    f"it is {getattr(self, name)}", code="sampling-value", where=name, fix=fix
+                    f"{name} is {getattr(self, name)}", code="sampling-value", where=name, fix=fix
                 )
 
 
@@ -68,7 +68,10 @@ def check_request(prompts: Sequence[Sequence[int]], n: int, first: int = 0) -> N
     """
     if n < 1:
         raise UserError(
-            f"{n} answers per prompt", code="sampling-value", where="n", fix="use at least 1"
+            f"the number of answers per prompt is {n}",
+            code="sampling-value",
+            where="n",
+            fix="use at least 1",
         )
     for number, prompt in enumerate(prompts, first):
         if not prompt:
@@ -112,7 +115,7 @@ class Generator(Protocol):
 
 
 class Served(Generator, Protocol):
-    """A server that samples with weights of its own, which are as old as the last ``sync``."""
+    """A server that samples with its own copy of the weights, from the last ``sync``."""
 
     @property
     def version(self) -> int:

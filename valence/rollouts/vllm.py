@@ -155,8 +155,8 @@ class VLLMGenerator:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the server's weights, as torch names it; empty if the server does not tell,
-        or is slow to.
+        """The dtype of the server's weights, as torch names it; empty if the server does not report
+        it in time.
         """
         try:
             # the reply describes the machine as well, which takes seconds
@@ -189,10 +189,10 @@ class VLLMGenerator:
         self._logps_are_processed = logps[0] > -1e-6
         if not self._logps_are_processed:
             raise UserError(
-                "the server reports log-probabilities before temperature and top_p",
+                "the server reports log-probabilities without temperature and top_p",
                 code="rollout-logps-unprocessed",
                 where=self.client.url,
-                fix="start it with --logprobs-mode processed_logprobs",
+                fix="start the server with --logprobs-mode processed_logprobs",
             )
 
     def _parameters(self, n: int, sampling: Sampling, position: int) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class VLLMGenerator:
     ) -> list[Completion]:
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
-            raise self._protocol_error(f"{len(choices)} answers instead of {n}")
+            raise self._protocol_error(f"the reply has {len(choices)} answers instead of {n}")
         return [self._completion(prompt, choice, label) for choice in choices]
 
     def _completion(self, prompt: Sequence[int], choice: Any, label: str) -> Completion:
@@ -228,7 +228,9 @@ class VLLMGenerator:
             raise ServerLost(f"{self.client.url}: an answer ended with {reason!r}")
         tokens, content = tuple(choice["token_ids"]), choice["logprobs"]["content"]
         if not tokens or [entry["token_id"] for entry in content] != list(tokens):
-            raise self._protocol_error("tokens and log-probabilities do not match")
+            raise self._protocol_error(
+                "the tokens and the log-probabilities in the reply do not match"
+            )
         logps = tuple(float(entry["logprob"]) for entry in content)
         if min(logps) < MIN_LOGP:
             raise FloatingPointError("the server's logits are not finite")
@@ -264,7 +266,9 @@ class VLLMGenerator:
                 )
             versions += [self._versions[span["version"]]] * (span["end"] - span["start"])
         if len(versions) != length:
-            raise self._protocol_error("the weights of each token are unknown")
+            raise self._protocol_error(
+                "the reply does not contain the version of the weights for each token"
+            )
         return tuple(versions)
 
     def _protocol_error(self, message: str) -> UserError:
@@ -290,8 +294,8 @@ class VLLMGenerator:
                     self.log(f"{self.client.url} had weights of another run ({label})")
                 self.transport.send(self.client, self.label)
                 self.log(
-                    f"{self.client.url} had other weights ({label or 'none of this run'}): version "
-                    f"{self.version} was sent again"
+                    f"{self.client.url} had other weights ({label or 'not from this run'}): sent "
+                    f"version {self.version} again"
                 )
             return self.label
 
@@ -321,8 +325,8 @@ class VLLMGenerator:
 
 
 def _is_lost(response: httpx.Response) -> bool:
-    """Whether the server's engine died, which is reported once, or a restarted server does not know
-    the adapter.
+    """Whether the server's engine ended, which is reported once, or a restarted server does not
+    have the adapter.
     """
     is_unknown = response.status_code == 404 and "does not exist" in response.text
     return response.status_code == 500 or is_unknown

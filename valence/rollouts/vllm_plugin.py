@@ -201,7 +201,7 @@ def engines() -> dict[str, type]:
             )
             self.group.broadcast(buffer, root=0).wait()
             named = zip(update_info.names, update_info.shapes, parts, strict=True)
-            # copies, since a layer holds its tensors until it is complete
+            # copies, because a layer keeps its tensors until it is complete
             tensors = (
                 (
                     name,

@@ -25,7 +25,7 @@ from valence.runs.store import (
 )
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Size of a file of weights."""
+"""Maximum size of a file of weights."""
 Merge = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
 SaveAdapter = Callable[[Any, Path, Mapping[str, Tensor] | None], None]
 
@@ -55,11 +55,11 @@ def export(
     ends: additional stop tokens.
     config: additional entries of config.json.
     group: the processes over which weights are sharded; all of them call this. Rank 0 gathers and
-    writes one piece after another and holds at most ``max_file_bytes``, or all weights if
+    writes one piece after another and keeps at most ``max_file_bytes``, or all weights if
     transformers saves them in other pieces than it trains.
     merge: builds the merged model from the model and its adapter's weights, for quantized models;
-    rank 0 then holds a full model in CPU memory.
-    save_adapter: writes the files of an adapter; its last argument holds all tensors of the model
+    rank 0 then has a full model in CPU memory.
+    save_adapter: writes the files of an adapter; its last argument has all tensors of the model
     if the model itself does not.
 
     Raises UserError in all processes if the folder cannot be written.
@@ -139,7 +139,7 @@ def _add_stop_tokens(ends: Collection[int], folder: Path) -> None:
 
 
 def _write_local(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a model whose weights are all in this process, with its adapter merged."""
+    """Write a model that is not sharded, with its adapter merged."""
     saved: Any = model
     if hasattr(model, "peft_config"):
         saved = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
@@ -155,7 +155,7 @@ def _write_gathered(
     config: Mapping[str, Any],
     max_file_bytes: int,
 ) -> None:
-    """Write a model whose weights are sharded, with its adapter merged."""
+    """Write a sharded model, with its adapter merged."""
     leads = group is None or group.rank == 0
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     base.config.update(config)
@@ -186,7 +186,7 @@ def _write_gathered(
 def _write_adapter(
     model: Any, folder: Path, group: Group | None, save_adapter: SaveAdapter
 ) -> None:
-    """Write the adapter of a model whose weights are sharded."""
+    """Write the adapter of a sharded model."""
     leads = group is None or group.rank == 0
     values = _gather_adapter(model, leads)
     with agreed(group):
@@ -330,7 +330,7 @@ class _WeightFiles:
         self.folder, self.max_bytes = folder, max_bytes
         self._open: dict[str, Tensor] = {}
         self._size = 0
-        self._written: list[list[str]] = []
+        self._weight_names: list[list[str]] = []
         self._total = 0
 
     def add(self, weights: Mapping[str, Tensor]) -> None:
@@ -343,7 +343,7 @@ class _WeightFiles:
     def close(self) -> None:
         """Rename the files to include their number, and add the index if there are several."""
         self._write()
-        count = len(self._written)
+        count = len(self._weight_names)
         file_names = (
             ["model.safetensors"]
             if count == 1
@@ -354,7 +354,7 @@ class _WeightFiles:
         if count > 1:
             weight_map = {
                 weight: file_names[i]
-                for i, weights in enumerate(self._written)
+                for i, weights in enumerate(self._weight_names)
                 for weight in weights
             }
             index = {
@@ -370,7 +370,7 @@ class _WeightFiles:
 
     def _write(self) -> None:
         weights = without_shared_memory(self._open)
-        save_file(weights, self._path(len(self._written)), metadata={"format": "pt"})
-        self._written.append(list(self._open))
+        save_file(weights, self._path(len(self._weight_names)), metadata={"format": "pt"})
+        self._weight_names.append(list(self._open))
         self._total += self._size
         self._open, self._size = {}, 0

@@ -33,7 +33,7 @@ FOLDERS = (
     "mlflow",
     "trackio",
 )
-"""Folders that a run or the libraries it uses write into."""
+"""Folders that a run or its libraries write into."""
 IDENTITY = ("settings", "rows", "choices", "versions")
 """The facts of run.json that are also stored in each checkpoint."""
 
@@ -41,8 +41,8 @@ IDENTITY = ("settings", "rows", "choices", "versions")
 class RunFolder:
     """The folder with config.yaml, run.json, metrics.jsonl, checkpoints/, model/ and others.
 
-    ``taken_up``: it holds a run to resume. ``facts``: the content of run.json. The folder is locked
-    from its discovery until ``close``.
+    ``taken_up``: it contains a run to resume. ``facts``: the content of run.json. The folder is
+    locked from its first inspection until ``close``.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class RunFolder:
     ) -> None:
         """Inspect the folder, and lock it if it exists.
 
-        fresh: move an earlier run aside. group: the processes of the run; rank 0 inspects and
-        writes, and passes the result to the others.
+        fresh: rename the folder of an earlier run. group: the processes of the run; rank 0 inspects
+        and writes, and sends the result to the others.
 
-        The folder of a run that ended before its first step is reused. Folders with files of
-        anything but a run are refused, because a run overwrites files of the names it uses.
+        The folder of a run that ended before its first step is reused. Folders with other files
+        than those of a run are refused, because a run overwrites files with its names.
         """
         check_path(path, "run.dir")
         self.path, self.say = path.resolve() if path.is_symlink() else path, say
@@ -76,7 +76,7 @@ class RunFolder:
     def _inspect(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
         """Whether there is a run to resume, and the content of its run.json.
 
-        Raises UserError if the folder cannot be read, or holds anything else.
+        Raises UserError if the folder cannot be read, or contains other files.
         """
         try:
             return self._find_run(fresh)
@@ -92,19 +92,22 @@ class RunFolder:
         path = self.path
         if path.exists() and not path.is_dir():
             raise UserError(
-                "this is a file", code="path-is-file", where=f"run.dir: {path}", fix="name a folder"
+                "the path is a file, not a folder",
+                code="path-is-file",
+                where=f"run.dir: {path}",
+                fix="choose another run.dir",
             )
         if path.is_dir() and any(path.iterdir()):
             if not ((path / NAME).is_file() or (path / "run.json").is_file()):
                 raise UserError(
-                    "the folder holds other files",
+                    "the folder contains files that are not from a run",
                     code="folder-not-empty",
                     where=f"run.dir: {path}",
-                    fix="name a new or an empty folder",
+                    fix="choose a new or empty folder for run.dir",
                 )
             self._take()
             self._is_inspected = True
-            if _holds_work(path) and not fresh:
+            if _has_progress(path) and not fresh:
                 return True, self._read_facts()
         return False, {}
 
@@ -117,13 +120,13 @@ class RunFolder:
             return read_object(self.path / "run.json")
         except (OSError, ValueError) as error:
             self.say(
-                f"{self.path / 'run.json'} cannot be read ({error}): the facts of the newest "
-                f"checkpoint are used instead"
+                f"{self.path / 'run.json'} cannot be read ({error}); using the facts of the newest "
+                f"checkpoint"
             )
             return {}
 
     def claim(self) -> None:
-        """Create the folder, moving an earlier run aside. Raises UserError if that fails."""
+        """Create the folder, and rename that of an earlier run. Raises UserError if that fails."""
         run_on_first_rank(self.group, self._claim)
 
     def _claim(self) -> None:
@@ -131,18 +134,18 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._take()  # before anything else: the lock file marks the folder of a run
-            if _holds_work(path) and not self._is_inspected:
+            if _has_progress(path) and not self._is_inspected:
                 raise UserError(
                     "another program has trained in this folder in the meantime",
                     code="run-modified",
                     where=f"run.dir: {path}",
                     fix="rerun the same command to resume that run",
                 )
-            if _holds_work(path) and not self.taken_up:
+            if _has_progress(path) and not self.taken_up:
                 free = _free_name(path)
                 path.rename(free)
                 self.lock.release()
-                self.say(f"moved the earlier run to {free}")
+                self.say(f"renamed the folder of the earlier run to {free}")
                 path.mkdir()
                 self.lock = Lock(path)
                 self._take()
@@ -176,10 +179,10 @@ class RunFolder:
             write_atomically(target, raw, self.path)
         except OSError as error:
             raise UserError(
-                f"cannot be written ({error.strerror})",
+                f"the file cannot be written ({error.strerror})",
                 code="file-not-writable",
                 where=str(target),
-                fix="free disk space, or restore the folder",
+                fix="free disk space, or make the folder writable",
             ) from error
         return target
 
@@ -194,8 +197,8 @@ class RunFolder:
         except OSError as error:
             if not self._has_warned:
                 self.say(
-                    f"{self.path / name}: cannot be written ({error.strerror}); the run retries "
-                    f"with each checkpoint"
+                    f"{self.path / name}: cannot be written ({error.strerror}); retrying with "
+                    f"each checkpoint"
                 )
             self._has_warned = True
 
@@ -286,14 +289,14 @@ def refuse_inputs_in_folder(run_dir: Path, inputs: Mapping[str, str | None]) -> 
     for setting, name in inputs.items():
         if name and Path(name).exists() and Path(name).resolve().is_relative_to(run_dir.resolve()):
             raise UserError(
-                f"{name} is inside run.dir, where the run writes its files",
+                f"{name} is inside run.dir, where the run writes files",
                 code="data-in-run-folder",
                 where=setting,
-                fix="choose another run.dir",
+                fix="move it to another folder, or choose another run.dir",
             )
 
 
-def _holds_work(path: Path) -> bool:
+def _has_progress(path: Path) -> bool:
     """Whether a run in this folder has reached its first step or evaluation."""
     log = path / "metrics.jsonl"
     return (
@@ -306,8 +309,8 @@ def _holds_work(path: Path) -> bool:
 def _free_name(path: Path) -> Path:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     names = (
-        path.with_name(f"{path.name}.{stamp}-{os.getpid()}{more}")
-        for more in chain([""], (f"-{n}" for n in count(2)))
+        path.with_name(f"{path.name}.{stamp}-{os.getpid()}{suffix}")
+        for suffix in chain([""], (f"-{n}" for n in count(2)))
     )
     return next(name for name in names if not name.exists())
 

@@ -38,7 +38,7 @@ MIN_BACKGROUND_BYTES = 2**22
 
 
 class Damaged(UserError):
-    """A checkpoint whose files are missing or have changed."""
+    """A checkpoint with missing or changed files."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Checkpoints:
         self.failed = 0
         self.messages: list[str] = []
         self._writing: threading.Thread | None = None
+        self._has_ended = threading.Event()
         self._saving_step: int | None = None
 
     def steps(self) -> list[int]:
@@ -141,16 +142,29 @@ class Checkpoints:
         if at_once or snapshot is None or snapshot.size < MIN_BACKGROUND_BYTES:
             write()
         else:
-            self._writing = threading.Thread(target=write, name=f"save step-{step}", daemon=True)
+            self._has_ended.clear()
+
+            def write_in_background() -> None:
+                try:
+                    write()
+                finally:
+                    self._has_ended.set()
+
+            name = f"save step-{step}"
+            self._writing = threading.Thread(target=write_in_background, name=name, daemon=True)
             self._writing.start()
 
     def wait(self) -> None:
-        """Block until no save is in progress."""
+        """Block until no save is in progress.
+
+        If a signal's handler raises here, the save goes on, and the next call waits for it. After
+        such an exception in ``Thread.join``, Python before 3.13 takes the thread for ended.
+        """
         if self._writing is not None:
-            self._writing.join()
+            self._has_ended.wait()
             self._writing = None
             if self._saving_step is not None:
-                self._record_end(self._saving_step, "the thread that wrote it has failed")
+                self._record_end(self._saving_step, "the thread that wrote it failed")
 
     def _record_end(self, step: int, error: str = "") -> None:
         self._saving_step = None
@@ -207,7 +221,7 @@ class Checkpoints:
     def _open_folder(self, target: Path) -> AbstractContextManager[Path]:
         """The folder that becomes a checkpoint."""
         if not self.folder.parent.is_dir():
-            raise FileNotFoundError(2, "the run's folder is gone", str(self.folder.parent))
+            raise FileNotFoundError(2, "the run's folder no longer exists", str(self.folder.parent))
         refuse_links(self.folder, self.folder.parent)
         if not self.folder.is_dir():
             self.folder.mkdir()
@@ -229,10 +243,10 @@ class Checkpoints:
     def _write_manifest(
         self, folder: Path, step: int, files: dict[str, Any], facts: Mapping[str, Any]
     ) -> None:
-        """Add the manifest. files: those whose sizes and checksums are known."""
+        """Add the manifest. files: those with known sizes and checksums."""
         for name, description in files.items():
             if (folder / name).stat().st_size != description["bytes"]:
-                raise OSError(f"{name} differs from the file that another process wrote")
+                raise OSError(f"{name} is not the file that another process wrote")
         for path in sorted(folder.rglob("*")):
             if path.is_file() and (name := path.relative_to(folder).as_posix()) not in files:
                 files[name] = _describe(path)
@@ -253,7 +267,9 @@ class Checkpoints:
                 raise
             for path in set(folder.iterdir()) - before:
                 shutil.rmtree(path, ignore_errors=True)
-            self.messages.append(f"no model was written into checkpoint {folder.name}: {error!r}")
+            self.messages.append(
+                f"the model could not be written into checkpoint {folder.name}: {error!r}"
+            )
 
     def prune(self, spare: int | None) -> None:
         """Remove all but the newest checkpoints and the one to spare."""
@@ -263,7 +279,7 @@ class Checkpoints:
             _remove(self.path(step))
 
     def tidy(self) -> None:
-        """Remove what a killed process left incomplete.
+        """Remove incomplete folders of a killed process.
 
         Raises UserError if the folder is a symbolic link.
         """
@@ -291,8 +307,8 @@ class Checkpoints:
                 continue
             for path, problem in damaged.items():
                 say(
-                    f"{path}: {problem}; it is kept as {_rename_damaged(path).name}, and "
-                    f"{saved.path.name} is used instead"
+                    f"{path}: {problem}; renamed it to {_rename_damaged(path).name}, and using "
+                    f"{saved.path.name}"
                 )
             return saved
         if damaged:
@@ -304,7 +320,7 @@ class Checkpoints:
                 f"all checkpoints are damaged ({problems})",
                 code="checkpoint-damaged",
                 where=str(self.folder),
-                fix="restore an undamaged one, or start over with --fresh",
+                fix="restore an undamaged checkpoint, or start over with --fresh",
             )
         return None
 
@@ -324,7 +340,7 @@ def check(path: Path) -> Saved:
             f"this checkpoint is damaged: {problem}",
             code="checkpoint-damaged",
             where=str(path),
-            fix="use another one",
+            fix="use another checkpoint",
         )
 
     try:
@@ -339,13 +355,13 @@ def check(path: Path) -> Saved:
         raise damaged(f"{MANIFEST} has changed (its sha256 differs)")
     if form != FORMAT:
         raise UserError(
-            f"its format is {form}, and this version reads {FORMAT}",
+            f"the checkpoint has format {form}, but this version of Valence reads format {FORMAT}",
             code="checkpoint-format",
             where=str(path),
-            fix="use the version that saved it",
+            fix="use the version of Valence that saved it",
         )
     if path.name != f"step-{step}":
-        raise damaged(f"its manifest is of step {step}")
+        raise damaged(f"{MANIFEST} is that of step {step}")
     for name, described in files.items():
         try:
             actual = _describe(path / name)
@@ -385,10 +401,10 @@ def _rename_damaged(path: Path) -> Path:
         path.rename(free)
     except OSError as error:
         raise UserError(
-            f"this checkpoint is damaged, and cannot be renamed ({error.strerror})",
+            f"this checkpoint is damaged and cannot be renamed ({error.strerror})",
             code="folder-not-writable",
             where=str(path),
-            fix="make the folder writable, or move the checkpoint away",
+            fix="make the folder writable, or move the checkpoint to another folder",
         ) from error
     return free
 

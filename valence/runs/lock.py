@@ -30,7 +30,9 @@ READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a run's folder. started: ISO time. alive: whether it still runs."""
+    """The process that has locked a run's folder. started: ISO time. alive: whether it still
+    runs.
+    """
 
     host: str
     pid: int
@@ -42,7 +44,7 @@ class Holder:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Read who holds a folder; None if nobody does, or the file cannot be read.
+    """The process that has locked a folder; None if there is none, or the file cannot be read.
 
     A process on another host counts as alive if it has touched the file recently, by this host's
     clock.
@@ -72,12 +74,12 @@ class Lock:
         self._ended = threading.Event()
 
     def take(self, say: Callable[[str], None] = lambda _: None) -> str | None:
-        """Hold the folder until ``release`` or the end of the process.
+        """Lock the folder until ``release`` or the end of the process.
 
         Returns a message to print if an earlier holder did not release it. say: prints what this
         call waits for.
 
-        Raises UserError if another process holds it, or the folder is not writable.
+        Raises UserError if another process has locked it, or the folder is not writable.
         """
         until = time.monotonic() + self.patience
         try:
@@ -93,13 +95,13 @@ class Lock:
                     moved = not self.path.exists() or _identity(os.fstat(fd)) != _identity(
                         self.path.stat()
                     )
-                    named = _read_holder(fd)
+                    owner = _read_holder(fd)
                     if locked is not False and not moved:
-                        self._claim(fd, bool(locked), named, say)
+                        self._claim(fd, bool(locked), owner, say)
                         undo.pop_all()
-                        return f"an earlier run ({named}) did not end normally" if named else None
-                    if not moved and ((named and named.alive) or time.monotonic() >= until):
-                        raise self._refusal(named)
+                        return f"the earlier run ({owner}) did not end normally" if owner else None
+                    if not moved and ((owner and owner.alive) or time.monotonic() >= until):
+                        raise self._refusal(owner)
                 time.sleep(0.02)
         except OSError as error:
             problem = (
@@ -111,11 +113,11 @@ class Lock:
                 f"{problem} ({error.strerror})",
                 code="file-not-writable",
                 where=str(self.path),
-                fix="choose another run.dir, or make this one writable",
+                fix="make the folder writable, or choose another run.dir",
             ) from error
 
     def release(self) -> None:
-        """Release the folder. Does nothing if this lock does not hold it."""
+        """Release the folder, if this lock has locked it."""
         if self not in _held.values():
             return
         del _held[self._key]
@@ -136,27 +138,27 @@ class Lock:
         self.release()
 
     def _claim(
-        self, fd: int, locked: bool, named: Holder | None, say: Callable[[str], None]
+        self, fd: int, locked: bool, owner: Holder | None, say: Callable[[str], None]
     ) -> None:
-        """Write this process into the file, unless the process named there is alive."""
-        is_local = named is None or named.host == socket.gethostname()
-        if named and not is_local:
+        """Write this process into the file, unless the owner in it is alive."""
+        is_local = owner is None or owner.host == socket.gethostname()
+        if owner and not is_local:
             say(
-                f"{self.path} names {named}: watching for up to {self.watch:g} s whether that "
-                f"run is alive"
+                f"the lock file {self.path} belongs to {owner}; checking for up to {self.watch:g} "
+                f"s whether that run is alive"
             )
         # A live process on this host would have kept its flock.
-        if named and (
-            (not locked and named.alive and named.pid != os.getpid())
+        if owner and (
+            (not locked and owner.alive and owner.pid != os.getpid())
             if is_local
             else self._is_touched()
         ):
-            raise self._refusal(named)
+            raise self._refusal(owner)
         self._content = _describe_process()
         os.pwrite(fd, self._content, 0)
         os.ftruncate(fd, len(self._content))
         os.fsync(fd)
-        # Without flock, another process may do the same now: the last one to write holds the lock.
+        # Without flock, another process may do the same now: the last one to write has the lock.
         if not (locked and is_local):
             time.sleep(self.patience)
             if self.path.read_bytes() != self._content:
@@ -169,7 +171,7 @@ class Lock:
 
     def _touch(self) -> None:
         while not self._ended.wait(self.beat):
-            # The next touch may succeed; whoever needs the disk reports that it is gone.
+            # The next touch may succeed; writers report a disk that is gone.
             with suppress(OSError):
                 os.utime(self._fd)
 
@@ -186,13 +188,12 @@ class Lock:
                     return True
         return False
 
-    def _refusal(self, named: Holder | None) -> UserError:
+    def _refusal(self, owner: Holder | None) -> UserError:
         return UserError(
-            f"another run is using this folder: "
-            f"{named or 'a process that has not written its name yet'}",
+            f"another run is using this folder: {owner or 'a process that has just started'}",
             code="run-locked",
             where=str(self.path),
-            fix="wait for it to end, stop it, or choose another run.dir",
+            fix="wait until it ends, stop it, or choose another run.dir",
         )
 
 
@@ -208,7 +209,7 @@ def _close_in_child() -> None:
 
 
 def release_all() -> None:
-    """Release every lock that this process holds."""
+    """Release all locks of this process."""
     for lock in list(_held.values()):
         lock.release()
 

@@ -29,7 +29,7 @@ class Messages:
         self._record("warnings", message)
 
     def note_once(self, message: str) -> None:
-        """Print a note and record it in the folder, the first time that it is given."""
+        """Print a note and record it in the folder, unless it was printed before."""
         if message not in self._noted:
             self._noted.add(message)
             self._record("notes", message)

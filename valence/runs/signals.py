@@ -20,9 +20,9 @@ from valence.terminal import print_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 OUT_OF_TIME = 124
-"""Exit status when run.max_time is over, as that of the `timeout` command.
+"""Exit status at the end of run.max_time, like that of the `timeout` command.
 
-That of a signal is 128 plus its number.
+The status of a signal is 128 plus its number.
 """
 
 
@@ -56,7 +56,7 @@ class Stop:
         self.patient = False
         self.where = ""
         """Appended to the reason in the message of Interrupted."""
-        self._began = self._asked_at = time.monotonic()
+        self._began = self._requested_at = time.monotonic()
         self._ends_at = float("inf")
         self._listens = False
         self._clock: threading.Timer | None = None
@@ -69,7 +69,7 @@ class Stop:
     @property
     def requested(self) -> bool:
         if not self.reason and time.monotonic() >= self._ends_at:
-            self._ask("run.max_time is over", OUT_OF_TIME)
+            self._ask("run.max_time was reached", OUT_OF_TIME)
         return bool(self.reason)
 
     def limit(self, seconds: float) -> None:
@@ -100,13 +100,15 @@ class Stop:
         return Interrupted(message, self.status, at_once)
 
     def _ask(self, reason: str, status: int) -> None:
-        self.reason, self.status, self._asked_at = reason, status, time.monotonic()
+        self.reason, self.status, self._requested_at = reason, status, time.monotonic()
         if self.patient:
-            message = f"{reason}: finishing the current step; a second signal ends at once"
+            message = (
+                f"{reason}: finishing the current step; send a second signal to stop immediately"
+            )
             print_message(self.console, message, "yellow")
 
     def adopt(self, reason: str, status: int) -> None:
-        """Stop because another process of the run was asked to."""
+        """Stop because another process of the run received a request to stop."""
         if not self.reason:
             self._ask(reason, status)
 
@@ -116,11 +118,11 @@ class Stop:
             return  # already stopping
         if self.reason:
             interval = DUPLICATE_KEY_SECONDS if number == signal.SIGINT else DUPLICATE_SECONDS
-            if number + 128 == self.status and time.monotonic() - self._asked_at < interval:
+            if number + 128 == self.status and time.monotonic() - self._requested_at < interval:
                 return  # schedulers and terminals may signal a job and also its processes
             raise self.ended(at_once=True)
         if by_clock:
-            self._ask("run.max_time is over", OUT_OF_TIME)
+            self._ask("run.max_time was reached", OUT_OF_TIME)
         else:
             self._ask(signal.Signals(number).name, 128 + number)
         if not self.patient:
@@ -163,8 +165,8 @@ class Stop:
 class SharedStop:
     """The requests to stop of all processes of a run.
 
-    is_synchronized: whether all processes have reached the same place, so that they may save what
-    there is when something ends the run.
+    is_synchronized: whether all processes have reached the same point, so that they can save when
+    the run ends.
     """
 
     def __init__(self, local: Stop, world: Group) -> None:
@@ -172,9 +174,9 @@ class SharedStop:
         self.is_synchronized = world.size == 1
 
     def requested(self) -> bool:
-        """Whether any process was asked to stop; then all of them are. All processes call it.
+        """Whether any process has a request to stop; then all of them stop. All processes call it.
 
-        A request that reaches this process later does not count: the others do not know of it.
+        A request that arrives later does not count, because the other processes do not know it.
         """
         is_requested = self.world.any(self.local.requested)
         if is_requested and self.world.size > 1:
@@ -184,7 +186,9 @@ class SharedStop:
         return is_requested
 
     def check(self) -> None:
-        """Raise Interrupted on all processes when any was asked to stop. All processes call it."""
+        """Raise Interrupted on all processes if any has a request to stop. All processes call
+        it.
+        """
         if self.requested():
             raise self.local.ended()
 

@@ -32,7 +32,7 @@ class Registry:
 
     def add(self, name: str, part: Stateful) -> None:
         if name in self.parts:
-            raise ValueError(f"{name} is registered already")
+            raise ValueError(f"{name} is already registered")
         self.parts[name] = part
 
     def state_dict(self, leaving_out: Collection[str] = ()) -> State:
@@ -48,10 +48,11 @@ class Registry:
         differing = sorted(self.parts.keys() ^ state.keys())
         if differing:
             raise UserError(
-                f"another version saved this state (first difference: {differing[0]})",
+                f"this state was saved by another version of Valence (first difference: "
+                f"{differing[0]})",
                 code="checkpoint-version",
                 where="checkpoint",
-                fix="resume with the version that saved it, or start over with --fresh",
+                fix="resume with the version of Valence that saved it, or start over with --fresh",
             )
         for name, part in self.parts.items():
             part.load_state_dict(state[name])

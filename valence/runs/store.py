@@ -28,9 +28,10 @@ os.umask(UMASK)  # read once, at import: reading sets it for a moment, and saves
 TENSOR, DICT = "__tensor__", "__dict__"
 TENSORS, PLAIN = "tensors.safetensors", "state.json"
 Write = Callable[[Path, Mapping[str, Tensor]], list[Path]]
-"""Writes sharded tensors into a folder, called by all processes; returns this process's files."""
+"""Writes sharded tensors into a folder and returns the files of this process. All processes call
+it."""
 Read = Callable[[Path, Mapping[str, Tensor]], None]
-"""Fills tensors, sharded or not, with those of the same names in a folder."""
+"""Fills tensors, sharded or not, with the tensors of the same names in a folder."""
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         _publish(temporary, target)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"cannot be written ({error})",
+            f"the folder cannot be written ({error})",
             code="file-not-writable",
             where=str(target),
             fix="free disk space, or choose another folder",
@@ -159,7 +160,7 @@ class Snapshot:
                 f"the state cannot be saved: {error}",
                 code="state-not-savable",
                 where="checkpoint",
-                fix="use numbers, texts and tensors",
+                fix="use only numbers, strings and tensors in the state",
             ) from error
         self.size = sum(tensor.nbytes for tensor in self.tensors.values())
 
@@ -259,7 +260,7 @@ def load(folder: Path, read: Read | None = None, lazy: Collection[str] = ()) -> 
             f"this checkpoint is damaged ({error})",
             code="checkpoint-damaged",
             where=str(folder),
-            fix="use another one",
+            fix="use another checkpoint",
         ) from error
 
 
@@ -271,14 +272,14 @@ def _no_reader(folder: Path, into: Mapping[str, Tensor]) -> None:
 
 def fill(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
     """Fill many tensors at once from stored ones. Raises UserError if shapes differ."""
-    wanted: dict[tuple[Path, Read], dict[str, Tensor]] = {}
+    targets: dict[tuple[Path, Read], dict[str, Tensor]] = {}
     for stored, tensor in pairs:
         if (
-            wanted.setdefault((stored.folder, stored.read), {}).setdefault(stored.name, tensor)
+            targets.setdefault((stored.folder, stored.read), {}).setdefault(stored.name, tensor)
             is not tensor
         ):
             raise ValueError(f"{stored.name} cannot fill two tensors at once")
-    for (folder, read), into in wanted.items():
+    for (folder, read), into in targets.items():
         read(folder, into)
 
 
@@ -329,7 +330,7 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
         }
     except IndexError:
         raise ValueError(
-            f"it has {len(state['state'])} parameters instead of {len(parameters)}"
+            f"the saved state has {len(state['state'])} parameters instead of {len(parameters)}"
         ) from None
     fill(pairs)
     return {**state, "state": loaded}

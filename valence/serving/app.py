@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BODY = 4_000_000
-"""Bytes of a request."""
+"""Maximum bytes of a request."""
 
 MAX_REQUESTS = 64
-"""Requests that are answered or wait for it; more are refused."""
+"""Maximum number of running and waiting requests; more are refused."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -108,10 +108,14 @@ class Comparison(Body):
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
-    "logprobs": False,
-    "store": False,
+    "logit_bias": {},
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
     "response_format": {"type": "text"},
+    "service_tier": "auto",
+    "store": False,
     "tool_choice": "auto",
+    "top_logprobs": 0,
 }
 """Values of fields that change nothing. Other values of these fields are refused."""
 
@@ -120,8 +124,11 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
 class CompletionRequest(Body):
-    """What `POST /v1/chat/completions` reads. Fields that it cannot honour are refused."""
+    """The body of `POST /v1/chat/completions`. Unsupported fields are refused."""
 
     messages: Messages
     model: str | None = None
@@ -131,11 +138,17 @@ class CompletionRequest(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=8)] = 1
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=4)] = []
+    logprobs: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     tools: Tools = []
-    user: str | None = None
+    user: Annotated[str, Field(max_length=1000)] | None = None
     metadata: dict[str, str] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @model_validator(mode="before")
     @classmethod
@@ -167,12 +180,12 @@ def log_error(error: BaseException) -> None:
 
 
 class WebService:
-    """A service whose raters open secret links.
+    """A service with raters who open secret links.
 
-    tokens: rater by secret token; a request without one of them is refused. Empty: anybody is the
-    rater "". log: called with errors that the client is not to blame for. command: prints the
-    links. destination, recovery: messages about where data are written, and about how to write them
-    when that failed at the end.
+    tokens: rater by secret token; a request without one of them is refused. Empty: every client is
+    the rater "". log: called with server errors. command: prints the links. destination: message
+    about where data are written. recovery: message about how to write them if that failed at the
+    end.
     """
 
     tokens: Mapping[str, str]
@@ -188,10 +201,25 @@ class WebService:
         if scheme.lower() != "bearer":
             return None
         result = None
-        for token, rater in self.tokens.items():  # all of them, whichever it is
+        for token, rater in self.tokens.items():  # compare with all of them, in constant time
             if hmac.compare_digest(credentials.encode("utf-8", "replace"), token.encode()):
                 result = rater
         return result
+
+    @property
+    def token_fix(self) -> str:
+        """What a client without a valid token can do."""
+        return f"open the link that `{self.command}` printed when it was started last"
+
+    def greeting(self, links: Sequence[tuple[str, str]]) -> list[str]:
+        """What is printed when the service starts. links: the raters, and the link of each."""
+        lines = [
+            (f"{rater}: {link}" if rater else link)
+            if rater or len(links) == 1
+            else f"results, for you alone: {link}"
+            for rater, link in links
+        ]
+        return [*lines, f"{self.destination}; stop with Ctrl-C"]
 
     @property
     def destination(self) -> str:
@@ -199,7 +227,7 @@ class WebService:
 
     @property
     def summary(self) -> str:
-        """A message about what was collected."""
+        """A message about the collected data."""
         raise NotImplementedError
 
     def application(self, lifespan: "Lifespan | None" = None) -> "FastAPI":
@@ -218,13 +246,13 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 class FeedbackService(WebService):
     """The service of `valence collect`.
 
-    rival: a second model, whose answers are compared with those of the first one; the page then
-    shows neither name before a vote. tokens: rater by secret token; without tokens, anybody is the
-    rater "", who owns the service and may see results. sampling: the default of requests.
+    rival: a second model to compare answers with; the page then
+    shows neither name before a vote. tokens: rater by secret token; without tokens, every client is
+    the rater "", who owns the service and may see results. sampling: the default of requests.
     """
 
     command = "valence collect"
-    recovery = "every vote is on the disk; run the command again to write the rows"
+    recovery = "all votes are saved; rerun the same command to write the rows"
 
     model: ChatModel
     store: FeedbackStore
@@ -238,9 +266,22 @@ class FeedbackService(WebService):
     def models(self) -> tuple[ChatModel, ...]:
         return (self.model,) if self.rival is None else (self.model, self.rival)
 
-    def model_named(self, name: str | None) -> ChatModel:
-        """The model with a name; the first one where there is none."""
+    def model_by_name(self, name: str | None) -> ChatModel:
+        """The model with this name, or the first one if there is none."""
         return next((model for model in self.models if model.name == name), self.model)
+
+    @property
+    def public_names(self) -> list[str]:
+        """The names of the models that clients can ask for."""
+        return [model.name for model in self.models]
+
+    def public_name(self, model: ChatModel) -> str:
+        """The name of a model in responses."""
+        return model.name
+
+    def route(self, request: CompletionRequest) -> tuple[ChatModel, Mapping[str, Any]]:
+        """The model that answers a request, and columns for the rows of votes on the answer."""
+        return self.model_by_name(request.model), {}
 
     @property
     def results(self) -> ComparisonResults | None:
@@ -262,26 +303,28 @@ class FeedbackService(WebService):
         return application(self, lifespan=lifespan)
 
     def request_sampling(self, **changes: Any) -> Sampling:
-        """The sampling of one request, with a seed of its own."""
+        """The sampling parameters of one request, with a random seed."""
         changes = {name: value for name, value in changes.items() if value is not None}
         return replace(self.sampling, **{"seed": secrets.randbits(62), **changes})
 
     async def encode(
         self, messages: Sequence[Turn], tools: Tools, model: ChatModel | None = None
     ) -> ChatPrompt:
-        """The prompt that the turns of a request make, for a model. Raises UserError."""
+        """The prompt of a request for a model. Raises UserError."""
         model = model or self.model
         if model.num_requests >= MAX_REQUESTS:
             raise UserError(
-                f"{MAX_REQUESTS} requests wait already", code="server-busy", fix="ask again later"
+                f"{MAX_REQUESTS} requests are already waiting",
+                code="server-busy",
+                fix="retry later",
             )
         turns = [_normalize(turn.model_dump()) for turn in messages]
         _check_storable([*turns, *tools])
         return await asyncio.to_thread(model.encode, turns, tools)
 
     async def encode_sides(self, ask: Ask) -> list[tuple[ChatModel, ChatPrompt]]:
-        """The models that answer a question of the page, in the order in which their answers are
-        shown, each with its prompt. Raises UserError.
+        """The models that answer a request of the page, in the order of their answers, each with
+        its prompt. Raises UserError.
         """
         models = [self.model] * (2 if ask.compare else 1)
         if self.rival is not None:
@@ -290,33 +333,47 @@ class FeedbackService(WebService):
         return [(model, await self.encode(ask.messages, ask.tools, model)) for model in models]
 
     async def stream(
-        self, model: ChatModel, prompt: ChatPrompt, sampling: Sampling, *, id: str = ""
+        self,
+        model: ChatModel,
+        prompt: ChatPrompt,
+        sampling: Sampling,
+        *,
+        id: str = "",
+        stops: Sequence[str] = (),
+        info: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[str | Answer, None]:
-        """Yield the pieces of an answer's text; then keep the answer, and yield it."""
-        async with aclosing(model.stream(prompt, sampling, id=id)) as parts:
+        """Yield the pieces of an answer's text, then the answer, which is stored. info: columns for
+        the rows of votes on it.
+        """
+        async with aclosing(model.stream(prompt, sampling, id=id, stops=stops)) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
+                    part = replace(part, info=info or {})
                     await asyncio.to_thread(self.store.add, part)
                 yield part
 
-    async def answer(self, model: ChatModel, prompt: ChatPrompt, sampling: Sampling) -> Answer:
-        """Return a complete answer, which is kept."""
-        answer = await model.answer(prompt, sampling)
-        await asyncio.to_thread(self.store.add, answer)
-        return answer
+    async def answer(
+        self, model: ChatModel, prompt: ChatPrompt, sampling: Sampling, **options: Any
+    ) -> Answer:
+        """Return a complete answer, which is stored. options: those of ``stream``."""
+        async with aclosing(self.stream(model, prompt, sampling, **options)) as parts:
+            async for part in parts:
+                if isinstance(part, Answer):
+                    return part
+        raise AssertionError("a stream ends with its answer")
 
     def rate(self, answer: Answer, rater: str, *, correction: str | None, **verdict: Any) -> None:
         """Record a verdict on an answer."""
-        model = self.model_named(answer.model)
+        model = self.model_by_name(answer.model)
         ids = model.encode_correction(answer, correction) if correction else ()
         self.store.rate(answer, rater, correction=correction, correction_ids=ids, **verdict)
 
     def compare(self, comparison: Comparison, rater: str) -> list[str]:
-        """Record a verdict on two answers. Returns the names of two models, in the order in which
-        their answers were shown; none where one model gave both.
+        """Record a verdict on two answers. Returns the names of two models in the order of
+        their answers, or an empty list if one model gave both answers.
 
         Raises KeyError for an unknown comparison, and UserError for a changed verdict on two
-        models, whose names the rater knows by then.
+        models, because the rater has seen their names.
         """
         id_a, _, id_b = comparison.comparison.partition("-")
         a, b = self.store.answer(id_a), self.store.answer(id_b)
@@ -325,7 +382,7 @@ class FeedbackService(WebService):
         is_blind = a.model != b.model
         if is_blind and self.store.winner(a, b, rater) not in (None, comparison.winner):
             raise UserError(
-                "the names of the models have been shown, so the verdict is final",
+                "the vote is final, because the names of the models have been shown",
                 code="comparison-final",
                 where="comparison",
                 fix="compare two other answers",
@@ -341,7 +398,7 @@ class FeedbackService(WebService):
 
 
 def _normalize(message: Mapping[str, Any]) -> Message:
-    """A message with its text in one piece, and without keys that are None.
+    """A message with its text as one string, and without keys that are None.
 
     Raises UserError for content that is not text.
     """
@@ -352,32 +409,33 @@ def _normalize(message: Mapping[str, Any]) -> Message:
                 "a message has content that is not text",
                 code="content-not-text",
                 where="messages",
-                fix="send text alone",
+                fix="send only text",
             )
         content = "".join(str(part.get("text", "")) for part in content)
     role = "system" if message["role"] == "developer" else message["role"]
-    others = {name: value for name, value in message.items() if value is not None}
-    return {**others, "role": role, "content": content}
+    fields = {name: value for name, value in message.items() if value is not None}
+    return {**fields, "role": role, "content": content}
 
 
 def _check_storable(parts: Sequence[Message]) -> None:
-    """Raises UserError for what JSON allows in a request, and cannot hold in a file."""
+    """Raise UserError for values that cannot be written to a UTF-8 file of JSON lines."""
     try:
         as_line({"parts": parts}).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"the messages hold something that cannot be stored ({error})",
+            f"the messages contain a value that cannot be stored ({error})",
             code="row-not-json",
             where="messages",
-            fix="remove it",
+            fix="remove this value",
         ) from error
 
 
 class Gate:
-    """Refuses requests without a known token, or whose body is too large or not JSON, before the
-    body is read. All responses get the headers of the page.
+    """Refuses requests without a valid token, or with a body that is too large or not JSON, before
+    the body is read. Adds the headers of the page to all responses.
 
-    A web page cannot send JSON to another site without asking it first, which is refused.
+    Only JSON is accepted, because a web page of another site cannot send it without a preflight
+    request, which is refused.
     """
 
     def __init__(self, app: Application, service: WebService) -> None:
@@ -404,8 +462,7 @@ class Gate:
         if rater is None:
             response = error_response(
                 401,
-                "the token is missing or not valid any more; open the link that "
-                f"`{self.service.command}` printed when it was started last",
+                f"the token is missing or no longer valid; {self.service.token_fix}",
             )
         elif "transfer-encoding" in names or not length.isdecimal() or int(length) > MAX_BODY:
             response = error_response(413, f"the request has more than {MAX_BODY} bytes")
@@ -420,7 +477,7 @@ class Gate:
 
 
 def error_response(status: int, message: str, **facts: Any) -> Any:
-    """An error in the form of OpenAI's interface."""
+    """An error in the format of OpenAI's API."""
     from fastapi.responses import JSONResponse
 
     kind = "server_error" if status >= 500 else "invalid_request_error"
@@ -430,23 +487,24 @@ def error_response(status: int, message: str, **facts: Any) -> Any:
 
 
 def message_of(error: UserError) -> str:
-    """What a client is told."""
+    """The message of an error for a client."""
     return f"{error.what}; {error.fix}" if error.fix else error.what
 
 
 STATUS = {
     "file-not-writable": 507,
+    "model-not-found": 404,
     "output-line-foreign": 500,
     "sampling-failed": 500,
     "server-busy": 503,
     "server-stopped": 503,
 }
-"""By the code of an error; the others are mistakes in the request."""
+"""HTTP status by error code; other errors are caused by the request (400)."""
 
 LOGGED = (500, 507)
-"""Statuses of errors that whoever runs the server must know of."""
+"""Statuses of errors that are also printed on the server's terminal."""
 
-DEFECT = "the server failed; its terminal shows why"
+DEFECT = "internal server error; the terminal of the server shows the cause"
 
 
 def application(service: FeedbackService, *, lifespan: Lifespan | None = None) -> "FastAPI":
@@ -455,16 +513,16 @@ def application(service: FeedbackService, *, lifespan: Lifespan | None = None) -
         service, "page.html", " and ".join(model.name for model in service.models), lifespan
     )
     _add_page_requests(app, service)
-    _add_openai_interface(app, service)
+    add_openai_interface(app, service)
     return app
 
 
 def base_application(
-    service: WebService, page: str, name: str, lifespan: Lifespan | None = None
+    service: WebService, page: str | None, name: str, lifespan: Lifespan | None = None
 ) -> "FastAPI":
-    """A web application with a page, which needs no token, and no other requests yet.
+    """A web application with a page, which needs no token, and no other routes yet.
 
-    page: the page's file. name: of what the service is about.
+    page: file of the page, if there is one. name: of the model or file that the service is about.
     """
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
@@ -506,7 +564,8 @@ def base_application(
     async def health() -> dict[str, str]:
         return {"status": "alive", "model": name, "version": __version__}
 
-    _add_page(app, page)
+    if page is not None:
+        _add_page(app, page)
     return app
 
 
@@ -521,13 +580,13 @@ def known_rater_parameter() -> Any:
 
 
 def _answer(service: FeedbackService, id: str) -> Answer:
-    """Raises HTTPException with status 404 for an unknown answer."""
+    """Return an answer. Raises HTTPException with status 404 for an unknown id."""
     from fastapi import HTTPException
 
     try:
         return service.store.answer(id)
     except KeyError:
-        raise HTTPException(404, "there is no such answer") from None
+        raise HTTPException(404, "unknown answer") from None
 
 
 def _add_page(app: "FastAPI", name: str) -> None:
@@ -544,13 +603,13 @@ def _add_page(app: "FastAPI", name: str) -> None:
     @app.get("/page/{name}")
     async def page_file(name: str) -> Response:
         if name not in PAGE_FILES:
-            raise HTTPException(404, "there is no such file")
+            raise HTTPException(404, "file not found")
         content = folder.joinpath(name).read_bytes()
         return Response(content, media_type=PAGE_FILES[name])
 
 
 def _add_page_requests(app: "FastAPI", service: FeedbackService) -> None:
-    """What the page sends."""
+    """Add the routes for the page."""
     from fastapi import HTTPException
     from fastapi.responses import StreamingResponse
 
@@ -598,20 +657,20 @@ def _add_page_requests(app: "FastAPI", service: FeedbackService) -> None:
         try:
             models = service.compare(comparison, rater)
         except KeyError:
-            raise HTTPException(404, "there is no such comparison") from None
+            raise HTTPException(404, "unknown comparison") from None
         return {"votes": service.store.num_votes, "models": models}
 
     @app.get("/api/results")
     def results(rater: str = known_rater) -> dict[str, Any]:
         if (results := service.results) is None:
-            raise HTTPException(404, "no two models are compared")
+            raise HTTPException(404, "the service does not compare two models")
         if rater:
-            raise HTTPException(403, "only the owner of this service may see the results")
+            raise HTTPException(403, "only the owner of this service can see the results")
         return asdict(results)
 
 
-def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
-    """OpenAI's chat completions, and feedback on them."""
+def add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
+    """Add the routes of OpenAI's chat completions API, and of feedback on completions."""
     from fastapi import Request
     from fastapi.responses import StreamingResponse
 
@@ -620,13 +679,13 @@ def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
     @app.get("/v1/models")
     async def models(_: str = known_rater) -> dict[str, Any]:
         fields = {"object": "model", "owned_by": "valence", "created": 0}
-        return {"object": "list", "data": [{"id": model.name} | fields for model in service.models]}
+        return {"object": "list", "data": [{"id": name} | fields for name in service.public_names]}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def completions(
         body: CompletionRequest, request: Request, _: str = known_rater
     ) -> StreamingResponse | dict[str, Any]:
-        model = service.model_named(body.model)
+        model, info = service.route(body)
         prompt = await service.encode(body.messages, body.tools, model)
         sampling = service.request_sampling(
             temperature=body.temperature, top_p=body.top_p, seed=body.seed,
@@ -635,15 +694,16 @@ def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
         samplings = [
             replace(sampling, seed=(sampling.seed + index) % 2**63) for index in range(body.n)
         ]
+        options = {"stops": body.stops, "info": info}
         if body.stream:
-            has_usage = body.stream_options.include_usage
-            chunks = _chunks(service, model, prompt, samplings, has_usage=has_usage)
-            return _stream(service, chunks)
+            return _stream(service, _chunks(service, model, prompt, samplings, body, options))
 
         async def answer_all() -> list[Answer]:
-            return [await service.answer(model, prompt, sampling) for sampling in samplings]
+            work = [service.answer(model, prompt, each, **options) for each in samplings]
+            return await asyncio.gather(*work)
 
-        return _completion(await _while_connected(request, answer_all()))
+        answers = await _while_connected(request, answer_all())
+        return _completion(answers, service.public_name(model), model if body.logprobs else None)
 
     @app.post("/feedback")
     def feedback(request: FeedbackRequest, rater: str = known_rater) -> dict[str, int]:
@@ -656,7 +716,7 @@ def _add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
 
 
 async def _while_connected(request: "Request", work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work, which is cancelled when the client leaves."""
+    """Await ``work``, and cancel it if the client disconnects."""
     from fastapi import HTTPException
 
     async def disconnected() -> None:
@@ -667,7 +727,7 @@ async def _while_connected(request: "Request", work: Coroutine[Any, Any, T]) -> 
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HTTPException(499, "the client left")
+            raise HTTPException(499, "the client disconnected")
         return task.result()
     finally:
         task.cancel()
@@ -682,7 +742,7 @@ def _event(content: Mapping[str, Any]) -> str:
 
 
 def _stream(service: FeedbackService, events: AsyncGenerator[str, None]) -> "StreamingResponse":
-    """The response with some events. An error after the first one is an event too."""
+    """A response that streams events. An error after the first event is sent as an event."""
     from fastapi.responses import StreamingResponse
 
     async def with_errors() -> AsyncGenerator[str, None]:
@@ -694,7 +754,7 @@ def _stream(service: FeedbackService, events: AsyncGenerator[str, None]) -> "Str
             if STATUS.get(error.code) in LOGGED:
                 service.log(error)
             yield _event({"error": {"message": message_of(error), "code": error.code}})
-        except Exception as error:  # the status is sent already; the client must learn of it
+        except Exception as error:  # the status has already been sent
             service.log(error)
             yield _event({"error": {"message": DEFECT, "code": None}})
 
@@ -704,7 +764,7 @@ def _stream(service: FeedbackService, events: AsyncGenerator[str, None]) -> "Str
 async def _page_events(
     service: FeedbackService, prompts: Sequence[tuple[ChatModel, ChatPrompt]]
 ) -> AsyncGenerator[str, None]:
-    """Pieces of one or two answers, with their side, and what they are rated by."""
+    """Pieces of one or two answers with their side, then the ids for rating them."""
     ids: list[str] = []
     for side, (model, prompt) in zip("ab", prompts, strict=False):
         async with aclosing(service.stream(model, prompt, service.request_sampling())) as parts:
@@ -717,7 +777,7 @@ async def _page_events(
     yield _event({"done": "-".join(ids)})
 
 
-FINISH = {"eos": "stop", "length": "length"}
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:
@@ -726,13 +786,28 @@ def _usage(answers: Sequence[Answer]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def _completion(answers: Sequence[Answer]) -> dict[str, Any]:
-    """The response of OpenAI's interface. Its choices have ids of their own, for feedback."""
+def _logprobs(answer: Answer, model: ChatModel) -> dict[str, Any]:
+    """The log-probability of each token, in the distribution that it was sampled from."""
+    texts = model.token_texts(answer.completion.tokens)
+    content = [
+        {"token": text, "logprob": logp, "bytes": None, "top_logprobs": []}
+        for text, logp in zip(texts, answer.completion.logps, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _completion(
+    answers: Sequence[Answer], name: str, logprobs_of: ChatModel | None
+) -> dict[str, Any]:
+    """The response of OpenAI's API. Each choice also has an id, for feedback.
+
+    name: of the model. logprobs_of: the model, if the response has log-probabilities.
+    """
     return {
         "id": f"chatcmpl-{answers[0].id}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": answers[0].model,
+        "model": name,
         "choices": [
             {
                 "index": index,
@@ -742,7 +817,7 @@ def _completion(answers: Sequence[Answer]) -> dict[str, Any]:
                     "content": answer.completion.text,
                     "refusal": None,
                 },
-                "logprobs": None,
+                "logprobs": None if logprobs_of is None else _logprobs(answer, logprobs_of),
                 "finish_reason": FINISH[answer.completion.stop],
             }
             for index, answer in enumerate(answers)
@@ -756,34 +831,44 @@ async def _chunks(
     model: ChatModel,
     prompt: ChatPrompt,
     samplings: Sequence[Sampling],
-    *,
-    has_usage: bool,
+    body: CompletionRequest,
+    options: Mapping[str, Any],
 ) -> AsyncGenerator[str, None]:
-    """The streamed response of OpenAI's interface, one choice after the other."""
+    """The streamed response of OpenAI's API, one choice after the other. The last chunk of a
+    choice has its log-probabilities.
+    """
     created, ids = int(time.time()), [new_id() for _ in samplings]
+    has_usage, name = body.stream_options.include_usage, service.public_name(model)
     answers: list[Answer] = []
 
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+    def chunk(choices: list[dict[str, Any]], **fields: Any) -> str:
         record = {
             "id": f"chatcmpl-{ids[0]}",
             "object": "chat.completion.chunk",
             "created": created,
-            "model": model.name,
+            "model": name,
             "choices": choices,
         }
-        return _event(record | ({"usage": None} if has_usage else {}) | more)
+        return _event(record | ({"usage": None} if has_usage else {}) | fields)
 
-    def choice(index: int, delta: dict[str, Any], finish: str | None = None) -> str:
-        place = {"index": index, "id": f"chatcmpl-{ids[index]}"}
-        return chunk([{**place, "delta": delta, "logprobs": None, "finish_reason": finish}])
+    def choice(
+        index: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        identity = {"index": index, "id": f"chatcmpl-{ids[index]}"}
+        return chunk([{**identity, "delta": delta, "logprobs": logprobs, "finish_reason": finish}])
 
     for index, sampling in enumerate(samplings):
         yield choice(index, {"role": "assistant", "content": ""})
-        async with aclosing(service.stream(model, prompt, sampling, id=ids[index])) as parts:
+        stream = service.stream(model, prompt, sampling, id=ids[index], **options)
+        async with aclosing(stream) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
                     answers.append(part)
-                    yield choice(index, {}, FINISH[part.completion.stop])
+                    logprobs = _logprobs(part, model) if body.logprobs else None
+                    yield choice(index, {}, FINISH[part.completion.stop], logprobs)
                 else:
                     yield choice(index, {"content": part})
     if has_usage:

@@ -1,32 +1,36 @@
-"""Answer chat messages with a policy, token by token, for a service that many people use."""
+"""Answer chat messages with a policy, token by token, for a service with many users."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from valence.errors import UserError
 from valence.rollouts import Sampling
-from valence.rollouts.hf import OnTokens
+from valence.rollouts.continuous import ContinuousBatch, RunningCompletion
 from valence.trainer.sampling import PolicySampler, sampling_failed
 from valence.trainer.trainer import Trainer
 from valence.types import Chat, Completion, Demonstration, Message, Origin, TokenizedExample
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes the first bytes of a character to."""
+"""The decoded text of the first bytes of a character."""
+
+MAX_BATCH = 8
+"""Completions of a model that are sampled at once, by default."""
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Chat messages and tools, and the tokens that they are for a model."""
+    """Chat messages and tools, and their tokens for a model."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
@@ -35,9 +39,10 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion that the service has sampled, with everything that feedback on it needs.
+    """A completion that the service has sampled, with all data that feedback on it needs.
 
-    vocabulary: digest of the tokenizer.
+    vocabulary: digest of the tokenizer. info: columns for the rows of votes on it, such as the side
+    of an A/B test.
     """
 
     id: str
@@ -48,6 +53,7 @@ class Answer:
     prompt_ids: tuple[int, ...]
     completion: Completion
     sampling: Sampling
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def message(self) -> Message:
@@ -55,46 +61,89 @@ class Answer:
 
 
 def new_id() -> str:
-    """An id for an answer, which nobody can guess."""
+    """An id for an answer that cannot be guessed."""
     return secrets.token_hex(8)
 
 
-class _CancelledError(Exception):
-    """Nobody waits for the answer any more."""
-
-
 class TextStream:
-    """Turns tokens into pieces of text; a character is held back until all its bytes are there."""
+    """Decodes tokens into pieces of text.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._tokens, self._text = tokenizer, list[int](), ""
+    A character is returned when all its bytes are known, and text that may be the start of a stop
+    string once it is clear that it is not. is_stopped: a stop string was reached; ``text`` ends
+    before it.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._tokens, self._stops = tokenizer, list[int](), tuple(stops)
+        self.text = ""
+        self.is_stopped = False
 
     def push(self, token: int) -> str:
         """Return the text that this token adds."""
         self._tokens.append(token)
         text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-        if text.endswith(INCOMPLETE) or not text.startswith(self._text):
+        ends = [end for stop in self._stops if (end := text.find(stop)) >= 0]
+        self.is_stopped = bool(ends)
+        if ends:
+            text = text[: min(ends)]
+        else:
+            text = text[: len(text) - self._num_held_back(text)]
+        is_incomplete = text.endswith(INCOMPLETE) and not ends
+        if is_incomplete or not text.startswith(self.text):
             return ""
-        piece, self._text = text[len(self._text) :], text
+        piece, self.text = text[len(self.text) :], text
         return piece
+
+    def _num_held_back(self, text: str) -> int:
+        """Characters at the end of the text that a stop string may start with."""
+        starts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
+        return max((len(start) for start in starts if text.endswith(start)), default=0)
+
+
+@dataclass(eq=False)
+class _Request:
+    """A completion that a client waits for.
+
+    put: sends a piece of text to the client; None: the result is there. is_cancelled: the client
+    has left.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    text: TextStream
+    put: Callable[[str | None], None]
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
+    row: RunningCompletion | None = None
+    result: Completion | BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        self.result = error
+        self.put(None)
 
 
 class ChatModel:
-    """Answers with the policy of a run, one request at a time.
+    """Answers with the policy of a run, several requests at a time, in the order of arrival.
 
-    name: shown to clients. num_requests: those that are answered or wait for it.
+    name: shown to clients. num_requests: running and waiting requests.
     """
 
-    def __init__(self, trainer: Trainer, name: str, *, max_context: int | None = None) -> None:
-        """max_context: most tokens of a prompt and its completion. Raises UserError for a reward
-        model, or a model without a chat template.
+    def __init__(
+        self,
+        trainer: Trainer,
+        name: str,
+        *,
+        max_context: int | None = None,
+        max_batch: int = MAX_BATCH,
+    ) -> None:
+        """max_context: maximum tokens of a prompt and its completion. max_batch: completions that
+        are sampled at once. Raises UserError for a reward model or a model without a chat template.
         """
         if trainer.prepared.method.is_reward_model:
             raise UserError(
                 "reward models cannot generate text",
                 code="reward-model-cannot-generate",
                 where=name,
-                fix="name a language model",
+                fix="use a language model",
             )
         self.encoder = trainer.prepared.encoder
         if not self.encoder.template.exists:
@@ -102,22 +151,26 @@ class ChatModel:
                 "the model has no chat template",
                 code="chat-template-missing",
                 where=name,
-                fix="name a chat model, or set data.chat_template: chatml",
+                fix="use a chat model, or add data.chat_template=chatml",
             )
         self.name, self.trainer = name, trainer
         self.max_context = max_context or position_limit_of(trainer)
+        self.max_batch = max_batch
         self.num_requests = 0
-        self._sampler = PolicySampler(
-            trainer.policy, self.encoder, version=lambda: trainer.step, batch_size=1
-        )
+        self._sampler = PolicySampler(trainer.policy, self.encoder, version=lambda: trainer.step)
         self._encoding = threading.Lock()
         self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, "valence-chat")
+        self._lock = threading.Lock()
+        self._waiting = deque[_Request]()
+        self._active = list[_Request]()
+        self._completed = list[_Request]()
+        self._is_sampling = False
 
     def encode(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> ChatPrompt:
-        """Return a prompt with its tokens. Long prompts take long; any thread may call this.
+        """Return a prompt with its tokens. Safe to call from any thread.
 
         Raises UserError when the chat template cannot render it, or it leaves no room for a
         completion.
@@ -126,7 +179,7 @@ class ChatModel:
             ids = self.encoder.encode_prompt(Chat(tuple(messages), tuple(tools)))
         if self.max_context is not None and len(ids) >= self.max_context:
             raise UserError(
-                f"the conversation has {len(ids)} tokens, and the model reads at most "
+                f"the conversation has {len(ids)} tokens, but the maximum of the model is "
                 f"{self.max_context}",
                 code="prompt-too-long",
                 where="messages",
@@ -158,50 +211,43 @@ class ChatModel:
             )
         return tuple(encoded.answers[0].ids)
 
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token alone; a part of a character is a replacement character."""
+        return [str(self.encoder.tokenizer.decode([token])) for token in tokens]
+
     async def stream(
-        self, prompt: ChatPrompt, sampling: Sampling, *, id: str = ""
+        self, prompt: ChatPrompt, sampling: Sampling, *, id: str = "", stops: Sequence[str] = ()
     ) -> AsyncGenerator[str | Answer, None]:
-        """Yield the pieces of the answer's text, then the answer. id: of the answer.
+        """Yield the pieces of the answer's text, then the answer. id: of the answer. stops: strings
+        before which the text ends.
 
         Sampling ends at the next token when the caller closes the generator, or is cancelled.
         Raises UserError when the prompt cannot be answered.
         """
-        if self._closed.is_set():
-            raise _stopped()
         if self.max_context is not None:
             room = self.max_context - len(prompt.ids)
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        cancelled = threading.Event()
-        text = TextStream(self.encoder.tokenizer)
 
         def put(piece: str | None) -> None:
-            if not cancelled.is_set():  # otherwise the loop may be closed
+            if not request.is_cancelled.is_set():  # otherwise the loop may be closed
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        def on_tokens(_: list[int], tokens: list[int]) -> None:
-            if cancelled.is_set():
-                raise _CancelledError
-            if piece := text.push(tokens[0]):
-                put(piece)
-
-        def sample() -> Completion:
-            try:
-                return self._sample(prompt.ids, sampling, on_tokens)
-            finally:
-                put(None)
-
+        text = TextStream(self.encoder.tokenizer, stops)
+        request = _Request(prompt.ids, sampling, text, put)
+        self._submit(request)
         self.num_requests += 1
-        task = loop.run_in_executor(self._thread, sample)
         sent = ""
         try:
             while (piece := await pieces.get()) is not None:
                 sent += piece
                 yield piece
-            completion = await task
+            completion = request.result
+            if not isinstance(completion, Completion):
+                raise completion or AssertionError("a request ends with a result")
             if completion.text.startswith(sent) and completion.text != sent:
-                yield completion.text[len(sent) :]  # what was held back
+                yield completion.text[len(sent) :]  # an incomplete character
             yield Answer(
                 id=id or new_id(),
                 model=self.name,
@@ -214,30 +260,114 @@ class ChatModel:
             )
         finally:
             # nothing is awaited here: a request that is cancelled may be cancelled again
-            cancelled.set()
-            task.cancel()
+            request.is_cancelled.set()
             self.num_requests -= 1
 
-    def _sample(
-        self, prompt: tuple[int, ...], sampling: Sampling, on_tokens: OnTokens
-    ) -> Completion:
-        def unless_closed(numbers: list[int], tokens: list[int]) -> None:
+    def _submit(self, request: _Request) -> None:
+        with self._lock:
             if self._closed.is_set():
                 raise _stopped()
-            on_tokens(numbers, tokens)
+            self._waiting.append(request)
+            self._start()
 
+    def _start(self) -> None:
+        """Start to sample, unless this happens already. Needs the lock."""
+        if self._waiting and not self._is_sampling:
+            self._is_sampling = True
+            run = self._thread.submit(self._sampler.sample_continuously, self._sample)
+            run.add_done_callback(self._after_sampling)
+
+    def _after_sampling(self, run: Future[None]) -> None:
+        """End the last requests. After an error, end all that it stopped, and start again for those
+        that wait.
+        """
+        self._end_completed()
+        if (error := run.exception()) is None:
+            return
+        if isinstance(error, FloatingPointError):
+            error = sampling_failed(error, self.trainer.step)
+        with self._lock:
+            stopped, self._active = self._active, []
+            if self._closed.is_set():
+                stopped += self._waiting
+                self._waiting.clear()
+            self._is_sampling = False
+            self._start()
+        for request in stopped:
+            request.fail(error)
+
+    def _sample(self, batch: ContinuousBatch) -> None:
+        """Sample until no request is left. Runs in the model's thread."""
+        with torch.inference_mode():
+            while self._admit(batch):
+                batch.draw()
+                for request in self._active:
+                    self._send(request, batch)
+                self._active = [each for each in self._active if each.result is None]
+                batch.advance()
+                if batch.rows:  # otherwise the model must be left as it was before
+                    self._end_completed()
+
+    def _admit(self, batch: ContinuousBatch) -> bool:
+        """Start waiting requests while there is room. Returns whether any request is left."""
         if self._closed.is_set():
             raise _stopped()
-        try:
-            with torch.inference_mode():
-                batch = self._sampler.generate([prompt], 1, sampling, on_tokens=unless_closed)
-        except FloatingPointError as error:
-            raise sampling_failed(error, self.trainer.step) from error
-        return batch[0][0]
+        while requests := self._next_requests(batch):
+            first = requests[0]
+            try:
+                rows = batch.add(first.prompt, [request.sampling for request in requests])
+            except (UserError, RuntimeError) as error:  # such as a prompt without enough memory
+                for request in requests:
+                    request.fail(error)
+                continue
+            for request, row in zip(requests, rows, strict=True):
+                request.row = row
+                self._active.append(request)
+        with self._lock:
+            self._is_sampling = bool(self._active or self._waiting)
+            return self._is_sampling
 
-    async def answer(self, prompt: ChatPrompt, sampling: Sampling) -> Answer:
-        """Return the whole answer."""
-        async with aclosing(self.stream(prompt, sampling)) as parts:
+    def _next_requests(self, batch: ContinuousBatch) -> list[_Request]:
+        """The next waiting requests that have one prompt and fit into the batch."""
+        requests = list[_Request]()
+        with self._lock:
+            while self._waiting and batch.can_add:
+                request = self._waiting[0]
+                if not request.is_cancelled.is_set():
+                    is_full = len(batch.rows) + len(requests) >= self.max_batch
+                    if is_full or (requests and request.prompt is not requests[0].prompt):
+                        break
+                    requests.append(request)
+                self._waiting.popleft()
+        return requests
+
+    def _send(self, request: _Request, batch: ContinuousBatch) -> None:
+        """Send the text of a new token to the client, and the completion after the last one."""
+        row, text = request.row, request.text
+        assert row is not None
+        if request.is_cancelled.is_set():
+            row.is_finished = True
+            request.result = _stopped()
+            return
+        if piece := text.push(row.tokens[-1]):
+            request.put(piece)
+        row.is_finished |= text.is_stopped
+        if row.is_finished:
+            completion = batch.complete(row)
+            if text.is_stopped:
+                completion = replace(completion, text=text.text, stop="stop")
+            request.result = completion
+            self._completed.append(request)
+
+    def _end_completed(self) -> None:
+        while self._completed:
+            self._completed.pop(0).put(None)
+
+    async def answer(
+        self, prompt: ChatPrompt, sampling: Sampling, *, stops: Sequence[str] = ()
+    ) -> Answer:
+        """Return the complete answer."""
+        async with aclosing(self.stream(prompt, sampling, stops=stops)) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
                     return part
@@ -245,16 +375,17 @@ class ChatModel:
 
     def close(self) -> None:
         """Stop sampling at the next token."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
         self._thread.shutdown(wait=False)
 
 
 def _stopped() -> UserError:
-    return UserError("the server is being stopped", code="server-stopped", fix="ask again later")
+    return UserError("the server is shutting down", code="server-stopped", fix="retry later")
 
 
 def position_limit_of(trainer: Trainer) -> int | None:
-    """Most tokens that the model has positions for; None when it does not say."""
+    """Maximum number of positions of the model; None if it is unknown."""
     from valence.models.build import position_limit
 
     limit = position_limit(trainer.policy.causal)

@@ -1,4 +1,4 @@
-"""Keep the answers of a service and the votes on them, in files like those of an import."""
+"""Store the answers of a service and the votes on them in files like those of an import."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SOURCE = "valence"
 """The name of this service among the sources of votes."""
 
 RECENT = 1000
-"""Answers that are kept in memory; older ones are read from the file."""
+"""Maximum number of answers in memory; older ones are read from the file."""
 
 WRITE_SECONDS = 1.0
-"""How long votes wait at least before the files of rows are written again."""
+"""Minimum time before the files of rows are written again."""
 
 IDLE_RATIO = 10
-"""How many times longer than a write of the rows the pause after it is at least."""
+"""Minimum pause after a write of the rows, as a multiple of its duration."""
 
 Winner = Literal["a", "b", "tie", "both_bad"]
 WINNERS: dict[Winner, records.Winner] = {
@@ -46,27 +46,27 @@ WINNERS: dict[Winner, records.Winner] = {
     "tie": "tie",
     "both_bad": "both_bad",
 }
-"""The result of a comparison by the sides on which the answers were shown, and as votes have it."""
+"""The results of a comparison, and their values in votes."""
 
 
 @dataclass
 class ComparisonResults:
-    """How often each of two models won, and how often neither did."""
+    """The number of wins of two models, and of comparisons without a winner."""
 
     wins: dict[str, int]
     ties: int = 0
     both_bad: int = 0
 
     def __str__(self) -> str:
-        words = [f"{model} won {count}" for model, count in self.wins.items()]
-        words += [f"{self.ties} equally good", f"{self.both_bad} both bad"]
-        return ", ".join(words)
+        counts = [f"{model} won {count}" for model, count in self.wins.items()]
+        counts += [f"{self.ties} equally good", f"{self.both_bad} both bad"]
+        return ", ".join(counts)
 
 
 class AnswerFile:
-    """An append-only file of answers, of which one can be read by its id.
+    """An append-only file of answers, which can be read by their ids.
 
-    Raises UserError for a file that something else has written.
+    Raises UserError for a file that was not written by this service.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,14 +78,14 @@ class AnswerFile:
         try:
             self._file = path.open("a+b", buffering=0)
         except OSError as error:
-            raise self._not_writable(error, "name another file with --out") from error
+            raise self._not_writable(error, "choose another file with --out") from error
         with ExitStack() as failing:
             failing.callback(self._file.close)
-            self._size = self._read_places()
+            self._size = self._index_lines()
             failing.pop_all()
 
-    def _read_places(self) -> int:
-        """Find the lines. Returns their bytes; a line that a crash has cut off is removed."""
+    def _index_lines(self) -> int:
+        """Index the lines and return their size in bytes. An incomplete last line is removed."""
         size = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -112,7 +112,7 @@ class AnswerFile:
                 os.fsync(self._file.fileno())
             except OSError as error:
                 self._file.truncate(self._size)
-                raise self._not_writable(error, "free some space, then ask again") from error
+                raise self._not_writable(error, "free disk space, then retry") from error
             self._places[answer.id] = _Place(len(self._places) + 1, self._size, len(data))
             self._size += len(data)
             self._recent[answer.id] = answer
@@ -151,7 +151,7 @@ class AnswerFile:
             f"this line is not an answer ({error})",
             code="output-line-foreign",
             where=f"{self.path}:{number}",
-            fix="remove this line, or name another file with --out",
+            fix="remove this line, or choose another file with --out",
         )
 
 
@@ -168,9 +168,9 @@ class FeedbackStore:
 
     Answers go to ``NAME.answers.jsonl``, votes to the files of an import. A vote is on the disk,
     as a pending one, when the method that records it returns. A thread writes the rows some
-    seconds later. on_error: called in that thread when it cannot. num_votes: verdicts in the files.
+    seconds later. on_error: called in that thread if this fails. num_votes: votes in the files.
 
-    Raises UserError when the files belong to something else, or another process writes them.
+    Raises UserError if the files were not written by this service, or another process writes them.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class FeedbackStore:
         self._verdicts: Counter[tuple[str, str]] = Counter()
         self._newest = 0.0
         for vote in self._store.votes:
-            self._keep(vote)
+            self._count(vote)
         if self._store.pending_size:
             self._changed.set()
         self._thread = threading.Thread(target=self._write_rows, name="valence-rows", daemon=True)
@@ -251,7 +251,7 @@ class FeedbackStore:
     # Answers
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer, so that feedback on it can be given later, also after a restart."""
+        """Store an answer, for feedback on it at any later time, also after a restart."""
         self._answers.add(answer)
 
     def answer(self, id: str) -> Answer:
@@ -290,13 +290,14 @@ class FeedbackStore:
             comment=comment,
             tags=tuple(tags),
             tokens=tokens,
+            info=answer.info,
         )
 
     def compare(
         self, a: Answer, b: Answer, winner: Winner | None, rater: str, *, comment: str = ""
     ) -> None:
-        """Record which of two answers is better, a being shown first. None withdraws it."""
-        # a row holds the tokens of one prompt
+        """Record which of two answers is better; a was shown first. None withdraws the vote."""
+        # a row has the tokens of a single prompt
         has_tokens = a.vocabulary == b.vocabulary and a.prompt_ids == b.prompt_ids
         self._record(
             a,
@@ -313,7 +314,7 @@ class FeedbackStore:
         )
 
     def winner(self, a: Answer, b: Answer, rater: str) -> Winner | None:
-        """What a rater has said of two answers; None for nothing."""
+        """A rater's verdict on two answers; None if there is none."""
         vote = self._comparisons.get(f"{a.id}/{b.id}/{hash_name(rater)}")
         winner = None if vote is None else vote.winner
         return next((name for name, result in WINNERS.items() if result == winner), None)
@@ -354,11 +355,11 @@ class FeedbackStore:
                 **verdict,
             )
             self._store.append(vote)
-            self._keep(vote)
+            self._count(vote)
             self._changed.set()
 
-    def _keep(self, vote: Vote) -> None:
-        """Take a vote that is on the disk, in the place of an earlier one with its key."""
+    def _count(self, vote: Vote) -> None:
+        """Count a stored vote instead of an earlier one with the same key."""
         if (earlier := self._votes.get(vote.key)) is not None:
             self._verdicts[earlier.rater, earlier.parent] -= earlier.has_verdict
         self._votes[vote.key] = vote
@@ -370,12 +371,12 @@ class FeedbackStore:
 
 @lru_cache(4096)
 def hash_name(rater: str) -> HashedRater:
-    """What is written instead of a rater's name."""
+    """The hash that is stored instead of a rater's name."""
     return HashedRater(hash_rater(SOURCE, rater) or "local")
 
 
 def _tokens(answer: Answer) -> dict[str, Any]:
-    """The tokens of an answer, as rows of sampled completions have them."""
+    """The tokens of an answer, in the columns of sampled completions."""
     return {
         "prompt_ids": list(answer.prompt_ids),
         "completion_ids": list(answer.completion.tokens),
@@ -397,12 +398,13 @@ def _answer_line(answer: Answer) -> dict[str, Any]:
         "stop": completion.stop,
         "version": completion.version,
         **_tokens(answer),
+        **({"info": dict(answer.info)} if answer.info else {}),
         "time": time.time(),
     }
 
 
 def _read_answer(line: Mapping[str, Any]) -> Answer:
-    """The answer that a line was made of. Raises KeyError for what is not such a line."""
+    """Read an answer from a line. Raises KeyError if a field is missing."""
     prompt: tuple[Message, ...] = tuple(line["prompt"])
     return Answer(
         id=line["id"],
@@ -420,4 +422,5 @@ def _read_answer(line: Mapping[str, Any]) -> Answer:
             version=line["version"],
         ),
         sampling=Sampling(temperature=line["temperature"], top_p=line["top_p"]),
+        info=line.get("info", {}),
     )

@@ -45,7 +45,7 @@ class PromptQueue:
         """The number of the rater's next prompt, from 1, and the prompt; None after the last.
 
         has_voted: whether a rater has voted on an answer to the prompt with this id. skip: number
-        of a prompt that the rater does not want to rate.
+        of a prompt that the rater skips.
         """
         skipped = self._skipped[rater]
         if skip is not None and 1 <= skip <= len(self.prompts):

@@ -1,4 +1,4 @@
-"""The web application in which people decide on suspicious rows."""
+"""The web application for reviewing suspicious rows."""
 # No postponed annotations here, as in `app`.
 
 from collections.abc import Callable, Mapping
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 LOCAL = "local"
-"""The rater of a review without names."""
+"""The rater's name in a review without names."""
 
 
 class CaseRequest(Body):
-    """Which case to show: the one with this number, or the next one that is not decided."""
+    """The case to show: the one with this number, or the next undecided one."""
 
     number: Annotated[int, Field(ge=0)] | None = None
     after: Annotated[int, Field(ge=-1)] = -1
@@ -45,7 +45,7 @@ class ReviewService(WebService):
     """The service of `valence audit --review`."""
 
     command = "valence audit"
-    recovery = "every decision is on the disk; run the command again to write the rows"
+    recovery = "all decisions are saved; rerun the same command to write the rows"
 
     review: LabelReview
     tokens: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -96,7 +96,7 @@ def review_application(service: ReviewService, lifespan: Lifespan | None = None)
         if request.number is None:
             return service.case(review.next_case(request.after))
         if request.number >= len(review.cases):
-            raise HTTPException(404, "there is no such case")
+            raise HTTPException(404, "unknown case")
         return service.case(request.number)
 
     @app.post("/api/decide")
@@ -107,9 +107,11 @@ def review_application(service: ReviewService, lifespan: Lifespan | None = None)
                 version=request.version, score=request.score,
             )  # fmt: skip
         except KeyError:
-            raise HTTPException(404, "there is no such row") from None
+            raise HTTPException(404, "unknown row") from None
         except StaleVersionError:
-            raise HTTPException(409, "somebody else has decided on this row meanwhile") from None
+            raise HTTPException(
+                409, "another rater has decided on this row in the meantime"
+            ) from None
         return service.case(review.case_of(request.row))
 
     @app.post("/api/undo")

@@ -30,25 +30,28 @@ def open_socket(
     port: int,
     *,
     has_tokens: bool,
-    danger: str = "other machines could chat with the model, and vote",
+    danger: str = "other machines could use the model and vote",
+    fix: str = "remove --no-token or --host",
 ) -> socket.socket:
-    """A socket that takes connections. Raises UserError when the port cannot be used, or when other
-    machines could reach the service without a token. danger: what these could do then.
+    """Open a listening socket.
+
+    danger: what other machines could do without a token. fix: how to prevent that. Raises UserError
+    if the port cannot be used, or if other machines could connect without a token.
     """
     return listening(
         host,
         port,
         guarded=has_tokens,
         danger=danger,
-        fix="leave out --no-token or --host",
+        fix=fix,
     )
 
 
 def links_of(service: WebService, host: str, port: int) -> list[tuple[str, str]]:
-    """The raters, and the link that each of them opens.
+    """The raters and their links.
 
-    host: the address that the service listens at. One that stands for all addresses of this machine
-    is shown as the machine's name.
+    host: the address that the service listens on. The address for all interfaces is replaced by the
+    name of the machine.
     """
     name = socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host
     base = f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
@@ -59,22 +62,24 @@ def links_of(service: WebService, host: str, port: int) -> list[tuple[str, str]]
 
 def serve(
     service: WebService,
-    place: socket.socket,
+    listener: socket.socket,
     *,
     host: str,
     allowed_hosts: Sequence[str] = (),
     print_line: Callable[[str], None] = print,
+    shutdown_seconds: int = SHUTDOWN_SECONDS,
 ) -> None:
-    """Serve at a socket until a signal comes, then close the service.
+    """Serve on a socket until a signal arrives, then close the service.
 
-    host: the name that the socket was asked for.
+    host: the name that was passed to ``open_socket``. shutdown_seconds: time for running requests
+    to finish after a signal.
     """
     import uvicorn
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         yield
-        # here, since a signal ends the process as soon as the server returns
+        # here, because a signal ends the process as soon as the server returns
         try:
             await asyncio.to_thread(service.close)
         except UserError as error:
@@ -82,14 +87,10 @@ def serve(
             print_line(service.recovery)
         print_line(service.summary)
 
-    address, port, *_ = place.getsockname()
+    address, port, *_ = listener.getsockname()
     links = links_of(service, address.partition("%")[0], port)
-    for rater, link in links:
-        if rater or len(links) == 1:
-            print_line(f"{rater}: {link}" if rater else link)
-        else:
-            print_line(f"results, for you alone: {link}")
-    print_line(f"{service.destination}; stop with Ctrl-C")
+    for line in service.greeting(links):
+        print_line(line)
     app = service.application(lifespan)
     logging.getLogger("uvicorn.error").addFilter(_is_not_logged)
     config = uvicorn.Config(
@@ -103,11 +104,11 @@ def serve(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=shutdown_seconds,
     )
-    asyncio.run(uvicorn.Server(config).serve(sockets=[place]))
+    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
 
 
 def _is_not_logged(record: logging.LogRecord) -> bool:
-    """Whether uvicorn's message is not about an error that the application has logged already."""
+    """Whether a message of uvicorn is not about an error, which the application has logged."""
     return record.exc_info is None

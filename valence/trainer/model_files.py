@@ -83,10 +83,10 @@ class ModelWriter:
         recipe, state = self.prepared.recipe, self.state
         if isinstance(state.policy, Scorer) and kind == "adapter":
             raise UserError(
-                "an adapter does not say what a reward model's scores are of",
+                "an adapter does not store which attributes a reward model scores",
                 code="adapter-not-exportable",
                 where="run.export",
-                fix="write it merged",
+                fix="export it merged",
             )
         card = self._card(kind)
         tokenizer, config = saved_with or self.saved_with()

@@ -113,7 +113,7 @@ def check_optimizer(recipe: Recipe) -> None:
 def _check_8bit(dtype: str) -> None:
     if find_spec("bitsandbytes") is None:
         raise UserError(
-            "8-bit moments need bitsandbytes, which is not installed",
+            "8-bit optimizer state needs bitsandbytes, which is not installed",
             code="library-missing",
             where="train.optimizer",
             fix=install_command("eightbit"),
@@ -188,7 +188,7 @@ def _optimizer_class(path: str, settings_json: str) -> OptimizerClass:
     tensors = [value for value in values if isinstance(value, Tensor)]
     if odd := [t for t in tensors if type(t) not in (Tensor, nn.Parameter)]:
         raise UserError(
-            f"{path} keeps its state in a {type(odd[0]).__name__}, which a checkpoint cannot hold",
+            f"{path} keeps its state in a {type(odd[0]).__name__}, which a checkpoint cannot store",
             code="optimizer-unsupported",
             where="train.optimizer",
             fix="set train.optimizer: adamw_8bit for moments in 8 bits",
@@ -214,7 +214,7 @@ def _import_class(path: str) -> Any:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         is_missing = missing is not None and module_name.startswith(missing)
         raise UserError(
-            f"there is no module {missing!r}, neither installed nor in {folder}"
+            f"no module named {missing!r}, neither installed nor in {folder}"
             if is_missing
             else f"importing {module_name} failed: {describe_error(error)}",
             code="optimizer-not-found",
@@ -236,7 +236,9 @@ def _import_class(path: str) -> Any:
         f"{module_name} has no optimizer class {name!r}",
         code="optimizer-not-found",
         where="train.optimizer",
-        fix=f"did you mean {module_name}.{near[0]}?" if near else "name a torch.optim.Optimizer",
+        fix=f"did you mean {module_name}.{near[0]}?"
+        if near
+        else "use a subclass of torch.optim.Optimizer",
     )
 
 
@@ -255,7 +257,7 @@ def _check_arguments(
         where = f"train.optimizer_settings.{name}"
         if name in SET_ELSEWHERE:
             raise UserError(
-                f"{name} has a setting of its own",
+                f"{name} has a separate setting",
                 code="optimizer-setting",
                 where=where,
                 fix=f"set {SET_ELSEWHERE[name]} instead",
@@ -292,11 +294,11 @@ def make_optimizer(
     weights = {id(p) for p in policy.parameters()}
     if any(id(p) not in weights for group in result.param_groups for p in group["params"]):
         raise UserError(
-            "the given optimizer has weights that are not the policy's (whose weights may be "
-            "split over processes by now)",
+            "the optimizer has weights that are not those of "
+            "the policy (which may already be split over processes)",
             code="optimizer-weights",
             where="optimizer",
-            fix="give a function that takes the list of trained weights and returns the optimizer",
+            fix="pass a function that takes the list of trained weights and returns the optimizer",
         )
     return result
 

@@ -165,9 +165,7 @@ class Prepared:
 
     @cached_property
     def planned(self) -> Sampler:
-        """The steps of the run as they are known beforehand: of own answers that there will be,
-        each as long as it may be.
-        """
+        """The steps of the run for estimates. Completions to be sampled have the maximum length."""
         if not self.method.online:
             return self.sampler
         rollout = self.recipe.rollout
@@ -477,7 +475,7 @@ def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
     names = recipe.model.attributes or list(attribute_names(units) if kind == "attributes" else ONE)
     if kind != "attributes" and len(names) > 1:
         message = (
-            f"{recipe.method} learns one number of each answer here, and these are {len(names)}"
+            f"{recipe.method} trains on one number per answer here, but these are {len(names)}"
         )
         raise UserError(
             message, code="attributes-unused", where="model.attributes", fix="remove it"
@@ -601,17 +599,17 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             f"{cache} is a file",
             code="path-is-file",
             where="reference.cache",
-            fix="name a folder, new or old",
+            fix="choose a new or existing folder",
         )
     for name, corpus in prepared.corpora.items():
         method = prepared.method_for(name)
         _check_columns(method, corpus.units)
         if name.endswith("train") and not corpus.units.columns["weight"].any():
             raise UserError(
-                "all rows have the weight 0",
+                "all rows have weight 0",
                 code="rows-weight-zero",
                 where=str(corpus.units[0].origin),
-                fix="give some of them a weight",
+                fix="set a weight above 0 for some of them",
             )
         if (
             method.needs_kl_pairs
@@ -644,26 +642,26 @@ def _loss_of(recipe: Recipe, corpus: str) -> Mapping[str, Any]:
 
 
 def _check_columns(method: Method, units: TokenizedDataset) -> None:
-    """No row has a column that the method would ignore."""
+    """Raise UserError for the first row with a column that the method does not read."""
     soft = units.columns["soft"]
-    for column, reads, has in (
+    for column, reads, has_column in (
         ("margin", "margin", units.columns["margin"] != 0),
         ("soft label", "wrong", ~np.isnan(soft)),
     ):
-        if has.any() and reads not in method.loss.reads:
+        if has_column.any() and reads not in method.loss.reads:
             raise UserError(
                 f"the row has a {column}, which {method.name} does not read",
                 code="row-column-unused",
-                where=str(units.origins[int(has.argmax())]),
+                where=str(units.origins[int(has_column.argmax())]),
                 fix="remove the column, or use a method that reads it (dpo)",
             )
     is_even = soft == 0.5
     if is_even.any() and method.name == "robust_dpo":  # it divides by 1 - 2e
         raise UserError(
-            "a soft label of 0.5 says nothing, and robust_dpo divides by that",
+            "a soft label of 0.5 expresses no preference, and robust_dpo would divide by 0",
             code="row-soft-label-even",
             where=str(units.origins[int(is_even.argmax())]),
-            fix="leave the row out",
+            fix="remove the row",
         )
 
 

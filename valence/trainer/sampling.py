@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from valence.data.encode import Encoder
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
 from valence.rollouts import HFGenerator, Sampling
-from valence.rollouts.hf import OnTokens
+from valence.rollouts.hf import evaluating
 from valence.rollouts.protocol import ignore_progress
 from valence.trainer.methods import Method
 from valence.types import Completion
+
+if TYPE_CHECKING:
+    from valence.rollouts.continuous import ContinuousBatch
 
 NOT_FINITE_FIX = "lower train.learning_rate, or use model.dtype: float32"
 """What helps against a policy whose weights or logits are not finite."""
@@ -60,11 +63,10 @@ class PolicySampler:
         *,
         first: int = 0,
         progress: Callable[[int], None] = ignore_progress,
-        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         """Return n completions of each prompt. first: the position of the first prompt, which
         random numbers depend on. progress: called with the number of completions that have ended
-        since the last call. on_tokens: see ``HFGenerator.generate``.
+        since the last call.
 
         Raises FloatingPointError when the policy's logits are not finite.
         """
@@ -72,15 +74,24 @@ class PolicySampler:
         with self.policy.sampling():
             return self.policy.within(
                 lambda: self.generator.generate(
-                    prompts, n, sampling, first=first, progress=progress, on_tokens=on_tokens
+                    prompts, n, sampling, first=first, progress=progress
                 )
             )
+
+    def sample_continuously(self, action: Callable[[ContinuousBatch], None]) -> None:
+        """Run an action that samples from a batch which prompts can join at any time."""
+        from valence.rollouts.continuous import ContinuousBatch
+
+        self.generator.version = self._version()
+        batch = ContinuousBatch(self.generator)
+        with self.policy.sampling(), evaluating(self.generator.model):
+            self.policy.within(lambda: action(batch))
 
     def begin(
         self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
     ) -> Future[list[list[Completion]]]:
         raise UserError(
-            "the process that trains samples too, and cannot do both at once",
+            "the training process also samples, and cannot do both at the same time",
             code="rollout-ahead-unsupported",
             where="rollout.ahead",
             fix="remove it",

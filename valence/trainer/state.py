@@ -258,7 +258,7 @@ class TrainState:
                 f"the reference ({name}) is another model than the run began with",
                 code="reference-changed",
                 where="reference.model",
-                fix="put back the model that it was, or start over with --fresh",
+                fix="restore the original model, or start over with --fresh",
             )
 
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
             "this is a file",
             code="path-is-file",
             where=target,
-            fix="name a model's folder or hub id, a run's folder, or a recipe (.yaml)",
+            fix="use a model folder, a hub id, a run folder, or a recipe (.yaml)",
         )
     if is_run(target):
         return config_of(path)

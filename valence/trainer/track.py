@@ -140,7 +140,7 @@ class BestMetricTracker:
                 f"the evaluation has no metric {self.criterion.metric}",
                 code="metric-unknown",
                 where="run.early_stop" if is_early_stop else "run.keep_best",
-                fix=f"name one of {', '.join(sorted(metrics))}",
+                fix=f"use one of {', '.join(sorted(metrics))}",
             )
         if step == 0:
             return False

@@ -198,10 +198,10 @@ class Trainer:
         """
         if "train" not in self.prepared.corpora:
             raise UserError(
-                "there is nothing to train on",
+                "there is no training data",
                 code="train-data-missing",
                 where="data.train",
-                fix="name a file of rows",
+                fix="set it to a file of rows",
             )
         self._note_settings()
         settings = {name: setting.value for name, setting in self.prepared.source.settings.items()}
@@ -238,10 +238,10 @@ class Trainer:
         if is_stopped:
             if self.stop.local.out_of_time and (counters.step, counters.settled) == start:
                 raise UserError(
-                    "nothing was done within run.max_time",
+                    "run.max_time ended before the first step",
                     code="max-time-too-short",
                     where="run.max_time",
-                    fix="set a longer time",
+                    fix="raise it",
                 )
             raise self.stop.local.ended()
         return self.evaluations.get(self.step, last)
@@ -584,7 +584,7 @@ class Trainer:
                 f"there are no rows under data.{name}",
                 code="rows-missing",
                 where=f"data.{name}",
-                fix="name a file of rows",
+                fix="set it to a file of rows",
             )
         limit = self.recipe.eval.max_examples if name == "eval" else None
         with self.state.evaluation_weights():

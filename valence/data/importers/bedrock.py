@@ -120,7 +120,7 @@ def _feedback_entries(
             f"the evaluation has several metrics: {', '.join(names)}",
             code="import-score-name-missing",
             where=str(row.origin),
-            fix="name the one that is feedback",
+            fix="choose the one that is feedback with --score-name",
         )
     return entries
 

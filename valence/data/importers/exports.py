@@ -69,7 +69,7 @@ def not_an_export(tool: str, origin: Origin, columns: list[str]) -> UserError:
         f"the file is not an export of {tool}: its columns are {', '.join(columns[:8]) or 'none'}",
         code="import-not-an-export",
         where=str(origin),
-        fix=f"name a file that {tool} exported, or another tool",
+        fix=f"use a file that {tool} exported, or another tool",
     )
 
 
@@ -100,10 +100,10 @@ def load_kind(
     for name, export in needed.items():
         if name not in present:
             raise UserError(
-                f"no file has {export}",
+                f"no file contains {export}",
                 code="import-file-missing",
                 where=", ".join(paths),
-                fix=f"export {export} from {tool} too, and name that file beside the others",
+                fix=f"export {export} from {tool} as well, and pass that file too",
             )
     return rows, skipped
 

@@ -122,7 +122,8 @@ def _feedback(row: Row, options: ReadOptions) -> object:
             "stored completions have no field for feedback, and no path to it is set",
             code="import-path-missing",
             where=str(row.origin),
-            fix=f"name the key that holds it; metadata has {', '.join(metadata) or 'no keys'}",
+            fix=f"set its path with --label (in a recipe: keys: {{label: PATH}}); metadata has "
+            f"{', '.join(metadata) or 'no keys'}",
         )
     value = value_at(row.value, path)
     return value_at(metadata, path) if value is None else value

@@ -124,7 +124,7 @@ class Api:
                 problem = f"the server answers with status {response.status_code}"
                 wait = _seconds(response.headers.get("retry-after", ""))
             except httpx.RequestError as error:
-                problem = f"no connection, or it broke ({error or type(error).__name__})"
+                problem = f"connection failed ({error or type(error).__name__})"
             except httpx.InvalidURL as error:
                 raise _bad_url(str(error), where) from error
             failures += 1
@@ -154,13 +154,15 @@ class Api:
             code, fix = "import-redirected", f"use the address that it names: {target}"
             raise UserError(message, code=code, where=where, fix=fix)
         if status >= 400:
-            fix = "see what the server says; another version of it may need an export to a file"
+            fix = (
+                "read the reply of the server; for another version of the server, export to a file"
+            )
             raise UserError(message, code="import-refused", where=where, fix=fix)
         try:
             return response.json()
         except ValueError as error:
             raise UserError(
-                f"the server answers without JSON: {text!r}",
+                f"the reply is not JSON: {text!r}",
                 code="import-reply-invalid",
                 where=where,
                 fix="check that this is the address of the API, and not of a page or a proxy",
@@ -192,7 +194,7 @@ class Api:
             "the server returns the same page again",
             code="import-page-repeated",
             where=self.url + path,
-            fix="export to a file instead, and report this to whoever runs the server",
+            fix="export to a file instead, and report this to the operator of the server",
         )
 
     def by_number(self, path: str, params: Mapping[str, Any]) -> Rows:
@@ -531,10 +533,10 @@ def server_address(url: str) -> tuple[str, str]:
     address = urlunsplit((parts.scheme, network, path, "", ""))
     if parts.username or parts.password:
         raise UserError(
-            "the URL holds a user name or password",
+            "the URL contains a user name or password",
             code="import-url-credentials",
             where=address,
-            fix="put keys into the environment",
+            fix="put keys into environment variables",
         )
     return address, (parse_qs(parts.query).get("project") or [""])[0]
 
@@ -558,9 +560,9 @@ def _api(server: FeedbackServer, address: str, token_env: str | None, retry: Ret
     if token_env and len(server.variables) > 1:
         keys = keys[0].split(":", 1)
     is_complete = len(keys) == len(server.variables) and all(keys)
-    fix = f"put the key of the server into the environment: {' and '.join(names)}"
+    fix = f"set the environment variable {' and '.join(names)} to the key of the server"
     if not is_complete and (server.is_key_needed or token_env):
-        raise UserError("there is no key", code="import-key-missing", where=address, fix=fix)
+        raise UserError("the API key is missing", code="import-key-missing", where=address, fix=fix)
     if not all(key.isascii() and key.isprintable() for key in keys):
         problem = "the key has characters that a header cannot have"
         raise UserError(problem, code="import-key-invalid", where=address, fix=fix)

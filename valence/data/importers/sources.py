@@ -144,7 +144,7 @@ def source_name(name: str) -> str:
         return key
     near = get_close_matches(key, SOURCES, n=1)
     raise UserError(
-        f"there is no source {name!r}",
+        f"there is no tool {name!r}",
         code="source-unknown",
         where="SOURCE",
         fix=f"did you mean {command_name(near[0])}?"

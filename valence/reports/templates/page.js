@@ -3,6 +3,11 @@ const figures = JSON.parse(document.getElementById('charts').textContent);
 const touch = matchMedia('(pointer: coarse)').matches;
 const drawn = new Set();
 
+function valuesOn(traces, axis) {
+  const letter = axis[0], reference = axis.replace('axis', '');
+  return traces.filter(trace => (trace[letter + 'axis'] || letter) === reference).flatMap(trace => trace[letter]);
+}
+
 function draw(id) {
   drawn.add(id);
   const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name).trim();
@@ -13,47 +18,50 @@ function draw(id) {
     hoverlabel: {bgcolor: colour('--soft'), bordercolor: line, font: {color: colour('--text')}}, dragmode: touch ? false : 'zoom',
     legend: {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0, xanchor: 'left', font: {size: 11.5}, itemwidth: 30},
   };
-  for (const name of new Set(['xaxis', 'yaxis', ...Object.keys(own).filter(key => /^[xy]axis\d*$/.test(key))]))
-    layout[name] = {gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, exponentformat: 'e', nticks: 7, ...own[name]};
+  for (const name of new Set(['xaxis', 'yaxis', ...Object.keys(own).filter(key => /^[xy]axis\d*$/.test(key))])) {
+    // 50k and 2M, but 5e-6 on an axis of small numbers such as learning rates
+    const exponentformat = valuesOn(figures[id].data, name).some(value => Math.abs(value) >= 1) ? 'B' : 'e';
+    layout[name] = {gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, exponentformat, nticks: 7, ...own[name]};
+  }
   Plotly.react(id, figures[id].data, layout, {displayModeBar: false, responsive: true});
 }
 
 // A page may have a hundred charts: each is drawn when it comes near.
-const near = new IntersectionObserver(seen => {
-  for (const place of seen)
-    if (place.isIntersecting) { near.unobserve(place.target); draw(place.target.id); }
+const near = new IntersectionObserver(entries => {
+  for (const entry of entries)
+    if (entry.isIntersecting) { near.unobserve(entry.target); draw(entry.target.id); }
 }, {rootMargin: '400px'});
 if (window.Plotly) {
-  document.querySelectorAll('.chart').forEach(place => near.observe(place));
+  document.querySelectorAll('.chart').forEach(chart => near.observe(chart));
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => drawn.forEach(draw));
   addEventListener('beforeprint', () => Object.keys(figures).forEach(draw));
 }
 
-// What is open and where one reads stays when the page is loaded anew. A browser may refuse to keep anything for a file.
-function kept(store, name, value) {
+// Keep the open sections and the scroll position when the page is reloaded. A browser may refuse to store data for a file.
+function stored(store, name, value) {
   try { return value === undefined ? store().getItem(name) : store().setItem(name, value); } catch { return null; }
 }
-const session = () => sessionStorage, local = () => localStorage, here = 'valence ' + location.pathname;
+const session = () => sessionStorage, local = () => localStorage, pageKey = 'valence ' + location.pathname;
 const folds = [...document.querySelectorAll('details[data-key]')];
 
 function remember() {
-  const open = folds.filter(each => each.open).map(each => each.dataset.key);
-  kept(session, here, JSON.stringify({y: scrollY, open}));
+  const open = folds.filter(fold => fold.open).map(fold => fold.dataset.key);
+  stored(session, pageKey, JSON.stringify({y: scrollY, open}));
 }
 function restore() {
-  const found = kept(session, here);
-  if (!found) return;
-  kept(session, here, '');
-  const {y, open} = JSON.parse(found);
-  folds.forEach(each => { each.open = open.includes(each.dataset.key); });
+  const state = stored(session, pageKey);
+  if (!state) return;
+  stored(session, pageKey, '');
+  const {y, open} = JSON.parse(state);
+  folds.forEach(fold => { fold.open = open.includes(fold.dataset.key); });
   scrollTo(0, y);
 }
 restore();
 
 const reload = document.getElementById('reload');
 if (reload) {
-  reload.checked = kept(local, 'valence reload') !== 'off';
-  reload.addEventListener('change', () => kept(local, 'valence reload', reload.checked ? 'on' : 'off'));
+  reload.checked = stored(local, 'valence reload') !== 'off';
+  reload.addEventListener('change', () => stored(local, 'valence reload', reload.checked ? 'on' : 'off'));
   const again = () => {
     const busy = document.hidden || !getSelection().isCollapsed;
     if (reload.checked && !busy) { remember(); location.reload(); }

@@ -39,7 +39,7 @@ async function request(path, body) {
       body: body === undefined ? undefined : JSON.stringify(body),
     });
   } catch {
-    throw new Error("the server does not answer; is it still running?");
+    throw new Error("the server does not respond; check that it is still running");
   }
   if (!response.ok) {
     const { error } = await response.json().catch(() => ({}));

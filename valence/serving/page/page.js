@@ -17,7 +17,7 @@ async function* events(response) {
   for (;;) {
     const { value, done } = await reader.read().catch(() => ({ done: true }));
     if (done && isComplete) return;
-    if (done) throw new Error("the connection broke off before the answer was complete");
+    if (done) throw new Error("the connection was lost before the answer was complete");
     buffer += decoder.decode(value, { stream: true });
     const parts = buffer.split("\n\n");
     buffer = parts.pop();
@@ -77,7 +77,7 @@ function answerCard(title) {
 function showEnd({ card, text }, stop) {
   const notes = [];
   if (text.textContent === "") notes.push("The answer is empty.");
-  if (stop === "length") notes.push("The answer was cut off at its maximum length.");
+  if (stop === "length") notes.push("The answer was truncated at its maximum length.");
   for (const note of notes) card.append(element("p", { className: "note", textContent: note }));
 }
 
@@ -194,7 +194,7 @@ async function askTwice() {
 
 function comparison(pair, sides, id) {
   const item = { kind: "comparison", nodes: [sides.a.card, sides.b.card], winner: null };
-  const place = messages.length; // the conversation goes on with the winner
+  const place = messages.length; // the conversation continues with the winner
   const choose = async (winner) => {
     if (item.isFinal) return;
     let models;
@@ -262,7 +262,7 @@ async function ask() {
     else await askOnce();
   } catch (error) {
     while (conversation.childElementCount > shown) conversation.lastElementChild.remove();
-    showError(`There is no answer: ${error.message}`, ask);
+    showError(`The model did not answer: ${error.message}`, ask);
   } finally {
     setBusy(false);
   }
@@ -270,7 +270,7 @@ async function ask() {
 
 async function send(text) {
   if (current && current.kind === "comparison" && current.winner === null) {
-    showError("First say which of the two answers is better.");
+    showError("First choose the better answer.");
     return;
   }
   if (messages.length && messages.at(-1).role !== "assistant") { // it was not answered

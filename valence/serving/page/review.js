@@ -140,7 +140,7 @@ async function exchange(path, body) {
   return (await request(path, body)).json();
 }
 
-// One request at a time: a key that is pressed meanwhile would act on a row that is not shown yet.
+// One request at a time: a key pressed during a request would act on a row that is not shown yet.
 async function busily(action, problem) {
   if (busy) return;
   busy = true;
@@ -166,7 +166,7 @@ function decide(choice, score = null) {
     } catch (error) {
       if (error.status !== 409) throw error;
       receive(await exchange("api/case", { number }), card.row);
-      $("last").textContent = `${card.origin}: ${error.message}. It is shown as it is now.`;
+      $("last").textContent = `${card.origin}: ${error.message}. The current state is shown.`;
       return;
     }
     const now = answer.cards.find((each) => each.row === card.row);

@@ -1,0 +1,53 @@
+"""Checkpoints that a thread writes, when a signal interrupts the wait for it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from valence.runs import keeper
+from valence.runs.keeper import Checkpoints
+
+
+class _Interrupt(BaseException):
+    """Raised by the handler of a signal, as ``Stop`` does."""
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise _Interrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+def test_an_interrupted_wait_does_not_lose_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alarm: None
+) -> None:
+    """The next save of the same step would otherwise write into the folder of the first one."""
+    monkeypatch.setattr(keeper, "MIN_BACKGROUND_BYTES", 0)
+    may_write, states = threading.Event(), [{"w": torch.zeros(4)}, {"w": torch.ones(4), "x": 1}]
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+
+    def block() -> None:
+        may_write.wait()
+
+    checkpoints.save(5, states[0], {}, first=[block])
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(_Interrupt):
+        checkpoints.wait()
+    threading.Timer(0.2, may_write.set).start()
+    checkpoints.save(5, states[1], {}, wait=True)
+    assert checkpoints.take_messages() == []
+    saved = checkpoints.newest(pytest.fail)
+    assert saved is not None
+    assert saved.step == 5
+    assert list((tmp_path / "checkpoints").iterdir()) == [saved.path]

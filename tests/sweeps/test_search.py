@@ -1,0 +1,77 @@
+"""Sweeps whose values Optuna chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import command_error
+from tests.sweeps.conftest import num_logged, read, start, starts, states, sweep, wait_for
+from valence.sweeps import search
+
+SEARCH = ("--search", "optuna", "--over", "train.learning_rate=1e-5:1e-2:log", "loss.beta=0.1,0.3")
+
+
+def suggested(folder: str) -> list[dict[str, Any]]:
+    return [trial["values"] for trial in read(folder)["trials"] if trial["number"] is not None]
+
+
+def test_a_search_that_was_killed_suggests_the_same_values(place: Path) -> None:
+    words = (*SEARCH, "--trials", "4", "--out", "sweep")
+    process = start(*words, pause=0.1)
+    wait_for(lambda: sum(number is not None for number in numbers()) >= 2)
+    trial = read()["trials"][2]["name"]
+    wait_for(lambda: num_logged(place / "sweep/trials" / trial) > 2)
+    process.kill()
+    process.wait()
+    assert states()[trial] == "running"
+    assert sweep(*words) == 0
+    assert sum(len(steps) - 1 for steps in starts().values()) == 1
+    assert sweep(*words[:-1], "undisturbed") == 0
+    assert read()["results"] == read("undisturbed")["results"]
+    rates = {values["train.learning_rate"] for values in suggested("sweep")}
+    assert len(rates) == 4
+    assert all(1e-5 <= rate <= 1e-2 for rate in rates)
+
+
+def numbers() -> list[int | None]:
+    if not Path("sweep/sweep.json").exists():
+        return []
+    return [trial["number"] for trial in read()["trials"]]
+
+
+def test_a_search_goes_on_with_more_trials_and_seeds(place: Path) -> None:
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    assert sweep(*SEARCH, "--trials", "2", "--out", "sweep") == 0
+    before = suggested("sweep")
+    assert sweep(*SEARCH, "--trials", "3", "--out", "sweep", "--seeds", "2") == 0
+    assert suggested("sweep")[::2][:2] == before
+    assert [(t["number"], t["seed"]) for t in read()["trials"]] == [
+        *((None, 0), (None, 1), (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1))
+    ]
+    assert set(states().values()) == {"done"}
+    assert all(steps == [0] for steps in starts().values())
+    storage = optuna.storages.JournalStorage(JournalFileBackend("sweep/optuna.journal"))
+    study = optuna.load_study(study_name="sweep", storage=storage)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3
+    last = [t["value"] for t in read()["trials"] if t["number"] == 2]
+    assert study.trials[2].value == pytest.approx(sum(last) / 2)
+
+
+def test_a_search_is_no_grid_and_keeps_its_ranges(place: Path) -> None:
+    assert sweep(*SEARCH, "--trials", "1", "--out", "sweep") == 0
+    other = ("--over", "train.learning_rate=1e-4,1e-3", "--out", "sweep")
+    assert command_error("sweep", "recipe.yaml", *other).code == "sweep-differs"
+    narrower = ("--over", "train.learning_rate=1e-4:1e-3", "--search", "optuna", "--out", "sweep")
+    assert command_error("sweep", "recipe.yaml", *narrower).code == "sweep-differs"
+
+
+def test_without_optuna_the_extra_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "find_spec", lambda _: None)
+    error = command_error("sweep", "recipe.yaml", *SEARCH, "--out", "sweep")
+    assert error.code == "library-missing"
+    assert "valence-align[optuna]" in str(error.fix)

@@ -1,0 +1,237 @@
+"""The command that trains a recipe with several settings and seeds, and compares the results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from valence.cli import complete
+from valence.cli.common import MISTAKE, Quiet, RecipeArg, app, command_line, console
+from valence.cli.stream import must_be_open, stdout_to_stderr
+from valence.errors import UserError
+from valence.terminal import json_line, print_message, warn_on_stderr, write_line
+
+if TYPE_CHECKING:
+    from valence.sweeps.state import SweepState, Trial
+
+OVER = "--over"
+
+
+class _SweepCommand(TyperCommand):
+    """Takes several words after ``--over``: all that follow up to the next option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_over(args))
+
+
+def repeat_over(words: list[str]) -> list[str]:
+    """The words of a command with ``--over`` before each of its values."""
+    repeated: list[str] = []
+    is_over = False
+    for word in words:
+        if is_over and "=" in word and not word.startswith("-") and repeated[-1] != OVER:
+            repeated += [OVER, word]
+            continue
+        is_over = word == OVER or word.startswith(f"{OVER}=") or (is_over and repeated[-1] == OVER)
+        repeated.append(word)
+    return repeated
+
+
+@app.command(cls=_SweepCommand)
+def sweep(
+    recipe: RecipeArg,
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Folder of the sweep. Rerun with the same folder to resume."),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings of all trials, before --over.",
+            autocompletion=complete.settings,
+        ),
+    ] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            OVER,
+            metavar="KEY=VALUE,VALUE...",
+            help="A setting and the values to try; several may follow one --over. `recommended`: "
+            "the recommended values for the method. With --search optuna also a range, as "
+            "train.learning_rate=1e-7:1e-5:log.",
+            autocompletion=complete.settings,
+        ),
+    ] = None,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            "--seeds",
+            min=1,
+            help="Train each configuration with N seeds, to tell differences from noise.",
+        ),
+    ] = 1,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            "--objective",
+            metavar="NAME[:max|:min]",
+            help="Metric of the held-out rows to compare. Default: that of the report's verdict.",
+        ),
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option("--search", help="`optuna`: choose values by the results so far."),
+    ] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option("--trials", min=1, help="With --search: configurations to try. Default: 20."),
+    ] = None,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline/--no-baseline",
+            help="Also try the recipe's values, if the grid lacks them.",
+        ),
+    ] = True,
+    stop_early: Annotated[
+        bool,
+        typer.Option(
+            "--stop-early",
+            help="Stop trials whose held-out metric is worse than the median of the finished "
+            "trials at the same step. Rerun without it to continue them.",
+        ),
+    ] = False,
+    quiet: Quiet = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print a JSON object for each trial, and a last one with the results; all else "
+            "goes to stderr.",
+        ),
+    ] = False,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Run each trial in N processes.")
+    ] = None,
+) -> None:
+    """Train a recipe with every combination of some settings, and compare the results.
+
+    Each trial is a run in OUT/trials. A killed sweep resumes with the same command, and more values
+    or seeds add trials. All trials share one cache of reference log-probabilities. The result says
+    whether differences exceed the noise of seeds.
+    """
+    must_be_open(as_json)
+    how = {
+        "num_seeds": seeds,
+        "objective": objective,
+        "num_trials": (trials or 20) if search else None,
+        "has_baseline": baseline,
+        "command": command_line(),
+    }
+    options = {"nproc": nproc, "stops_early": stop_early, "quiet": quiet}
+    with stdout_to_stderr(as_json) as stream, _mistakes_as_json(stream):
+        _check_options(search, trials)
+        status = _sweep(recipe, overrides or [], over or [], out, stream, options, how)
+    raise typer.Exit(status)
+
+
+@contextmanager
+def _mistakes_as_json(stream: IO[str] | None) -> Iterator[None]:
+    """Write the last line, if lines are wanted, for an error that ends the block."""
+    line: dict[str, Any] | None = {"exit_status": 1, "error": "a defect; see standard error"}
+    try:
+        yield
+        line = None
+    except UserError as error:
+        line = {"exit_status": MISTAKE, "error": str(error), "code": error.code}
+        raise
+    finally:
+        if stream and line:
+            write_line(json_line({"event": "done", "status": "failed", **line}), stream)
+
+
+def _check_options(search: str | None, trials: int | None) -> None:
+    """Raise UserError for options that do not fit together."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "a sweep starts the processes of its trials itself",
+            code="nproc-conflict",
+            where="sweep",
+            fix="run it without torchrun, with --nproc N",
+        )
+    if search not in (None, "optuna"):
+        raise UserError(
+            f"there is no search {search}",
+            code="option-value",
+            where="--search",
+            fix="use optuna, or leave it out for a complete grid",
+        )
+    if trials is not None and search is None:
+        raise UserError(
+            "a grid tries all of its combinations",
+            code="option-unused",
+            where="--trials",
+            fix="remove it, or add --search optuna",
+        )
+
+
+def _sweep(
+    recipe: Path,
+    overrides: list[str],
+    over: list[str],
+    out: Path,
+    stream: IO[str] | None,
+    options: dict[str, Any],
+    how: dict[str, Any],
+) -> int:
+    """Run the sweep, print its table or its JSON lines, and return the exit status."""
+    from valence.sweeps.results import conclusions_of, terminal_table
+    from valence.sweeps.run import SweepOptions
+    from valence.sweeps.sweep import run_sweep
+
+    def print_trial(state: SweepState, trial: Trial) -> None:
+        if stream:
+            fields = ("name", "state", "value", "step", "reason", "seconds")
+            record = {field: getattr(trial, field) for field in fields}
+            line = {"event": "trial", **record, "run": str(state.run_dir(trial))}
+            write_line(json_line(line), stream)
+
+    state, stopped = run_sweep(
+        recipe,
+        overrides,
+        over,
+        out,
+        console,
+        options=SweepOptions(**options),
+        on_trial=print_trial,
+        **how,
+    )
+    failed = state.results["failed"]
+    status = stopped.status if stopped else MISTAKE if failed else 0
+    if not options["quiet"]:
+        console.print(terminal_table(state))
+        for line in conclusions_of(state):
+            print_message(console, line)
+        print_message(console, f"report  {out / 'sweep.html'}")
+    for trial in failed:
+        warn_on_stderr(console, f"failed: {trial['trial']}: {trial['reason']}")
+    if stopped:
+        done = sum(trial.state == "done" for trial in state.included)
+        message = f"{stopped.reason}: {done} of {len(state.included)} trials are done; the same "
+        print_message(console, f"{message}command resumes the sweep", "yellow")
+    elif failed and not options["quiet"]:
+        message = f"{len(failed)} trials failed; the same command tries them again"
+        print_message(console, message, "yellow")
+    if stream:
+        word = "interrupted" if stopped else "failed" if failed else "done"
+        line = {"event": "done", "sweep": str(out), "status": word, "exit_status": status}
+        more = {"objective": state.objective, "report": str(out / "sweep.html")}
+        write_line(json_line({**line, **more, **state.results}), stream)
+    return status

@@ -1,0 +1,1 @@
+"""Sweeps: the same recipe trained with several settings and seeds, and compared."""
