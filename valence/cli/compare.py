@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,6 +119,15 @@ def compare(
             "--prompts, no model answers.",
         ),
     ] = None,
+    lm_eval: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            "--lm-eval",
+            metavar="BASELINE CANDIDATE",
+            help="The --output_path of lm_eval for both models, or a result file of each. Without "
+            "--prompts, no model answers.",
+        ),
+    ] = None,
     labels: Annotated[
         list[str] | None,
         typer.Option(
@@ -199,6 +209,7 @@ def compare(
                 assertions=assertions or [],
                 judges=judge or [],
                 votes=votes,
+                lm_eval=lm_eval,
                 labels=labels or [],
                 min_agreement=min_agreement,
                 allow_below=allow_below,
@@ -234,8 +245,10 @@ def compare(
 def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
     from valence.jobs.compare_models import REPORT
     from valence.reports.win_rates import (
+        BENCHMARKS,
         HEADER,
         assertion_note,
+        benchmark_row,
         judge_notes,
         rates_row,
         warnings_of,
@@ -249,19 +262,19 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
     tables |= {f"\nBy tag: {judge['judge']}": judge["tags"] for judge in facts["judges"]}
     for title, rows in tables.items():
         if rows:
-            table = Table(box=None, pad_edge=False)
-            for column in HEADER:
-                table.add_column(column, no_wrap=True)
-            for name, rates in rows.items():
-                table.add_row(*rates_row(name, rates))
             if title:
                 print_message(terminal, title)
-            terminal.print(table)
+            cells = [rates_row(name, rates) for name, rates in rows.items()]
+            terminal.print(_table(HEADER, cells))
     lengths = [
         f"{facts[side]} {answers['mean_characters']:.0f}"
         for side, answers in facts["answers"].items()
     ]
-    print_message(terminal, f"\nmean characters of an answer: {', '.join(lengths)}")
+    if lengths:
+        print_message(terminal, f"\nmean characters of an answer: {', '.join(lengths)}")
+    if benchmarks := facts.get("benchmarks"):
+        print_message(terminal, "\nBenchmarks of lm-eval")
+        terminal.print(_table(BENCHMARKS, [benchmark_row(row) for row in benchmarks]))
     for judge in facts["judges"]:
         for note in judge_notes(judge):
             print_message(terminal, note)
@@ -272,3 +285,13 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
     for warning in warnings_of(facts):
         print_message(terminal, warning, "yellow")
     print_message(terminal, f"report: {Path(result.folder) / REPORT}")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table with complete numbers, in which long names continue on the next line."""
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(header):
+        table.add_column(column, no_wrap=number > 0, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -28,6 +28,7 @@ from valence.evaluation.assertions import (
     count_assertions,
     parse_assertions,
 )
+from valence.evaluation.benchmarks import BenchmarkResult, read_benchmarks
 from valence.evaluation.calibration import (
     MIN_AGREEMENT,
     Calibration,
@@ -75,7 +76,7 @@ class ModelComparison:
     """models: names of baseline and candidate. answers: for each side the mean length in characters
     and the number of truncated answers. duplicates: rows with a prompt of an earlier row. trained:
     prompts that are in the training data as well, by model. calibrations: of judges that were
-    measured against labels.
+    measured against labels. benchmarks: of lm-eval.
     """
 
     models: tuple[str, str]
@@ -86,20 +87,33 @@ class ModelComparison:
     trained: Mapping[str, int] = field(default_factory=dict[str, int])
     calibrations: Sequence[Calibration] = ()
     assertions: Mapping[str, Any] | None = None
+    benchmarks: Sequence[BenchmarkResult] = ()
     notes: Sequence[str] = ()
     folder: str = ""
 
     def failed_gates(self, at_least: float | None, max_broken: int | None) -> list[str]:
-        """Sentences about win rates below ``at_least``, and about too many broken assertions."""
-        rates = {judge.judge: judge.rates.rate for judge in self.judges}
-        failures = [
-            f"the win rate by {name} is {100 * rate.value:.1f} %, below {100 * at_least:g} %"
-            for name, rate in rates.items()
-            if at_least is not None and rate is not None and rate.value < at_least
-        ]
-        num_broken = len(self.assertions["broken"]) if self.assertions else 0
-        if max_broken is not None and num_broken > max_broken:
-            failures.append(f"{num_broken} assertions are broken, more than {max_broken}")
+        """Sentences about win rates below ``at_least``, and about too many broken assertions.
+
+        A gate without a win rate, or without assertions, fails as well.
+        """
+        failures: list[str] = []
+        if at_least is not None:
+            rates = {judge.judge: judge.rates.rate for judge in self.judges}
+            failures += [] if rates else ["there is no win rate, as no judge is named"]
+            failures += [
+                f"there is no win rate by {name}"
+                if rate is None
+                else f"the win rate by {name} is {100 * rate.value:.1f} %, below "
+                f"{100 * at_least:g} %"
+                for name, rate in rates.items()
+                if rate is None or rate.value < at_least
+            ]
+        if max_broken is not None:
+            num_broken = len(self.assertions["broken"]) if self.assertions else None
+            if num_broken is None:
+                failures.append("there are no assertions")
+            elif num_broken > max_broken:
+                failures.append(f"{num_broken} assertions are broken, more than {max_broken}")
         return failures
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,6 +127,7 @@ class ModelComparison:
             "judges": [judge.to_dict() for judge in self.judges],
             "calibrations": [calibration.to_dict() for calibration in self.calibrations],
             **({} if self.assertions is None else {"assertions": dict(self.assertions)}),
+            **({"benchmarks": [b.to_dict() for b in self.benchmarks]} if self.benchmarks else {}),
             "notes": list(self.notes),
             "folder": self.folder,
         }
@@ -127,6 +142,7 @@ def compare_models(
     judges: Sequence[str] = (),
     assertions: Sequence[str] = (),
     votes: Path | None = None,
+    lm_eval: tuple[Path, Path] | None = None,
     labels: Sequence[str] = (),
     min_agreement: float | None = None,
     allow_below: bool = False,
@@ -146,7 +162,8 @@ def compare_models(
     both sides is allowed. out: a folder; if an interrupted call wrote it, resume; ``fresh`` moves
     it aside. judges: entries of a recipe's reward section, each a judge by itself. assertions:
     files of prompts with assertions, which are answered and not judged. votes: the --out of
-    ``valence collect``, which is another judge; with it alone, no model answers. labels: files of
+    ``valence collect``, which is another judge. lm_eval: result files of lm-eval for baseline and
+    candidate. With votes or lm_eval alone, no model answers. labels: files of
     thumbs or pairs that each judge is measured against first; one that agrees with less than
     ``min_agreement`` of them is refused, unless ``allow_below``. tag: column of the prompts with
     the groups that are reported. max_failed: share of prompts without a verdict above which
@@ -159,8 +176,9 @@ def compare_models(
     for entries in specs:
         check_rewards(entries)
     people = None if votes is None else read_votes(votes, baseline, candidate)
+    benchmarks = [] if lm_eval is None else read_benchmarks(*lm_eval)
     questions = ComparisonPrompts()
-    if prompts or assertions or votes is None:
+    if prompts or assertions or (votes is None and lm_eval is None):
         questions = _read_prompts(candidate, prompts, assertions, overrides)
     questions.check_judges(bool(specs))
     trained, notes = _count_trained(
@@ -215,13 +233,16 @@ def compare_models(
         models=_model_names(baseline, candidate),
         num_prompts=len(all_pairs),
         answers={
-            side: _answer_facts([getattr(pair, side) for pair in all_pairs]) for side in SIDES
+            side: _answer_facts([getattr(pair, side) for pair in all_pairs])
+            for side in SIDES
+            if all_pairs
         },
         judges=summaries,
         duplicates=questions.duplicates,
         trained=trained,
         calibrations=calibrations,
         assertions=count_assertions(results) if results else None,
+        benchmarks=benchmarks,
         notes=notes,
         folder=str(out),
     )

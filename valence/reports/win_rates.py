@@ -14,7 +14,15 @@ from valence.reports.rows import Json
 SIDES = ("baseline", "candidate")
 MAX_TEXT = 1500
 """Characters shown of a text."""
-HEADER = ("", "win rate (95 % interval)", "length-controlled", "wins", "ties", "losses", "failed")
+HEADER = (
+    "",
+    "win rate\n(95 % interval)",
+    "length-\ncontrolled",
+    "wins",
+    "ties",
+    "losses",
+    "failed",
+)
 """Columns of the table of win rates."""
 
 
@@ -28,7 +36,7 @@ def _cell(estimate: Mapping[str, float] | None) -> str:
     if estimate is None:
         return "\N{EN DASH}"
     value, low, high = (100 * estimate[name] for name in ("value", "low", "high"))
-    return f"{value:.1f} % ({low:.1f} to {high:.1f})"
+    return f"{value:.1f} % ({low:.1f}\N{EN DASH}{high:.1f})"
 
 
 def warnings_of(result: Json) -> list[str]:
@@ -43,8 +51,7 @@ def warnings_of(result: Json) -> list[str]:
         messages.append(
             f"{result['duplicates']} rows repeat a prompt of another row, which is answered once."
         )
-    for side in SIDES:
-        facts = result["answers"][side]
+    for side, facts in result["answers"].items():
         for name in ("truncated", "empty"):
             if facts[name]:
                 messages.append(
@@ -68,6 +75,26 @@ def calibration_row(calibration: Json) -> list[str]:
         str(calibration["num_labels"]),
         _cell(calibration["agreement"]),
         *("\N{EN DASH}" if share is None else f"{100 * share:.0f} %" for share in shares),
+    ]
+
+
+BENCHMARKS = ("task", "metric", "baseline", "candidate", "difference\n(95 % interval)", "better")
+"""Columns of the table of benchmarks."""
+
+
+def benchmark_row(benchmark: Json) -> list[str]:
+    """A row of the table of benchmarks: the columns of ``BENCHMARKS``."""
+    interval = ""
+    if benchmark["low"] is not None:
+        interval = f" ({benchmark['low']:+.3f} to {benchmark['high']:+.3f})"
+    directions = {True: "higher", False: "lower", None: "\N{EN DASH}"}
+    return [
+        benchmark["task"],
+        benchmark["metric"],
+        f"{benchmark['baseline']:.3f}",
+        f"{benchmark['candidate']:.3f}",
+        f"{benchmark['difference']:+.3f}{interval}",
+        directions[benchmark["higher_is_better"]],
     ]
 
 
@@ -100,12 +127,17 @@ def win_rate_page(result: Json) -> str:
     """The result as a self-contained HTML page."""
     charts = Charts()
     judges: Sequence[Json] = result["judges"]
-    sections: dict[str, Any] = {
-        "Win rate": {
+    sections: dict[str, Any] = {}
+    if judges:
+        sections["Win rate"] = {
             "header": HEADER,
             "rows": [rates_row(judge["judge"], judge) for judge in judges],
             "lengths": {side: result["answers"][side]["mean_characters"] for side in SIDES},
-        },
+        }
+    if benchmarks := result.get("benchmarks"):
+        rows = [benchmark_row(benchmark) for benchmark in benchmarks]
+        sections["Benchmarks of lm-eval"] = {"header": BENCHMARKS, "rows": rows}
+    sections |= {
         "Limits of this comparison": warnings_of(result),
         "Assertions": [assertion_note(result["assertions"])] if "assertions" in result else [],
         "Judges": [note for judge in judges for note in judge_notes(judge)],
