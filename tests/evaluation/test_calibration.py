@@ -67,24 +67,24 @@ def test_agreement_and_length_bias_on_pairs(folder: Path) -> None:
     for spec in (reward_judge("my_rewards:long"), None):
         with judge_server(longer) as server:
             judge = spec or pair_judge(entry(server))
-            found = calibrate(judge, labels)
+            calibration = calibrate(judge, labels)
             judge.close()
-        assert (found.num_labels, found.failed) == (4, 0)
-        assert found.agreement.value == pytest.approx((1 + 1 + 0 + 0.5) / 4)
-        assert found.agreement.low < 0.625 < found.agreement.high
-        assert found.longer == {"labels": pytest.approx(2 / 3), "judge": 1.0}
-        assert found.length_bias == pytest.approx(1 / 3)
-        assert found.interval is not None
+        assert (calibration.num_labels, calibration.failed) == (4, 0)
+        assert calibration.agreement.value == pytest.approx((1 + 1 + 0 + 0.5) / 4)
+        assert calibration.agreement.low < 0.625 < calibration.agreement.high
+        assert calibration.longer == {"labels": pytest.approx(2 / 3), "judge": 1.0}
+        assert calibration.length_bias == pytest.approx(1 / 3)
+        assert calibration.interval is not None
 
 
-def test_a_judge_of_positions_is_found_out(folder: Path) -> None:
+def test_a_judge_of_positions_agrees_by_chance(folder: Path) -> None:
     with judge_server(always_first) as server:
         judge = pair_judge(entry(server))
-        found = calibrate(judge, read_labels([write_pairs(ANSWERS)]))
+        calibration = calibrate(judge, read_labels([write_pairs(ANSWERS)]))
         judge.close()
-    assert found.agreement.value == 0.5
-    assert found.position is not None
-    assert (found.position.first, found.position.consistent) == (1.0, 0.0)
+    assert calibration.agreement.value == 0.5
+    assert calibration.position is not None
+    assert (calibration.position.first, calibration.position.consistent) == (1.0, 0.0)
 
 
 def test_agreement_with_thumbs_is_the_auc(folder: Path) -> None:
@@ -94,18 +94,18 @@ def test_agreement_with_thumbs_is_the_auc(folder: Path) -> None:
         for i in range(40)
     ]
     judge = reward_judge("my_rewards:long")
-    found = calibrate(judge, read_labels([write("thumbs.jsonl", rows)]))
+    calibration = calibrate(judge, read_labels([write("thumbs.jsonl", rows)]))
     judge.close()
     lengths = [
         [len(row["completion"]) for row in rows if row["label"] is up] for up in (True, False)
     ]
     expected = mannwhitneyu(*lengths).statistic / len(lengths[0]) / len(lengths[1])
-    assert found.agreement.value == pytest.approx(expected)
-    assert found.agreement.low < expected < found.agreement.high
-    assert found.num_labels == 40
-    assert found.longer is not None
-    assert found.longer["judge"] == 1.0
-    assert found.longer["labels"] == pytest.approx(
+    assert calibration.agreement.value == pytest.approx(expected)
+    assert calibration.agreement.low < expected < calibration.agreement.high
+    assert calibration.num_labels == 40
+    assert calibration.longer is not None
+    assert calibration.longer["judge"] == 1.0
+    assert calibration.longer["labels"] == pytest.approx(
         sum(a > b for a in lengths[0] for b in lengths[1])
         / sum(a != b for a in lengths[0] for b in lengths[1])
     )
@@ -123,9 +123,9 @@ def test_thumbs_on_one_prompt_are_pairs_for_a_judge_of_pairs(folder: Path) -> No
     ]
     with judge_server(longer) as server:
         judge = pair_judge(entry(server))
-        found = calibrate(judge, read_labels([write("thumbs.jsonl", rows)]))
+        calibration = calibrate(judge, read_labels([write("thumbs.jsonl", rows)]))
         judge.close()
-        assert (found.num_labels, found.agreement.value) == (1, 1.0)
+        assert (calibration.num_labels, calibration.agreement.value) == (1, 1.0)
         judge = pair_judge(entry(server))
         with raises_error("labels-without-pairs"):
             calibrate(judge, read_labels([write("thumbs.jsonl", rows[3:])]))
@@ -138,9 +138,9 @@ def test_labels_of_collected_rows_are_read_as_text(folder: Path) -> None:
         {"prompt": turns, "completion": "good", "label": True, **tokens},
         {"prompt": turns, "completion": "bad", "label": False, **tokens},
     ]
-    (found,) = read_labels([write("thumbs.jsonl", rows)]).paired()
-    assert (found.candidate.text, found.baseline.text) == ("good", "bad")
-    assert found.candidate.prompt == tuple(turns)
+    (label,) = read_labels([write("thumbs.jsonl", rows)]).paired()
+    assert (label.candidate.text, label.baseline.text) == ("good", "bad")
+    assert label.candidate.prompt == tuple(turns)
 
 
 def test_verdicts_that_failed_are_left_out(folder: Path) -> None:
@@ -150,10 +150,10 @@ def test_verdicts_that_failed_are_left_out(folder: Path) -> None:
     labels = read_labels([write_pairs(ANSWERS)])
     with judge_server(opinion) as server:
         judge = pair_judge(entry(server))
-        found = calibrate(judge, labels)
+        calibration = calibrate(judge, labels)
         judge.close()
-    assert (found.num_labels, found.failed) == (3, 1)
-    assert found.agreement.value == pytest.approx(2.5 / 3)
+    assert (calibration.num_labels, calibration.failed) == (3, 1)
+    assert calibration.agreement.value == pytest.approx(2.5 / 3)
     with judge_server(lambda shown: "?") as server, raises_error("judge-failures"):
         calibrate(pair_judge(entry(server)), labels)
 
@@ -167,11 +167,11 @@ def test_rows_without_a_label_are_mistakes(folder: Path) -> None:
 
 
 def test_a_judge_below_the_agreement_is_refused_unless_allowed(folder: Path) -> None:
-    found = calibrate(reward_judge("my_rewards:long"), read_labels([write_pairs(ANSWERS)]))
-    require_agreement(found, 0.6, allow_below=False, setting="x")
-    require_agreement(found, 0.7, allow_below=True, setting="x")
+    calibration = calibrate(reward_judge("my_rewards:long"), read_labels([write_pairs(ANSWERS)]))
+    require_agreement(calibration, 0.6, allow_below=False, setting="x")
+    require_agreement(calibration, 0.7, allow_below=True, setting="x")
     with raises_error("judge-agreement-low", fix="--allow-below"):
-        require_agreement(found, 0.7, allow_below=False, setting="--allow-below")
+        require_agreement(calibration, 0.7, allow_below=False, setting="--allow-below")
 
 
 # In commands
@@ -229,3 +229,40 @@ def test_training_measures_its_judge_first(folder: Path, better: bool) -> None:
         else:
             assert command_error("train", "judged.yaml").code == "judge-agreement-low"
             assert len(server.requests) == 4
+
+
+def test_training_stops_at_the_cost_limit_and_a_larger_one_resumes(folder: Path) -> None:
+    def grades(shown: Mapping[str, Any]) -> str:
+        return json.dumps({"scores": {"brief": 1 + len(shown["answer"]) % 10, "kind": 5}})
+
+    settings = {
+        "model": "m",
+        "criteria": {"brief": "Is it brief?", "kind": "Is it kind?"},
+        "prices": [1000, 0],
+        "max_cost": 0.5,
+    }
+    recipe: dict[str, Any] = {
+        "method": "rloo",
+        "model": {"name": "./model", "lora": {"rank": 2}},
+        "data": {"train": "prompts.jsonl"},
+        "rollout": {"num_rollouts": 2, "max_new_tokens": 4},
+        "train": {"batch_size": 2, "max_steps": 4},
+        "run": {"dir": "runs/judged"},
+    }
+
+    def write_recipe(server: JudgeServer, max_cost: float) -> None:
+        entry = {"judge": server.url, "settings": {**settings, "max_cost": max_cost}}
+        Path("judged.yaml").write_text(json.dumps({**recipe, "reward": entry}))
+
+    with judge_server(grades) as server:
+        write_recipe(server, 0.5)
+        assert command_error("train", "judged.yaml").code == "judge-cost-limit"
+        assert 5 <= len(server.requests) <= 5 + 8
+        write_recipe(server, 50)
+        assert command("train", "judged.yaml", "--allow", "reward") == 0
+        contents = [json.dumps(shown) for shown in server.shown]
+    assert len(contents) == len(set(contents))
+    records = [
+        json.loads(line) for line in Path("runs/judged/metrics.jsonl").read_text().splitlines()
+    ]
+    assert any("reward/m/brief" in record for record in records)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def write_prompts(count: int = 8, name: str = "prompts.jsonl") -> None:
 
 
 @pytest.fixture
-def folder(place: Path) -> Iterator[Path]:
+def folder(place: Path) -> Path:
     """A folder with two models, prompts and rewards."""
     model: Any = AutoModelForCausalLM.from_pretrained("model")
     torch.manual_seed(3)
@@ -257,13 +256,13 @@ def test_killed_while_answering_no_prompt_is_answered_twice(folder: Path) -> Non
     program.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= 8)
     assert program.kill() == -signal.SIGKILL
     written = path.read_bytes()
-    kept = b"".join(written.splitlines(keepends=True)[: written.count(b"\n") // 4 * 4])
+    prefix = b"".join(written.splitlines(keepends=True)[: written.count(b"\n") // 4 * 4])
     assert command(*words) == 0
-    assert path.read_bytes().startswith(kept)
+    assert path.read_bytes().startswith(prefix)
     assert len(lines(str(path))) == 60
     undisturbed = path.read_bytes()
-    assert command(*words, "--out", "whole") == 0
-    rows = [lines(f"{name}/answers.candidate.jsonl") for name in ("comparison", "whole")]
+    assert command(*words, "--out", "again") == 0
+    rows = [lines(f"{name}/answers.candidate.jsonl") for name in ("comparison", "again")]
     assert [row["completion"] for row in rows[0]] == [row["completion"] for row in rows[1]]
     assert undisturbed
 

@@ -123,7 +123,7 @@ def test_criteria_keep_their_parts_and_weights() -> None:
         '{"winners": {"other": "tie"}} {"winners": {"quality": "first", "x": "tie"}}',
     ],
 )
-def test_a_verdict_is_found_in_a_reply(text: str) -> None:
+def test_a_verdict_is_read_from_a_reply(text: str) -> None:
     assert parse_winners(text, JudgeSettings(model="m")) == {"quality": 1.0}
 
 
@@ -155,8 +155,8 @@ def test_a_grade_off_the_scale_is_no_grade(grade: str) -> None:
 
 
 def test_a_grade_may_be_a_fraction() -> None:
-    found = parse_grades('{"scores": {"quality": 7.5}}', JudgeSettings(model="m"))
-    assert found == {"quality": 7.5}
+    grades = parse_grades('{"scores": {"quality": 7.5}}', JudgeSettings(model="m"))
+    assert grades == {"quality": 7.5}
     assert [*objects_in('a {"b": 1} {c} {"d": {"e": 2}}')] == [{"b": 1}, {"d": {"e": 2}}]
 
 

@@ -42,10 +42,10 @@ def minimized(preferences: Sequence[float], lengths: Sequence[float]) -> tuple[f
             total -= p * math.log(q) + (1 - p) * math.log(1 - q)
         return total
 
-    found = minimize(
+    result = minimize(
         loss, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12}
     )
-    return tuple(found.x)
+    return tuple(result.x)
 
 
 def test_the_win_rate_is_the_mean_with_ties_as_half() -> None:
@@ -125,8 +125,8 @@ def test_lengths_that_decide_every_prompt_have_a_finite_fit() -> None:
 
 def test_many_prompts_are_resampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     preferences, lengths = outcomes(40, 4, of_length=1.0, ability=0.2)
-    whole = win_rate(preferences), length_controlled_rate(preferences, lengths)
+    estimates = win_rate(preferences), length_controlled_rate(preferences, lengths)
     monkeypatch.setattr(module, "MAX_ELEMENTS", 4000)
     parts = win_rate(preferences), length_controlled_rate(preferences, lengths)
-    for part, estimate in zip(parts, whole, strict=True):
+    for part, estimate in zip(parts, estimates, strict=True):
         assert part.to_dict() == pytest.approx(estimate.to_dict(), abs=1e-9)

@@ -66,8 +66,8 @@ def parse_assertions(value: Any, where: str) -> list[Assertion]:
     Raises UserError for another value.
     """
     objects = value if isinstance(value, list) else [value]
-    entries = [entry for each in objects if isinstance(each, Mapping) for entry in each.items()]
-    if not entries or not all(isinstance(each, Mapping) for each in objects):
+    entries = [entry for item in objects if isinstance(item, Mapping) for entry in item.items()]
+    if not entries or not all(isinstance(item, Mapping) for item in objects):
         raise _invalid(f"{json.dumps(value, default=str):.80} is not an assertion", where)
     return [_assertion(str(kind), content, where) for kind, content in entries]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from valence.data.load import DataFile, stream
 from valence.data.sources import BadRow, Row
@@ -164,10 +164,24 @@ def _text(answer: Any) -> str:
 # Agreement
 
 
-def calibrate(judge: PairJudge, labels: Labels) -> Calibration:
-    """Measure a judge. Raises UserError if it fails on all labels, or needs pairs."""
-    if isinstance(judge, RewardJudge) and not labels.pairs:
-        return _calibrate_on_thumbs(judge, labels.thumbs)
+def count_items(judge: PairJudge, labels: Labels) -> int:
+    """The number of pairs or thumbs that the judge is measured on."""
+    return len(labels.thumbs if _needs_no_pairs(judge, labels) else labels.paired())
+
+
+def _needs_no_pairs(judge: PairJudge, labels: Labels) -> TypeGuard[RewardJudge]:
+    return isinstance(judge, RewardJudge) and not labels.pairs
+
+
+def calibrate(
+    judge: PairJudge, labels: Labels, progress: Callable[[int], None] | None = None
+) -> Calibration:
+    """Measure a judge. Raises UserError if it fails on all labels, or needs pairs.
+
+    progress: called with the number of pairs or thumbs judged since its last call.
+    """
+    if _needs_no_pairs(judge, labels):
+        return _calibrate_on_thumbs(judge, labels.thumbs, progress)
     pairs = labels.paired()
     if not pairs:
         raise UserError(
@@ -176,7 +190,7 @@ def calibrate(judge: PairJudge, labels: Labels) -> Calibration:
             where="--labels",
             fix="name a file of pairs, or of good and bad answers to the same prompts",
         )
-    verdicts = judge.judge(pairs, lambda _: None)
+    verdicts = judge.judge(pairs, progress or (lambda _: None))
     judged = [
         (verdict.preference, pair.length_difference)
         for pair, verdict in zip(pairs, verdicts, strict=True)
@@ -199,9 +213,11 @@ def calibrate(judge: PairJudge, labels: Labels) -> Calibration:
 
 
 def _calibrate_on_thumbs(
-    judge: RewardJudge, thumbs: Sequence[tuple[Completion, bool]]
+    judge: RewardJudge,
+    thumbs: Sequence[tuple[Completion, bool]],
+    progress: Callable[[int], None] | None,
 ) -> Calibration:
-    scores = score_all(judge.reward, [completion for completion, _ in thumbs])
+    scores = score_all(judge.reward, [c for c, _ in thumbs], progress=progress)
     rated: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
     for (completion, is_good), score in zip(thumbs, scores, strict=True):
         if score.value is not None:
@@ -262,7 +278,7 @@ def _failed_on_all(name: str, error: str) -> UserError:
     )
 
 
-def describe(calibration: Calibration) -> str:
+def describe_calibration(calibration: Calibration) -> str:
     """What was measured, in a sentence or two."""
     agreement = calibration.agreement
     text = (
@@ -292,7 +308,8 @@ def require_agreement(
     """
     if calibration.agreement.value < minimum and not allow_below:
         raise UserError(
-            f"{describe(calibration).rstrip('.')}; at least {100 * minimum:g} % is required",
+            f"{describe_calibration(calibration).rstrip('.')}; at least {100 * minimum:g} % is "
+            "required",
             code="judge-agreement-low",
             where=calibration.judge,
             fix=f"improve its rubric or use another judge; {setting} uses it nevertheless",

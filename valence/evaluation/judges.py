@@ -24,8 +24,7 @@ class AnswerPair:
     """The answers of both models to a prompt.
 
     id: of the content of prompt and answers. prompt_key: of the content of the prompt. prompt: as
-    text. tags: groups of prompts that it
-    belongs to. origin: place of the prompt, for messages.
+    text. tags: groups of prompts that it belongs to. origin: place of the prompt, for messages.
     """
 
     id: str

@@ -33,7 +33,8 @@ from valence.evaluation.calibration import (
     MIN_AGREEMENT,
     Calibration,
     calibrate,
-    describe,
+    count_items,
+    describe_calibration,
     read_labels,
     require_agreement,
 )
@@ -46,6 +47,7 @@ from valence.jobs.row_job import Line, RowJob, as_line
 from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample_rows
 from valence.lifecycle.reward_models import reward_model
 from valence.lifecycle.saved_models import At
+from valence.reports.console import Progress
 from valence.reports.rendering import write_atomically
 from valence.reports.win_rates import win_rate_page
 from valence.rewards.build import check_rewards, judge_settings
@@ -196,8 +198,9 @@ def compare_models(
             else:
                 minimum = settings.min_agreement if settings else MIN_AGREEMENT
             is_allowed = allow_below or bool(settings and settings.allow_below)
-            show = None if quiet else console
-            calibrations.append(folder.calibrate(entries, files, minimum, is_allowed, show))
+            calibrations.append(
+                folder.calibrate(entries, files, minimum, is_allowed, console, quiet)
+            )
         elif settings:
             notes.append(f"{settings.model} was not measured against labels (--labels)")
     for side, target in zip(SIDES, (baseline, candidate), strict=True):
@@ -489,13 +492,30 @@ class ComparisonFolder:
         labels: Sequence[str],
         minimum: float,
         allow_below: bool,
-        console: Console | None,
+        console: Console,
+        quiet: bool,
     ) -> Calibration:
         """Measure a judge against labels. Raises UserError if it agrees too little."""
-        with closing(build_judge(entries, reward_model, self.path / REPLIES)) as judge:
-            calibration = calibrate(judge, read_labels(labels))
-        if console is not None:
-            print_message(console, describe(calibration))
+        rated, done = read_labels(labels), 0
+        with (
+            closing(build_judge(entries, reward_model, self.path / REPLIES)) as judge,
+            Progress(
+                console,
+                f"measuring {judge.name}",
+                count_items(judge, rated),
+                quiet=quiet,
+                brief=True,
+            ) as bar,
+        ):
+
+            def advance(num_new: int) -> None:
+                nonlocal done
+                done += num_new
+                bar.update(done)
+
+            calibration = calibrate(judge, rated, advance)
+        if not quiet:
+            print_message(console, describe_calibration(calibration))
         require_agreement(calibration, minimum, allow_below=allow_below, setting="--allow-below")
         return calibration
 
@@ -526,7 +546,7 @@ def _tags(example: Prompt, column: str | None) -> tuple[str, ...]:
     names = TAG_COLUMNS if column is None else (column,)
     value = next((example.info[name] for name in names if example.info.get(name)), ())
     values = value if isinstance(value, list | tuple) else [value]
-    return tuple(dict.fromkeys(str(each) for each in values))
+    return tuple(dict.fromkeys(str(tag) for tag in values))
 
 
 def _write(path: Path, content: str) -> None:

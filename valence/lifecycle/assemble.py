@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from valence.config.schema import RewardSettings
 from valence.data.audit_text import audited
 from valence.distributed.process_group import Group, SingleProcess
-from valence.evaluation.calibration import calibrate, describe, read_labels, require_agreement
-from valence.evaluation.judges import RewardJudge
 from valence.lifecycle.reward_models import reward_model
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
@@ -23,9 +19,8 @@ from valence.online.engines import make_engine, make_policy_engine
 from valence.online.rounds import Rounds
 from valence.reports.sinks import FanOut, JsonlSink, Sink
 from valence.reports.trackers import make_trackers
-from valence.rewards.build import judge_settings, reward_of
+from valence.rewards.build import reward_of
 from valence.rewards.combine import Combined
-from valence.rewards.judge import JudgeSettings
 from valence.runs.folder import RunFolder
 from valence.runs.messages import Messages
 from valence.runs.signals import SharedStop, Stop
@@ -38,6 +33,9 @@ from valence.trainer.prepare import Prepared
 from valence.trainer.saver import Saver
 from valence.trainer.state import TrainState
 from valence.trainer.trainer import Callback, Trainer
+
+SCORES = "scores"
+"""Folder of a run with cached scores, and the replies of LLM judges."""
 
 
 def make_trainer(
@@ -94,7 +92,7 @@ def make_trainer(
             if samples_in_process
             else partial(make_engine, prepared, state, messages, path),
             make_policy_engine=partial(make_policy_engine, prepared, state),
-            load_reward=partial(_load_reward, prepared, path, messages),
+            load_reward=partial(_load_reward, prepared, path),
             world=world, stop=shared_stop, messages=messages, retry=retry,
         )  # fmt: skip
         examples = state.rounds = Rounds(prepared, state, collector, messages)
@@ -138,38 +136,9 @@ def _log(
     )
 
 
-def _load_reward(prepared: Prepared, folder: Path | None, messages: Messages) -> Combined:
-    """The recipe's rewards. Scores that cannot change are kept in the run's folder.
-
-    LLM judges are measured against labels first. Raises UserError for one that disagrees with them.
-    """
+def _load_reward(prepared: Prepared, folder: Path | None) -> Combined:
+    """The recipe's rewards. Scores that cannot change are kept in the run's folder."""
     if not prepared.has_rewards:
         raise ValueError("the run was opened without its rewards")
-    cache = folder / "scores" if folder else None
-    for number, spec in enumerate(prepared.recipe.reward):
-        settings = judge_settings(spec, f"reward.{number}")
-        if settings is not None:
-            _measure_judge(spec, settings, f"reward.{number}.settings", cache, messages)
+    cache = folder / SCORES if folder else None
     return reward_of(prepared.recipe.reward, model=reward_model, cache=cache)
-
-
-def _measure_judge(
-    spec: RewardSettings,
-    settings: JudgeSettings,
-    where: str,
-    cache: Path | None,
-    messages: Messages,
-) -> None:
-    if settings.labels is None:
-        name = spec.name or settings.model
-        messages.warn(f"{name} was not measured against labels: set {where}.labels")
-        return
-    with closing(RewardJudge(reward_of([spec], cache=cache))) as judge:
-        calibration = calibrate(judge, read_labels([settings.labels]))
-    messages.note_once(describe(calibration))
-    require_agreement(
-        calibration,
-        settings.min_agreement,
-        allow_below=settings.allow_below,
-        setting=f"{where}.allow_below: true",
-    )

@@ -297,7 +297,8 @@ class JudgeModel:
                 f"the judge has cost {cost:.4g} US dollars, and the limit is {limit:g}",
                 code="judge-cost-limit",
                 where="settings.max_cost",
-                fix="raise it, then rerun the same command to resume: replies are kept",
+                fix="raise it, then rerun the same command to resume, in training with "
+                "--allow reward; replies are kept",
             )
 
     async def close(self) -> None:
