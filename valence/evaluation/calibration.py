@@ -27,8 +27,6 @@ from valence.types import (
 )
 
 MIN_AGREEMENT = 0.6
-FEW_LABELS = 30
-"""With fewer labels the interval says little."""
 MAX_COMPARED = 20_000
 """Pairs of a good and a bad answer that the length bias is computed from."""
 
