@@ -23,7 +23,7 @@ from valence.cli.common import (
     console,
     stoppable,
 )
-from valence.cli.models import AtOnce, TopP
+from valence.cli.models import AtOnce
 from valence.errors import UserError
 from valence.terminal import Terminal, json_line, print_message, write_line
 
@@ -60,7 +60,7 @@ def compare(
         typer.Option(
             "--prompts",
             metavar="FILE",
-            help="A file of held-out prompts that both models answer; may be given several times.",
+            help="A file of held-out prompts that both models answer. Can be repeated.",
         ),
     ] = None,
     judge: Annotated[
@@ -68,9 +68,10 @@ def compare(
         typer.Option(
             "--judge",
             metavar="REWARD",
-            help="What says which answer is better: a rule, a function (package.module:function), "
-            "a reward model or a server, or an entry of a recipe's reward section "
-            "('{reward: NAME, settings: {...}}'). Given several times, each gets its own win rate.",
+            help="Compares the answers: a rule, a function (package.module:function), a reward "
+            "model or a server, or an entry of a recipe's reward section "
+            "('{reward: NAME, settings: {...}}'), also as a YAML file. Can be repeated; each judge "
+            "gets a win rate.",
         ),
     ] = None,
     out: Annotated[
@@ -88,7 +89,7 @@ def compare(
             "--assertions",
             metavar="FILE",
             help="A file of prompts with a column `assert`, which both models answer and no judge "
-            "sees; may be given several times. Prompts of --prompts may have assertions as well.",
+            "sees. Can be repeated. Prompts of --prompts may have assertions as well.",
         ),
     ] = None,
     max_broken: Annotated[
@@ -133,8 +134,8 @@ def compare(
         typer.Option(
             "--labels",
             metavar="FILE",
-            help="A file of your own thumbs or pairs that every judge is measured against first; "
-            "may be given several times.",
+            help="A file of your own thumbs or pairs that every judge is measured against first. "
+            "Can be repeated.",
         ),
     ] = None,
     min_agreement: Annotated[
@@ -173,7 +174,15 @@ def compare(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
     ] = 0.7,
-    top_p: TopP = 1.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p",
+            min=0.0,
+            max=1.0,
+            help="Sample from the smallest set of most likely tokens with this total probability.",
+        ),
+    ] = 1.0,
     at_once: AtOnce = None,
     seed: Annotated[
         int, typer.Option(help="Fixes the answers and the resamples of the intervals.")

@@ -156,7 +156,7 @@ def compare_models(
     fresh: bool = False,
     console: Console | None = None,
     quiet: bool = False,
-    command: str = "valence.compare(...)",
+    command: str = "valence compare",
 ) -> ModelComparison:
     """Let two models answer prompts, let judges compare the answers, and write the result.
 
