@@ -37,11 +37,12 @@ def test_the_results_are_those_of_the_files() -> None:
     assert back.to_dict()["difference"] == pytest.approx(1 / 12)
 
 
-def changed(folder: Path, change: Callable[[Any], Any]) -> Path:
-    content = json.loads(CANDIDATE.read_text())
+def changed(folder: Path, change: Callable[[Any], Any], source: Path = CANDIDATE) -> Path:
+    content = json.loads(source.read_text())
     change(content)
-    (folder / "changed.json").write_text(json.dumps(content))
-    return folder / "changed.json"
+    path = folder / f"changed.{source.name}"
+    path.write_text(json.dumps(content))
+    return path
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,18 @@ def test_results_of_other_tasks_or_options_are_not_compared(
 def test_another_chat_template_is_compared(tmp_path: Path) -> None:
     path = changed(tmp_path, lambda c: c.update(chat_template="{{ messages }}"))
     assert read_benchmarks(BASELINE, path) == read_benchmarks(BASELINE, CANDIDATE)
+
+
+def test_addresses_of_functions_are_not_compared(tmp_path: Path) -> None:
+    def process_docs(address: str) -> Callable[[Any], Any]:
+        text = f"functools.partial(<function process_docs at {address}>, subject='law')"
+        return lambda c: c["configs"]["capitals"].update(process_docs=text)
+
+    paths = [
+        changed(tmp_path, process_docs("0x7f03aa10"), BASELINE),
+        changed(tmp_path, process_docs("0x7fe1bb20"), CANDIDATE),
+    ]
+    assert read_benchmarks(*paths) == read_benchmarks(BASELINE, CANDIDATE)
 
 
 def test_a_value_that_is_no_number_is_left_out(tmp_path: Path) -> None:

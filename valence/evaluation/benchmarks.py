@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ RESULT_FILES = "results_*.json"
 STDERR = "_stderr"
 FIX = "run lm_eval on both models with the same tasks and options"
 NORMAL_95 = 1.96
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Memory address of a function in a task's settings, which differs between calls of lm_eval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def _settings(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         # metadata contains the arguments of the model
         for name, value in config.items():
             if name != "metadata":
-                yield f"{task}.{name}", value
+                yield f"{task}.{name}", ADDRESS.sub("", json.dumps(value, sort_keys=True))
         yield f"{task}.version", content["versions"].get(task)
         yield f"{task}.samples", content["n-samples"].get(task)
     run = content.get("config", {})

@@ -1,4 +1,4 @@
-"""Measure a judge against labels that people gave, before anybody trusts it."""
+"""Measure how well a judge agrees with labels of people."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def _failed_on_all(name: str, error: str) -> UserError:
 
 
 def describe_calibration(calibration: Calibration) -> str:
-    """What was measured, in a sentence or two."""
+    """Describe a calibration in a sentence or two."""
     agreement = calibration.agreement
     text = (
         f"{calibration.judge} agrees with {calibration.num_labels} labels to "

@@ -63,7 +63,7 @@ class PairVerdict:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> PairVerdict | None:
-        """The verdict of which ``to_dict`` gave this; None if none did."""
+        """Read the result of ``to_dict``. Returns None for anything else."""
         preference, error = value.get("preference"), value.get("error")
         if preference is None:
             return cls(None, error=error) if isinstance(error, str) and error else None

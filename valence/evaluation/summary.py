@@ -1,4 +1,4 @@
-"""What the verdicts of a judge amount to: win rates in all and by tag, and the clearest wins."""
+"""Summarize the verdicts of a judge: win rates in all and by tag, and the clearest wins."""
 
 from __future__ import annotations
 

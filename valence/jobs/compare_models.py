@@ -254,7 +254,7 @@ def compare_models(
 
 
 def _read_entry(judge: str) -> str:
-    """An entry of a reward section: the content of a YAML file, or what was given."""
+    """An entry of a reward section: the content of a YAML file, or the text itself."""
     path = Path(judge)
     if path.suffix not in (".yaml", ".yml"):
         return judge
