@@ -176,6 +176,7 @@ def test_the_pages_name_every_format_command_and_status() -> None:
         0,
         1,
         cli.MISTAKE,
+        cli.GATE_FAILED,
         OUT_OF_TIME,
         *(128 + number for number in SIGNALS),
     }

@@ -87,6 +87,14 @@ ADDED: dict[str, dict[str, str]] = {
         HOST.format(0): f"run.dir=runs/hosts {FEW}",
         HOST.format(1): f"run.dir=runs/hosts {FEW}",
     },
+    "docs/tasks/compare.md": {
+        "valence compare recipe.yaml runs/first --prompts held_out_prompts.jsonl --judge "
+        "my_rewards:concise --at-least 0.5 --out gate": "--at-least 0",
+        "valence compare recipe.yaml runs/first --prompts held_out_prompts.jsonl --judge "
+        "my_rewards:concise --labels held_out.jsonl --out calibrated": "--allow-below",
+        "valence train recipes/reward_model.yaml run.dir=runs/judge": "model.dtype=float32 "
+        "train.max_steps=1 data.limit=8",
+    },
     "docs/tasks/reward-function.md": {
         "valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"
     },
@@ -108,6 +116,7 @@ FIRST: dict[str, list[str]] = {
         f"cp -r {' '.join(shlex.quote(f'{ROOT}/{name}') for name in CLONE)} ."
     ],
     "docs/resume.md": ["mkdir experiments"],
+    "docs/tasks/compare.md": [f"valence train recipe.yaml {FEW}"],
     "docs/tasks/import-feedback.md": ["rm feedback.jsonl"],
     "docs/tasks/chat-tool.md": ["rm feedback.jsonl"],
 }

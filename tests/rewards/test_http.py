@@ -276,7 +276,7 @@ def test_only_time_outs_use_up_the_time(statuses: list[int], seconds: float, tri
 def test_a_reply_without_end_is_cut() -> None:
     with server(Reply(raw=b'{"rewards": [' + b" " * 5000 + b"1.0]}")) as told:
         made = client(told.url)
-        calls_of(made).backend.max_bytes = 1000
+        calls_of(made).backend.http.max_bytes = 1000
         assert has_words(error(made, answers(1)), 1000)
 
 

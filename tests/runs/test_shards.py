@@ -432,7 +432,7 @@ def loaded(name: str, folder: Path) -> dict[str, Tensor]:
 
     if name == "adapter":
         return PeftModel.from_pretrained(
-            tiny(CASES[name].kind, dtype=torch.float32), str(folder)
+            tiny(CASES[name].architecture, dtype=torch.float32), str(folder)
         ).state_dict()  # type: ignore[arg-type]
     auto: Any = (
         AutoModelForSequenceClassification if name == "reward model" else AutoModelForCausalLM

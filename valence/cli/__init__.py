@@ -12,13 +12,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.rich_utils import rich_format_error
 
-from valence.cli.common import MISTAKE, app, console, refuse_dashes, status_of
+from valence.cli.common import GATE_FAILED, MISTAKE, app, console, refuse_dashes, status_of
 from valence.cli.guide import arrange
 from valence.errors import UserError
 from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
 # Each module registers its commands.
-from valence.cli import runs, sweep, report, models, export, look  # isort: skip
+from valence.cli import runs, sweep, report, models, compare, export, look  # isort: skip
 from valence.cli import imports, collect, audit, serve_model, rewards, serve, doctor  # isort: skip
 
 arrange(app)
@@ -37,8 +37,8 @@ def main() -> None:
     """Run a command.
 
     Exit status: 0 success, 1 a bug in Valence, 2 a user error or a problem of the environment,
-    3 an exported model differs from its run, 124 run.max_time was reached, 128 + n stopped by
-    signal n.
+    3 a release gate failed, or an exported model differs from its run, 124 run.max_time was
+    reached, 128 + n stopped by signal n.
     """
     sys.excepthook = print_traceback
     _hide_deprecations()
@@ -115,10 +115,12 @@ def valence(
 
 
 __all__ = [
+    "GATE_FAILED",
     "MISTAKE",
     "app",
     "audit",
     "collect",
+    "compare",
     "console",
     "doctor",
     "export",

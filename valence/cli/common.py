@@ -27,6 +27,9 @@ NOTHING_STARTED = "stopped before the command started"
 MISTAKE = 2
 """Exit status of a user error, or of a problem of the environment such as a full disk."""
 
+GATE_FAILED = 3
+"""Exit status if a model is worse than a release gate demands."""
+
 app = typer.Typer(
     help=HELP,
     no_args_is_help=True,

@@ -31,6 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": (REPORTS, "valence report runs/first runs/second"),
     "evaluate": (MODELS, "valence evaluate runs/first --data held_out.jsonl --out metrics.json"),
     "sample": (MODELS, 'valence sample runs/first --prompt "Why is the sky blue?" -n 2'),
+    "compare": (
+        MODELS,
+        "valence compare recipes/kto.yaml runs/first --prompts held_out.jsonl --judge runs/judge",
+    ),
     "export": (MODELS, "valence export runs/first my-model"),
     "serve": (MODELS, "valence serve runs/first --out feedback.jsonl"),
     "ab": (MODELS, "valence ab feedback.jsonl"),

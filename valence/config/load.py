@@ -227,7 +227,18 @@ def _expand_short_forms(raw: RawRecipe) -> RawRecipe:
                 for key, place in places.items()
             }
         values = _with_list(values, path, name)
+    if isinstance(rewards := values.get("reward"), list):
+        values["reward"] = [_with_judge(entry) for entry in cast(list[object], rewards)]
     return RawRecipe(values, places)
+
+
+def _with_judge(entry: object) -> object:
+    """An entry of the reward section, of which a judge is the reward."""
+    if not isinstance(entry, dict):
+        return entry
+    section = cast(dict[str, Any], entry)
+    is_judge = section.get("judge") is not None and "reward" not in section
+    return {"reward": section["judge"], **section} if is_judge else section
 
 
 def _with_list(values: Any, path: Key, name: str) -> Any:

@@ -544,6 +544,10 @@ class RewardSettings(Section):
     folder or hub id of a reward model, or the address of a server (`http://host:port/get_reward`;
     of several, separated by commas, the next takes over when one fails).
     """
+    judge: Text | None = None
+    """In place of `reward`: the address of an OpenAI-compatible server (`http://host:port/v1`) with
+    a language model that scores completions by a rubric. `settings` has its model and criteria.
+    """
     name: Text | None = None
     """Name of its metrics. Default: a short form of `reward`."""
     weight: float = 1.0
@@ -554,7 +558,8 @@ class RewardSettings(Section):
     """If this reward of a completion is smaller, all other rewards of that completion count 0.
     """
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Keyword arguments of a rule or a function."""
+    """Keyword arguments of a rule or a function; settings of a reward model, a server or a judge.
+    """
     deterministic: bool = False
     """The same completion always has the same score, which is cached for the run.
 
@@ -578,6 +583,14 @@ class RewardSettings(Section):
     """Completions per call."""
     token_env: Text | None = None
     """Environment variable that contains the bearer token of a server."""
+
+    def issues(self) -> Iterator[Issue]:
+        if self.judge is not None and self.reward != self.judge:
+            yield conflict(
+                "judge",
+                "reward already names the reward of this entry",
+                "remove one of them, or write two entries",
+            )
 
     @property
     def log_name(self) -> str:

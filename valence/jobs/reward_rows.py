@@ -205,12 +205,12 @@ def _read_pairs(sources: Sequence[SourceSettings], encoder: Encoder | None) -> I
     for row, example in chain.from_iterable(map(stream, sources)):
         assert isinstance(row, Row)
         if encoder is None or _has_token_ids(row.value):
-            yield row, _sampled_completion(row.value)
+            yield row, sampled_completion(row.value)
         else:
             yield row, _tokenized_completion(row.value, example, encoder)
 
 
-def _sampled_completion(value: Mapping[str, Any]) -> Completion:
+def sampled_completion(value: Mapping[str, Any]) -> Completion:
     """The completion of a row as `valence sample` writes it."""
     prompt, tools = value.get("prompt") or "", value.get("tools")
     return Completion(

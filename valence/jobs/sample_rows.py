@@ -237,12 +237,16 @@ def _prompts(questions: Sequence[str], sources: Sequence[SourceSettings]) -> lis
     """In their order: those passed as text, then those of the files."""
     # the run decides whether texts become user messages
     prompts = [Prompt(prompt=q, origin=Origin("--prompt", k)) for k, q in enumerate(questions, 1)]
-    if sources:
-        examples = load([_as_prompts(source) for source in sources], "prompt").examples
-        prompts += [example for example in examples if isinstance(example, Prompt)]
+    prompts += load_prompts(sources) if sources else []
     for prompt in prompts:
         check_line(prompt.info, prompt.origin)
     return prompts
+
+
+def load_prompts(sources: Sequence[SourceSettings]) -> list[Prompt]:
+    """The prompts of the rows of these files, whatever else the rows have."""
+    examples = load([_as_prompts(source) for source in sources], "prompt").examples
+    return [example for example in examples if isinstance(example, Prompt)]
 
 
 def _as_prompts(source: SourceSettings) -> SourceSettings:
@@ -382,7 +386,7 @@ class SampleTransform:
     def _line(self, item: TokenizedPrompt, index: int, completion: Completion) -> Line:
         prompt, ids, vocab = item.prompt, list(item.ids), self.run.prepared.encoder.vocab
         return {
-            **_prompt_columns(prompt.prompt),
+            **prompt_columns(prompt.prompt),
             "prompt_ids": ids,
             "rendered": str(self.run.prepared.tokenizer.decode(ids)),
             "completion": completion.text,
@@ -419,7 +423,7 @@ class SampleTransform:
         return None
 
 
-def _prompt_columns(content: Content) -> Mapping[str, Any]:
+def prompt_columns(content: Content) -> Mapping[str, Any]:
     """A prompt as the columns of a row."""
     if isinstance(content, Chat):
         tools = {"tools": [dict(tool) for tool in content.tools]} if content.tools else {}

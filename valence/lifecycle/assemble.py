@@ -34,6 +34,9 @@ from valence.trainer.saver import Saver
 from valence.trainer.state import TrainState
 from valence.trainer.trainer import Callback, Trainer
 
+SCORES = "scores"
+"""Folder of a run with cached scores, and the replies of LLM judges."""
+
 
 def make_trainer(
     prepared: Prepared,
@@ -137,5 +140,5 @@ def _load_reward(prepared: Prepared, folder: Path | None) -> Combined:
     """The recipe's rewards. Scores that cannot change are kept in the run's folder."""
     if not prepared.has_rewards:
         raise ValueError("the run was opened without its rewards")
-    cache = folder / "scores" if folder else None
+    cache = folder / SCORES if folder else None
     return reward_of(prepared.recipe.reward, model=reward_model, cache=cache)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,14 @@ from valence.distributed.process_group import (
     run_on_first_rank,
 )
 from valence.errors import UserError
-from valence.lifecycle.assemble import make_trainer
+from valence.evaluation.calibration import (
+    calibrate,
+    describe_calibration,
+    read_labels,
+    require_agreement,
+)
+from valence.evaluation.judges import RewardJudge
+from valence.lifecycle.assemble import SCORES, make_trainer
 from valence.lifecycle.changes import choices_of, settings_of
 from valence.lifecycle.finish import run_to_end
 from valence.lifecycle.models import build_models
@@ -32,7 +39,9 @@ from valence.lifecycle.resume import PreviousRun, find_previous_run, record_star
 from valence.models.digest import model_digest
 from valence.planning.plan import crowding, describe, make_plan
 from valence.reports.trackers import check
+from valence.rewards.build import judge_settings, reward_of
 from valence.runs.folder import RunFolder, refuse_inputs_in_folder
+from valence.runs.messages import Messages
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.trainer.methods import method_of
@@ -153,6 +162,8 @@ def build_run(
             failing.callback(_record_failure, folder)
             if previous is None:
                 record_start(folder, prepared, command, tokens, None)
+            measure = partial(_measure_judges, prepared, folder, Messages(console, quiet, folder))
+            run_on_first_rank(world, measure)
         if not quiet and model is None:
             say(f"loading and checking {checked.model.name}")
         policy, frozen = build_models(
@@ -197,6 +208,31 @@ def _is_finished(
         raise _FinishedError(folder.path)
     stop.no_limit()
     return True
+
+
+def _measure_judges(prepared: Prepared, folder: RunFolder, messages: Messages) -> None:
+    """Measure the LLM judges of a recipe against their labels, before the model is loaded.
+
+    Raises UserError for a judge that agrees too little with its labels.
+    """
+    for number, spec in enumerate(prepared.recipe.reward):
+        settings = judge_settings(spec, f"reward.{number}")
+        if settings is None:
+            continue
+        where = f"reward.{number}.settings"
+        if settings.labels is None:
+            name = spec.name or settings.model
+            messages.warn(f"{name} was not measured against labels: set {where}.labels")
+            continue
+        with closing(RewardJudge(reward_of([spec], cache=folder.path / SCORES))) as judge:
+            calibration = calibrate(judge, read_labels([settings.labels]))
+        messages.note_once(describe_calibration(calibration))
+        require_agreement(
+            calibration,
+            settings.min_agreement,
+            allow_below=settings.allow_below,
+            setting=f"{where}.allow_below: true",
+        )
 
 
 def check_sinks(source: LoadedRecipe) -> None:

@@ -15,6 +15,14 @@ from valence.rewards.calls import MAX_TIMEOUTS, CallBackend, Calls
 from valence.rewards.combine import Combined, RewardPart
 from valence.rewards.functions import Function, function_of
 from valence.rewards.http import Servers, parse_addresses
+from valence.rewards.judge import (
+    Grader,
+    JudgeModel,
+    JudgeSettings,
+    PairComparer,
+    judge_model,
+    parse_judge_settings,
+)
 from valence.rewards.rules import RULES, Rules, rule_of
 from valence.types import Completion, Score
 
@@ -38,6 +46,11 @@ def is_function(target: str) -> bool:
     return (
         target not in RULES and bool(FUNCTION.fullmatch(target)) and not PYTHON_FILE.search(target)
     )
+
+
+def judge_settings(spec: RewardSettings, where: str) -> JudgeSettings | None:
+    """The settings of the LLM judge of an entry; None for another reward."""
+    return parse_judge_settings(spec.settings, f"{where}.settings") if spec.judge else None
 
 
 def is_server(target: str) -> bool:
@@ -69,6 +82,11 @@ def reward_of(
     names = _names(specs)
     parts = list[RewardPart]()
     for i, spec in enumerate(specs):
+        if spec.judge is not None:
+            grader = Grader(_judge_model(spec, f"reward.{i}", cache))
+            calls = _calls_of(spec, names[i], grader)
+            parts.append(RewardPart(calls, spec.weight, spec.clip, spec.gate))
+            continue
         calls = _calls(spec, names[i], f"reward.{i}", model, function)
         identity = calls.backend.identity if calls.deterministic and keep else None
         reward = (
@@ -121,6 +139,13 @@ def identities(reward: Combined) -> list[Mapping[str, Any] | None]:
     ]
 
 
+def backend_identities(reward: Combined) -> list[Mapping[str, Any] | None]:
+    """For each part everything besides the completions that its scores depend on, such as a
+    function's source; None where it is unknown.
+    """
+    return [calls.backend.identity for calls in _all_calls(reward)]
+
+
 def digests(reward: Combined) -> dict[str, str]:
     """For each part a digest of everything besides the completions that its scores depend on, such
     as a function's source; without parts of unknown identity.
@@ -142,7 +167,7 @@ def _all_calls(reward: Combined) -> list[Calls]:
 
 def _names(specs: Sequence[RewardSettings]) -> list[str]:
     """Names of the metrics. Raises UserError for an invalid or duplicate one."""
-    names = [spec.name or _default_name(spec.reward) for spec in specs]
+    names = [spec.name or _entry_name(spec) for spec in specs]
     for i, name in enumerate(names):
         where = f"reward.{i}.name"
         if not re.fullmatch(r"[\w.+-]+", name) or name in RESERVED_NAMES:
@@ -160,6 +185,14 @@ def _names(specs: Sequence[RewardSettings]) -> list[str]:
                 fix="set a different `name` for each",
             )
     return names
+
+
+def _entry_name(spec: RewardSettings) -> str:
+    """The name of an entry: of an LLM judge, that of its model."""
+    model = spec.settings.get("model")
+    if spec.judge is not None and isinstance(model, str):
+        return re.sub(r"[^\w.+-]+", "-", model) or "judge"
+    return _default_name(spec.reward)
 
 
 def _default_name(target: str) -> str:
@@ -197,6 +230,19 @@ def _calls(
     )
 
 
+def _calls_of(spec: RewardSettings, name: str, backend: Grader | PairComparer) -> Calls:
+    """Calls of an LLM judge: one request each. It has a cache of its own, for replies."""
+    return Calls(
+        name,
+        backend,
+        deterministic=False,
+        batch_size=1,
+        retries=spec.retries,
+        concurrency=spec.concurrency,
+        patience=MAX_TIMEOUTS * spec.timeout,
+    )
+
+
 def _backend(
     spec: RewardSettings, where: str, model: ModelReward | None, function: FunctionBackend | None
 ) -> tuple[CallBackend, bool, bool]:
@@ -224,6 +270,36 @@ def _backend(
     return model(target, settings, where), True, False
 
 
+def pair_calls(spec: RewardSettings, folder: Path | None) -> Calls:
+    """Comparisons of two answers (``ShownPair``) by the LLM judge of an entry. folder: for its
+    replies.
+    """
+    return _calls_of(spec, _names([spec])[0], PairComparer(_judge_model(spec, "reward.0", folder)))
+
+
+def _judge_model(spec: RewardSettings, where: str, folder: Path | None) -> JudgeModel:
+    assert spec.judge is not None
+    token = _token(spec, where)
+    return judge_model(
+        spec.judge, spec.settings, seconds=spec.timeout, token=token, folder=folder, where=where
+    )
+
+
+def _token(spec: RewardSettings, where: str) -> str | None:
+    """The bearer token of a server."""
+    if spec.token_env is None:
+        return None
+    token = os.environ.get(spec.token_env)
+    if not token:
+        raise UserError(
+            f"the environment variable {spec.token_env} is not set",
+            code="environment-variable-missing",
+            where=f"{where}.token_env",
+            fix="set it to the server's token",
+        )
+    return token
+
+
 def _servers(spec: RewardSettings, where: str) -> Servers:
     unknown = sorted(spec.settings.keys() - {"label"})
     if unknown or not isinstance(spec.settings.get("label", ""), str):
@@ -236,16 +312,7 @@ def _servers(spec: RewardSettings, where: str) -> Servers:
             where=f"{where}.settings.{setting}",
             fix="use label, the only setting: the name of the column to send as label",
         )
-    token = None
-    if spec.token_env is not None:
-        token = os.environ.get(spec.token_env)
-        if not token:
-            raise UserError(
-                f"the environment variable {spec.token_env} is not set",
-                code="environment-variable-missing",
-                where=f"{where}.token_env",
-                fix="set it to the server's token",
-            )
+    token = _token(spec, where)
     urls = parse_addresses(spec.reward, f"{where}.reward")
     return Servers(urls, spec.timeout, spec.settings.get("label"), token)
 

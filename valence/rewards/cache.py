@@ -8,10 +8,10 @@ import json
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from valence.checksums import add_checksum, verify
 from valence.errors import UserError
@@ -20,22 +20,90 @@ from valence.rewards.calls import Calls
 from valence.types import Completion, Score
 from valence.version import __version__
 
+T = TypeVar("T")
 HEADER = "scores of"
 """Key of the first line of a file: everything that scores depend on besides the completions."""
 MAX_SCORES = 2**16
 """Maximum number of scores of a reward in memory: about 32 MB if each has one part."""
 
 
+class SharedLines:
+    """An append-only file of JSON objects, to which several processes may append.
+
+    Each line has its checksum, and the first one says what the file is about. A damaged line counts
+    as absent, with one warning for the first. An incomplete last line of a killed process is
+    ignored, as every write starts with a line break. If writing fails, ``trouble`` says why.
+
+    noun: what the lines are, for messages.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], noun: str) -> None:
+        self.path, self.noun, self.trouble = path, noun, ""
+        self._position = self._num_lines = 0
+        self._warned = False
+        try:
+            make_folder(path.parent, path.parent.parent)
+            if not path.exists():
+                about = {HEADER: identity, "by": f"valence {__version__}"}
+                self._write(json.dumps(add_checksum(about)))
+        except OSError as error:
+            raise UserError(
+                f"the cache of {noun} cannot be written ({error.strerror})",
+                code="reward-cache-not-writable",
+                where=str(path.parent),
+                fix="free disk space, or choose another folder",
+            ) from error
+
+    def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        try:
+            self._write("\n".join(json.dumps(add_checksum(entry)) for entry in entries))
+        except OSError as error:
+            if not self.trouble:
+                self.trouble = (
+                    f"{self.path}: {self.noun} cannot be written ({error.strerror}); they are "
+                    f"only cached in memory"
+                )
+                warnings.warn(self.trouble, stacklevel=3)
+
+    def read_new(self, parse: Callable[[Mapping[str, Any]], T]) -> Iterator[T]:
+        """The lines that this process or another has appended since the last call. parse: raises
+        ValueError for a line that is something else.
+        """
+        # if the file was moved, keep the entries in memory
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._position += len(line)
+                self._num_lines += 1
+                try:
+                    entry = _verified(line)
+                    if entry is not None:
+                        yield parse(entry)
+                except ValueError:
+                    self._warn_of_damage()
+
+    def _warn_of_damage(self) -> None:
+        if not self._warned:
+            warnings.warn(
+                f"{self.path}:{self._num_lines}: the line is damaged (wrong checksum); its "
+                f"content is recomputed",
+                stacklevel=5,
+            )
+        self._warned = True
+
+    def _write(self, text: str) -> None:
+        """Append in one write, so that lines of several processes do not mix."""
+        with open_file(self.path, self.path.parent, append=True) as file:
+            file.write(f"\n{text}\n".encode())
+
+
 class ScoreCache:
-    """Scores by key, in memory and, with a folder, in an append-only file that several processes
-    may share.
+    """Scores by key, in memory and, with a folder, in a file (``SharedLines``).
 
     max_scores: scores in memory; the least recently used ones are evicted. An evicted completion is
-    scored again, with the same result.
-
-    A line of the file is one score with its checksum. A damaged line counts as absent, with one
-    warning for the first. An incomplete last line of a killed process is ignored, as every write
-    starts with a line break. If writing fails, scores stay in memory, and ``trouble`` says why.
+    scored again, with the same result. If writing fails, scores stay in memory.
     """
 
     def __init__(
@@ -43,24 +111,14 @@ class ScoreCache:
     ) -> None:
         self.max_scores = max_scores
         self.path = None if folder is None else folder / f"{digest(identity)}.jsonl"
-        self.trouble = ""
+        self._lines = None if self.path is None else SharedLines(self.path, identity, "scores")
         self._scores = OrderedDict[str, Score]()
-        self._position = self._num_lines = 0
-        self._warned = False
-        if self.path is not None:
-            try:
-                make_folder(self.path.parent, self.path.parent.parent)
-                if not self.path.exists():
-                    about = {HEADER: identity, "by": f"valence {__version__}"}
-                    self._append(json.dumps(add_checksum(about)))
-            except OSError as error:
-                raise UserError(
-                    f"the score cache cannot be written ({error.strerror})",
-                    code="reward-cache-not-writable",
-                    where=str(self.path.parent),
-                    fix="free disk space, or choose another folder",
-                ) from error
-            self.refresh()
+        self.refresh()
+
+    @property
+    def trouble(self) -> str:
+        """Why scores cannot be written; "" if they can."""
+        return "" if self._lines is None else self._lines.trouble
 
     def __len__(self) -> int:
         return len(self._scores)
@@ -80,59 +138,23 @@ class ScoreCache:
         }
         for key, score in new.items():
             self._insert(key, score)
-        if not new or self.path is None:
-            return
-        entries = [{"key": key, "value": s.value, "parts": dict(s.parts)} for key, s in new.items()]
-        lines = [json.dumps(add_checksum(entry)) for entry in entries]
-        try:
-            self._append("\n".join(lines))
-        except OSError as error:
-            if not self.trouble:
-                self.trouble = (
-                    f"{self.path}: scores cannot be written ({error.strerror}); they are only "
-                    f"cached in memory"
-                )
-                warnings.warn(self.trouble, stacklevel=2)
+        if new and self._lines is not None:
+            self._lines.append(
+                {"key": key, "value": s.value, "parts": dict(s.parts)} for key, s in new.items()
+            )
 
     def refresh(self) -> None:
-        """Read the lines that were added to the file, by this process or another."""
-        if self.path is None:
+        """Read the scores that were added to the file, by this process or another."""
+        if self._lines is None:
             return
-        # if the file was moved, keep the scores in memory
-        with contextlib.suppress(OSError), self.path.open("rb") as file:
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._position += len(line)
-                self._num_lines += 1
-                try:
-                    entry = _parse_entry(line)
-                except ValueError:
-                    self._warn_of_damage()
-                    continue
-                if entry is not None and entry[0] not in self._scores:
-                    self._insert(*entry)
-
-    def _warn_of_damage(self) -> None:
-        if not self._warned:
-            warnings.warn(
-                f"{self.path}:{self._num_lines}: the line is damaged (wrong checksum); its "
-                f"score is recomputed",
-                stacklevel=4,
-            )
-        self._warned = True
+        for key, score in self._lines.read_new(_parse_score):
+            if key not in self._scores:
+                self._insert(key, score)
 
     def _insert(self, key: str, score: Score) -> None:
         self._scores[key] = score
         if len(self._scores) > self.max_scores:
             self._scores.popitem(last=False)
-
-    def _append(self, text: str) -> None:
-        """Append in one write, so that lines of several processes do not mix."""
-        assert self.path is not None
-        with open_file(self.path, self.path.parent, append=True) as file:
-            file.write(f"\n{text}\n".encode())
 
 
 @dataclass
@@ -209,8 +231,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
-def _parse_entry(line: bytes) -> tuple[str, Score] | None:
-    """Key and score of a line; None for the header, an empty and an incomplete line.
+def _verified(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None for the header, an empty and an incomplete line.
 
     Raises ValueError for a damaged line.
     """
@@ -218,11 +240,17 @@ def _parse_entry(line: bytes) -> tuple[str, Score] | None:
         return None
     try:
         entry = verify(json.loads(line), required=True)
-        if HEADER in entry:
-            return None
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    return None if HEADER in entry else entry
+
+
+def _parse_score(entry: Mapping[str, Any]) -> tuple[str, Score]:
+    """Key and score of a line. Raises ValueError for another one."""
+    try:
         key, value, parts = entry["key"], entry["value"], entry["parts"]
         numbers = [value, *parts.values()]
-    except (TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(str(error)) from error
     if not isinstance(key, str) or not all(
         type(n) in (int, float) and math.isfinite(n) for n in numbers

@@ -59,6 +59,86 @@ class ServerState:
 
 
 @dataclass
+class HttpClient:
+    """Posts JSON to servers, with limits on the time and the length of a reply.
+
+    seconds: time limit up to the last byte. token: sent as the bearer token.
+    """
+
+    urls: Sequence[str]
+    seconds: float = 60.0
+    token: str | None = field(default=None, repr=False)
+    max_bytes: int = MAX_REPLY_BYTES
+    _client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = field(
+        default=None, repr=False
+    )
+
+    async def post(self, url: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body of the reply. Raises RewardError if there is none."""
+        import httpx
+
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self._post(url, body)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise RewardError(
+                f"no answer within {self.seconds:g} s", passes=True, late=True
+            ) from error
+        except httpx.TransportError as error:
+            name = type(error).__name__
+            reason = f"{name}: {error}" if str(error) else name
+            raise RewardError(f"connection failed ({reason})", passes=True) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise RewardError(f"request failed ({type(error).__name__}: {error})") from error
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client[1].aclose()
+            self._client = None
+
+    async def _post(self, url: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body of the reply, up to a maximum length."""
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        )
+        reply = bytearray()
+        client = self._client_of_loop()
+        async with client.stream("POST", url, content=body, headers=headers) as response:
+            async for chunk in response.aiter_bytes():
+                reply += chunk
+                if len(reply) > self.max_bytes:
+                    raise RewardError(f"the reply is longer than {self.max_bytes} bytes")
+            return response.status_code, response.headers, bytes(reply)
+
+    def _client_of_loop(self) -> httpx.AsyncClient:
+        """The client of the running event loop."""
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._client[0] is not loop:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            with as_the_environment_says(", ".join(self.urls)):
+                client = httpx.AsyncClient(
+                    timeout=self.seconds, limits=limits, **routes(*self.urls)
+                )
+            self._client = (loop, client)
+        return self._client[1]
+
+
+def status_error(status: int, headers: Mapping[str, str], reply: bytes) -> RewardError:
+    """The error for a reply with a status other than 200."""
+    is_redirect = 300 <= status < 400 and "location" in headers
+    target = f", a redirect to {headers['location']}: use that address" if is_redirect else ""
+    text = reply[:200].decode(errors="replace").strip()
+    return RewardError(
+        f"status {status}{target}{f' ({text})' if text else ''}",
+        passes=status in RETRIED,
+        after=_retry_after(headers.get("retry-after", "")),
+        late=status in TIMED_OUT,
+    )
+
+
+@dataclass
 class Servers:
     """Servers with the same reward. A call goes to the least busy one, and if that fails to the
     next. A server that failed is tried last for a while.
@@ -71,14 +151,11 @@ class Servers:
     seconds: float = 60.0
     label: str | None = None
     token: str | None = field(default=None, repr=False)
-    max_bytes: int = MAX_REPLY_BYTES
     clock: Callable[[], float] = time.monotonic
-    _client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = field(
-        default=None, repr=False
-    )
 
     def __post_init__(self) -> None:
         self.servers = [ServerState(url) for url in self.urls]
+        self.http = HttpClient(self.urls, self.seconds, self.token)
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -91,9 +168,7 @@ class Servers:
         return [row if isinstance(row, Score) else next(scores) for row in rows]
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client[1].aclose()
-            self._client = None
+        await self.http.close()
 
     def _row(self, completion: Completion) -> tuple[str, str, Any] | Score:
         """Query, prompt and label; or a failed score if one of them is unknown."""
@@ -149,64 +224,12 @@ class Servers:
         )
 
     async def _call(self, server: ServerState, body: bytes, number: int) -> list[Score]:
-        import httpx
-
-        try:
-            async with asyncio.timeout(self.seconds):
-                status, headers, reply = await self._post(server.url, body)
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise RewardError(
-                f"no answer within {self.seconds:g} s", passes=True, late=True
-            ) from error
-        except httpx.TransportError as error:
-            name = type(error).__name__
-            reason = f"{name}: {error}" if str(error) else name
-            raise RewardError(f"connection failed ({reason})", passes=True) from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RewardError(f"request failed ({type(error).__name__}: {error})") from error
+        status, headers, reply = await self.http.post(server.url, body)
         if status == PARTIAL and (scores := parse_partial_scores(reply, number)) is not None:
             return scores
         if status != 200:
-            is_redirect = 300 <= status < 400 and "location" in headers
-            target = (
-                f", a redirect to {headers['location']}: use that address" if is_redirect else ""
-            )
-            text = reply[:200].decode(errors="replace").strip()
-            raise RewardError(
-                f"status {status}{target}{f' ({text})' if text else ''}",
-                passes=status in RETRIED,
-                after=_retry_after(headers.get("retry-after", "")),
-                late=status in TIMED_OUT,
-            )
+            raise status_error(status, headers, reply)
         return parse_scores(reply, number)
-
-    async def _post(self, url: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body of the reply, up to a maximum length."""
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        )
-        reply = bytearray()
-        client = self._client_of_loop()
-        async with client.stream("POST", url, content=body, headers=headers) as response:
-            async for chunk in response.aiter_bytes():
-                reply += chunk
-                if len(reply) > self.max_bytes:
-                    raise RewardError(f"the reply is longer than {self.max_bytes} bytes")
-            return response.status_code, response.headers, bytes(reply)
-
-    def _client_of_loop(self) -> httpx.AsyncClient:
-        """The client of the running event loop."""
-        import httpx
-
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._client[0] is not loop:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            with as_the_environment_says(", ".join(self.urls)):
-                client = httpx.AsyncClient(
-                    timeout=self.seconds, limits=limits, **routes(*self.urls)
-                )
-            self._client = (loop, client)
-        return self._client[1]
 
 
 # Replies

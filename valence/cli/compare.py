@@ -1,0 +1,306 @@
+"""The command that compares the answers of two models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from valence.cli import complete
+from valence.cli.common import (
+    GATE_FAILED,
+    Overrides,
+    Quiet,
+    Step,
+    TrustRemoteCode,
+    allow_remote_code,
+    app,
+    checkpoint_of,
+    command_line,
+    console,
+    stoppable,
+)
+from valence.cli.models import AtOnce
+from valence.errors import UserError
+from valence.terminal import Terminal, json_line, print_message, write_line
+
+if TYPE_CHECKING:
+    from valence.jobs.compare_models import ModelComparison
+
+
+MAX_BROKEN = 10
+"""Broken assertions that are listed."""
+
+
+@app.command()
+def compare(
+    baseline: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASELINE",
+            help="The model to compare with: a run's folder, a recipe (the policy as it starts), "
+            "or a model's folder or hub id.",
+            autocompletion=complete.runs_or_recipes,
+        ),
+    ],
+    candidate: Annotated[
+        str,
+        typer.Argument(
+            metavar="CANDIDATE",
+            help="The model that should be better, named in the same way.",
+            autocompletion=complete.runs_or_recipes,
+        ),
+    ],
+    overrides: Overrides = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="A file of held-out prompts that both models answer. Can be repeated.",
+        ),
+    ] = None,
+    judge: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--judge",
+            metavar="REWARD",
+            help="Compares the answers: a rule, a function (package.module:function), a reward "
+            "model or a server, or an entry of a recipe's reward section "
+            "('{reward: NAME, settings: {...}}'), also as a YAML file. Can be repeated; each judge "
+            "gets a win rate.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            metavar="FOLDER",
+            help="Folder of answers, verdicts, compare.json and report.html. The same command "
+            "resumes there.",
+        ),
+    ] = Path("comparison"),
+    assertions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--assertions",
+            metavar="FILE",
+            help="A file of prompts with a column `assert`, which both models answer and no judge "
+            "sees. Can be repeated. Prompts of --prompts may have assertions as well.",
+        ),
+    ] = None,
+    max_broken: Annotated[
+        int | None,
+        typer.Option(
+            "--max-broken",
+            min=0,
+            help="Release gate: exit with 3 if the candidate fails more than N assertions that the "
+            "baseline passes.",
+        ),
+    ] = None,
+    at_least: Annotated[
+        float | None,
+        typer.Option(
+            "--at-least",
+            min=0.0,
+            max=1.0,
+            help="Release gate: exit with 3 unless the win rate of the candidate is at least this, "
+            "for every judge.",
+        ),
+    ] = None,
+    votes: Annotated[
+        Path | None,
+        typer.Option(
+            "--votes",
+            metavar="FILE",
+            help="The --out of `valence collect BASELINE CANDIDATE`: people as a judge. Without "
+            "--prompts, no model answers.",
+        ),
+    ] = None,
+    lm_eval: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            "--lm-eval",
+            metavar="BASELINE CANDIDATE",
+            help="The --output_path of lm_eval for both models, or a result file of each. Without "
+            "--prompts, no model answers.",
+        ),
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--labels",
+            metavar="FILE",
+            help="A file of your own thumbs or pairs that every judge is measured against first. "
+            "Can be repeated.",
+        ),
+    ] = None,
+    min_agreement: Annotated[
+        float | None,
+        typer.Option(
+            "--min-agreement",
+            min=0.0,
+            max=1.0,
+            help="Refuse a judge that agrees with the labels less than this. Default: 0.6.",
+        ),
+    ] = None,
+    allow_below: Annotated[
+        bool,
+        typer.Option("--allow-below", help="Use a judge that agrees less nevertheless."),
+    ] = False,
+    tag: Annotated[
+        str | None,
+        typer.Option(
+            "--tag",
+            metavar="COLUMN",
+            help="Column of the prompts with their groups. Default: tags or tag.",
+        ),
+    ] = None,
+    max_failed: Annotated[
+        float,
+        typer.Option(
+            "--max-failed",
+            min=0.0,
+            max=1.0,
+            help="Share of prompts that may lack a verdict; with more there is no result.",
+        ),
+    ] = 0.1,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
+    ] = 0.7,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p",
+            min=0.0,
+            max=1.0,
+            help="Sample from the smallest set of most likely tokens with this total probability.",
+        ),
+    ] = 1.0,
+    at_once: AtOnce = None,
+    seed: Annotated[
+        int, typer.Option(help="Fixes the answers and the resamples of the intervals.")
+    ] = 0,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move an earlier comparison aside and start over.")
+    ] = False,
+    step: Step = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the result as a JSON object; all else goes to stderr."),
+    ] = False,
+    quiet: Quiet = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Compare the answers of two models on held-out prompts: the candidate's win rate over the
+    baseline with its interval, in all and by tag.
+
+    With --at-least, the exit status is a release gate. `--step` is the checkpoint of the baseline.
+    `valence report RUN RUN` compares the metrics of trainings instead.
+    """
+    terminal = Terminal(stderr=True) if as_json else console
+    try:
+        with stoppable():
+            from valence.jobs.compare_models import compare_models
+            from valence.jobs.sample_rows import Draws
+
+            result = compare_models(
+                baseline,
+                candidate,
+                out,
+                prompts=prompts or [],
+                assertions=assertions or [],
+                judges=judge or [],
+                votes=votes,
+                lm_eval=lm_eval,
+                labels=labels or [],
+                min_agreement=min_agreement,
+                allow_below=allow_below,
+                draws=Draws(1, temperature, top_p, max_new_tokens, at_once, seed),
+                tag=tag,
+                max_failed=max_failed,
+                overrides=allow_remote_code(trust_remote_code, overrides),
+                at=checkpoint_of(step),
+                fresh=fresh,
+                console=terminal,
+                quiet=quiet,
+                command=command_line(),
+            )
+    except UserError as error:
+        if as_json:
+            write_line(json_line({"status": "failed", "code": error.code, "error": str(error)}))
+        raise
+    has_gate = at_least is not None or max_broken is not None
+    failures = result.failed_gates(at_least, max_broken)
+    if as_json:
+        gate = {"at_least": at_least, "max_broken": max_broken, "passed": not failures}
+        shown = {name: value for name, value in gate.items() if value is not None and has_gate}
+        write_line(json_line({"status": "done", **result.to_dict(), **shown}))
+    elif not quiet:
+        _print_comparison(result, terminal)
+    if has_gate and not (quiet or as_json):
+        state = f"failed: {'; '.join(failures)}" if failures else "passed"
+        print_message(terminal, f"gate {state}", "red" if failures else "")
+    if failures:
+        raise typer.Exit(GATE_FAILED)
+
+
+def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
+    from valence.jobs.compare_models import REPORT
+    from valence.reports.win_rates import (
+        BENCHMARKS,
+        HEADER,
+        assertion_note,
+        benchmark_row,
+        judge_notes,
+        rates_row,
+        warnings_of,
+    )
+
+    facts: dict[str, Any] = result.to_dict()
+    if facts["judges"]:
+        title = f"\nWin rate of {facts['candidate']} over {facts['baseline']}"
+        print_message(terminal, title, "bold")
+    tables = {"": {judge["judge"]: judge for judge in facts["judges"]}}
+    tables |= {f"\nBy tag: {judge['judge']}": judge["tags"] for judge in facts["judges"]}
+    for title, rows in tables.items():
+        if rows:
+            if title:
+                print_message(terminal, title)
+            cells = [rates_row(name, rates) for name, rates in rows.items()]
+            terminal.print(_table(HEADER, cells))
+    lengths = [
+        f"{facts[side]} {answers['mean_characters']:.0f}"
+        for side, answers in facts["answers"].items()
+    ]
+    if lengths:
+        print_message(terminal, f"\nmean characters of an answer: {', '.join(lengths)}")
+    if benchmarks := facts.get("benchmarks"):
+        print_message(terminal, "\nBenchmarks of lm-eval")
+        terminal.print(_table(BENCHMARKS, [benchmark_row(row) for row in benchmarks]))
+    for judge in facts["judges"]:
+        for note in judge_notes(judge):
+            print_message(terminal, note)
+    if facts.get("assertions"):
+        print_message(terminal, assertion_note(facts["assertions"]))
+        for broken in facts["assertions"]["broken"][:MAX_BROKEN]:
+            print_message(terminal, f"  broken: {broken['assertion']} on {broken['prompt'][:60]!r}")
+    for warning in warnings_of(facts):
+        print_message(terminal, warning, "yellow")
+    print_message(terminal, f"report: {Path(result.folder) / REPORT}")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table with complete numbers, in which long names continue on the next line."""
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(header):
+        table.add_column(column, no_wrap=number > 0, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

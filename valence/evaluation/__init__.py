@@ -1,0 +1,3 @@
+"""Compare two models: verdicts on their answers, win rates, assertions, and how far judges agree
+with people.
+"""

@@ -1,0 +1,151 @@
+"""Win rates of one model over another, with intervals, and controlled for the length of answers.
+
+A preference is 1 for a prompt on which the candidate's answer is better, 0 for one on which the
+baseline's is, and 0.5 for a tie; a mean of several verdicts is in between. Arrays are ``[N]`` for N
+prompts, and ``[R, N]`` for R resamples of the prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from valence.reports.stats import wilson
+
+NUM_RESAMPLES = 2000
+PENALTY = 0.01
+"""Weight of half the squared length coefficient in the loss, which makes the fit unique where the
+longer answer always wins. It is 1 / C with the C = 100 of AlpacaEval.
+"""
+MAX_ITERATIONS = 100
+TOLERANCE = 1e-10
+MAX_ELEMENTS = 2**22
+"""Elements of the largest array; more resamples are computed in parts."""
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A rate with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float]:
+        return {"value": self.value, "low": self.low, "high": self.high}
+
+
+def win_rate(preferences: Sequence[float], *, seed: int = 0) -> Estimate:
+    """The mean preference with the percentile interval of a paired bootstrap.
+
+    The resampled units are prompts, each with the answers of both models. preferences: at least
+    one. If the candidate wins or loses on all prompts, resamples do not differ, and the interval is
+    Wilson's.
+    """
+    values = np.asarray(preferences, dtype=np.float64)
+    rate = float(values.mean())
+    if rate in (0.0, 1.0):
+        return Estimate(rate, *wilson(round(rate * len(values)), len(values)))
+    rates = np.concatenate([c @ values / len(values) for c in _resamples(len(values), seed)])
+    return _estimate(rate, rates)
+
+
+def length_controlled_rate(
+    preferences: Sequence[float], length_differences: Sequence[float], *, seed: int = 0
+) -> Estimate:
+    """The win rate if the answers of both models were equally long, with its bootstrap interval.
+
+    Length-controlled AlpacaEval (Dubois et al. 2024, equation 2) fits
+
+        P(candidate wins) = sigmoid(theta + phi * tanh(d / std(d)))
+
+    with d the candidate's length minus the baseline's, and sets the term of d to 0: the rate is
+    sigmoid(theta). Its third term, the difficulty of an instruction, is estimated from the results
+    of many models and left out here. theta is not penalized, so that the rate equals the win rate
+    where all answers are equally long; swapping the models gives 1 minus the rate.
+
+    length_differences: in characters, one for each preference. The scale std(d) is that of all
+    prompts in every resample.
+    """
+    values = np.asarray(preferences, dtype=np.float64)
+    if values.mean() in (0.0, 1.0):
+        return win_rate(preferences)
+    terms = length_terms(length_differences)
+    ones = np.ones((1, len(values)))
+    rate = float(_controlled_rates(values, terms, ones)[0])
+    rates = [_controlled_rates(values, terms, c) for c in _resamples(len(values), seed)]
+    return _estimate(rate, np.concatenate(rates))
+
+
+def length_terms(length_differences: Sequence[float]) -> Array:
+    """tanh(d / std(d)) of each prompt; 0 if all differences are the same."""
+    differences = np.asarray(length_differences, dtype=np.float64)
+    std = float(differences.std(ddof=1)) if len(differences) > 1 else 0.0
+    return np.tanh(differences / std) if std else np.zeros_like(differences)
+
+
+def _resamples(num_prompts: int, seed: int) -> Iterator[Array]:
+    """``[R, N]``: how often each prompt is in each resample."""
+    draw, rest = np.random.default_rng(seed), NUM_RESAMPLES
+    shares = np.full(num_prompts, 1 / num_prompts)
+    while rest:
+        size = min(rest, max(1, MAX_ELEMENTS // num_prompts))
+        yield draw.multinomial(num_prompts, shares, size=size).astype(np.float64)
+        rest -= size
+
+
+def _estimate(rate: float, rates: Array) -> Estimate:
+    low, high = np.quantile(rates, [0.025, 0.975])
+    return Estimate(rate, float(low), float(high))
+
+
+def _controlled_rates(preferences: Array, terms: Array, counts: Array) -> Array:
+    """sigmoid(theta) of each resample ``[R]``."""
+    means = counts @ preferences / counts.sum(axis=1)
+    rates = means.copy()
+    # where all preferences are 0 or 1, theta is infinite, and the rate their mean
+    fitted = (means > 0) & (means < 1)
+    if fitted.any():
+        rates[fitted] = _sigmoid(_fit(preferences, terms, counts[fitted])[:, 0])
+    return rates
+
+
+def _fit(preferences: Array, terms: Array, counts: Array) -> Array:
+    """theta and phi ``[R, 2]``: minimize the log loss with Newton steps, halved until it falls."""
+    features = np.stack([np.ones_like(terms), terms], axis=1)
+    penalties = np.array([0.0, PENALTY])
+
+    def losses(weights: Array) -> Array:
+        logits = weights @ features.T
+        loss = np.logaddexp(0.0, logits) - preferences * logits
+        return (counts * loss).sum(axis=1) + (penalties * weights**2).sum(axis=1) / 2
+
+    weights = np.zeros((len(counts), 2))
+    loss = losses(weights)
+    for _ in range(MAX_ITERATIONS):
+        p = _sigmoid(weights @ features.T)
+        gradient = (counts * (p - preferences)) @ features + penalties * weights
+        curvature = np.einsum("rn,ni,nj->rij", counts * p * (1 - p), features, features)
+        hessian = curvature + np.diag(penalties) + 1e-12 * np.eye(2)
+        step = np.linalg.solve(hessian, gradient[..., None])[..., 0]
+        size = np.ones((len(counts), 1))
+        for _ in range(30):
+            trial = losses(weights - size * step)
+            worse = trial > loss + 1e-12
+            if not worse.any():
+                break
+            size[worse] /= 2
+        weights = weights - size * step
+        loss = losses(weights)
+        if np.abs(gradient).max() < TOLERANCE * counts.shape[1]:
+            break
+    return weights
+
+
+def _sigmoid(values: Array) -> Array:
+    return np.exp(-np.logaddexp(0.0, -values))

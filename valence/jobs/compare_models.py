@@ -1,0 +1,607 @@
+"""Compare two models: both answer held-out prompts, and judges say which answers are better.
+
+The folder of a comparison has ``prompts.jsonl``, the answers of both models, one file of verdicts
+for each judge, and the result as ``compare.json`` and ``report.html``. All files of lines are
+resumable jobs, so that no prompt is answered or judged twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from valence.config.parse import from_yaml
+from valence.config.schema import RewardSettings
+from valence.data.load import stream
+from valence.errors import UserError
+from valence.evaluation.assertions import (
+    COLUMN,
+    Assertion,
+    check_assertions,
+    count_assertions,
+    parse_assertions,
+)
+from valence.evaluation.benchmarks import BenchmarkResult, read_benchmarks
+from valence.evaluation.calibration import (
+    MIN_AGREEMENT,
+    Calibration,
+    calibrate,
+    count_items,
+    describe_calibration,
+    read_labels,
+    require_agreement,
+)
+from valence.evaluation.judges import AnswerPair, PairJudge, PairVerdict, build_judge
+from valence.evaluation.summary import JudgeSummary, summarize
+from valence.evaluation.votes import read_votes
+from valence.files import check_path
+from valence.jobs.reward_rows import list_rewards, sampled_completion
+from valence.jobs.row_job import Line, RowJob, as_line
+from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample_rows
+from valence.lifecycle.reward_models import reward_model
+from valence.lifecycle.saved_models import At
+from valence.reports.console import Progress
+from valence.reports.rendering import write_atomically
+from valence.reports.win_rates import win_rate_page
+from valence.rewards.build import check_rewards, judge_settings
+from valence.rewards.cache import digest
+from valence.terminal import Terminal, print_message
+from valence.trainer.evaluate import as_text
+from valence.trainer.targets import is_run, load_target, with_files
+from valence.types import Completion, Content, Prompt, content_id
+
+PROMPTS, RESULT, REPORT = "prompts.jsonl", "compare.json", "report.html"
+REPLIES = "replies"
+"""Folder of the replies of LLM judges."""
+SIDES = ("baseline", "candidate")
+READING = Draws(n=1, temperature=0.7, top_p=1.0, max_new_tokens=256)
+"""Sampling parameters of both models unless others are set, whatever their recipes have."""
+TAG_COLUMNS = ("tags", "tag")
+PEOPLE = "people"
+"""Name of the votes among the judges."""
+MAX_FAILED = 0.1
+"""Share of prompts without a verdict above which there is no result."""
+START_OVER = (
+    "name another folder with --out, or start over with --fresh, which moves this one aside"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelComparison:
+    """models: names of baseline and candidate. answers: for each side the mean length in characters
+    and the number of truncated answers. duplicates: rows with a prompt of an earlier row. trained:
+    prompts that are in the training data as well, by model. calibrations: of judges that were
+    measured against labels. benchmarks: of lm-eval.
+    """
+
+    models: tuple[str, str]
+    num_prompts: int
+    answers: Mapping[str, Mapping[str, float]]
+    judges: Sequence[JudgeSummary]
+    duplicates: int = 0
+    trained: Mapping[str, int] = field(default_factory=dict[str, int])
+    calibrations: Sequence[Calibration] = ()
+    assertions: Mapping[str, Any] | None = None
+    benchmarks: Sequence[BenchmarkResult] = ()
+    notes: Sequence[str] = ()
+    folder: str = ""
+
+    def failed_gates(self, at_least: float | None, max_broken: int | None) -> list[str]:
+        """Sentences about win rates below ``at_least``, and about too many broken assertions.
+
+        A gate without a win rate, or without assertions, fails as well.
+        """
+        failures: list[str] = []
+        if at_least is not None:
+            rates = {judge.judge: judge.rates.rate for judge in self.judges}
+            failures += [] if rates else ["there is no win rate, as no judge is named"]
+            failures += [
+                f"there is no win rate by {name}"
+                if rate is None
+                else f"the win rate by {name} is {100 * rate.value:.1f} %, below "
+                f"{100 * at_least:g} %"
+                for name, rate in rates.items()
+                if rate is None or rate.value < at_least
+            ]
+        if max_broken is not None:
+            num_broken = len(self.assertions["broken"]) if self.assertions else None
+            if num_broken is None:
+                failures.append("there are no assertions")
+            elif num_broken > max_broken:
+                failures.append(f"{num_broken} assertions are broken, more than {max_broken}")
+        return failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings."""
+        return {
+            **dict(zip(SIDES, self.models, strict=True)),
+            "prompts": self.num_prompts,
+            "duplicates": self.duplicates,
+            "trained": dict(self.trained),
+            "answers": {side: dict(facts) for side, facts in self.answers.items()},
+            "judges": [judge.to_dict() for judge in self.judges],
+            "calibrations": [calibration.to_dict() for calibration in self.calibrations],
+            **({} if self.assertions is None else {"assertions": dict(self.assertions)}),
+            **({"benchmarks": [b.to_dict() for b in self.benchmarks]} if self.benchmarks else {}),
+            "notes": list(self.notes),
+            "folder": self.folder,
+        }
+
+
+def compare_models(
+    baseline: str,
+    candidate: str,
+    out: Path,
+    *,
+    prompts: Sequence[str] = (),
+    judges: Sequence[str] = (),
+    assertions: Sequence[str] = (),
+    votes: Path | None = None,
+    lm_eval: tuple[Path, Path] | None = None,
+    labels: Sequence[str] = (),
+    min_agreement: float | None = None,
+    allow_below: bool = False,
+    draws: Draws = READING,
+    tag: str | None = None,
+    max_failed: float = MAX_FAILED,
+    overrides: Sequence[str] = (),
+    at: At = None,
+    fresh: bool = False,
+    console: Console | None = None,
+    quiet: bool = False,
+    command: str = "valence compare",
+) -> ModelComparison:
+    """Let two models answer prompts, let judges compare the answers, and write the result.
+
+    baseline, candidate: a run's folder, a recipe, or a model's folder or hub id; the same one on
+    both sides is allowed. out: a folder; if an interrupted call wrote it, resume; ``fresh`` moves
+    it aside. judges: entries of a recipe's reward section, each a judge by itself. assertions:
+    files of prompts with assertions, which are answered and not judged. votes: the --out of
+    ``valence collect``, which is another judge. lm_eval: result files of lm-eval for baseline and
+    candidate. With votes or lm_eval alone, no model answers. labels: files of
+    thumbs or pairs that each judge is measured against first; one that agrees with less than
+    ``min_agreement`` of them is refused, unless ``allow_below``. tag: column of the prompts with
+    the groups that are reported. max_failed: share of prompts without a verdict above which
+    UserError is raised. at: checkpoint of the baseline.
+
+    Raises UserError for invalid arguments, before any model is loaded.
+    """
+    console = console or Terminal()
+    specs = [list_rewards([_read_entry(judge)], None, ()) for judge in judges]
+    for entries in specs:
+        check_rewards(entries)
+    people = None if votes is None else read_votes(votes, baseline, candidate)
+    benchmarks = [] if lm_eval is None else read_benchmarks(*lm_eval)
+    questions = ComparisonPrompts()
+    if prompts or assertions or (votes is None and lm_eval is None):
+        questions = _read_prompts(candidate, prompts, assertions, overrides)
+    questions.check_judges(bool(specs))
+    trained, notes = _count_trained(
+        dict(zip(SIDES, (baseline, candidate), strict=True)), questions.by_key, overrides
+    )
+    folder = ComparisonFolder(out, fresh=fresh)
+    folder.write_prompts(questions.prompts)
+    calibrations: list[Calibration] = []
+    for entries in specs:
+        settings = judge_settings(entries[0], "judge")
+        files = labels or ([settings.labels] if settings and settings.labels else [])
+        if files:
+            if min_agreement is not None:
+                minimum = min_agreement
+            else:
+                minimum = settings.min_agreement if settings else MIN_AGREEMENT
+            is_allowed = allow_below or bool(settings and settings.allow_below)
+            calibrations.append(
+                folder.calibrate(entries, files, minimum, is_allowed, console, quiet)
+            )
+        elif settings:
+            notes.append(f"{settings.model} was not measured against labels (--labels)")
+    for side, target in zip(SIDES, (baseline, candidate), strict=True):
+        if not questions.prompts:
+            break
+        sample_rows(
+            target,
+            folder.answers_path(side),
+            draws,
+            data=[str(folder.path / PROMPTS)],
+            overrides=overrides,
+            at=at if side == "baseline" else None,
+            console=console,
+            quiet=quiet,
+            command=command,
+        )
+    all_pairs = folder.read_pairs(questions.prompts, tag)
+    results = check_assertions(all_pairs, questions.assertions)
+    pairs = [pair for pair in all_pairs if pair.prompt_key in questions.judged]
+    summaries: list[JudgeSummary] = []
+    if people is not None:
+        summaries.append(summarize(PEOPLE, *people, seed=draws.seed))
+        all_pairs = all_pairs or people[0]
+    for entries in specs:
+        with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
+            path = folder.verdicts_path(judge)
+            verdicts = folder.judge(judge, pairs, console=console, quiet=quiet)
+            cost = judge.cost
+        _check_failures(verdicts, max_failed, path)
+        summary = summarize(judge.name, pairs, verdicts, seed=draws.seed, cost=cost)
+        summaries.append(summary)
+    result = ModelComparison(
+        models=_model_names(baseline, candidate),
+        num_prompts=len(all_pairs),
+        answers={
+            side: _answer_facts([getattr(pair, side) for pair in all_pairs])
+            for side in SIDES
+            if all_pairs
+        },
+        judges=summaries,
+        duplicates=questions.duplicates,
+        trained=trained,
+        calibrations=calibrations,
+        assertions=count_assertions(results) if results else None,
+        benchmarks=benchmarks,
+        notes=notes,
+        folder=str(out),
+    )
+    folder.write_result(result.to_dict())
+    return result
+
+
+def _read_entry(judge: str) -> str:
+    """An entry of a reward section: the content of a YAML file, or the text itself."""
+    path = Path(judge)
+    if path.suffix not in (".yaml", ".yml"):
+        return judge
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the file cannot be read ({error})",
+            code="file-not-readable",
+            where=judge,
+            fix="name a YAML file with an entry of a recipe's reward section",
+        ) from error
+    return json.dumps(from_yaml(text, judge).values)
+
+
+def _model_names(baseline: str, candidate: str) -> tuple[str, str]:
+    names = Path(baseline).name or baseline, Path(candidate).name or candidate
+    if names[0] == names[1]:
+        names = baseline, candidate
+    if names[0] == names[1]:
+        names = f"{baseline} (baseline)", f"{candidate} (candidate)"
+    return names
+
+
+def _answer_facts(answers: Sequence[Completion]) -> dict[str, float]:
+    return {
+        "mean_characters": sum(len(answer.text) for answer in answers) / len(answers),
+        "truncated": sum(answer.stop == "length" for answer in answers),
+        "empty": sum(not answer.text.strip() for answer in answers),
+    }
+
+
+def _check_failures(verdicts: Sequence[PairVerdict], max_failed: float, path: Path) -> None:
+    errors = [verdict.error for verdict in verdicts if verdict.preference is None]
+    if len(errors) > max_failed * len(verdicts):
+        raise UserError(
+            f"the judge gave no verdict on {len(errors)} of {len(verdicts)} prompts; the first: "
+            f"{errors[0]}",
+            code="verdicts-missing",
+            where=str(path),
+            fix="fix the judge, remove this file, then rerun the same command, which keeps the "
+            "answers; or allow a larger share with --max-failed",
+        )
+
+
+# Prompts
+
+
+@dataclass
+class ComparisonPrompts:
+    """by_key: each prompt once, by its content. assertions: of prompts, by the same key. judged:
+    keys of the prompts whose answers are judged. duplicates: rows with a prompt of another row.
+    """
+
+    by_key: dict[str, Prompt] = field(default_factory=dict[str, Prompt])
+    assertions: dict[str, list[Assertion]] = field(default_factory=dict[str, list[Assertion]])
+    judged: set[str] = field(default_factory=set[str])
+    duplicates: int = 0
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return list(self.by_key.values())
+
+    def add(self, example: Prompt) -> str:
+        """Add the prompt of a row. Returns its key."""
+        key = _prompt_key(example.prompt)
+        self.duplicates += key in self.by_key
+        self.by_key.setdefault(key, example)
+        if (value := example.info.get(COLUMN)) is not None:
+            assertions = parse_assertions(value, str(example.origin))
+            self.assertions[key] = [*self.assertions.get(key, []), *assertions]
+        return key
+
+    def check_judges(self, has_judges: bool) -> None:
+        """Raise UserError for prompts without a judge, or a judge without prompts."""
+        if self.judged and not has_judges and not self.assertions:
+            raise UserError(
+                "there is no judge",
+                code="judge-missing",
+                where="compare",
+                fix="name a rule, a function, a reward model or a server with --judge",
+            )
+        if has_judges and not self.judged:
+            raise UserError(
+                "there are no prompts for the judge",
+                code="rows-missing",
+                where="compare",
+                fix="name a file of held-out prompts with --prompts",
+            )
+
+
+def _read_prompts(
+    target: str, prompts: Sequence[str], assertions: Sequence[str], overrides: Sequence[str]
+) -> ComparisonPrompts:
+    if not prompts and not assertions:
+        raise UserError(
+            "there are no prompts",
+            code="rows-missing",
+            where="compare",
+            fix="name a file of held-out prompts with --prompts",
+        )
+    sources = with_files(target, [*prompts, *assertions], overrides).recipe.data.eval
+    questions = ComparisonPrompts()
+    for example in load_prompts(sources[: len(prompts)]) if prompts else ():
+        questions.judged.add(questions.add(example))
+    for example in load_prompts(sources[len(prompts) :]) if assertions else ():
+        if COLUMN not in example.info:
+            raise UserError(
+                f"the row has no column {COLUMN!r}",
+                code="assertion-missing",
+                where=str(example.origin),
+                fix="add it, or name the file with --prompts",
+            )
+        questions.add(example)
+    return questions
+
+
+def _prompt_key(content: Content) -> str:
+    """The same for all prompts with the same content: a text is a chat of one user message."""
+    columns = prompt_columns(content)
+    prompt = columns["prompt"]
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return content_id(turns, columns.get("tools", []))
+
+
+def _count_trained(
+    targets: Mapping[str, str], keys: Iterable[str], overrides: Sequence[str]
+) -> tuple[dict[str, int], list[str]]:
+    """For each run the number of prompts that its training data has as well, and notes about
+    training data that cannot be read.
+    """
+    counts: dict[str, int] = {}
+    notes: list[str] = []
+    prompts = set(keys)
+    for side, target in targets.items():
+        if not is_run(target):
+            continue
+        try:
+            sources = load_target(target, overrides).recipe.data.train
+            examples = (example for source in sources for _, example in stream(source))
+            contents = (getattr(example, "prompt", None) for example in examples)
+            trained = {_prompt_key(content) for content in contents if content is not None}
+        except (UserError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            notes.append(
+                f"whether prompts are in the training data of the {side} is unknown ({reason})"
+            )
+            continue
+        if num_trained := len(prompts & trained):
+            counts[side] = num_trained
+    return counts, notes
+
+
+# The folder
+
+
+class ComparisonFolder:
+    """The files of a comparison. Raises UserError for a folder that something else wrote."""
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        check_path(path)
+        self.path = path
+        if path.exists() and not path.is_dir():
+            raise UserError(
+                "this is a file", code="path-is-file", where=str(path), fix="name a folder"
+            )
+        if path.is_dir() and any(path.iterdir()) and not (path / PROMPTS).is_file():
+            raise UserError(
+                "this folder exists and was not written by `valence compare`",
+                code="path-exists",
+                where=str(path),
+                fix="name another folder with --out",
+            )
+        if fresh and (path / PROMPTS).is_file():
+            names = (path.with_name(f"{path.name}.{n}") for n in count(1))
+            path.rename(next(name for name in names if not name.exists()))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"the folder cannot be made ({error.strerror})",
+                code="folder-not-writable",
+                where=str(path),
+                fix="name a folder in a place that you may write to",
+            ) from error
+
+    def answers_path(self, side: str) -> Path:
+        return self.path / f"answers.{side}.jsonl"
+
+    def verdicts_path(self, judge: PairJudge) -> Path:
+        """Another file for a judge of the same name with other settings."""
+        return self.path / f"verdicts.{judge.name}.{digest(judge.identity)[:8]}.jsonl"
+
+    def write_prompts(self, examples: Sequence[Prompt]) -> None:
+        """Raises UserError if the folder has answers to other prompts."""
+        rows = [
+            {**prompt_columns(e.prompt), **({"info": dict(e.info)} if e.info else {})}
+            for e in examples
+        ]
+        content = "".join(f"{as_line(row)}\n" for row in rows)
+        path = self.path / PROMPTS
+        if path.exists() and path.read_text(encoding="utf-8") != content:
+            raise UserError(
+                "the folder has a comparison on other prompts",
+                code="output-settings-differ",
+                where=str(path),
+                fix=START_OVER,
+            )
+        _write(path, content)
+
+    def read_pairs(self, examples: Sequence[Prompt], tag: str | None) -> list[AnswerPair]:
+        """The answers of both models, with the tags of their prompts."""
+        if not examples:
+            return []
+        sides = [
+            [json.loads(line) for line in self.answers_path(side).read_bytes().splitlines()]
+            for side in SIDES
+        ]
+        return [
+            AnswerPair(
+                id=content_id(_prompt_key(example.prompt), *(row["completion"] for row in rows)),
+                prompt=as_readable(example.prompt),
+                baseline=sampled_completion(rows[0]),
+                candidate=sampled_completion(rows[1]),
+                tags=_tags(example, tag),
+                origin=str(example.origin),
+                prompt_key=_prompt_key(example.prompt),
+            )
+            for example, *rows in zip(examples, *sides, strict=True)
+        ]
+
+    def calibrate(
+        self,
+        entries: Sequence[RewardSettings],
+        labels: Sequence[str],
+        minimum: float,
+        allow_below: bool,
+        console: Console,
+        quiet: bool,
+    ) -> Calibration:
+        """Measure a judge against labels. Raises UserError if it agrees too little."""
+        rated, done = read_labels(labels), 0
+        with (
+            closing(build_judge(entries, reward_model, self.path / REPLIES)) as judge,
+            Progress(
+                console,
+                f"measuring {judge.name}",
+                count_items(judge, rated),
+                quiet=quiet,
+                brief=True,
+            ) as bar,
+        ):
+
+            def advance(num_new: int) -> None:
+                nonlocal done
+                done += num_new
+                bar.update(done)
+
+            calibration = calibrate(judge, rated, advance)
+        if not quiet:
+            print_message(console, describe_calibration(calibration))
+        require_agreement(calibration, minimum, allow_below=allow_below, setting="--allow-below")
+        return calibration
+
+    def judge(
+        self, judge: PairJudge, pairs: Sequence[AnswerPair], *, console: Console, quiet: bool
+    ) -> list[PairVerdict]:
+        """The verdicts of one judge; those that the folder has are not repeated."""
+        path = self.verdicts_path(judge)
+        with RowJob(path, (), window=judge.window, console=console, quiet=quiet) as job:
+            job.check_facts({"judge": judge.identity})
+            transform = VerdictTransform(judge)
+            job.run(transform, pairs, len(pairs), "judging", {"judge": judge.name})
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        return [verdict for line in lines if (verdict := PairVerdict.from_dict(line))]
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        _write(self.path / RESULT, json.dumps(result, indent=1, ensure_ascii=False))
+        write_atomically(self.path / REPORT, win_rate_page(result))
+
+
+def as_readable(content: Content) -> str:
+    """A prompt as text; a conversation with its roles."""
+    tokenizer: Any = None  # only prompts that are tokens need one
+    return as_text(content, tokenizer)
+
+
+def _tags(example: Prompt, column: str | None) -> tuple[str, ...]:
+    names = TAG_COLUMNS if column is None else (column,)
+    value = next((example.info[name] for name in names if example.info.get(name)), ())
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(dict.fromkeys(str(tag) for tag in values))
+
+
+def _write(path: Path, content: str) -> None:
+    """Replace a file in one step. Raises UserError."""
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        partial.write_text(content, encoding="utf-8", errors="backslashreplace")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot write ({error.strerror})",
+            code="file-not-writable",
+            where=str(path),
+            fix="free disk space, then rerun the same command to resume",
+        ) from error
+
+
+class VerdictTransform:
+    """A pair becomes a line with both answers and the verdict."""
+
+    num_tokens = None
+
+    def __init__(self, judge: PairJudge) -> None:
+        self.pair_judge = judge
+
+    def compute(self, batch: Sequence[AnswerPair], advance: Callable[[int], None]) -> list[Line]:
+        """Raises UserError if the judge failed on all pairs of a batch, which is not written."""
+        verdicts = self.pair_judge.judge(batch, advance)
+        if all(verdict.preference is None for verdict in verdicts):
+            raise UserError(
+                f"{self.pair_judge.name} failed on all {len(batch)} prompts from here on; the "
+                f"first: {verdicts[0].error}",
+                code="judge-failures",
+                where=batch[0].origin,
+                fix="fix the judge, then rerun the same command to resume",
+            )
+        return [
+            {
+                "pair": pair.id,
+                "prompt": pair.prompt,
+                "baseline": pair.baseline.text,
+                "candidate": pair.candidate.text,
+                **verdict.to_dict(),
+            }
+            for pair, verdict in zip(batch, verdicts, strict=True)
+        ]
+
+    def origin(self, item: AnswerPair) -> str:
+        return item.origin
+
+    def is_valid(self, line: Line, index: int) -> bool:
+        return PairVerdict.from_dict(line) is not None
+
+    def is_line_of(self, line: Line, item: AnswerPair) -> bool:
+        return line.get("pair") == item.id
+
+    def error_in(self, line: Line) -> str | None:
+        return line["error"] if line["preference"] is None else None
