@@ -22,10 +22,10 @@ Segments = list[tuple[int, int, int]]
 
 
 @contextmanager
-def sharing(least: int) -> Iterator[None]:
+def sharing(minimum: int) -> Iterator[None]:
     """Inside the block common beginnings of so many tokens are shared."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "MIN_SHARED_TOKENS", least)
+        patch.setattr(prefix_tree, "MIN_SHARED_TOKENS", minimum)
         yield
 
 
@@ -34,13 +34,13 @@ def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[TokenSequence]:
     """Sequences that grow out of each other, of few letters, so that many begin alike; some are the
     same.
     """
-    found: list[tuple[int, ...]] = []
+    results: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 7))):
-        stem = draw(st.sampled_from(found)) if found and draw(st.booleans()) else ()
+        stem = draw(st.sampled_from(results)) if results and draw(st.booleans()) else ()
         more = draw(st.lists(st.integers(0, 1), min_size=0 if stem else 1, max_size=9))
-        found.append((*stem[: draw(st.integers(0, len(stem)))], *more) or (0,))
+        results.append((*stem[: draw(st.integers(0, len(stem)))], *more) or (0,))
     strands: list[TokenSequence] = []
-    for ids in draw(st.permutations(found)):
+    for ids in draw(st.permutations(results)):
         mask = [False] * len(ids)
         prompt = draw(st.integers(1, len(ids)))
         if measured:
@@ -65,10 +65,10 @@ def conversations() -> list[TokenizedExample]:
     """A prompt with three answers, two turns of one talk judged by themselves (what the first is
     measured on is context of the second), and two sequences that nothing is shared with.
     """
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
 
     def ids(length: int) -> tuple[int, ...]:
-        return tuple(torch.randint(3, 97, (length,), generator=made).tolist())
+        return tuple(torch.randint(3, 97, (length,), generator=generator).tolist())
 
     first, turn = ids(7), ids(5)
     return [
@@ -86,15 +86,15 @@ def forests(draw: st.DrawFn, *, segments: int = 9, longest: int = 40) -> Segment
 
     Lengths are up to ``longest``, short ones oftener.
     """
-    found: Segments = []
+    results: Segments = []
     path: list[int] = []
     for k in range(draw(st.integers(1, segments))):
         depth = draw(st.integers(0, len(path)))
-        start = found[-1][1] if found else 0
+        start = results[-1][1] if results else 0
         length = draw(st.integers(1, draw(st.sampled_from([3, longest]))))
-        found.append((start, start + length, path[depth - 1] if depth else -1))
+        results.append((start, start + length, path[depth - 1] if depth else -1))
         path = [*path[:depth], k]
-    return found
+    return results
 
 
 def path(segments: Segments, k: int) -> list[int]:
@@ -111,13 +111,13 @@ def seen(segments: Segments, window: int = 0) -> Tensor:
     """[T, T], True where the token of a row sees that of a column: one on its path, itself or
     before it, and with a window (0: none) less than so many tokens before it.
     """
-    found = torch.zeros(segments[-1][1], segments[-1][1], dtype=torch.bool)
+    result = torch.zeros(segments[-1][1], segments[-1][1], dtype=torch.bool)
     for k, (start, end, _) in enumerate(segments):
-        whole = rows(segments, k)
+        full = rows(segments, k)
         for row in range(start, end):
-            before = whole[: whole.index(row) + 1]
-            found[row, before[-window:] if window else before] = True
-    return found
+            before = full[: full.index(row) + 1]
+            result[row, before[-window:] if window else before] = True
+    return result
 
 
 def dense_attention(

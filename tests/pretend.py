@@ -102,7 +102,7 @@ class There(Tensor):
     def __new__(cls, host: Tensor) -> There:
         # On a device that all builds of PyTorch have; what that is called to others is told by
         # Named.
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        result = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             host.size(),
             host.stride(),
@@ -111,8 +111,8 @@ class There(Tensor):
             layout=host.layout,
             device=META,
         )
-        made.host = host
-        return made
+        result.host = host
+        return result
 
     def __init__(self, host: Tensor) -> None:
         super().__init__()
@@ -133,26 +133,26 @@ def _run(func: Any, args: Sequence[Any], kwargs: Given) -> Any:
         return HOST if isinstance(value, torch.device) and value == META else value
 
     if func is aten.histc.default:  # of integers only CUDA knows it
-        found = func(args[0].host.float(), *args[1:], **kwargs)
+        result = func(args[0].host.float(), *args[1:], **kwargs)
     elif func in WIDE:
-        found = _wide_product(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+        result = _wide_product(*tree_map(on_host, args), **tree_map(on_host, kwargs))
     else:
-        found = func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+        result = func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
     if func is aten._to_copy.default and kwargs.get("device") == HOST:
-        return found
-    made = tree_map(lambda each: There(each) if isinstance(each, Tensor) else each, found)
-    return return_and_correct_aliasing(func, args, kwargs, made)
+        return result
+    outcome = tree_map(lambda item: There(item) if isinstance(item, Tensor) else item, result)
+    return return_and_correct_aliasing(func, args, kwargs, outcome)
 
 
 def _wide_product(
     *args: Any, out: Tensor | None = None, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     *added, one, other, dtype = args
-    found = one.to(dtype) @ other.to(dtype)
+    result = one.to(dtype) @ other.to(dtype)
     if added:
         # what is not read may be anything
-        found = alpha * found if beta == 0 else beta * added[0] + alpha * found
-    return found if out is None else out.copy_(found)
+        result = alpha * result if beta == 0 else beta * added[0] + alpha * result
+    return result if out is None else out.copy_(result)
 
 
 class Named(TorchFunctionMode):
@@ -193,7 +193,7 @@ class Named(TorchFunctionMode):
         )
         before, self.without = (
             self.without,
-            any(_is(META, each) for each in (*args, *kwargs.values())),
+            any(_is(META, item) for item in (*args, *kwargs.values())),
         )
         args, kwargs = (
             tuple(map(_meant, args)),
@@ -214,11 +214,11 @@ class Named(TorchFunctionMode):
             kwargs = {"dtype": like.dtype, "device": META} | kwargs
         if isinstance(args[0], There):
             return args[0]
-        found = torch.as_tensor(*args, **kwargs | {"device": HOST})
+        result = torch.as_tensor(*args, **kwargs | {"device": HOST})
         if kwargs["device"] != META:
-            return found
+            return result
         self.waits.append(_line())
-        return There(found)
+        return There(result)
 
 
 class Kept(TorchDispatchMode):
@@ -232,14 +232,18 @@ class Kept(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        there = [isinstance(each, There) for each in tensors]
+        tensors = [
+            tree_leave
+            for tree_leave in tree_leaves((args, kwargs))
+            if isinstance(tree_leave, Tensor)
+        ]
+        there = [isinstance(tensor, There) for tensor in tensors]
         if self.device.without or (not any(there) and kwargs.get("device") != META):
             return func(*args, **kwargs)
         # A single number of the host goes along with a call, and what has no numbers is nowhere.
         here = any(
-            not it and each.ndim and each.device != META
-            for each, it in zip(tensors, there, strict=True)
+            not flag and item.ndim and item.device != META
+            for item, flag in zip(tensors, there, strict=True)
         )
         if func in COPIES:
             to_host = not there[0] if func is aten.copy_.default else kwargs.get("device") == HOST
@@ -247,7 +251,7 @@ class Kept(TorchDispatchMode):
         elif (
             func in PICKS and there[0]
         ):  # places on the host are copied, and of a mask is counted how many it picks
-            waits = here or any(each is not None and each.dtype == torch.bool for each in args[1])
+            waits = here or any(item is not None and item.dtype == torch.bool for item in args[1])
         else:
             assert not here, f"{func} of tensors on the device and on the host"
             waits = func._schema.name.removeprefix("aten::") in ASKS
@@ -256,10 +260,10 @@ class Kept(TorchDispatchMode):
         return _run(func, args, kwargs)
 
 
-def _autocast(name: str, given: Any) -> Any:
+def _autocast(name: str, input_value: Any) -> Any:
     """The arguments of a function of this name, as autocast gives them to it."""
     if name not in NARROWED + WIDENED:
-        return given
+        return input_value
     dtype = torch.get_autocast_dtype(CUDA.type) if name in NARROWED else torch.float32
 
     def cast(value: Any) -> Any:
@@ -268,7 +272,7 @@ def _autocast(name: str, given: Any) -> Any:
         )
         return value.to(dtype) if narrow else value
 
-    return tree_map(cast, given)
+    return tree_map(cast, input_value)
 
 
 def _meant(value: Any) -> Any:

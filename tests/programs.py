@@ -62,11 +62,11 @@ class Program:
     def __init__(
         self,
         *words: str,
-        said: str | Path = os.devnull,
+        message: str | Path = os.devnull,
         main: Callable[[], None] = cli.main,
         **environment: str,
     ) -> None:
-        out = os.fspath(Path(said).absolute())
+        out = os.fspath(Path(message).absolute())
         self.process = fork_server().Process(
             target=_main,
             args=(main, words, os.getcwd(), {**os.environ, **environment}, out),
@@ -108,9 +108,9 @@ def _main(
     words: tuple[str, ...],
     folder: str,
     environment: dict[str, str],
-    said: str,
+    message: str,
 ) -> None:
-    out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    out = os.open(message, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(out, stream)
     os.close(out)
@@ -195,13 +195,13 @@ def _serve(at: str) -> None:
 def _watch(connection: socket.socket) -> int:
     """Starts a copy, and tells its client how it ended."""
     size, streams, *_ = socket.recv_fds(connection, 8, 3)
-    said = b""
-    while len(said) < int.from_bytes(size, "little"):
-        said += connection.recv(1 << 16)
-    python, words, folder, environment = json.loads(said)
+    message = b""
+    while len(message) < int.from_bytes(size, "little"):
+        message += connection.recv(1 << 16)
+    python, words, folder, environment = json.loads(message)
     if not (copy := os.fork()):
-        for stream, given in enumerate(streams):
-            os.dup2(given, stream)
+        for stream, value in enumerate(streams):
+            os.dup2(value, stream)
         as_if_new(environment, ())
         os._exit(status_of(partial(_run_module, python, words, folder)))
     for stream in (0, 1, 2, *streams):  # of which the copy's is the last

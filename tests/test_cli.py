@@ -44,9 +44,9 @@ def test_train_then_evaluate_sample_and_export(
     )
 
     assert valence("evaluate", "runs/first", "--out", "found.json") == 0
-    found = json.loads((place / "found.json").read_text())
+    result = json.loads((place / "found.json").read_text())
     assert (
-        found["metrics"]
+        result["metrics"]
         == json.loads((place / "runs/first/eval/step-4.json").read_text())["metrics"]
     )
     assert valence("evaluate", "recipe.yaml", "--out", "start.json") == 0
@@ -69,8 +69,8 @@ def test_train_then_evaluate_sample_and_export(
         )
         == 0
     )
-    said = [json.loads(line) for line in (place / "said.jsonl").read_text().splitlines()]
-    assert [line["prompt"] for line in said] == ["question 1"] * 2
+    message = [json.loads(line) for line in (place / "said.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in message] == ["question 1"] * 2
 
     assert (
         valence(
@@ -133,16 +133,16 @@ def test_files_of_a_command_are_read_with_the_keys_of_the_recipe(
     )
     assert valence("train", "recipe.yaml", "--quiet") == 0
     (place / "table.csv").rename(place / "held_out.csv")
-    found: list[object] = []
+    results: list[object] = []
     for data in ("held_out.csv", f"{{path: held_out.csv, keys: {KEYS}}}"):
         capsys.readouterr()
         assert valence("evaluate", "runs/first", "--data", data, "--out", "found.json") == 0
-        found.append(json.loads((place / "found.json").read_text()))
+        results.append(json.loads((place / "found.json").read_text()))
         report = json.loads((place / "found.json").read_text())
         sentence = held_out_verdict(None, report).sentence
         assert sentence in capsys.readouterr().out
         assert len(report["rows"]) == 6
-    assert found[0] == found[1]
+    assert results[0] == results[1]
     assert (
         valence(
             "evaluate",
@@ -184,8 +184,10 @@ def test_files_of_a_command_are_read_with_the_keys_of_the_recipe(
         "2",
     )
     assert valence(*words, "--quiet") == 0
-    said = [json.loads(line)["prompt"] for line in (place / "said.jsonl").read_text().splitlines()]
-    assert said == [f"question {i}" for i in range(6)]
+    message = [
+        json.loads(line)["prompt"] for line in (place / "said.jsonl").read_text().splitlines()
+    ]
+    assert message == [f"question {i}" for i in range(6)]
     (place / "held_out.csv").write_text("q,answer,thumb\n" + table.partition("\n")[2])
     error = command_error("evaluate", "runs/first", "--data", "held_out.csv")
     check_error(error, "format-unknown-columns", where="held_out.csv")
@@ -220,8 +222,8 @@ def test_check_says_what_is_in_the_data_first(
     assert valence("check", "recipe.yaml") == 0
     shown = capsys.readouterr().out
     places = [
-        shown.index(each)
-        for each in ("data.train ", "data.eval ", "train.learning_rate", "steps:", "time:")
+        shown.index(item)
+        for item in ("data.train ", "data.eval ", "train.learning_rate", "steps:", "time:")
     ]
     assert places == sorted(places)
     assert f"10 {plural('judgement')}" in shown
@@ -432,9 +434,9 @@ def test_losses_explains_what_a_reward_makes_of_a_loss(
 def test_losses_tells_the_settings_that_a_reward_adds(
     name: str, added: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stored, own = explained(name, capsys).split("rollout.num_rollouts")
+    stored, actual = explained(name, capsys).split("rollout.num_rollouts")
     of_rewards = {"kl_beta", "thumbs_up", "thumbs_quantile", "pairs"}
-    assert {setting for setting in of_rewards if f"loss.{setting}" in own} == added
+    assert {setting for setting in of_rewards if f"loss.{setting}" in actual} == added
     assert not any(f"loss.{setting}" in stored for setting in added)
 
 
@@ -598,5 +600,5 @@ def test_deprecations_of_libraries_are_shown_only_on_request(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert valence("runs") == 0
-    assert len([each for each in caught if each.category in categories]) == shown
-    assert len([each for each in caught if each.category is UserWarning]) == 1
+    assert len([item for item in caught if item.category in categories]) == shown
+    assert len([item for item in caught if item.category is UserWarning]) == 1

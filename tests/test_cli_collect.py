@@ -49,7 +49,7 @@ finally:
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn"])
 def test_a_library_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "find_spec", lambda each: None if each == name else each)
+    monkeypatch.setattr(common, "find_spec", lambda item: None if item == name else item)
     error = command_error("collect", "model")
     check_error(error, "library-missing", where="collect", fix="valence-align[serve]")
     assert name in error.message
@@ -102,17 +102,17 @@ def collecting(
     *words: str, main: Callable[[], None] = cli.main
 ) -> Iterator[tuple[Program, dict[str, str], Path]]:
     """The command as it runs, the links of its raters, and the file of what it prints."""
-    said = Path("said")
-    said.unlink(missing_ok=True)
-    program = Program("collect", saved_model().name, "--port", "0", *words, said=said, main=main)
+    message = Path("said")
+    message.unlink(missing_ok=True)
+    program = Program("collect", saved_model().name, "--port", "0", *words, said=message, main=main)
     try:
         until = time.monotonic() + 60
-        while "stop with Ctrl-C" not in (said.read_text() if said.exists() else ""):
-            assert program.poll() is None, said.read_text()
+        while "stop with Ctrl-C" not in (message.read_text() if message.exists() else ""):
+            assert program.poll() is None, message.read_text()
             assert time.monotonic() < until
             time.sleep(0.02)
-        found = re.findall(r"^(?:(.*): )?(http://\S+)$", said.read_text(), re.MULTILINE)
-        yield program, dict(found), said
+        result = re.findall(r"^(?:(.*): )?(http://\S+)$", message.read_text(), re.MULTILINE)
+        yield program, dict(result), message
     finally:
         with suppress(ProcessLookupError):
             os.kill(program.pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped() -> None:
     words = ("--rater", "anna <b>", "--rater", "ben", "--max-new-tokens", "8")
-    with collecting(*words) as (program, links, said):
+    with collecting(*words) as (program, links, message):
         assert list(links) == ["anna <b>", "ben"]
         id = events(post(links["ben"], "api/answer", HELLO))[-1]["done"]
         assert post(links["ben"], "api/rate", {"answer": id, "label": True}).json() == {"votes": 1}
@@ -141,7 +141,7 @@ def test_the_command_serves_until_it_is_stopped() -> None:
         os.kill(program.pid, signal.SIGINT)
         program.process.join(60)
         assert program.poll() == 130
-        shown = said.read_text()
+        shown = message.read_text()
     assert "1 votes in feedback.jsonl" in shown
     tokens = {link.partition("#token=")[2] for link in links.values()}
     assert all(shown.count(token) == 1 for token in tokens)
@@ -152,7 +152,7 @@ def test_the_command_serves_until_it_is_stopped() -> None:
 
 @pytest.mark.slow
 def test_a_signal_during_an_answer_ends_the_command_with_all_votes_written() -> None:
-    with collecting("--max-new-tokens", "8") as (program, links, said):
+    with collecting("--max-new-tokens", "8") as (program, links, message):
         (link,) = links.values()
         id = events(post(link, "api/answer", HELLO))[-1]["done"]
         post(link, "api/rate", {"answer": id, "label": True})
@@ -168,7 +168,7 @@ def test_a_signal_during_an_answer_ends_the_command_with_all_votes_written() -> 
         program.process.join(60)
         assert time.monotonic() - started < 20
         assert program.poll() == -signal.SIGTERM
-        assert "Traceback" not in said.read_text()
+        assert "Traceback" not in message.read_text()
     assert len(rows(Path("feedback.jsonl"))) == 1
     assert not Path("feedback.pending.jsonl").exists()
 
@@ -221,14 +221,14 @@ def collect_with_defect() -> None:
 
 @pytest.mark.slow
 def test_defects_are_printed_once_with_their_traceback() -> None:
-    with collecting("--max-new-tokens", "8", main=collect_with_defect) as (_, links, said):
+    with collecting("--max-new-tokens", "8", main=collect_with_defect) as (_, links, message):
         (link,) = links.values()
         id = events(post(link, "api/answer", HELLO))[-1]["done"]
         response = post(link, "api/rate", {"answer": id, "label": True})
         assert response.status_code == 500
         assert response.json()["error"]["message"] == DEFECT
         assert post(link, "api/answer", HELLO).status_code == 200
-        shown = said.read_text()
+        shown = message.read_text()
     assert (
         shown.count("Traceback") == shown.count("RuntimeError: broken \N{SYMBOL FOR ESCAPE}") == 1
     )

@@ -109,7 +109,7 @@ def test_a_shell_completes_commands_options_and_names_of_settings(
     assert completed(shell, "valence train one.yaml train.see") == ["train.seed="]
 
 
-@pytest.mark.parametrize(("line", "found"), [
+@pytest.mark.parametrize(("line", "results"), [
     ("valence check ", ["one.yaml", "more/two.yml"]),
     ("valence check ./mo", ["./more/two.yml"]),
     ("valence resume ", ["runs/first"]),
@@ -122,9 +122,9 @@ def test_a_shell_completes_commands_options_and_names_of_settings(
     ("valence train nowhere/x", []),
 ])  # fmt: skip
 def test_a_shell_completes_files_and_names(
-    line: str, found: list[str], completed: Callable[[str, str], list[str]]
+    line: str, results: list[str], completed: Callable[[str, str], list[str]]
 ) -> None:
-    assert completed("bash", line) == found
+    assert completed("bash", line) == results
 
 
 def test_methods_are_those_that_there_are() -> None:

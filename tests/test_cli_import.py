@@ -63,12 +63,12 @@ def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert valence("import", "chat-log", "log.jsonl", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["status"], found["votes"], found["counts"]["new"]) == ("done", 4, 4)
-    assert found["skipped"] == {
+    result = json.loads(capsys.readouterr().out)
+    assert (result["status"], result["votes"], result["counts"]["new"]) == ("done", 4, 4)
+    assert result["skipped"] == {
         "no_vote": {"count": 1, "place": "log.jsonl:4", "example": "answer 4"}
     }
-    assert {file["path"]: file["rows"] for file in found["files"]} == {
+    assert {file["path"]: file["rows"] for file in result["files"]} == {
         "feedback.jsonl": 3,
         "feedback.pairs.jsonl": 1,
         "feedback.demonstrations.jsonl": 1,
@@ -78,17 +78,17 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_says_why_nothing_was_imported(capsys: pytest.CaptureFixture[str]) -> None:
     error = command_error("import", "chat-log", "log.jsonl", "--model", "large", "--json")
     check_error(error, "nothing-imported", where="log.jsonl", fix="--model")
-    found = json.loads(capsys.readouterr().out)
-    assert (found["status"], found["code"]) == ("failed", "nothing-imported")
+    result = json.loads(capsys.readouterr().out)
+    assert (result["status"], result["code"]) == ("failed", "nothing-imported")
 
 
 def test_options_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     from valence.jobs import import_rows
 
-    asked: list[object] = []
+    requests: list[object] = []
 
     def read_votes(name: str, files: list[str], options: object) -> object:
-        asked.append((name, files, options))
+        requests.append((name, files, options))
         return iter(())
 
     monkeypatch.setattr(import_rows, "read_votes", read_votes)
@@ -100,7 +100,7 @@ def test_options_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     command_error("import", "chat-log", "one", "two", *words.split())
     from valence.data.importers.records import ReadOptions
 
-    assert asked == [
+    assert requests == [
         (
             "chat_log",
             ["one", "two"],

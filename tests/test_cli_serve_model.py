@@ -60,7 +60,7 @@ finally:
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
 def test_a_library_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "find_spec", lambda each: None if each == name else each)
+    monkeypatch.setattr(common, "find_spec", lambda item: None if item == name else item)
     error = command_error("serve", "model")
     check_error(error, "library-missing", where="serve", fix="valence-align[serve]")
     assert name in error.message

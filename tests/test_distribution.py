@@ -26,20 +26,20 @@ def _texts() -> list[Path]:
 def test_the_distribution_has_a_name_of_its_own() -> None:
     assert PROJECT["name"] == DISTRIBUTION == "valence-align"
     assert PROJECT["scripts"] == {"valence": "valence.cli:main"}
-    own = [
-        each
+    actual = [
+        item
         for extra in PROJECT["optional-dependencies"].values()
-        for each in extra
-        if each.startswith("valence")
+        for item in extra
+        if item.startswith("valence")
     ]
-    assert [each.partition("[")[0] for each in own] == [DISTRIBUTION]
+    assert [item.partition("[")[0] for item in actual] == [DISTRIBUTION]
 
 
 def test_nothing_tells_to_install_the_other_project() -> None:
     wrong = {
-        path.name: found[0]
+        path.name: result[0]
         for path in _texts()
-        if (found := OLD_NAME.search(path.read_text(encoding="utf-8")))
+        if (result := OLD_NAME.search(path.read_text(encoding="utf-8")))
     }
     assert wrong == {}
 
@@ -49,15 +49,15 @@ def test_extras_that_are_named_exist() -> None:
     extras = {
         extra
         for path in _texts()
-        for found in named.findall(path.read_text(encoding="utf-8"))
-        for extra in found.split(",")
+        for result in named.findall(path.read_text(encoding="utf-8"))
+        for extra in result.split(",")
     }
     assert extras
     assert extras <= set(PROJECT["optional-dependencies"])
 
 
 def test_a_plain_installation_draws_charts() -> None:
-    assert any(each.startswith("plotly") for each in PROJECT["dependencies"])
+    assert any(item.startswith("plotly") for item in PROJECT["dependencies"])
 
 
 def test_the_wheel_contains_the_templates_of_the_reports() -> None:

@@ -38,14 +38,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def of_recipe(*overrides: str) -> dict[str, Check]:
     return {
-        each.name: each for each in doctor_recipe.examine_recipe(Path("recipe.yaml"), overrides)
+        item.name: item for item in doctor_recipe.examine_recipe(Path("recipe.yaml"), overrides)
     }
 
 
 def test_everything_is_looked_at_and_every_problem_has_a_remedy(place: Path) -> None:
-    found = list(examine())
+    result = list(examine())
     assert [
-        about for about in dict.fromkeys(each.section for each in found) if about != "environment"
+        about for about in dict.fromkeys(item.section for item in result) if about != "environment"
     ] == [
         "machine",
         "libraries",
@@ -64,10 +64,10 @@ def test_everything_is_looked_at_and_every_problem_has_a_remedy(place: Path) -> 
         "cpu",
         "gloo",
         "runs",
-    } <= {e.name for e in found}
-    assert all(each.detail for each in found)
-    assert all(each.fix for each in found if each.state == "problem")
-    assert not any(each.needed for each in found if each.state == "problem")
+    } <= {e.name for e in result}
+    assert all(item.detail for item in result)
+    assert all(item.fix for item in result if item.state == "problem")
+    assert not any(item.needed for item in result if item.state == "problem")
     assert sorted(path.name for path in place.iterdir()) == ["model", "recipe.yaml", "rows.jsonl"]
 
 
@@ -79,8 +79,8 @@ def test_the_extras_are_those_of_the_installation() -> None:
     assert set(EXTRAS) == set(declared) - {"dev", "docs"}
     for name, (modules, _) in EXTRAS.items():
         packages = [
-            re.split(r"[\[<>=]", each)[0].replace("-", "_").removesuffix("_skinny")
-            for each in declared[name]
+            re.split(r"[\[<>=]", item)[0].replace("-", "_").removesuffix("_skinny")
+            for item in declared[name]
         ]
         assert list(modules) == packages
 
@@ -89,13 +89,13 @@ def test_a_library_that_is_missing_is_named_with_what_it_is_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "fastapi" else object())
-    found = {each.name: each for each in examine()}
-    assert (found["serve"].state, found["serve"].fix) == (
+    results = {item.name: item for item in examine()}
+    assert (results["serve"].state, results["serve"].fix) == (
         "missing",
         "pip install 'valence-align[serve]'",
     )
-    assert "serve-reward" in found["serve"].detail
-    assert "serve" not in found["extras"].detail
+    assert "serve-reward" in results["serve"].detail
+    assert "serve" not in results["extras"].detail
 
 
 def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(
@@ -104,7 +104,7 @@ def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(
     advice = "it is slow: set model.dtype: float32"
     for slow in (advice, ""):
         monkeypatch.setattr(speed, "slow", lambda *_, slow=slow: slow)
-        (cpu,) = (each for each in examine() if each.name == "cpu")
+        (cpu,) = (item for item in examine() if item.name == "cpu")
         assert (cpu.state, cpu.fix) == ("ok", "")
         assert cpu.detail.endswith(advice) == bool(slow)
 
@@ -112,8 +112,8 @@ def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(
 def test_a_folder_is_really_written_to(tmp_path: Path) -> None:
     assert check_writable("a", "b", tmp_path / "x" / "y", "c").state == "ok"
     (tmp_path / "file").write_text("")
-    found = check_writable("a", "b", tmp_path / "file" / "y", "the remedy", needed=True)
-    assert (found.state, found.fix, found.needed) == ("problem", "the remedy", True)
+    result = check_writable("a", "b", tmp_path / "file" / "y", "the remedy", needed=True)
+    assert (result.state, result.fix, result.needed) == ("problem", "the remedy", True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -132,14 +132,14 @@ def test_variables_that_do_harm_are_told(
     name: str, value: str, odd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    (found,) = (each for each in examine() if (each.section, each.name) == ("environment", name))
-    assert (found.state == "problem") == odd
-    assert value in found.detail
+    (result,) = (item for item in examine() if (item.section, item.name) == ("environment", name))
+    assert (result.state == "problem") == odd
+    assert value in result.detail
 
 
 def hub() -> Check:
-    (found,) = (each for each in examine(network=True) if each.name == "hub")
-    return found
+    (result,) = (item for item in examine(network=True) if item.name == "hub")
+    return result
 
 
 def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +151,10 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(network, "DEADLINE", 0.2)
     monkeypatch.setattr(httpx, "head", lambda *_, **__: over.wait() and httpx.Response(200))
-    found = hub()
+    result = hub()
     over.set()
-    assert (found.state, found.needed) == ("problem", False)
-    assert "0.2" in found.detail
+    assert (result.state, result.needed) == ("problem", False)
+    assert "0.2" in result.detail
 
     def refused(*_: object, **__: object) -> None:
         raise httpx.ConnectError("refused")
@@ -169,13 +169,13 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("place")
 def test_a_recipe_that_has_all_it_needs() -> None:
-    found = of_recipe()
-    assert {each.state for each in found.values()} == {"ok"}
-    assert "./model" in found["model.name"].detail
+    result = of_recipe()
+    assert {value.state for value in result.values()} == {"ok"}
+    assert "./model" in result["model.name"].detail
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(("override", "name", "said"), [
+@pytest.mark.parametrize(("override", "name", "message"), [
     ("train.sed=1", "settings", "train.sed"),
     ("model.name=./mdoel", "model.name", "./mdoel"),
     ("model.name=a b", "model.name", "a b"),
@@ -184,16 +184,16 @@ def test_a_recipe_that_has_all_it_needs() -> None:
     ("train.optimizer=adamw_8bit", "train.optimizer", "bitsandbytes"),
 ])  # fmt: skip
 def test_what_a_recipe_lacks(
-    override: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch
+    override: str, name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(doctor_recipe, "find_spec", lambda _: None)
-    found = of_recipe(override)[name]
-    assert said in found.detail
-    assert (found.state, found.needed) == ("problem", True)
-    assert found.fix
+    result = of_recipe(override)[name]
+    assert message in result.detail
+    assert (result.state, result.needed) == ("problem", True)
+    assert result.fix
 
 
 @pytest.mark.usefixtures("place")
@@ -240,11 +240,11 @@ def test_the_command_prints_a_table_or_json_and_its_status_says_whether_somethin
     assert "transformers" in shown
     assert torch.__version__ in shown
     assert valence("doctor", "recipe.yaml", "model.name=./mdoel", "--json") == 2
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {frozenset(each) for each in found} == {
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {frozenset(item) for item in results} == {
         frozenset(("about", "name", "state", "said", "fix", "needed"))
     }
-    assert [each["name"] for each in found if each["needed"]] == ["model.name"]
+    assert [item["name"] for item in results if item["needed"]] == ["model.name"]
     assert valence("doctor", "recipe.yaml", "model.name=./mdoel") == 2
     fix = of_recipe("model.name=./mdoel")["model.name"].fix
     assert fix in " ".join(capsys.readouterr().out.split())

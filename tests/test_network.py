@@ -43,8 +43,8 @@ def test_what_is_near_is_asked_directly(asked: list[str]) -> None:
         sampler = OpenAIGenerator(fake.url, Words(), end_ids=[END], timeout=5.0)  # type: ignore[arg-type]
         assert len(sampler.generate(PROMPTS, 1, Sampling(seed=1))) == 2
         assert ServerClient(fake.url, 5.0).is_healthy()
-    with reward_server() as told:
-        assert values(reward(told.url), answers(2)) == [0.0, 1.0]
+    with reward_server() as server:
+        assert values(reward(server.url), answers(2)) == [0.0, 1.0]
     assert asked == []
 
 
@@ -61,9 +61,9 @@ def test_what_cannot_be_used_matters_to_what_is_far_alone(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with serving(Completions(speaks=True)) as fake, reward_server() as told:
+    with serving(Completions(speaks=True)) as fake, reward_server() as server:
         assert ServerClient(fake.url, 5.0).is_healthy()
-        assert values(reward(told.url), answers(1)) == [0.0]
+        assert values(reward(server.url), answers(1)) == [0.0]
     with raises_error("network-environment", where="https://far.invalid", fix=name):
         ServerClient("https://far.invalid", 5.0)
 

@@ -66,8 +66,8 @@ def test_a_run_ends_well_when_its_output_fails(
     monkeypatch.setattr(sys, "stdout", stream)
     assert command("train", "recipe.yaml") == 0
     assert stream.failures > 1  # each line is tried again: there may be room by then
-    (told,) = warnings_of(place / "runs/first")
-    assert os.strerror(code) in told
+    (message,) = warnings_of(place / "runs/first")
+    assert os.strerror(code) in message
     assert capsys.readouterr().err.count(os.strerror(code)) == (code != errno.EPIPE)
 
 
@@ -190,7 +190,7 @@ def test_warnings_of_valence_have_no_source_line() -> None:
         check=True,
         cwd=ROOT,
     )
-    own, other = done.stderr.splitlines()
-    assert own.startswith("valence: warning: a ")
+    actual, other = done.stderr.splitlines()
+    assert actual.startswith("valence: warning: a ")
     assert "\x1b" not in done.stderr
     assert other == "other.py:7: UserWarning: from elsewhere"

@@ -46,7 +46,7 @@ def test_a_run_is_in_the_home_folder_where_its_recipe_says_so(place: Path, home:
 
 
 def test_every_path_of_a_recipe_may_begin_with_the_home_folder(home: Path) -> None:
-    given = {
+    inputs = {
         "method": "grpo",
         "model": {"name": "~/m", "adapter": "~/a", "tokenizer": "~/t"},
         "reference": {"model": "~/r", "cache": "~/c"},
@@ -56,7 +56,7 @@ def test_every_path_of_a_recipe_may_begin_with_the_home_folder(home: Path) -> No
         "run": {"dir": "~/o", "sinks": [{"kind": "tensorboard", "folder": "~/s"}]},
     }
     (home / "d.jsonl").write_text("")
-    settings = load_recipe(given, method_of=method_of, training=False).settings
+    settings = load_recipe(inputs, method_of=method_of, training=False).settings
     named = {
         name: setting.value
         for name, setting in settings.items()
@@ -68,9 +68,9 @@ def test_every_path_of_a_recipe_may_begin_with_the_home_folder(home: Path) -> No
 
 
 def test_a_home_folder_that_is_not_there_is_an_error() -> None:
-    given = {"method": "kto", "model": {"name": "m"}, "run": {"dir": "~nobody-of-this-name/run"}}
+    settings = {"method": "kto", "model": {"name": "m"}, "run": {"dir": "~nobody-of-this-name/run"}}
     with raises_error("path-no-home", where="run.dir") as raised:
-        load_recipe(given, method_of=method_of, training=False)
+        load_recipe(settings, method_of=method_of, training=False)
     assert "~nobody-of-this-name" in raised.error.message
 
 
@@ -81,13 +81,16 @@ def test_a_home_folder_that_is_not_there_is_an_error() -> None:
 def test_a_path_that_no_file_system_can_hold_names_its_setting(
     bad: str, code: str, setting: str
 ) -> None:
-    given: dict[str, Any] = {"method": "kto", "model": {"name": "m"}}
+    settings: dict[str, Any] = {"method": "kto", "model": {"name": "m"}}
     section, name = setting.split(".")[0], setting.split(".")[1]
-    given[section] = {**given.get(section, {}), name: [{"path": bad}] if section == "data" else bad}
+    settings[section] = {
+        **settings.get(section, {}),
+        name: [{"path": bad}] if section == "data" else bad,
+    }
     if "\ud800" in bad:  # of all text in a recipe
         code = "text-encoding"
     with raises_error(code, where=setting) as raised:
-        load_recipe(given, method_of=method_of, training=False)
+        load_recipe(settings, method_of=method_of, training=False)
     assert len(str(raised.error)) < 500
 
 

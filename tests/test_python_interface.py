@@ -130,14 +130,19 @@ def test_arguments_win_over_the_recipe_and_overrides_over_both(place: Path) -> N
         from valence.config.load import load_recipe
         from valence.trainer.methods import method_of
 
-        found = load_recipe(source, overrides, method_of=method_of, in_memory=["train"]).recipe
-        assert (found.train.batch_size, found.train.seed, found.run.dir, found.loss["beta"]) == (
+        result = load_recipe(source, overrides, method_of=method_of, in_memory=["train"]).recipe
+        assert (
+            result.train.batch_size,
+            result.train.seed,
+            result.run.dir,
+            result.loss["beta"],
+        ) == (
             4,
             3,
             "runs/three",
             0.3,
         )
-        assert found.model.name == "./model"
+        assert result.model.name == "./model"
 
 
 @pytest.mark.parametrize(("settings", "code", "where", "fix"), [

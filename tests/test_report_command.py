@@ -14,8 +14,8 @@ from tests.errors import check_error
 def a_run(folder: Path, auc: float = 0.5) -> Path:
     (folder / "eval").mkdir(parents=True)
     (folder / "config.yaml").write_text("method: kto\nmodel: {name: org/tiny-chat}\n")
-    found = {"step": 2, "metrics": {"rewards/auc": auc}, "rows": [{"id": "a", "reward": auc}]}
-    (folder / "eval/step-2.json").write_text(json.dumps(found))
+    results = {"step": 2, "metrics": {"rewards/auc": auc}, "rows": [{"id": "a", "reward": auc}]}
+    (folder / "eval/step-2.json").write_text(json.dumps(results))
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.4}\n')
     (folder / "run.json").write_text(
         json.dumps({"status": "done", "method": "kto", "steps": 2, "total_steps": 2})

@@ -174,7 +174,7 @@ def test_errors_of_a_reward_are_harmless(
     )
     answers = [{"prompt": f"{i}{HOSTILE}", "completion": f"{i}{HOSTILE}"} for i in range(4)]
     (hostile_place / "answers.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in answers)
+        "".join(json.dumps(answer) + "\n" for answer in answers)
     )
     for name, status in (("fails", 2), ("some", 0)):
         reward = f"{{reward: 'hostile_reward:{name}', retries: 0}}"
@@ -234,8 +234,8 @@ def test_a_console_escapes_whatever_it_is_given(capsys: pytest.CaptureFixture[st
     table = Table(HOSTILE, title=HOSTILE)
     table.add_row(HOSTILE)
     table.add_row(Text(HOSTILE, style="red"))
-    for each in (HOSTILE, Text(HOSTILE), table):
-        console.print(each)
+    for item in (HOSTILE, Text(HOSTILE), table):
+        console.print(item)
     console.rule(HOSTILE)
     terminal.print_message(Console(), HOSTILE)
     shown = capsys.readouterr().out

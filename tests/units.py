@@ -92,12 +92,12 @@ def sampled(
             for _ in range(n)
         )
 
-    found: list[TokenizedExample] = []
+    results: list[TokenizedExample] = []
     for ranking in units("ranking", -(-count // 3), seed):
         for i, answer in enumerate(ranking.answers):
             columns = tuple((name, column(name, len(answer.ids))) for name in known)
             one = replace(answer, columns=columns)
-            found.append(
+            results.append(
                 replace(
                     ranking,
                     id=f"{ranking.id}.{i}",
@@ -105,7 +105,7 @@ def sampled(
                     scores=ranking.scores[i : i + 1],
                 )
             )
-    return found[:count]
+    return results[:count]
 
 
 def policy_with_values(**changes: Any) -> tuple[PolicyModel, Reference]:
@@ -145,14 +145,14 @@ def units_for(name: str, count: int = 9, seed: int = 0) -> list[TokenizedExample
     """Units that a row of the table of losses reads; a reward model's with targets, of which some
     may be missing.
     """
-    made = units(LOSSES[name].data, count, seed)
+    result = units(LOSSES[name].data, count, seed)
     if LOSSES[name].data != "scored":
-        return made
+        return result
     if name == "ordinal":
-        return [replace(unit, scores=(float(1 + i % 5),)) for i, unit in enumerate(made)]
+        return [replace(unit, scores=(float(1 + i % 5),)) for i, unit in enumerate(result)]
     return [
         replace(unit, scores=(float(i % 2), 0.3 * (i % 4) if i % 3 else math.nan))
-        for i, unit in enumerate(made)
+        for i, unit in enumerate(result)
     ]
 
 

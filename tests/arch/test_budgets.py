@@ -66,7 +66,7 @@ UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
 
 def test_files_speak_of_no_machine_and_are_finished() -> None:
-    found: list[str] = []
+    results: list[str] = []
     for path in _tracked():
         # texts of others
         if path == Path(__file__) or path.name == "LICENSE" or path.suffix == ".jinja":
@@ -75,12 +75,12 @@ def test_files_speak_of_no_machine_and_are_finished() -> None:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
             continue  # not a text
-        found += [
+        results += [
             f"{shown(path)}:{n}: {line.strip()[:80]}"
             for n, line in enumerate(lines, 1)
             if _forbidden(line)
         ]
-    assert found == []
+    assert results == []
 
 
 def _forbidden(line: str) -> bool:
@@ -102,9 +102,9 @@ def test_no_file_of_the_package_is_ignored_by_git() -> None:
     """A wheel leaves out what .gitignore names, also files that are tracked."""
     paths = "\n".join(shown(path) for path in FILES)
     command = ["git", "check-ignore", "--no-index", "--stdin"]
-    found = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, input=paths, capture_output=True, text=True, check=False
     )
-    if found.returncode == 128:
+    if result.returncode == 128:
         pytest.skip("not a git checkout")
-    assert found.stdout == ""
+    assert result.stdout == ""

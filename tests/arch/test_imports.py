@@ -173,7 +173,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    results: list[list[str]] = []
 
     def visit(node: str) -> None:
         index[node] = lowest[node] = len(index)
@@ -186,12 +186,12 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
         if lowest[node] == index[node]:
             group = stack[stack.index(node) :]
             del stack[stack.index(node) :]
-            found.extend([sorted(group)] if len(group) > 1 else [])
+            results.extend([sorted(group)] if len(group) > 1 else [])
 
     for node in sorted(graph):
         if node not in index:
             visit(node)
-    return found
+    return results
 
 
 def module_graph() -> dict[str, set[str]]:
@@ -261,9 +261,9 @@ def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [
         *project["dependencies"],
-        *(each for extra in project["optional-dependencies"].values() for each in extra),
+        *(item for extra in project["optional-dependencies"].values() for item in extra),
     ]
-    declared = {re.split(r"[\[<>=]", each)[0].replace("-", "_") for each in wanted} | {"ruamel"}
+    declared = {re.split(r"[\[<>=]", item)[0].replace("-", "_") for item in wanted} | {"ruamel"}
     used = (
         {name.split(".")[0] for path in FILES for _, name in imports(path)}
         - sys.stdlib_module_names
@@ -278,14 +278,14 @@ def test_the_oldest_versions_that_are_tried_are_those_that_are_allowed() -> None
     extras = ("gguf", "eightbit", "serve")
     allowed = [
         *project["dependencies"],
-        *(each for extra in extras for each in project["optional-dependencies"][extra]),
+        *(item for extra in extras for item in project["optional-dependencies"][extra]),
     ]
     tried = dict(
         line.split("==")
         for line in (ROOT / "constraints-oldest.txt").read_text().splitlines()
         if "==" in line
     )
-    for name, version in (each.split(">=") for each in allowed):
+    for name, version in (item.split(">=") for item in allowed):
         if name != "typing-extensions":  # of which others need a newer one
             assert f"{tried[name]}.".startswith(f"{version}."), name
 
@@ -416,10 +416,10 @@ def test_what_needs_no_tensors_loads_no_torch(tmp_path: Path) -> None:
     ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     run_python(RUN_IN_TURN, str(tmp_path))
-    found = json.loads((tmp_path / "found.json").read_text())
+    result = json.loads((tmp_path / "found.json").read_text())
     wrong = [
         (case.get("statement", case.get("words")), Path(case["folder"]).name, ends, modules)
-        for case, (*ends, modules) in zip(cases, found, strict=True)
+        for case, (*ends, modules) in zip(cases, result, strict=True)
         if ends != case["ends"] or modules
     ]
     assert wrong == []

@@ -24,9 +24,9 @@ def row(prompt: int | tuple[int, ...], completion: int | tuple[int, ...]) -> Tok
     return unit(f"{p}{c}", "judgement", p, c, label=True)
 
 
-def put(found: list[TokenizedExample]) -> list[tuple[int, ...]]:
+def put(results: list[TokenizedExample]) -> list[tuple[int, ...]]:
     """The completions, in order."""
-    return [u.answers[0].ids for u in found]
+    return [u.answers[0].ids for u in results]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 7])
@@ -35,9 +35,9 @@ def test_the_partner_is_the_next_one_cyclically(count: int) -> None:
     itself.
     """
     step = [row(i, 50 + i) for i in range(count)]
-    found = make_kl_pairs(step, max_length=LONG)
-    assert put(found) == [(50 + (i + 1) % count,) for i in range(count)]
-    assert [u.prompt_ids for u in found] == [u.prompt_ids for u in step]
+    result = make_kl_pairs(step, max_length=LONG)
+    assert put(result) == [(50 + (i + 1) % count,) for i in range(count)]
+    assert [u.prompt_ids for u in result] == [u.prompt_ids for u in step]
 
 
 def test_rows_with_the_same_prompt_are_passed_over() -> None:
@@ -63,18 +63,18 @@ def test_a_partner_that_fits_goes_before_a_nearer_one_that_does_not() -> None:
 def test_if_none_fits_the_next_is_cut_on_the_right_and_not_for_good() -> None:
     step = [row((1, 1, 1), 51), row(2, (52, 60, 61, 62)), row(3, (53, 63, 64, 65))]
     before = copy.deepcopy(step)
-    found = make_kl_pairs(step, max_length=5)
-    assert put(found) == [(52, 60), (53, 63, 64, 65), (51,)]
-    assert not found[0].answers[0].complete  # what is left does not end with its end-of-turn token
-    assert found[1].answers[0].complete
+    result = make_kl_pairs(step, max_length=5)
+    assert put(result) == [(52, 60), (53, 63, 64, 65), (51,)]
+    assert not result[0].answers[0].complete  # what is left does not end with its end-of-turn token
+    assert result[1].answers[0].complete
     assert step == before
 
 
 def test_a_cut_never_leaves_nothing() -> None:
     step = [row((1,) * 9, 51), row(2, (52, 60))]
-    found = make_kl_pairs(step, max_length=9)
-    assert put(found) == [(52,), (51,)]
-    assert all(any(u.answers[0].mask) for u in found)
+    result = make_kl_pairs(step, max_length=9)
+    assert put(result) == [(52,), (51,)]
+    assert all(any(u.answers[0].mask) for u in result)
 
 
 def test_a_step_of_one_takes_its_partner_from_the_following_examples() -> None:
@@ -102,11 +102,11 @@ def test_the_short_tail_of_an_epoch_finds_partners() -> None:
     sampler = Sampler(units, 4)
     ours, following = sampler.step(1)
     assert len(ours) == 1
-    (found,) = make_kl_pairs(
+    (result,) = make_kl_pairs(
         [units[i] for i in ours], (units[i] for i in following), max_length=LONG
     )
     assert (
-        found.answers[0].ids == units[following[0]].answers[0].ids != units[ours[0]].answers[0].ids
+        result.answers[0].ids == units[following[0]].answers[0].ids != units[ours[0]].answers[0].ids
     )
 
 
@@ -117,8 +117,8 @@ def test_partners_change_from_epoch_to_epoch() -> None:
 
     def partners(epoch: int) -> dict[tuple[int, ...], tuple[int, ...]]:
         ours, _ = sampler.step(epoch)
-        found = make_kl_pairs([units[i] for i in ours], max_length=LONG)
-        return {u.prompt_ids: u.answers[0].ids for u in found}
+        result = make_kl_pairs([units[i] for i in ours], max_length=LONG)
+        return {u.prompt_ids: u.answers[0].ids for u in result}
 
     assert partners(0) != partners(1)
 
@@ -147,15 +147,15 @@ def test_every_prompt_gets_a_completion_of_another_prompt(
     step: list, following: list, room: int
 ) -> None:
     assume(all(len(p) + len(c) <= room for p, c in [*step, *following]))
-    made, later = [row(*pair) for pair in step], [row(*pair) for pair in following]
+    results, later = [row(*pair) for pair in step], [row(*pair) for pair in following]
     try:
-        found = make_kl_pairs(made, later, max_length=room)
+        outcome = make_kl_pairs(results, later, max_length=room)
     except UserError:
         everyone = [*step, *following]
         assert any(all(q == p or d == c for q, d in everyone) for p, c in step)
         return
-    assert len(found) == len(made)
-    for (prompt, completion), result in zip(step, found, strict=True):
+    assert len(outcome) == len(results)
+    for (prompt, completion), result in zip(step, outcome, strict=True):
         (answer,) = result.answers
         assert result.prompt_ids == prompt
         assert 1 <= len(answer.ids) == len(answer.mask) <= room - len(prompt)
@@ -177,5 +177,5 @@ def test_groups_pair_as_published_systems_do(pairing: str, expected: list[int]) 
     reproduced.
     """
     step = [row(i, 50 + i) for i in range(7)]
-    found = make_kl_pairs_in_groups(step, 3, pairing, max_length=LONG)  # type: ignore[arg-type]
-    assert put(found) == [(50 + i,) for i in expected]
+    result = make_kl_pairs_in_groups(step, 3, pairing, max_length=LONG)  # type: ignore[arg-type]
+    assert put(result) == [(50 + i,) for i in expected]

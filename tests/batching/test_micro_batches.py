@@ -48,8 +48,8 @@ def test_turns_trained_on_inside_a_prompt_are_read_once_in_each_sequence_that_tr
 def test_there_are_few_bins(sizes: list[int], budget: int) -> None:
     """At most one more than twice what the tokens alone would ask for."""
     shared = [n for n in sizes if n <= budget]
-    most = 2 * sum(shared) / budget + 1 if shared else 0
-    assert len(fill_bins(sizes, budget)) - (len(sizes) - len(shared)) <= most
+    largest = 2 * sum(shared) / budget + 1 if shared else 0
+    assert len(fill_bins(sizes, budget)) - (len(sizes) - len(shared)) <= largest
 
 
 @pytest.mark.parametrize(("sizes", "budget", "expected"), [
@@ -82,10 +82,10 @@ def unit_sets(draw: st.DrawFn) -> list[TokenizedExample]:
     prompts = [tuple(draw(letters))]
     for _ in range(draw(st.integers(0, 3))):
         prompts.append(draw(st.sampled_from([(), *prompts])) + tuple(draw(letters)))
-    made: list[TokenizedExample] = []
+    results: list[TokenizedExample] = []
     for i in range(draw(st.integers(1, 9))):
         answers = draw(st.lists(letters, min_size=1, max_size=3))
-        made.append(
+        results.append(
             unit(
                 f"unit{i}",
                 "ranking",
@@ -93,7 +93,7 @@ def unit_sets(draw: st.DrawFn) -> list[TokenizedExample]:
                 *((i + 2, *a) for a in answers),
             )
         )
-    return made
+    return results
 
 
 def num_tokens(examples: Sequence[TokenizedExample]) -> int:
@@ -131,35 +131,41 @@ def test_the_order_of_the_units_changes_no_micro_batch_count(
 
 def test_short_questions_behind_one_system_prompt_are_within_the_budget() -> None:
     system = (1,) * 100
-    made = [
+    results = [
         unit(f"{q}{i}", "judgement", system + (q,) * 10, (20 + q, i, 5))
         for q in range(3, 7)
         for i in range(2)
     ]
-    for budget in range(120, num_tokens(made) + 1):
-        assert all(num_tokens([made[i] for i in rows]) <= budget for rows in pack(made, budget))
+    for budget in range(120, num_tokens(results) + 1):
+        assert all(
+            num_tokens([results[i] for i in rows]) <= budget for rows in pack(results, budget)
+        )
 
 
 def test_units_of_one_prompt_run_together_as_far_as_the_budget_goes() -> None:
     prompts = [(p,) * 30 for p in range(3)]
-    made = [unit(f"{p}{i}", "judgement", prompts[p], (p, i, 5)) for i in range(4) for p in range(3)]
-    assert pack(made, 42) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
-    tokens = [len(make_micro_batch([made[i] for i in rows]).tokens) for rows in pack(made, 37)]
+    results = [
+        unit(f"{p}{i}", "judgement", prompts[p], (p, i, 5)) for i in range(4) for p in range(3)
+    ]
+    assert pack(results, 42) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    tokens = [
+        len(make_micro_batch([results[i] for i in rows]).tokens) for rows in pack(results, 37)
+    ]
     assert sorted(tokens) == [36] * 6
-    assert len(pack(made, 10_000)) == 1
+    assert len(pack(results, 10_000)) == 1
 
 
 def test_turns_of_one_conversation_run_together() -> None:
     """Each judged by itself: the later turn's prompt holds the earlier turn."""
-    made: list[TokenizedExample] = []
+    results: list[TokenizedExample] = []
     for talk in range(3):
         first, second = (talk,) * 20, (talk,) * 20 + (7,) * 5 + (8,) * 20
-        made += [
+        results += [
             unit(f"second{talk}", "judgement", second, (9, 9)),
             unit(f"first{talk}", "judgement", first, (7,) * 5),
         ]
-    assert pack(made, 50) == [[0, 1], [2, 3], [4, 5]]
-    assert all(len(make_micro_batch([made[i], made[i + 1]]).tokens) == 47 for i in (0, 2, 4))
+    assert pack(results, 50) == [[0, 1], [2, 3], [4, 5]]
+    assert all(len(make_micro_batch([results[i], results[i + 1]]).tokens) == 47 for i in (0, 2, 4))
 
 
 def test_a_unit_of_many_answers_is_as_large_as_what_is_laid() -> None:
@@ -220,11 +226,11 @@ def test_columns_agree_with_the_units(kind: str, share: bool) -> None:
     for s in range(batch.sequences):
         of = rows[int(batch.unit[s])]
         given_answer = of.answers[int(batch.side[s])]
-        own = batch.rows(s)
-        assert tuple(batch.tokens[own].tolist()) == of.prompt_ids + given_answer.ids
-        assert batch.position_ids[own].tolist() == list(range(len(own)))
-        read = own[(batch.sequence_ids[own] == s) & batch.loss_mask[own]]
-        assert torch.equal(read, own[len(of.prompt_ids) :])
+        actual = batch.rows(s)
+        assert tuple(batch.tokens[actual].tolist()) == of.prompt_ids + given_answer.ids
+        assert batch.position_ids[actual].tolist() == list(range(len(actual)))
+        read = actual[(batch.sequence_ids[actual] == s) & batch.loss_mask[actual]]
+        assert torch.equal(read, actual[len(of.prompt_ids) :])
     assert torch.equal(batch.scored, batch.loss_mask.nonzero().squeeze(1))
     assert batch.tokens.dtype == torch.long
 
@@ -258,32 +264,32 @@ def test_measured_units_come_behind_those_that_train_and_have_their_numbers_and_
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_part_reads_its_own_sequences_of_the_same_tokens(trains: bool) -> None:
     batch, units_that_train, measured = joint()
-    found = batch.part(requires_grad=trains)
+    result = batch.part(requires_grad=trains)
     of = units_that_train if trains else measured
-    assert found.tokens is batch.tokens
-    assert found.segments is batch.segments
-    assert found.ids == tuple(u.id for u in of)
-    assert found.requires_grad == (trains, trains)
-    assert found.unit.tolist() == found.group.tolist() == [0, 1]
-    assert found.weight.tolist() == [1.0, 2.0]
-    assert found.label is not None
-    assert found.label.tolist() == [True, False]
-    assert torch.equal(found.scored, found.loss_mask.nonzero().squeeze(1))
+    assert result.tokens is batch.tokens
+    assert result.segments is batch.segments
+    assert result.ids == tuple(u.id for u in of)
+    assert result.requires_grad == (trains, trains)
+    assert result.unit.tolist() == result.group.tolist() == [0, 1]
+    assert result.weight.tolist() == [1.0, 2.0]
+    assert result.label is not None
+    assert result.label.tolist() == [True, False]
+    assert torch.equal(result.scored, result.loss_mask.nonzero().squeeze(1))
     assert torch.equal(
-        found.cpu_scored, torch.stack([found.scored, found.sequence_ids[found.scored]])
+        result.cpu_scored, torch.stack([result.scored, result.sequence_ids[result.scored]])
     )
-    assert found.num_groups == batch.num_groups == 2
-    assert int(found.sequence_ids.min()) >= 0
-    assert int(found.sequence_ids.max()) < 2
+    assert result.num_groups == batch.num_groups == 2
+    assert int(result.sequence_ids.min()) >= 0
+    assert int(result.sequence_ids.max()) < 2
     for s, one in enumerate(of):
-        own = found.rows(s)
-        assert tuple(found.tokens[own].tolist()) == one.prompt_ids + one.answers[0].ids
-        read = torch.nonzero(found.loss_mask & (found.sequence_ids == s)).squeeze(1)
-        assert torch.equal(read, own[20:])
+        actual = result.rows(s)
+        assert tuple(result.tokens[actual].tolist()) == one.prompt_ids + one.answers[0].ids
+        read = torch.nonzero(result.loss_mask & (result.sequence_ids == s)).squeeze(1)
+        assert torch.equal(read, actual[20:])
 
 
 def test_a_part_that_is_all_is_the_batch() -> None:
     batch = make_micro_batch(units("judgement", 4))
     assert batch.part(requires_grad=True) is batch
-    own = joint()[0].part(requires_grad=False)
-    assert own.part(requires_grad=False) is own
+    actual = joint()[0].part(requires_grad=False)
+    assert actual.part(requires_grad=False) is actual

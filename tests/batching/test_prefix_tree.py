@@ -35,28 +35,28 @@ def num_rows(strands: Sequence[TokenSequence]) -> int:
     return len(build_prefix_tree(strands).tokens)
 
 
-def path(found: PrefixTree, s: int) -> list[int]:
+def path(results: PrefixTree, s: int) -> list[int]:
     """The segments from the root to the one that a sequence ends with."""
-    segments = [found.leaves[s]]
-    while (parent := found.segments[segments[-1]][2]) >= 0:
+    segments = [results.leaves[s]]
+    while (parent := results.segments[segments[-1]][2]) >= 0:
         segments.append(parent)
     return segments[::-1]
 
 
-def rows(found: PrefixTree, s: int) -> list[int]:
-    return [row for k in path(found, s) for row in range(*found.segments[k][:2])]
+def rows(results: PrefixTree, s: int) -> list[int]:
+    return [row for k in path(results, s) for row in range(*results.segments[k][:2])]
 
 
 @given(strand_sets(), shares)
 def test_every_path_spells_its_sequence(strands: list[TokenSequence], least: int) -> None:
     with sharing(least):
-        found = build_prefix_tree(strands)
-    assert len(found.leaves) == len(strands)
+        result = build_prefix_tree(strands)
+    assert len(result.leaves) == len(strands)
     for s, one in enumerate(strands):
-        own = rows(found, s)
-        assert tuple(found.tokens[own]) == one.token_ids
-        assert found.position_ids[own].tolist() == list(range(len(one.token_ids)))
-        assert found.previous[own].tolist() == [-1, *own[:-1]]
+        actual = rows(result, s)
+        assert tuple(result.tokens[actual]) == one.token_ids
+        assert result.position_ids[actual].tolist() == list(range(len(one.token_ids)))
+        assert result.previous[actual].tolist() == [-1, *actual[:-1]]
 
 
 @given(strand_sets(), shares)
@@ -64,20 +64,20 @@ def test_segments_come_parents_first_and_tile_the_rows(
     strands: list[TokenSequence], least: int
 ) -> None:
     with sharing(least):
-        found = build_prefix_tree(strands)
-    assert [start for start, _, _ in found.segments] == [
+        result = build_prefix_tree(strands)
+    assert [start for start, _, _ in result.segments] == [
         0,
-        *(end for _, end, _ in found.segments[:-1]),
+        *(end for _, end, _ in result.segments[:-1]),
     ]
-    assert found.segments[-1][1] == len(found.tokens)
+    assert result.segments[-1][1] == len(result.tokens)
     assert all(
-        start < end and -1 <= parent < k for k, (start, end, parent) in enumerate(found.segments)
+        start < end and -1 <= parent < k for k, (start, end, parent) in enumerate(result.segments)
     )
-    assert {k for s in range(len(strands)) for k in path(found, s)} == set(
-        range(len(found.segments))
+    assert {k for s in range(len(strands)) for k in path(result, s)} == set(
+        range(len(result.segments))
     )
     for name in ("tokens", "position_ids", "previous", "sequence_ids", "loss_mask"):
-        assert getattr(found, name).shape == found.tokens.shape
+        assert getattr(result, name).shape == result.tokens.shape
 
 
 @given(strand_sets(), shares)
@@ -85,18 +85,18 @@ def test_a_measured_token_has_one_row_and_one_reader(
     strands: list[TokenSequence], least: int
 ) -> None:
     with sharing(least):
-        found = build_prefix_tree(strands)
+        result = build_prefix_tree(strands)
     readers = Counter[int]()
     for s, one in enumerate(strands):
-        own = np.array(rows(found, s))
-        read = own[np.array(one.loss_mask)]
-        assert found.loss_mask[read].all()
-        assert (found.sequence_ids[read] == s).all()
+        actual = np.array(rows(result, s))
+        read = actual[np.array(one.loss_mask)]
+        assert result.loss_mask[read].all()
+        assert (result.sequence_ids[read] == s).all()
         assert not (
-            (found.sequence_ids[own] == s) & found.loss_mask[own] & ~np.array(one.loss_mask)
+            (result.sequence_ids[actual] == s) & result.loss_mask[actual] & ~np.array(one.loss_mask)
         ).any()
         readers.update(read.tolist())
-    assert set(readers) == set(np.flatnonzero(found.loss_mask).tolist())
+    assert set(readers) == set(np.flatnonzero(result.loss_mask).tolist())
     assert set(readers.values()) <= {1}
 
 
@@ -105,9 +105,9 @@ def test_a_token_that_none_measures_belongs_to_a_sequence_that_has_it(
     strands: list[TokenSequence], least: int
 ) -> None:
     with sharing(least):
-        found = build_prefix_tree(strands)
-    inside = [set(rows(found, s)) for s in range(len(strands))]
-    assert all(row in inside[s] for row, s in enumerate(found.sequence_ids.tolist()))
+        result = build_prefix_tree(strands)
+    inside = [set(rows(result, s)) for s in range(len(strands))]
+    assert all(row in inside[s] for row, s in enumerate(result.sequence_ids.tolist()))
 
 
 @given(strand_sets(), shares, st.randoms(use_true_random=False))
@@ -115,16 +115,16 @@ def test_the_order_of_the_sequences_costs_no_row(
     strands: list[TokenSequence], least: int, draw: Random
 ) -> None:
     with sharing(least):
-        found = num_rows(strands)
-        assert num_rows(strands[::-1]) == num_rows(draw.sample(strands, len(strands))) == found
-    assert found <= sum(len(one.token_ids) for one in strands)
+        result = num_rows(strands)
+        assert num_rows(strands[::-1]) == num_rows(draw.sample(strands, len(strands))) == result
+    assert result <= sum(len(one.token_ids) for one in strands)
 
 
 @given(strand_sets(measured=False))
 def test_with_nothing_measured_every_beginning_is_laid_once(strands: list[TokenSequence]) -> None:
     with sharing(1):
-        found = num_rows(strands)
-    assert found == len(
+        result = num_rows(strands)
+    assert result == len(
         {one.token_ids[:n] for one in strands for n in range(1, len(one.token_ids) + 1)}
     )
 
@@ -134,24 +134,24 @@ def test_a_beginning_is_shared_only_if_it_is_long_enough(
     strands: list[TokenSequence], least: int
 ) -> None:
     with sharing(least):
-        found = build_prefix_tree(strands)
-    users = Counter(k for s in range(len(strands)) for k in path(found, s))
+        result = build_prefix_tree(strands)
+    users = Counter(k for s in range(len(strands)) for k in path(result, s))
     for s in range(len(strands)):
-        shared = [k for k in path(found, s) if users[k] > 1]
-        assert not shared or found.position_ids[found.segments[shared[-1]][1] - 1] + 1 >= least
+        shared = [k for k in path(result, s) if users[k] > 1]
+        assert not shared or result.position_ids[result.segments[shared[-1]][1] - 1] + 1 >= least
 
 
 def test_a_prompt_is_laid_once_for_all_its_answers() -> None:
     prompt = "12345678901234567890"
-    found = build_prefix_tree(
+    result = build_prefix_tree(
         [strand(prompt + answer, " " * 20 + "xxx") for answer in ("111", "222", "133")]
     )
-    assert found.segments == ((0, 20, -1), (20, 23, 0), (23, 26, 0), (26, 29, 0))
-    assert found.leaves == (1, 3, 2)
-    assert found.position_ids.tolist() == [*range(20), *[20, 21, 22] * 3]
-    assert found.previous.tolist() == [*range(-1, 19), 19, 20, 21, 19, 23, 24, 19, 26, 27]
-    assert found.sequence_ids[20:].tolist() == [0] * 3 + [2] * 3 + [1] * 3
-    assert found.loss_mask.tolist() == [False] * 20 + [True] * 9
+    assert result.segments == ((0, 20, -1), (20, 23, 0), (23, 26, 0), (26, 29, 0))
+    assert result.leaves == (1, 3, 2)
+    assert result.position_ids.tolist() == [*range(20), *[20, 21, 22] * 3]
+    assert result.previous.tolist() == [*range(-1, 19), 19, 20, 21, 19, 23, 24, 19, 26, 27]
+    assert result.sequence_ids[20:].tolist() == [0] * 3 + [2] * 3 + [1] * 3
+    assert result.loss_mask.tolist() == [False] * 20 + [True] * 9
 
 
 def test_a_short_prompt_is_laid_for_each() -> None:
@@ -164,22 +164,22 @@ def test_a_short_prompt_is_laid_for_each() -> None:
 def test_a_turn_is_measured_by_one_and_context_of_another() -> None:
     """Two turns of one conversation judged separately: everything is there once."""
     first, second = "0" * 20, "0" * 20 + "1" * 20 + "2" * 20
-    found = build_prefix_tree(
+    result = build_prefix_tree(
         [strand(second + "3", " " * 60 + "x"), strand(first + "1" * 20, " " * 20 + "x" * 20)]
     )
-    assert len(found.tokens) == 61
-    assert found.sequence_ids[20:40].tolist() == [1] * 20
-    assert found.sequence_ids[60] == 0
-    assert found.loss_mask.tolist() == [False] * 20 + [True] * 20 + [False] * 20 + [True]
-    assert found.leaves == (1, 0)
+    assert len(result.tokens) == 61
+    assert result.sequence_ids[20:40].tolist() == [1] * 20
+    assert result.sequence_ids[60] == 0
+    assert result.loss_mask.tolist() == [False] * 20 + [True] * 20 + [False] * 20 + [True]
+    assert result.leaves == (1, 0)
 
 
 def test_what_two_sequences_measure_is_laid_for_each() -> None:
     """Also when they are the same, as when one answer was judged twice."""
     same = strand("0" * 20 + "12", " " * 20 + "xx")
-    found = build_prefix_tree([same, same])
-    assert found.segments == ((0, 20, -1), (20, 22, 0), (22, 24, 0))
-    assert sorted(found.leaves) == [1, 2]
+    result = build_prefix_tree([same, same])
+    assert result.segments == ((0, 20, -1), (20, 22, 0), (22, 24, 0))
+    assert sorted(result.leaves) == [1, 2]
 
 
 @pytest.mark.parametrize("strands", [[strand("1", "x")], [strand("12", " x"), strand("12", "xx")]])

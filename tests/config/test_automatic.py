@@ -50,9 +50,9 @@ def test_the_learning_rate_follows_from_method_and_weights(
         ({"lora": {}}, adapter, "adapter"),
         ({"adapter": "a"}, adapter, "adapter"),
     ):
-        found = loaded(method, online, model={"name": "m", **model})
-        setting = found.settings["train.learning_rate"]
-        assert found.recipe.train.learning_rate == setting.value == rate
+        result = loaded(method, online, model={"name": "m", **model})
+        setting = result.settings["train.learning_rate"]
+        assert result.recipe.train.learning_rate == setting.value == rate
         assert setting.is_automatic
         assert method in setting.origin
         assert weights in setting.origin
@@ -68,9 +68,9 @@ def test_every_method_has_learning_rates_and_all_of_them_a_source() -> None:
 
 
 def test_a_learning_rate_of_the_recipe_stays(tmp_path: Path) -> None:
-    found = loaded(train={"learning_rate": 3e-4})
-    assert found.recipe.train.learning_rate == 3e-4
-    assert not found.settings["train.learning_rate"].is_automatic
+    result = loaded(train={"learning_rate": 3e-4})
+    assert result.recipe.train.learning_rate == 3e-4
+    assert not result.settings["train.learning_rate"].is_automatic
     assert loaded(train={"learning_rate": "auto"}).recipe.train.learning_rate == 1e-6
     written = tmp_path / "config.yaml"
     written.write_text(loaded().to_yaml())
@@ -95,9 +95,9 @@ def test_auto_is_bfloat16_where_the_hardware_multiplies_it(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: narrow)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: narrow)
     assert automatic_dtype()[0] == chosen
-    found = with_dtype(loaded())
-    assert found.recipe.model.dtype == found.settings["model.dtype"].value == chosen
-    assert found.settings["model.dtype"].is_automatic
+    result = with_dtype(loaded())
+    assert result.recipe.model.dtype == result.settings["model.dtype"].value == chosen
+    assert result.settings["model.dtype"].is_automatic
     assert (
         with_dtype(loaded(model={"name": "m", "dtype": "float64"})).recipe.model.dtype == "float64"
     )

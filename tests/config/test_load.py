@@ -253,8 +253,8 @@ def test_numbers_beyond_all_use_are_refused(word: str):
 
 def test_rows_in_memory_take_the_place_of_files():
     source: dict[str, object] = {"method": "kto", "model": {"name": "m"}, "eval": {"every": 3}}
-    given = load_recipe(source, method_of=method_of, in_memory=("train", "eval"))
-    assert given.recipe.eval.every == 3
+    inputs = load_recipe(source, method_of=method_of, in_memory=("train", "eval"))
+    assert inputs.recipe.eval.every == 3
     load_recipe(
         {**source, "data": {"eval": "gone.jsonl"}}, method_of=method_of, in_memory=("train", "eval")
     )
@@ -370,8 +370,8 @@ def test_loading_imports_no_torch():
     "data", ["feedback.jsonl", ["feedback.jsonl"], {"train": ["feedback.jsonl"]}], ids=str
 )
 def test_a_model_and_data_may_be_given_by_their_names_alone(data: object):
-    whole = load(source=minimal())
-    assert load(source={"method": "kto", "model": "m", "data": data}).recipe == whole.recipe
+    full = load(source=minimal())
+    assert load(source={"method": "kto", "model": "m", "data": data}).recipe == full.recipe
     changed = load(
         "model.lora={rank: 4}", source={"method": "kto", "model": "m", "data": data}
     ).recipe

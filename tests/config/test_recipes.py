@@ -50,13 +50,13 @@ def test_every_kind_of_rows_has_a_recipe():
 @pytest.mark.parametrize("name", ONLINE)
 def test_a_method_loads_with_nothing_but_a_model_prompts_and_a_reward(name: str):
     rows = str(Path(__file__).parents[2] / "examples" / "quickstart" / "prompts.jsonl")
-    given = {
+    settings = {
         "method": name,
         "model": {"name": "some/model"},
         "data": {"train": rows},
         "reward": "vader",
     }
-    loaded = load_recipe(given, method_of=method_of)
+    loaded = load_recipe(settings, method_of=method_of)
     assert loaded.recipe.loss.keys() >= ONLINE[name].loss.settings.keys()
 
 
@@ -72,10 +72,10 @@ def test_a_method_loads_with_nothing_but_a_model_and_rows(name: str):
 
 def test_the_guide_tells_of_every_recipe_and_of_no_other():
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    told = {
+    message = {
         line.removeprefix("### ").strip() for line in page.splitlines() if line.startswith("### ")
     }
-    assert told == {path.name for path in RECIPES}
+    assert message == {path.name for path in RECIPES}
 
 
 # Recipes for large models: planned for 80 GB, with the shape of the model and rows of the shape of
@@ -109,9 +109,9 @@ NAMES = (
 LONG = "the sun is a star, and the moon goes round the earth. " * 60
 
 
-def _turns(said: str, answer: str | None = None) -> list[dict[str, str]]:
-    asked = [{"role": "user", "content": said}]
-    return asked if answer is None else [*asked, {"role": "assistant", "content": answer}]
+def _turns(message: str, answer: str | None = None) -> list[dict[str, str]]:
+    requests = [{"role": "user", "content": message}]
+    return requests if answer is None else [*requests, {"role": "assistant", "content": answer}]
 
 
 def _row(path: str, i: int) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plans:
     return make
 
 
-def gigabytes(found: Plan, tokens: int) -> float:
-    return found.memory.total(tokens) / 1e9
+def gigabytes(result: Plan, tokens: int) -> float:
+    return result.memory.total(tokens) / 1e9
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,12 @@ def gigabytes(found: Plan, tokens: int) -> float:
 def test_a_recipe_for_a_large_model_fits_the_gpus_that_it_names(
     planned: Plans, name: str, gpus: int, split: Split, tokens: int, predicted: float
 ):
-    found = planned(name, gpus)
+    result = planned(name, gpus)
     model = load_recipe(ROOT / "recipes" / f"{name}.yaml", method_of=method_of).recipe.model
-    assert found.shape.parameters == SHAPES[model.name][2]
-    assert found.split == split
-    assert found.micro_batch_tokens == tokens  # what the recipe says, or what it would find
-    assert gigabytes(found, tokens) == pytest.approx(predicted, abs=0.1)  # as in docs/recipes.md
+    assert result.shape.parameters == SHAPES[model.name][2]
+    assert result.split == split
+    assert result.micro_batch_tokens == tokens  # what the recipe says, or what it would find
+    assert gigabytes(result, tokens) == pytest.approx(predicted, abs=0.1)  # as in docs/recipes.md
     assert predicted < 0.8 * HBM / 1e9
 
 

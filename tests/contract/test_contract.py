@@ -114,8 +114,8 @@ def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(
     name: str, settings: dict[str, Any]
 ) -> None:
     budgets = (SEVERAL,) if settings else (ONE_EACH, SEVERAL)
-    whole = same_however_cut(name, settings, models_of(name), units_for(name), budgets)
-    assert whole.class_sums is None or LOSSES[name].shifts
+    full = same_however_cut(name, settings, models_of(name), units_for(name), budgets)
+    assert full.class_sums is None or LOSSES[name].shifts
 
 
 @pytest.mark.slow
@@ -151,14 +151,14 @@ def test_masked_answers_do_not_depend_on_micro_batches_or_order(name: str) -> No
     rows = [masked(row) if i % 3 == 1 else row for i, row in enumerate(sampled())]
     same_however_cut(name, settings, models, rows, (ONE_EACH, SEVERAL))
 
-    made = objective(name, *models, **settings)
+    actual = objective(name, *models, **settings)
     others = [row for row in rows if any(row.answers[0].mask)]
-    _, _, with_masked = gradient(made, rows)
-    _, _, without = gradient(made, others)
+    _, _, with_masked = gradient(actual, rows)
+    _, _, without = gradient(actual, others)
     share = 1.0 if LOSSES[name].average == "token_mean" else len(others) / len(rows)
     # The model's norms run in float32, also backward, where 1/9 and 2/3 of 1/6 round differently.
     assert (with_masked - share * without).norm() <= 1e-6 * without.norm()
-    outcome, _, nothing = gradient(made, [masked(row) for row in rows])
+    outcome, _, nothing = gradient(actual, [masked(row) for row in rows])
     assert float(outcome.loss) == float(nothing.norm()) == 0
 
 
@@ -180,29 +180,29 @@ def same_however_cut(
     """
 
     def made(budget: int) -> Objective:
-        found = objective(name, *models, budget=budget, **settings)
-        found.shift = RewardShift(0.3, 2)
-        return found
+        result = objective(name, *models, budget=budget, **settings)
+        result.shift = RewardShift(0.3, 2)
+        return result
 
-    whole, numbers, grad = gradient(made(NEVER_ALONE), rows)
-    assert whole.micro_batches == 1
+    full, numbers, grad = gradient(made(NEVER_ALONE), rows)
+    assert full.micro_batches == 1
     assert grad.norm() > 1e-6
-    seen = {1}
+    observed = {1}
     for budget in budgets:
         shuffled = random.Random(budget).sample(rows, len(rows))
         assert shuffled != rows
         cut, cut_numbers, cut_grad = gradient(made(budget), shuffled)
-        seen.add(cut.micro_batches)
+        observed.add(cut.micro_batches)
         assert cut_numbers.keys() == numbers.keys()
         for key, value in numbers.items():
             assert cut_numbers[key] == pytest.approx(value, rel=1e-10, abs=1e-12), key
         torch.testing.assert_close(cut_grad, grad, rtol=1e-10, atol=1e-12)
-        if whole.class_sums is not None:
-            torch.testing.assert_close(cut.class_sums, whole.class_sums, rtol=1e-10, atol=1e-12)
-    assert len(seen) > 1
-    assert SEVERAL not in budgets or any(1 < count < len(rows) for count in seen)
-    assert ONE_EACH not in budgets or len(rows) in seen
-    return whole
+        if full.class_sums is not None:
+            torch.testing.assert_close(cut.class_sums, full.class_sums, rtol=1e-10, atol=1e-12)
+    assert len(observed) > 1
+    assert SEVERAL not in budgets or any(1 < count < len(rows) for count in observed)
+    assert ONE_EACH not in budgets or len(rows) in observed
+    return full
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES[len(ROWS) :], ids=NAMES[len(ROWS) :])
@@ -253,13 +253,13 @@ def test_finite_and_exact_when_policy_equals_reference(name: str) -> None:
 
 
 def of_the_step(
-    made: Objective, batch: MicroBatch
+    result: Objective, batch: MicroBatch
 ) -> tuple[dict[Average, Tensor], dict[str, Tensor]]:
     """What averages divide by, and what losses share, in a step of this micro-batch alone."""
-    loss, shared = made.method.loss, dict[str, Tensor]()
-    names = loss.averages(made.settings)
+    loss, shared = result.method.loss, dict[str, Tensor]()
+    names = loss.averages(result.settings)
     if loss.shifts:
-        shared["delta"] = torch.tensor(made.shift.delta)
+        shared["delta"] = torch.tensor(result.shift.delta)
     if loss.credit is not None:
         scores = torch.zeros(0) if batch.target is None else batch.target[:, 0]
         shared["moments"] = moments(powers(scores.double()))
@@ -272,20 +272,20 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
     log-probability.
     """
     policy, reference = models_of(name)
-    made = objective(name, policy, reference)
-    loss = made.method.loss
+    actual = objective(name, policy, reference)
+    loss = actual.method.loss
     rows = [
         replace(row, margin=0.0, soft=None) for row in units(METHODS[name].kind) if row.weight > 0
     ]
-    (batch,) = made.divide(rows).local
+    (batch,) = actual.divide(rows).local
     n = torch.bincount(batch.cpu_scored[1])[batch.sequence_ids].double()
     logp = (-batch.loss_mask.double() / n).requires_grad_()
-    ref = logp.detach() if made.method.needs_reference else None
-    count, shared = of_the_step(made, batch)
-    if made.method.needs_kl_pairs:
+    ref = logp.detach() if actual.method.needs_reference else None
+    count, shared = of_the_step(actual, batch)
+    if actual.method.needs_kl_pairs:
         shared["z0"] = torch.zeros(batch.sequences, dtype=torch.float64)
-    plain, view = loss.read(batch, PolicyOutput(logp), ref, made.settings, shared)
-    loss.total(plain, view, made.settings, count).backward()
+    plain, view = loss.read(batch, PolicyOutput(logp), ref, actual.settings, shared)
+    loss.total(plain, view, actual.settings, count).backward()
     assert logp.grad is not None
     assert (logp.grad[~batch.loss_mask] == 0).all()
     good = batch.side == 0 if batch.label is None else batch.label
@@ -297,10 +297,10 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
     for side, direction in loss.direction.items():
         tokens = batch.loss_mask & sides[side][batch.sequence_ids]
         assert tokens.any()
-        found = -logp.grad[tokens]
+        result = -logp.grad[tokens]
         if loss.couples and batch.label is not None:  # some of the larger class are left out
-            found = found[found != 0]
-        assert (torch.sign(found) == direction).all(), side
+            result = result[result != 0]
+        assert (torch.sign(result) == direction).all(), side
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -308,13 +308,13 @@ def test_a_given_advantage_has_its_direction(name: str) -> None:
     """Where the policy that answers is the one that trains: of every token, or of all of an answer
     that is judged as a whole.
     """
-    made = objective(name, models_of(name)[0], None)
-    loss = made.method.loss
-    (batch,) = made.divide([row for row in sampled(known=("adv",)) if row.weight > 0]).local
+    actual = objective(name, models_of(name)[0], None)
+    loss = actual.method.loss
+    (batch,) = actual.divide([row for row in sampled(known=("adv",)) if row.weight > 0]).local
     logp = (-batch.loss_mask.double()).requires_grad_()
-    count, shared = of_the_step(made, batch)
-    plain, view = loss.read(batch, PolicyOutput(logp), None, made.settings, shared)
-    loss.total(plain, view, made.settings, count).backward()
+    count, shared = of_the_step(actual, batch)
+    plain, view = loss.read(batch, PolicyOutput(logp), None, actual.settings, shared)
+    loss.total(plain, view, actual.settings, count).backward()
     assert logp.grad is not None
     assert (logp.grad[~batch.loss_mask] == 0).all()
     adv = (
@@ -330,20 +330,20 @@ def test_scores_move_in_the_declared_direction(name: str) -> None:
     """From scores of zero. What the data gives no target for gets no gradient."""
     policy, _ = models_of(name)
     assert isinstance(policy, Scorer)
-    made = objective(name, policy, None)
+    actual = objective(name, policy, None)
     loss, rows = (
-        made.method.loss,
+        actual.method.loss,
         [replace(row, margin=0.0) for row in units_for(name) if row.weight > 0],
     )
-    (batch,) = made.divide(rows).local
-    count, shared = of_the_step(made, batch)
+    (batch,) = actual.divide(rows).local
+    count, shared = of_the_step(actual, batch)
     if policy.thresholds is not None:
         shared["thresholds"] = policy.thresholds.detach()
     attributes = 1 if batch.target is None else batch.target.shape[1]
     score = torch.zeros(batch.sequences, attributes, dtype=torch.float64, requires_grad=True)
     blank = torch.zeros(len(batch.tokens), dtype=torch.float64)
-    plain, view = loss.read(batch, PolicyOutput(blank, score=score), None, made.settings, shared)
-    loss.total(plain, view, made.settings, count).backward()
+    plain, view = loss.read(batch, PolicyOutput(blank, score=score), None, actual.settings, shared)
+    loss.total(plain, view, actual.settings, count).backward()
     assert score.grad is not None
     if batch.target is None:
         up, down = (batch.side == 0)[:, None], (batch.side == 1)[:, None]
@@ -374,28 +374,30 @@ def test_measuring_sequences_get_no_gradient(name: str, budget: int) -> None:
     """The gradient is that of the loss with its statistic held fixed."""
     policy, reference = models_of(name)
     assert reference is not None
-    made = objective(name, policy, reference, budget=budget)
+    actual = objective(name, policy, reference, budget=budget)
     rows = in_order(units(METHODS[name].kind))
-    outcome, numbers, grad = gradient(made, rows)
+    outcome, numbers, grad = gradient(actual, rows)
     assert (outcome.micro_batches == 1) is (budget == NEVER_ALONE)
-    assert made.method.loss.statistic is not None
-    pairs, _ = made.make_kl_pairs(rows, ())
+    assert actual.method.loss.statistic is not None
+    pairs, _ = actual.make_kl_pairs(rows, ())
     with torch.no_grad():
         batch = make_micro_batch(pairs)
-        _, sums = made.method.loss.read(
-            batch, policy(batch), reference(batch), made.settings, view="seq"
+        _, sums = actual.method.loss.read(
+            batch, policy(batch), reference(batch), actual.settings, view="seq"
         )
-    z0, raw = reference_point(made.method.loss.statistic(sums["logp"], sums["ref"], batch.group, 1))
+    z0, raw = reference_point(
+        actual.method.loss.statistic(sums["logp"], sums["ref"], batch.group, 1)
+    )
     assert raw.abs().max() > 1e-3  # else this would hold by accident
     assert numbers["kl/raw"] == pytest.approx(float(raw), rel=1e-10)
     policy.zero_grad()
-    for batch in made.divide(rows).local:
+    for batch in actual.divide(rows).local:
         shared = {"z0": torch.full((batch.sequences,), float(z0), dtype=torch.float64)}
-        plain, view = made.method.loss.read(
-            batch, policy(batch), reference(batch), made.settings, shared
+        plain, view = actual.method.loss.read(
+            batch, policy(batch), reference(batch), actual.settings, shared
         )
-        made.method.loss.total(
-            plain, view, made.settings, {"seq_mean": torch.tensor(len(rows))}
+        actual.method.loss.total(
+            plain, view, actual.settings, {"seq_mean": torch.tensor(len(rows))}
         ).backward()
     torch.testing.assert_close(grad, slopes(policy), rtol=1e-10, atol=1e-12)
 
@@ -418,9 +420,9 @@ def test_a_token_of_the_prompt_is_context_only(name: str) -> None:
     are.
     """
     policy, reference = models_of(name)
-    made = objective(name, policy, reference)
+    actual = objective(name, policy, reference)
     rows = in_order(units_for(name))
-    outcome = made.run(rows, backward=False, rows=True)
+    outcome = actual.run(rows, backward=False, rows=True)
     measured = {(r.unit, r.side): r.tokens for r in outcome.rows}
     assert measured == {
         (i, side): len(a.ids) for i, row in enumerate(rows) for side, a in enumerate(row.answers)

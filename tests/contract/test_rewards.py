@@ -101,7 +101,7 @@ def losses_of(loss: Loss, view: dict[str, Tensor], settings: dict[str, Any]) -> 
         {k: v[i : i + 1] if v.ndim else v for k, v in view.items()} for i in range(len(view["n_w"]))
     ]
     return (
-        torch.cat([loss(each, settings) for each in one_by_one])
+        torch.cat([loss(item, settings) for item in one_by_one])
         if loss.couples
         else loss(view, settings)
     )
@@ -112,29 +112,29 @@ def rewards_of(
 ) -> tuple[Tensor, Tensor]:
     """As ``Loss.rewards``, with gradient."""
     assert loss.reward is not None
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for side in "wl":
         sums = {
             name: view[f"{name}_{side}"]
             for name in ("logp", "ref", "n")
             if f"{name}_{side}" in view
         }
-        found.append(
+        results.append(
             loss.reward(sums | {"chosen": torch.full((len(sums["n"]),), side == "w")}, settings)
         )
     reported = loss.rewards(view, settings)
     assert reported is not None
-    assert all(torch.equal(a.detach(), b) for a, b in zip(found, reported, strict=True))
-    return found[0], found[1]
+    assert all(torch.equal(a.detach(), b) for a, b in zip(results, reported, strict=True))
+    return results[0], results[1]
 
 
 def slopes(values: Tensor, leaves: list[Tensor]) -> Tensor:
     """[P, leaves]: gradient of each value with respect to its own pair's leaves."""
-    found = torch.autograd.grad(values.sum(), leaves, retain_graph=True, allow_unused=True)
+    result = torch.autograd.grad(values.sum(), leaves, retain_graph=True, allow_unused=True)
     return torch.stack(
         [
-            torch.zeros_like(leaf) if each is None else each
-            for each, leaf in zip(found, leaves, strict=True)
+            torch.zeros_like(leaf) if item is None else item
+            for item, leaf in zip(result, leaves, strict=True)
         ],
         -1,
     )
@@ -144,13 +144,13 @@ def slopes(values: Tensor, leaves: list[Tensor]) -> Tensor:
 def test_a_loss_depends_on_a_completion_only_through_its_reward(
     name: str, settings: dict[str, Any]
 ) -> None:
-    loss, given = LOSSES[name], resolve(name, settings)
+    loss, inputs = LOSSES[name], resolve(name, settings)
     plain = measured(loss, 0, margin=0.25)
-    view = read(loss, plain, given)
-    values, by_side = losses_of(loss, view, given), []
-    for side, reward in zip("wl", rewards_of(loss, view, given), strict=True):
+    view = read(loss, plain, inputs)
+    values, by_side = losses_of(loss, view, inputs), []
+    for side, reward in zip("wl", rewards_of(loss, view, inputs), strict=True):
         leaves = [
-            plain[f"{each}_{side}"] for each in ("logp", "ref", "n") if f"{each}_{side}" in plain
+            plain[f"{item}_{side}"] for item in ("logp", "ref", "n") if f"{item}_{side}" in plain
         ]
         of_loss, of_reward = slopes(values, leaves), slopes(reward, leaves)
         share = (of_loss * of_reward).sum(-1) / of_reward.square().sum(-1)
@@ -170,16 +170,16 @@ REVERSIBLE = [(name, settings) for name, settings in CASES if name not in NOT_CO
 def test_a_loss_prefers_the_order_in_which_the_chosen_side_has_the_larger_reward(
     name: str, settings: dict[str, Any]
 ) -> None:
-    loss, given = LOSSES[name], resolve(name, settings)
+    loss, inputs = LOSSES[name], resolve(name, settings)
     plain = measured(loss, 1)
     swap = str.maketrans("wl", "lw")
     turned = {
         key[:-1] + key[-1].translate(swap) if key[-2:] in ("_w", "_l") else key: v
         for key, v in plain.items()
     }
-    views = [read(loss, each, given) for each in (plain, turned)]
-    here, there = (losses_of(loss, view, given).detach() for view in views)
-    chosen, rejected = (each.detach() for each in rewards_of(loss, views[0], given))
+    views = [read(loss, item, inputs) for item in (plain, turned)]
+    here, there = (losses_of(loss, view, inputs).detach() for view in views)
+    chosen, rejected = (item.detach() for item in rewards_of(loss, views[0], inputs))
     clear = (here - there).abs() > 1e-9  # a hinge is flat for both orders beyond its target
     assert clear.sum() > PAIRS // 4
     assert torch.equal((here < there)[clear], (chosen > rejected)[clear])
@@ -190,7 +190,7 @@ def test_the_penalty_of_dpop_is_in_its_reward() -> None:
     """A pair in which both completions become rarer, the rejected one more: d > 0, and the loss is
     above log 2.
     """
-    loss, given = LOSSES["dpop"], resolve("dpop", {"beta": 0.5, "penalty": 50.0})
+    loss, settings = LOSSES["dpop"], resolve("dpop", {"beta": 0.5, "penalty": 50.0})
     view = {
         name: torch.tensor([value], dtype=torch.float64)
         for name, value in {
@@ -202,10 +202,10 @@ def test_the_penalty_of_dpop_is_in_its_reward() -> None:
             "n_l": 3.0,
         }.items()
     }
-    (chosen,), (rejected,) = loss.rewards(view, given)  # type: ignore[misc]
+    (chosen,), (rejected,) = loss.rewards(view, settings)  # type: ignore[misc]
     assert float(chosen) == pytest.approx(0.5 * (-0.1 - 50 * 0.1))
     assert float(rejected) == pytest.approx(-0.5)
-    assert float(loss(view, given)) > math.log(2)
+    assert float(loss(view, settings)) > math.log(2)
 
 
 TOKENS = [
@@ -218,7 +218,7 @@ TOKENS = [
 )
 def test_token_modifiers_are_in_the_reward(name: str, settings: dict[str, Any]) -> None:
     """Tokens that count less for the loss, or have no gradient, count as little for the reward."""
-    loss, given = LOSSES[name], resolve(name, settings)
+    loss, inputs = LOSSES[name], resolve(name, settings)
     batch = make_micro_batch(units("preference"))
     draw = torch.Generator().manual_seed(2)
     logp, ref = (
@@ -227,16 +227,16 @@ def test_token_modifiers_are_in_the_reward(name: str, settings: dict[str, Any]) 
     logp = logp.requires_grad_()
     reference = ref if loss.needs_reference else None
     shared = {"delta": torch.tensor(0.2, dtype=torch.float64)} if loss.shifts else {}
-    plain, view = loss.read(batch, PolicyOutput(logp), reference, given, shared)
-    rewards = rewards_of(loss, view, given)
-    numbers = loss.measure(batch, PolicyOutput(logp), reference, plain, view, given)
+    plain, view = loss.read(batch, PolicyOutput(logp), reference, inputs, shared)
+    rewards = rewards_of(loss, view, inputs)
+    numbers = loss.measure(batch, PolicyOutput(logp), reference, plain, view, inputs)
     for side, reward in zip(("chosen", "rejected"), rewards, strict=True):
         metric = numbers[f"rewards/{side}"]
         assert float(metric.total / metric.count) == pytest.approx(reward.mean().item(), rel=1e-12)  # type: ignore[union-attr]
     accuracy = numbers["rewards/accuracies"]
     assert float(accuracy.total / accuracy.count) == won(rewards[0] - rewards[1]).mean().item()  # type: ignore[union-attr]
     chosen_only = torch.autograd.grad(rewards[0].sum(), logp, retain_graph=True)[0]
-    values = losses_of(loss, view, given)
+    values = losses_of(loss, view, inputs)
     owner = batch.sequence_ids
     of_loss, of_reward = (
         torch.autograd.grad(v.sum(), logp, retain_graph=True)[0]
@@ -272,10 +272,10 @@ def test_rows_have_the_rewards_of_the_metrics(name: str, settings: dict[str, Any
         total, count = (
             sum(float(getattr(part, field)) for part in parts) for field in ("total", "count")
         )
-        own = [
+        actual = [
             side.reward
             for side, chosen in zip(outcome.rows, is_chosen, strict=True)
             if chosen == wanted
         ]
-        assert count == len(own)
-        assert total / count == pytest.approx(fmean(own), rel=1e-9)  # type: ignore[arg-type]
+        assert count == len(actual)
+        assert total / count == pytest.approx(fmean(actual), rel=1e-9)  # type: ignore[arg-type]

@@ -32,9 +32,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def disk() -> Iterator[Disk]:
-    made = Disk()
-    yield made
-    made.rest()
+    actual = Disk()
+    yield actual
+    actual.rest()
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +42,10 @@ def no_callbacks() -> Iterator[None]:
     """What a signal's handler raises is lost in a function that is called when objects are
     collected. Hypothesis has one.
     """
-    kept = gc.callbacks.copy()
+    remaining = gc.callbacks.copy()
     gc.callbacks.clear()
     yield
-    gc.callbacks[:] = kept
+    gc.callbacks[:] = remaining
 
 
 @pytest.fixture(autouse=True)

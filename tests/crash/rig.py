@@ -78,9 +78,11 @@ class Place:
         self._alone: dict[str, Path] = {}
 
     def recipe(self, case: Case, **sections: dict[str, Any]) -> dict[str, Any]:
-        made = recipe(case, self.folder)
-        made["train"] = {"max_steps": STEPS} | made["train"]
-        return made | {name: made.get(name, {}) | section for name, section in sections.items()}
+        settings = recipe(case, self.folder)
+        settings["train"] = {"max_steps": STEPS} | settings["train"]
+        return settings | {
+            name: settings.get(name, {}) | section for name, section in sections.items()
+        }
 
     def train(self, case: Case, run: Path, /, *more: str, **sections: dict[str, Any]) -> int:
         """`valence train` in this process: its exit status."""
@@ -98,9 +100,9 @@ class Place:
     def alone(self, case: Case, /, **sections: dict[str, Any]) -> Path:
         """The run without any disturbance, which runs share that differ in WITHOUT_EFFECT."""
         settings = sections.get("run", {})
-        kept = {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}
+        remaining = {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}
         sections = {
-            name: section for name, section in (sections | {"run": kept}).items() if section
+            name: section for name, section in (sections | {"run": remaining}).items() if section
         }
         key = json.dumps([case.name, sections])
         if key not in self._alone:

@@ -48,9 +48,9 @@ def test_processes_killed_at_random_end_as_if_nothing_had_been(laboratory: Labor
         return trials
 
     with ThreadPoolExecutor(len(KILLED)) as workers:
-        found = dict(zip(KILLED, workers.map(killed, KILLED), strict=True))
+        result = dict(zip(KILLED, workers.map(killed, KILLED), strict=True))
     assert [
-        (name, trial.wrong) for name, trials in found.items() for trial in trials if trial.wrong
+        (name, trial.wrong) for name, trials in result.items() for trial in trials if trial.wrong
     ] == []
 
 
@@ -140,15 +140,15 @@ def killed_elsewhere(
     flushed the folder looks as it does before what comes next.
     """
     run = folder / "run"
-    seen = Counter[tuple[str, str]]()
+    observed = Counter[tuple[str, str]]()
     left: dict[tuple[str, str], Path] = {}
 
     def freeze(operation: str, path: str) -> None:
         kind = operation, re.sub(r"\d+", "N", os.path.relpath(path, run))
-        seen[kind] += 1
-        if operation != "os.fsync" and "checkpoints" not in path and seen[kind] <= 2:
+        observed[kind] += 1
+        if operation != "os.fsync" and "checkpoints" not in path and observed[kind] <= 2:
             shutil.rmtree(left.get(kind, folder / "none"), ignore_errors=True)
-            left[kind] = frozen(run, folder / f"left {seen.total()}")
+            left[kind] = frozen(run, folder / f"left {observed.total()}")
 
     disk.each(freeze, run)
     assert place.train(CASE[case], run, **SHORT) == 0

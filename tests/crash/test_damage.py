@@ -105,9 +105,9 @@ def test_a_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_
             continue
         damage(run / last / file)
         assert place.train(CASE[name], run) == 0, file
-        said = capfd.readouterr().out
-        assert f"{run}/{last}" in said, file
-        assert str(file) in said, file
+        output = capfd.readouterr().out
+        assert f"{run}/{last}" in output, file
+        assert str(file) in output, file
         assert differences(run, place.alone(CASE[name])) == [], file
 
 
@@ -120,15 +120,15 @@ def test_no_bit_of_a_manifest_may_change(
     """
     run = frozen(stopped(KTO_LORA), tmp_path / "run")
     path = run / "checkpoints" / f"step-{newest(run)}"
-    whole = (path / "manifest.json").read_bytes()
+    full = (path / "manifest.json").read_bytes()
     unseen: list[str] = []
-    for at in range(0, len(whole), stride):
-        (path / "manifest.json").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    for at in range(0, len(full), stride):
+        (path / "manifest.json").write_bytes(full[:at] + bytes([full[at] ^ 1]) + full[at + 1 :])
         try:
             check(path)
         except Damaged:
             continue
-        unseen.append(whole[max(0, at - 20) : at + 1].decode(errors="replace"))
+        unseen.append(full[max(0, at - 20) : at + 1].decode(errors="replace"))
     assert unseen == []
 
 
@@ -327,10 +327,10 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used(
     with monkeypatch.context() as patch:
         unreadable(patch, run / f"checkpoints/step-{last}" / file, fault)
         assert place.train(CASE[KTO_LORA], run) == 0
-    said = capfd.readouterr().out
-    assert f"{run}/checkpoints/step-{last}" in said
-    assert str(fault.strerror) in said
-    assert f"step-{before}" in said
+    output = capfd.readouterr().out
+    assert f"{run}/checkpoints/step-{last}" in output
+    assert str(fault.strerror) in output
+    assert f"step-{before}" in output
     assert (run / f"checkpoints/damaged-step-{last}").is_dir()
     assert differences(run, place.alone(CASE[KTO_LORA])) == []
 

@@ -41,57 +41,57 @@ def saved_in_background(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "MIN_BACKGROUND_BYTES", 0)
 
 
-def fails(disk: Disk, folder: Path, part: str, which: int) -> list[str]:
+def fails(disk: Disk, folder: Path, part: str, index: int) -> list[str]:
     """Lets one operation fail, counted (from 0) among those whose path has this part.
 
     Returns all of those, as it goes on.
     """
-    seen = list[str]()
+    observed = list[str]()
 
     def fail(name: str, path: str) -> None:
         # which comes before what it removes, of which there is nothing
         if part in path and name != "shutil.rmtree":
-            seen.append(name)
-            if len(seen) == which + 1:
+            observed.append(name)
+            if len(observed) == index + 1:
                 raise NO_ROOM
 
     disk.each(fail, folder)
-    return seen
+    return observed
 
 
 def whole(run: Path) -> list[int]:
     """The steps of the checkpoints that are there, all of which are whole."""
-    found = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
-    return [check(run / f"checkpoints/step-{step}").step for step in found]
+    results = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+    return [check(run / f"checkpoints/step-{step}").step for step in results]
 
 
 def fail_in_save(
-    which: int, case: str, place: Place, disk: Disk, folder: Path
+    index: int, case: str, place: Place, disk: Disk, folder: Path
 ) -> tuple[list[str], bool]:
     """A run in which one operation of the save of step 6 fails, if it has so many.
 
     The run warns of it and goes on, and later saves succeed. Returns the operations of that save,
     and whether one failed.
     """
-    run = folder / f"run {which}"
-    seen = fails(disk, run, "step-6.part", which)
-    assert place.train(CASE[case], run, **SHORT) == 0, (which, seen)
+    run = folder / f"run {index}"
+    observed = fails(disk, run, "step-6.part", index)
+    assert place.train(CASE[case], run, **SHORT) == 0, (index, observed)
     disk.rest()
-    assert whole(run) == [9, 10], seen
-    assert differences(run, place.alone(CASE[case], **SHORT)) == [], seen
-    failed = len(seen) > which
+    assert whole(run) == [9, 10], observed
+    assert differences(run, place.alone(CASE[case], **SHORT)) == [], observed
+    failed = len(observed) > index
     warned = [warning for warning in warnings_of(run) if "step-6" in warning]
-    assert len(warned) == failed, seen
+    assert len(warned) == failed, observed
     assert all(str(NO_ROOM.strerror) in warning for warning in warned)
-    return seen, failed
+    return observed, failed
 
 
-@pytest.mark.parametrize("which", [pytest.param(0, marks=slow), 5])
+@pytest.mark.parametrize("index", [pytest.param(0, marks=slow), 5])
 def test_some_operation_of_a_save_may_fail_once(
-    which: int, place: Place, disk: Disk, tmp_path: Path
+    index: int, place: Place, disk: Disk, tmp_path: Path
 ) -> None:
     """The first, and one amid it. All are in the slow test."""
-    assert fail_in_save(which, "kto, lora", place, disk, tmp_path)[1]
+    assert fail_in_save(index, "kto, lora", place, disk, tmp_path)[1]
 
 
 @slow
@@ -109,12 +109,12 @@ def test_any_operation_of_a_save_may_fail_once(
 ) -> None:
     if background:
         saved_in_background(monkeypatch)
-    which, failed = 0, True
+    index, failed = 0, True
     while failed:
-        seen, failed = fail_in_save(which, name, place, disk, tmp_path)
-        which += stride
-    assert which > 8 + stride
-    assert {"os.mkdir", "open", "os.fsync", "os.rename"} <= set(seen)
+        observed, failed = fail_in_save(index, name, place, disk, tmp_path)
+        index += stride
+    assert index > 8 + stride
+    assert {"os.mkdir", "open", "os.fsync", "os.rename"} <= set(observed)
 
 
 @pytest.mark.parametrize("background", [
@@ -125,9 +125,9 @@ def test_the_last_save_is_tried_again(
 ) -> None:
     if background:
         saved_in_background(monkeypatch)
-    seen = fails(disk, tmp_path / "run", "step-10.part", 0)
+    observed = fails(disk, tmp_path / "run", "step-10.part", 0)
     assert place.train(KTO, tmp_path / "run", **SHORT) == 0
-    assert len(seen) > 1
+    assert len(observed) > 1
     assert whole(tmp_path / "run") == [9, 10]
     assert differences(tmp_path / "run", place.alone(KTO, **SHORT)) == []
 
@@ -221,14 +221,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB in memory."""
     mounted = tmp_path / "disk"
     mounted.mkdir()
-    made = subprocess.run(
+    result = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mounted)],
         capture_output=True,
         text=True,
         check=False,
     )
-    if made.returncode:
-        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    if result.returncode:
+        pytest.skip(f"no file system can be mounted here: {result.stderr.strip()}")
     yield mounted
     subprocess.run(["umount", "--lazy", str(mounted)], check=True)
 

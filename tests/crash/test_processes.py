@@ -65,7 +65,7 @@ def test_whoever_is_killed_the_same_command_ends_the_run_as_if_nothing_had_been(
 
 def processes(run: Path) -> dict[int, str]:
     """Those of a run by their ids: their ranks, empty for what started them."""
-    found: dict[int, str] = {}
+    results: dict[int, str] = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             lines = path.read_bytes().split(b"\0")
@@ -75,8 +75,8 @@ def processes(run: Path) -> dict[int, str]:
             ranks = [
                 line.removeprefix(b"RANK=").decode() for line in lines if line.startswith(b"RANK=")
             ]
-            found[int(path.parent.name)] = "".join(ranks)
-    return found
+            results[int(path.parent.name)] = "".join(ranks)
+    return results
 
 
 @pytest.fixture

@@ -48,11 +48,11 @@ def before(
 
 def amid(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], name: str) -> None:
     """Calls ``act`` in the second evaluation of this name, between micro-batches."""
-    measured, seen = Trainer.evaluate, list[int]()
+    measured, observed = Trainer.evaluate, list[int]()
 
     def evaluate(self: Trainer, rows: Any = None, *, name: str = "eval") -> Any:
-        seen.append(1) if name == wanted else None
-        if name == wanted and (len(seen) == 2 or name == "test"):
+        observed.append(1) if name == wanted else None
+        if name == wanted and (len(observed) == 2 or name == "test"):
             act()
         return measured(self, rows, name=name)
 
@@ -115,7 +115,7 @@ def stopped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run, (how, step) = tmp_path / "run", PHASES[phase]
+    run, (mode, step) = tmp_path / "run", PHASES[phase]
     raised: list[int] = []
 
     def act() -> None:
@@ -123,20 +123,20 @@ def stopped(
         signal.raise_signal(number)
 
     with monkeypatch.context() as patch:
-        how(patch, act)
+        mode(patch, act)
         assert place.train(KTO, run, **SAMPLED) == 128 + number
     assert raised == [1]
     assert step is None or newest(run) == step
     assert status_of(run) in ("interrupted", None) or step is None
-    handlers = [signal.getsignal(each) for each in SIGNALS]
+    handlers = [signal.getsignal(item) for item in SIGNALS]
     assert handlers == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
     assert place.train(KTO, run, **SAMPLED) == 0
     assert differences(run, place.alone(KTO, **SAMPLED)) == []
-    first, whole = (
-        json.loads((each / "samples.json").read_text())
-        for each in (run, place.alone(KTO, **SAMPLED))
+    first, full = (
+        json.loads((item / "samples.json").read_text())
+        for item in (run, place.alone(KTO, **SAMPLED))
     )
-    assert first == whole
+    assert first == full
 
 
 @pytest.mark.parametrize(

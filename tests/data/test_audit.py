@@ -69,9 +69,9 @@ def audited(
     bad: Sequence[BadRow] = (),
     template: str | None = None,
     max_length: int = 500,
-    **how: Any,
+    **options: Any,
 ) -> Audit:
-    encoder = Encoder(tiny_tokenizer(template), max_length=max_length, **how)
+    encoder = Encoder(tiny_tokenizer(template), max_length=max_length, **options)
     data = loaded(examples, bad)
     return audit(data, encoder.encode_all(data.examples, data.sources), encoder)
 
@@ -126,13 +126,13 @@ def test_lengths_are_those_before_any_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "lost"), [("drop", 100), ("cut_completion", 80), ("cut_prompt", 100)]
+    ("mode", "lost"), [("drop", 100), ("cut_completion", 80), ("cut_prompt", 100)]
 )
-def test_what_truncation_costs(how: str, lost: int) -> None:
+def test_what_truncation_costs(mode: str, lost: int) -> None:
     rows = [
         judged(Ids((5,) * n), Ids((6,) * m), True, n) for n, m in [(1, 2), (2, 2), (3, 4), (10, 90)]
     ]
-    cut = audited(rows, max_length=20, long_rows=how).truncation
+    cut = audited(rows, max_length=20, long_rows=mode).truncation
     assert cut is not None
     assert (cut.rows, cut.too_long, cut.tokens, cut.tokens_lost, cut.keeps_99) == (
         4,
@@ -153,9 +153,9 @@ def test_max_length_that_keeps_99_percent() -> None:
 
 def test_duplicates_and_contradictions_name_both_rows() -> None:
     rows = [*THUMBS, judged("sun", "a star", True, 7), judged("sun", "a star", False, 8, "b.jsonl")]
-    found = audited(rows).findings
-    assert found["duplicates"] == Finding(1, ("a.jsonl:7 = a.jsonl:1",))
-    assert found["contradictions"] == Finding(1, ("b.jsonl:8 against a.jsonl:1",))
+    result = audited(rows).findings
+    assert result["duplicates"] == Finding(1, ("a.jsonl:7 = a.jsonl:1",))
+    assert result["contradictions"] == Finding(1, ("b.jsonl:8 against a.jsonl:1",))
     assert not {"duplicates", "contradictions"} & set(audited(THUMBS).findings)
     pairs = [
         pair("yes", "no", 1),
@@ -164,13 +164,13 @@ def test_duplicates_and_contradictions_name_both_rows() -> None:
         pair("yes", "no", 4),
         pair("x", "x", 5),
     ]
-    found = audited(pairs).findings
-    assert found["duplicates"].rows == ("a.jsonl:4 = a.jsonl:1",)
-    assert found["contradictions"].rows == (
+    result = audited(pairs).findings
+    assert result["duplicates"].rows == ("a.jsonl:4 = a.jsonl:1",)
+    assert result["contradictions"].rows == (
         "a.jsonl:3 against a.jsonl:1",
         "a.jsonl:4 against a.jsonl:3",
     )
-    assert found["equal_sides"].rows == ("a.jsonl:5",)
+    assert result["equal_sides"].rows == ("a.jsonl:5",)
 
 
 def test_same_text_judged_under_two_prompts_is_no_contradiction() -> None:
@@ -391,14 +391,14 @@ def test_rows_that_are_in_the_training_data_too() -> None:
         judged("moon", "a lamp", False, 3, "held.jsonl"),
         judged("rain", "water", True, 4, "held.jsonl"),
     ]
-    found = overlap(audit_columns(THUMBS), audit_columns(others))
-    assert found == {
+    outcome = overlap(audit_columns(THUMBS), audit_columns(others))
+    assert outcome == {
         "rows_in_train": Finding(1, ("held.jsonl:1",)),
         "prompts_in_train": Finding(2, ("held.jsonl:2", "held.jsonl:3")),
     }
     assert overlap(audit_columns(THUMBS), audit_columns(others[3:])) == {}
     result = audited(others)
-    result = replace(result, findings={**result.findings, **found})
+    result = replace(result, findings={**result.findings, **outcome})
     assert json.loads(json.dumps(result.to_dict()))["findings"]["prompts_in_train"]["count"] == 2
     assert {"rows_in_train", "prompts_in_train"} <= shown_findings(result)
     (warning,) = [line for line in warnings_of(result) if "data.train: held.jsonl:2, :3" in line]

@@ -33,13 +33,13 @@ def test_drop_leaves_long_rows_out_and_says_so() -> None:
 def test_cut_completion_takes_the_end_and_adds_no_end_of_turn() -> None:
     row = Preference(prompt=chat("hello"), chosen=chat("sun", first="assistant"),
                      rejected=chat("moon " * 40, first="assistant"), origin=HERE)  # fmt: skip
-    whole = encoded(encoder(), row)
-    limit = len(whole.prompt_ids) + 10
+    full = encoded(encoder(), row)
+    limit = len(full.prompt_ids) + 10
     enc = encoder(max_length=limit, long_rows="cut_completion")
     unit = encoded(enc, row)
-    assert unit.prompt_ids == whole.prompt_ids
-    assert unit.answers[0] == whole.answers[0]
-    assert unit.answers[1].ids == whole.answers[1].ids[:10]
+    assert unit.prompt_ids == full.prompt_ids
+    assert unit.answers[0] == full.answers[0]
+    assert unit.answers[1].ids == full.answers[1].ids[:10]
     assert not unit.answers[1].complete
     assert unit.answers[1].ids[-1] not in enc.end_ids
     assert notes(enc, row) == {"cut_completion": 1}
@@ -98,16 +98,16 @@ def test_cut_prompt_gives_both_sides_of_a_pair_the_same_prompt() -> None:
 def test_cut_prompt_takes_the_left_of_text_and_keeps_bos(adds_bos: bool) -> None:
     tokenizer = tiny_tokenizer(adds_bos=adds_bos)
     row = answered("one two three four five", " six")
-    whole = encoded(encoder(tokenizer=tokenizer, as_chat=False), row)
-    size = len(whole.prompt_ids) + len(whole.answers[0].ids)
+    full = encoded(encoder(tokenizer=tokenizer, as_chat=False), row)
+    size = len(full.prompt_ids) + len(full.answers[0].ids)
     cut = encoded(
         encoder(tokenizer=tokenizer, max_length=size - 3, long_rows="cut_prompt", as_chat=False),
         row,
     )
     head = int(adds_bos)
-    assert cut.prompt_ids == whole.prompt_ids[:head] + whole.prompt_ids[head + 3 :]
-    assert cut.answers == whole.answers
-    room = len(whole.answers[0].ids) + head
+    assert cut.prompt_ids == full.prompt_ids[:head] + full.prompt_ids[head + 3 :]
+    assert cut.answers == full.answers
+    room = len(full.answers[0].ids) + head
     assert isinstance(
         encoder(tokenizer=tokenizer, max_length=room, long_rows="cut_prompt").encode(row), Unusable
     )

@@ -129,9 +129,9 @@ def test_every_kind_keeps_its_columns() -> None:
     assert (
         encoded(enc, Demonstration(prompt="a", completion="b", origin=HERE)).kind == "demonstration"
     )
-    asked = encoded(enc, Prompt(prompt=chat("a"), origin=HERE))
-    assert (asked.kind, asked.answers) == ("prompt", ())
-    assert asked.prompt_ids == enc.encode_prompt(chat("a"))
+    request = encoded(enc, Prompt(prompt=chat("a"), origin=HERE))
+    assert (request.kind, request.answers) == ("prompt", ())
+    assert request.prompt_ids == enc.encode_prompt(chat("a"))
     assert enc.encode(Prompt(prompt="a", origin=HERE), "f.jsonl").source == "f.jsonl"
 
 
@@ -152,17 +152,17 @@ def test_training_sees_what_sampling_sees(
     unit = encoded(enc, answered(prompt, completion))
     answer = unit.answers[0]
     assert unit.prompt_ids == enc.encode_prompt(prompt)
-    whole = enc.template.render((*prompt.messages, *completion.messages), ask=False)
+    full = enc.template.render((*prompt.messages, *completion.messages), ask=False)
     appended = str(enc.tokenizer.eos_token) if template == NO_END else ""
     assert (
         text(enc, unit.prompt_ids + answer.ids)
-        == whole.removesuffix(enc.template.turn_end.after) + appended
+        == full.removesuffix(enc.template.turn_end.after) + appended
     )
     assert len(answer.ids) == len(answer.mask)
     assert answer.mask[0]
     assert answer.mask[-1]
-    for said in after[::2]:
-        assert said in trained(enc, answer)
+    for message in after[::2]:
+        assert message in trained(enc, answer)
 
 
 def test_prompt_that_renders_differently_once_answered_is_trained_on_as_it_is_sampled() -> None:
@@ -196,9 +196,10 @@ def test_several_turns_as_completion_train_on_the_assistant_only() -> None:
     call = turn("assistant", tool_calls=[{"function": {"name": "f", "arguments": {"x": 1}}}])
     completion = Chat((call, turn("tool", "42"), turn("assistant", "it is 42")))
     unit = encoded(enc, answered(chat("what?"), completion))
-    said = trained(enc, unit.answers[0])
+    message = trained(enc, unit.answers[0])
     assert (
-        said == '[{"function": {"name": "f", "arguments": {"x": 1}}}]<|im_end|>it is 42<|im_end|>'
+        message
+        == '[{"function": {"name": "f", "arguments": {"x": 1}}}]<|im_end|>it is 42<|im_end|>'
     )
     assert "<|im_start|>tool\n42<|im_end|>" in text(enc, unit.answers[0].ids)
 
@@ -220,8 +221,8 @@ def test_demonstrations_can_train_on_every_assistant_turn() -> None:
         enc = encoder(template, train_on="assistant")
         unit = encoded(enc, row)
         assert unit.prompt_ids == enc.encode_prompt(row.prompt)
-        said = trained(enc, TokenizedCompletion(unit.prompt_ids, unit.prompt_mask))
-        assert said.replace(" ", "") == "goodday<|im_end|>astar<|im_end|>"
+        message = trained(enc, TokenizedCompletion(unit.prompt_ids, unit.prompt_mask))
+        assert message.replace(" ", "") == "goodday<|im_end|>astar<|im_end|>"
         assert not any(encoded(encoder(template), row).prompt_mask)
     enc = encoder(CHATML, train_on="assistant")
     judged = answered(row.prompt, row.completion)
@@ -234,13 +235,13 @@ def test_turns_that_render_differently_later_are_trained_on_one_by_one() -> None
         prompt=chat("a", "b ", "c"), completion=chat("d", first="assistant"), origin=HERE
     )
     assert "turn 2" in bad(enc, row, "not_a_prefix").reason  # as one example
-    found = enc.encode_all([row])
-    assert [trained(enc, unit.answers[0]) for unit in found.units] == [
+    result = enc.encode_all([row])
+    assert [trained(enc, unit.answers[0]) for unit in result.units] == [
         "b <|im_end|>",
         "d<|im_end|>",
     ]
-    assert found.notes == {"split_turns": (HERE,)}
-    assert [turn.id for turn in found.turn_examples] == [unit.id for unit in found.units]
+    assert result.notes == {"split_turns": (HERE,)}
+    assert [turn.id for turn in result.turn_examples] == [unit.id for unit in result.units]
     greeting = Chat((turn("assistant", "welcome"), turn("user", "a")))
     # a greeting answers nothing, and is not trained on
     unit = encoded(enc, replace(row, prompt=greeting))

@@ -74,8 +74,8 @@ def test_text_with_a_bos_that_opens_turns_is_not_wrapped_again() -> None:
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = tiny_tokenizer(CHATML)
     tokenizer.bos_token = "<|im_start|>"  # as in SmolLM2
-    found = bad(encoder(tokenizer=tokenizer), answered(rendered, "sun"), "template_in_text")
-    assert "data.as_chat: false" in str(found.fix)
+    result = bad(encoder(tokenizer=tokenizer), answered(rendered, "sun"), "template_in_text")
+    assert "data.as_chat: false" in str(result.fix)
     encoded(encoder(tokenizer=tokenizer, as_chat=False), answered(rendered, "sun"))
 
 

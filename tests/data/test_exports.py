@@ -38,10 +38,14 @@ LEFT_OUT = {"records without a vote": 1, "scores of a model or program, which ar
 
 
 def read_log(
-    folder: Path, kind: Kind, *log: dict[str, Any], source: dict[str, Any] | None = None, **how: Any
+    folder: Path,
+    kind: Kind,
+    *log: dict[str, Any],
+    source: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Loaded:
     file = write_export(folder / "log.jsonl", *(log or LOG))
-    return load([Source(file, **{"format": NAME, **(source or {})})], kind, **how)
+    return load([Source(file, **{"format": NAME, **(source or {})})], kind, **options)
 
 
 def lines(loaded: Loaded) -> list[int]:
@@ -141,14 +145,14 @@ def test_settings_that_an_export_does_not_have_are_refused(
 
 def test_the_rows_can_be_looked_at_and_scored(tmp_path: Path) -> None:
     source = Source(write_export(tmp_path / "log.jsonl", *LOG), format=NAME, limit=3)
-    seen = list(read_sources([source]))
-    assert [row.value["completion"] for row in seen if isinstance(row, Row)] == [
+    observed = list(read_sources([source]))
+    assert [row.value["completion"] for row in observed if isinstance(row, Row)] == [
         "answer 1",
         "answer 2",
         "answer 4",
     ]
     pairs = list(stream(source))
-    assert [row for row, _ in pairs] == seen
+    assert [row for row, _ in pairs] == observed
     assert [example.origin.line for _, example in pairs] == [1, 2, 4]
 
 

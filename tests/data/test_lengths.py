@@ -15,13 +15,13 @@ from valence.types import Origin, TokenizedCompletion, TokenizedExample
 def unit(
     prompt: int, *answers: int, kind: str = "judgement", label: bool | None = None
 ) -> TokenizedExample:
-    made = tuple(TokenizedCompletion(ids=tuple(range(n)), mask=(True,) * n) for n in answers)
+    result = tuple(TokenizedCompletion(ids=tuple(range(n)), mask=(True,) * n) for n in answers)
     return TokenizedExample(
         id="c0ffee",
         origin=Origin("rows.jsonl", 1),
         kind=kind,
         label=label,
-        answers=made,  # type: ignore[arg-type]
+        answers=result,  # type: ignore[arg-type]
         prompt_ids=tuple(range(prompt)),
         prompt_mask=(False,) * prompt,
     )
@@ -32,11 +32,11 @@ def distributions_of(units: list[TokenizedExample]) -> dict[str, Any]:
 
 
 def test_classes_are_told_apart() -> None:
-    found = distributions_of(
+    result = distributions_of(
         [unit(3, 5, label=True), unit(4, 7, label=False), unit(4, 7, label=False)]
     )
-    assert found["answer tokens"]["counts"].keys() == {"up", "down"}
-    assert sum(found["answer tokens"]["counts"]["down"]) == 2
+    assert result["answer tokens"]["counts"].keys() == {"up", "down"}
+    assert sum(result["answer tokens"]["counts"]["down"]) == 2
     pair = distributions_of([unit(2, 3, 9, kind="preference")])["answer tokens"]["counts"]
     assert pair["chosen"][3] == 1
     assert pair["rejected"][9] == 1
@@ -49,8 +49,8 @@ def test_of_prompts_alone_there_are_no_answers() -> None:
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
 def test_every_length_is_in_its_bin(lengths: list[int]) -> None:
-    found = distributions_of([unit(1, n, label=True) for n in lengths])["answer tokens"]
-    edges, counts = found["edges"], found["counts"]["up"]
+    result = distributions_of([unit(1, n, label=True) for n in lengths])["answer tokens"]
+    edges, counts = result["edges"], result["counts"]["up"]
     assert len(edges) == len(counts) + 1 <= BINS + 2
     for low, high, count in zip(edges, edges[1:], counts, strict=False):
         assert count == sum(low <= n < high for n in lengths)

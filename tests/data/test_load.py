@@ -483,9 +483,9 @@ some_scored = st.lists(
 
 @given(some_judgements)
 def test_judgements_to_pairs_accounts_for_every_row(examples: list[Judgement]):
-    made, unused = CONVERSIONS["judgements_to_pairs"].run(examples, None)
+    result, unused = CONVERSIONS["judgements_to_pairs"].run(examples, None)
     given_ = {(e.prompt, e.completion, e.label) for e in examples}
-    for e in made:
+    for e in result:
         assert isinstance(e, Preference)
         assert {(e.prompt, e.chosen, True), (e.prompt, e.rejected, False)} <= given_
         assert e.chosen != e.rejected
@@ -493,7 +493,7 @@ def test_judgements_to_pairs_accounts_for_every_row(examples: list[Judgement]):
     assert len(left) == len(set(left))
     used = {
         (e.prompt, side, label)
-        for e in made
+        for e in result
         if isinstance(e, Preference)
         for side, label in ((e.chosen, True), (e.rejected, False))
     }
@@ -504,9 +504,9 @@ def test_judgements_to_pairs_accounts_for_every_row(examples: list[Judgement]):
 def test_scores_to_pairs_accounts_for_every_row(
     examples: list[Judgement | Ranking], threshold: float | None
 ):
-    made, unused = CONVERSIONS["scores_to_pairs"].run(examples, threshold)
-    assert all(isinstance(e, Preference) and e.chosen != e.rejected for e in made)
-    in_pairs = sum(2 for e in made) - sum(
+    result, unused = CONVERSIONS["scores_to_pairs"].run(examples, threshold)
+    assert all(isinstance(e, Preference) and e.chosen != e.rejected for e in result)
+    in_pairs = sum(2 for e in result) - sum(
         isinstance(e, Ranking) for e in examples if all(e is not u for u, _ in unused)
     )
     assert len(examples) == len(unused) + in_pairs

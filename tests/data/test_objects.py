@@ -42,8 +42,10 @@ EXAMPLES = [
 ])  # fmt: skip
 def test_what_rows_may_be(make: Any) -> None:
     loaded = load(sources_from(make(ROWS)), "judgement")
-    found = [(e.prompt, e.completion, e.label) for e in loaded.examples if isinstance(e, Judgement)]
-    assert found == [("p", "a", True), ("q", "b", False)]
+    results = [
+        (e.prompt, e.completion, e.label) for e in loaded.examples if isinstance(e, Judgement)
+    ]
+    assert results == [("p", "a", True), ("q", "b", False)]
     assert (sum(file.rows for file in loaded.files), loaded.bad) == (2, ())
 
 
@@ -91,13 +93,13 @@ def test_two_columns_of_one_name_are_refused() -> None:
 
 def test_paths_are_read_as_files(tmp_path: Path) -> None:
     paths = [write(tmp_path / name, JUDGED) for name in ("a.jsonl", "b.jsonl")]
-    for given, count in (
+    for value, count in (
         (paths[0], 1),
         (Path(paths[0]), 1),
         (paths, 2),
         (tuple(map(Path, paths)), 2),
     ):
-        loaded = load(sources_from(given), "judgement")
+        loaded = load(sources_from(value), "judgement")
         assert [str(e.origin) for e in loaded.examples] == [f"{path}:1" for path in paths[:count]]
     with raises_error("file-not-found", where="nothing.jsonl"):
         load(sources_from(tmp_path / "nothing.jsonl"), "judgement")

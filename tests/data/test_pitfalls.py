@@ -99,26 +99,26 @@ def test_no_stub_of_a_long_row_is_left_and_none_vanishes_uncounted(
     ]
     loaded = load_rows(tmp_path, "judgement", *rows)
     encoder = Encoder(tiny_tokenizer(CHATML), max_length=60, long_rows=long_rows)  # type: ignore[arg-type]
-    found = encoder.encode_all(loaded.examples, loaded.sources)
-    assert len(found.units) + len(found.unusable) == len(rows)
-    (file,) = audit(loaded, found, encoder).files
+    result = encoder.encode_all(loaded.examples, loaded.sources)
+    assert len(result.units) + len(result.unusable) == len(rows)
+    (file,) = audit(loaded, result, encoder).files
     assert sum(file.classes.values()) + file.too_long == len(rows)
     assert file.too_long > 0
-    whole = {
+    full = {
         u.id: u
         for u in Encoder(tiny_tokenizer(CHATML), max_length=10_000)
         .encode_all(loaded.examples)
         .units
     }
-    for unit in found.units:
+    for unit in result.units:
         (answer,) = unit.answers
         assert answer.ids
         assert any(answer.mask)
-        (before,) = whole[unit.id].answers
+        (before,) = full[unit.id].answers
         if long_rows != "cut_completion":
             assert answer == before
         if long_rows == "drop":
-            assert unit.prompt_ids == whole[unit.id].prompt_ids
+            assert unit.prompt_ids == full[unit.id].prompt_ids
         if answer.ids != before.ids:
             assert not answer.complete
             assert answer.ids == before.ids[: len(answer.ids)]

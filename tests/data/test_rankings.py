@@ -65,21 +65,21 @@ def test_rankings_are_read_encoded_audited_and_ordered(tmp_path: Path):
     rows = [ranked(1, 0.5, -2, weight=0.5), ranked(3, 3, prompt="tied"), ranked(0, 1, prompt="q")]
     loaded = load_rows(tmp_path, "ranking", *rows)
     encoder = Encoder(tiny_tokenizer(None), max_length=100)
-    found = encoder.encode_all(loaded.examples, loaded.sources)
-    assert [(u.kind, len(u.answers), u.scores, u.weight) for u in found.units] == [
+    outcome = encoder.encode_all(loaded.examples, loaded.sources)
+    assert [(u.kind, len(u.answers), u.scores, u.weight) for u in outcome.units] == [
         ("ranking", 3, (1.0, 0.5, -2.0), 0.5),
         ("ranking", 2, (3.0, 3.0), 1.0),
         ("ranking", 2, (0.0, 1.0), 1.0),
     ]
-    assert all(a.complete and all(a.mask) for u in found.units for a in u.answers)
-    result = audit(loaded, found, encoder)
+    assert all(a.complete and all(a.mask) for u in outcome.units for a in u.answers)
+    result = audit(loaded, outcome, encoder)
     assert (result.kind, result.classes, result.weights) == ("ranking", {"rankings": 3}, None)
     assert result.findings["tied_scores"].rows == (str(loaded.examples[1].origin),)
     assert "tied_scores" in shown_findings(result)
-    shuffled = list(found.units)
+    shuffled = list(outcome.units)
     Random(1).shuffle(shuffled)
     orders = (
-        [units[i].id for i in canonical_order(units, 3, 0)] for units in (found.units, shuffled)
+        [units[i].id for i in canonical_order(units, 3, 0)] for units in (outcome.units, shuffled)
     )
     assert next(orders) == next(orders)
 
@@ -96,8 +96,8 @@ def test_a_score_that_is_no_number_is_a_bad_row(tmp_path: Path, score: str | Non
 def test_a_ranking_is_dropped_whole_when_one_answer_is_too_long(tmp_path: Path):
     row = {"prompt": "p", "completions": ["a", "b " * 300], "scores": [1, 2]}
     loaded = load_rows(tmp_path, "ranking", row, ranked(1, 2))
-    found = Encoder(tiny_tokenizer(None), max_length=60).encode_all(loaded.examples)
-    assert ([u.kind for u in found.unusable], len(found.units)) == (["too_long"], 1)
+    encoder = Encoder(tiny_tokenizer(None), max_length=60).encode_all(loaded.examples)
+    assert ([u.kind for u in encoder.unusable], len(encoder.units)) == (["too_long"], 1)
 
 
 # Into pairs
@@ -143,7 +143,7 @@ def test_all_pairs_are_those_that_differ_enough(
     examples = [
         Judgement(prompt="p", completion=text, score=score, origin=HERE) for text, score in answers
     ]
-    made, unused = CONVERSIONS["scores_to_all_pairs"].run(examples, threshold)
+    result, unused = CONVERSIONS["scores_to_all_pairs"].run(examples, threshold)
     expected = sorted(
         (max(two, key=lambda a: a[1])[0], min(two, key=lambda a: a[1])[0])
         for two in combinations(answers, 2)
@@ -151,12 +151,12 @@ def test_all_pairs_are_those_that_differ_enough(
         and abs(two[0][1] - two[1][1]) >= (threshold or 0)
         and two[0][1] != two[1][1]
     )
-    assert sorted((e.chosen, e.rejected) for e in made if isinstance(e, Preference)) == expected
+    assert sorted((e.chosen, e.rejected) for e in result if isinstance(e, Preference)) == expected
     left = {id(e) for e, _ in unused}
     assert len(left) == len(unused)
     texts = {text for pair in expected for text in pair}
     assert all(e.completion in texts for e in examples if id(e) not in left)
-    assert bool(made) or len(unused) == len(examples)
+    assert bool(result) or len(unused) == len(examples)
 
 
 # Into rankings

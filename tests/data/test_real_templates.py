@@ -130,12 +130,12 @@ def test_the_mask_is_the_completion_and_the_end_of_the_turn(name: str, switch: b
     ):
         unit = encoded(enc, answered(prompt, chat("the sun", first="assistant")))
         [answer] = unit.answers
-        said = trained(enc, answer)
-        assert said.lstrip() == f"the sun{end}"
+        message = trained(enc, answer)
+        assert message.lstrip() == f"the sun{end}"
         assert answer.ids[-1] == enc.tokenizer.convert_tokens_to_ids(end)
         assert answer.mask[answer.mask.index(True) :] == (True,) * sum(answer.mask)
         # white space right behind the generation prompt, which the model has to generate
-        if said != said.lstrip():
+        if message != message.lstrip():
             assert context(unit, answer) == enc.encode_prompt(prompt)
 
 
@@ -143,10 +143,10 @@ def test_the_mask_is_the_completion_and_the_end_of_the_turn(name: str, switch: b
 def test_training_continues_the_prompt_that_is_sampled_from(name: str, switch: bool | None) -> None:
     enc = model_encoder(name, switch)
     for prompt in (chat("hello"), chat("hello", "good day", "moon?")):
-        asked = enc.encode_prompt(prompt)
+        request = enc.encode_prompt(prompt)
         row = answered(prompt, chat("the sun", first="assistant"))
         unit = encoded(enc, row)
-        continues = context(unit, unit.answers[0])[: len(asked)] == asked
+        continues = context(unit, unit.answers[0])[: len(request)] == request
         assert continues == ((name, switch) not in OTHER_HEADER)
         assert ("another_header" in enc.encode_all([row]).notes) == (not continues)
 
@@ -159,22 +159,23 @@ def test_reasoning_in_a_completion_is_trained_on_as_it_is_generated(
     generation prompt has.
     """
     enc, end = model_encoder(name, switch), MODELS[name].end
-    asked = text(enc, enc.encode_prompt(chat("hello")))
+    request = text(enc, enc.encode_prompt(chat("hello")))
     unit = encoded(
         enc, answered(chat("hello"), chat("<think>\nwhy\n</think>\n\nthe sun", first="assistant"))
     )
-    whole = text(enc, unit.prompt_ids + unit.answers[0].ids)
-    said = squeezed(trained(enc, unit.answers[0]))
-    opened = squeezed(asked).endswith("<think>")
-    assert said == squeezed(f"{'' if opened else '<think>'}why</think>the sun{end}")
+    full = text(enc, unit.prompt_ids + unit.answers[0].ids)
+    message = squeezed(trained(enc, unit.answers[0]))
+    opened = squeezed(request).endswith("<think>")
+    assert message == squeezed(f"{'' if opened else '<think>'}why</think>the sun{end}")
     # else the prompt rules reasoning out, and this completion has some
-    if not squeezed(asked).endswith("</think>"):
-        assert whole.startswith(asked)
+    if not squeezed(request).endswith("</think>"):
+        assert full.startswith(request)
     generated = chat(
         "why</think>the sun" if opened else "<think>why</think>the sun", first="assistant"
     )
     assert (
-        squeezed(trained(enc, encoded(enc, answered(chat("hello"), generated)).answers[0])) == said
+        squeezed(trained(enc, encoded(enc, answered(chat("hello"), generated)).answers[0]))
+        == message
     )
 
 
@@ -185,22 +186,23 @@ def test_every_assistant_turn_can_be_trained_on(name: str, switch: bool | None) 
     row = Demonstration(
         prompt=prompt, completion=chat("a star", first="assistant"), weight=2.0, origin=HERE
     )
-    found: EncodedSet = enc.encode_all([row], ["f"])
-    assert not found.unusable
-    said = [turn for unit in found.units for turn in _turns(enc, unit, end)]
-    assert [words.lstrip() for words in said] == ["good day", "no", "a star"]
-    assert {(unit.weight, unit.source, unit.origin) for unit in found.units} == {(2.0, "f", HERE)}
-    if len(found.units) == 1:
-        assert found.units[0].prompt_ids == enc.encode_prompt(prompt)
-        assert (found.turn_examples, "split_turns" in found.notes) == ((), False)
+    result: EncodedSet = enc.encode_all([row], ["f"])
+    assert not result.unusable
+    message = [turn for unit in result.units for turn in _turns(enc, unit, end)]
+    assert [words.lstrip() for words in message] == ["good day", "no", "a star"]
+    assert {(unit.weight, unit.source, unit.origin) for unit in result.units} == {(2.0, "f", HERE)}
+    if len(result.units) == 1:
+        assert result.units[0].prompt_ids == enc.encode_prompt(prompt)
+        assert (result.turn_examples, "split_turns" in result.notes) == ((), False)
         return
-    assert [unit.id for unit in found.units] == [turn.id for turn in found.turn_examples]
-    assert len({unit.id for unit in found.units}) == 3
-    assert found.notes["split_turns"] == (HERE,)
-    for i, unit in zip((1, 3, 5), found.units, strict=True):
-        asked = enc.encode_prompt(Chat((*prompt.messages[:i],)))
+    assert [unit.id for unit in result.units] == [turn.id for turn in result.turn_examples]
+    assert len({unit.id for unit in result.units}) == 3
+    assert result.notes["split_turns"] == (HERE,)
+    for i, unit in zip((1, 3, 5), result.units, strict=True):
+        requests = enc.encode_prompt(Chat((*prompt.messages[:i],)))
         assert (
-            context(unit, unit.answers[0])[: len(asked)] == asked or (name, switch) in OTHER_HEADER
+            context(unit, unit.answers[0])[: len(requests)] == requests
+            or (name, switch) in OTHER_HEADER
         )
 
 
@@ -242,8 +244,8 @@ def test_reasoning_fields_and_tool_calls_are_trained_on_with_their_markup() -> N
     assert trained(enc, unit.answers[0]) == "<think>\nwhy\n</think>\n\nthe sun<|im_end|>"
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     unit = encoded(enc, answered(chat("hello"), Chat((turn("assistant", "", tool_calls=[call]),))))
-    said = trained(enc, unit.answers[0])
-    assert said == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
+    message = trained(enc, unit.answers[0])
+    assert message == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
     several = Chat(
         (
             turn("assistant", "", tool_calls=[call]),
@@ -252,7 +254,7 @@ def test_reasoning_fields_and_tool_calls_are_trained_on_with_their_markup() -> N
         )
     )
     unit = encoded(enc, answered(chat("hello"), several))
-    assert trained(enc, unit.answers[0]) == said + "it is 42<|im_end|>"
+    assert trained(enc, unit.answers[0]) == message + "it is 42<|im_end|>"
     harmony = model_encoder("gpt-oss", None)
     unit = encoded(
         harmony, answered(chat("hello"), Chat((turn("assistant", "the sun", thinking="why"),)))
@@ -276,9 +278,9 @@ def test_turns_without_weight_are_context_only() -> None:
             (turn("user", "hello"), turn("assistant", "good day", weight=0), turn("user", "moon?"))
         )
         row = Demonstration(prompt=prompt, completion=chat("no", first="assistant"), origin=HERE)
-        said = [
+        message = [
             words
             for unit in enc.encode_all([row]).units
             for words in _turns(enc, unit, "<|im_end|>")
         ]
-        assert said == ["no"]
+        assert message == ["no"]

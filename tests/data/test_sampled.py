@@ -60,8 +60,8 @@ def answer(
     return row | ({} if score is None and error is None else judged) | more
 
 
-def encoded(loaded: Loaded, **how: Any) -> EncodedSet:
-    return Encoder(TOKENIZER, **{"max_length": 99, **how}).encode_all(
+def encoded(loaded: Loaded, **options: Any) -> EncodedSet:
+    return Encoder(TOKENIZER, **{"max_length": 99, **options}).encode_all(
         loaded.examples, loaded.sources
     )
 
@@ -139,33 +139,33 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     other = answer(1, 5, score=1)
     other["sampled"] = {**other["sampled"], "vocabulary": "0" * 16}
     loaded = load_rows(tmp_path, "scored", other, answer(1, 5, score=1))
-    found = encoded(loaded)
-    assert [(u.kind, u.origin.line) for u in found.unusable] == [("another_vocabulary", 1)]
-    assert len(found.units) == 1
+    result = encoded(loaded)
+    assert [(u.kind, u.origin.line) for u in result.unusable] == [("another_vocabulary", 1)]
+    assert len(result.units) == 1
 
 
 # How likely answers were
 
 
-def ranked(tmp_path: Path, *rows: dict[str, Any], **how: Any) -> EncodedSet:
-    return encoded(load_rows(tmp_path, "ranking", *rows, convert="scores_to_rankings"), **how)
+def ranked(tmp_path: Path, *rows: dict[str, Any], **options: Any) -> EncodedSet:
+    return encoded(load_rows(tmp_path, "ranking", *rows, convert="scores_to_rankings"), **options)
 
 
 def test_stored_log_probabilities_reach_the_micro_batch_token_by_token(tmp_path: Path) -> None:
-    found = ranked(
+    result = ranked(
         tmp_path,
         answer(1, 5, 6, 7, score=1),
         answer(2, 5, score=0),
         answer(1, 5, 8, score=0),
         answer(2, 6, score=1),
     )
-    assert [unit.scores for unit in found.units] == [(1.0, 0.0), (0.0, 1.0)]
-    assert found.units[0].answers[0].columns == (("old", (0.0, -0.125, -0.25)),)
-    assert found.notes == {}
-    batch = make_micro_batch(found.units)
+    assert [unit.scores for unit in result.units] == [(1.0, 0.0), (0.0, 1.0)]
+    assert result.units[0].answers[0].columns == (("old", (0.0, -0.125, -0.25)),)
+    assert result.notes == {}
+    batch = make_micro_batch(result.units)
     ids, owner = batch.tokens[batch.scored].tolist(), batch.sequence_ids[batch.scored].tolist()
-    told = sorted(zip(owner, ids, batch.token_columns["old"].tolist(), strict=True))
-    assert told == [
+    messages = sorted(zip(owner, ids, batch.token_columns["old"].tolist(), strict=True))
+    assert messages == [
         (0, 5, 0.0),
         (0, 6, -0.125),
         (0, 7, -0.25),
@@ -185,34 +185,34 @@ def test_log_probabilities_of_another_distribution_are_not_read(
     loaded = load_rows(
         tmp_path, "ranking", first, answer(1, 7, score=0), convert="scores_to_rankings"
     )
-    found = encoded(loaded)
-    assert [each.columns for each in found.units[0].answers] == [(), ()]
-    assert set(found.notes) == {"logps_of_others", "logps_missing"}
+    result = encoded(loaded)
+    assert [unit.columns for unit in result.units[0].answers] == [(), ()]
+    assert set(result.notes) == {"logps_of_others", "logps_missing"}
     assert "logps_of_others" in shown_findings(
-        audit(loaded, found, Encoder(TOKENIZER, max_length=99))
+        audit(loaded, result, Encoder(TOKENIZER, max_length=99))
     )
 
 
 def test_log_probabilities_of_some_answers_are_not_read(tmp_path: Path) -> None:
-    bare = {name: each for name, each in answer(2, 5, score=1).items() if name != "logps"}
-    found = ranked(
+    bare = {name: item for name, item in answer(2, 5, score=1).items() if name != "logps"}
+    result = ranked(
         tmp_path, answer(1, 5, score=1), answer(1, 6, score=0), bare, answer(2, 6, score=0)
     )
-    assert [each.columns for unit in found.units for each in unit.answers] == [()] * 4
-    assert {name: [origin.line for origin in rows] for name, rows in found.notes.items()} == {
+    assert [item.columns for unit in result.units for item in unit.answers] == [()] * 4
+    assert {name: [origin.line for origin in rows] for name, rows in result.notes.items()} == {
         "logps_missing": [3]
     }
 
 
 def test_an_answer_that_is_cut_keeps_the_log_probabilities_of_what_is_left(tmp_path: Path) -> None:
-    found = ranked(
+    result = ranked(
         tmp_path,
         answer(1, 5, 6, 7, 8, score=1),
         answer(1, 6, score=0),
         max_length=4,
         long_rows="cut_completion",
     )
-    long, short = found.units[0].answers
+    long, short = result.units[0].answers
     assert (long.ids, long.columns, long.complete) == ((5, 6), (("old", (0.0, -0.125)),), False)
     assert short.columns == (("old", (0.0,)),)
 
@@ -226,14 +226,14 @@ def test_only_rankings_ask_how_likely_answers_were(tmp_path: Path) -> None:
     ):
         units = encoded(load_rows(tmp_path, kind, *rows, convert=convert)).units
         assert units
-        assert not any(each.columns for unit in units for each in unit.answers)
+        assert not any(item.columns for unit in units for item in unit.answers)
 
 
 # Answers whose reward failed
 
 
 @pytest.mark.parametrize(
-    ("kind", "convert", "threshold", "made"),
+    ("kind", "convert", "threshold", "result"),
     [
         ("ranking", "scores_to_rankings", None, 1),
         ("preference", "scores_to_pairs", None, 1),
@@ -243,19 +243,19 @@ def test_only_rankings_ask_how_likely_answers_were(tmp_path: Path) -> None:
     ],
 )
 def test_failures_are_counted_and_never_read_as_scores(
-    kind: Any, convert: str | None, threshold: float | None, made: int, tmp_path: Path
+    kind: Any, convert: str | None, threshold: float | None, result: int, tmp_path: Path
 ) -> None:
     rows = [answer(1, n, score=score) for n, score in ((5, 1.0), (6, -1.0), (7, 0.25))]
     rows += [answer(1, 8, error="the server is down"), *[answer(2, n, error="nan") for n in (5, 6)]]
     loaded = load_rows(
         tmp_path, kind, rows[3], *rows[:3], *rows[4:], convert=convert, threshold=threshold
     )
-    assert len(loaded.examples) == made
+    assert len(loaded.examples) == result
     unused = loaded.files[0].unused
     assert unused[Unused.REWARD_FAILED] == 1
     assert unused[Unused.ALL_REWARDS_FAILED] == 2
     assert loaded.files[0].rows == 6
-    assert 8 not in [i for u in encoded(loaded).units for each in u.answers for i in each.ids]
+    assert 8 not in [i for u in encoded(loaded).units for item in u.answers for i in item.ids]
     shown = render(audit(loaded, encoded(loaded), Encoder(TOKENIZER, max_length=99)))
     assert Unused.ALL_REWARDS_FAILED in shown
 
@@ -279,16 +279,18 @@ def test_text_rows_may_have_failed_too(tmp_path: Path) -> None:
 
 
 def chosen(
-    tmp_path: Path, top_n: int, *rows: dict[str, Any], **how: Any
+    tmp_path: Path, top_n: int, *rows: dict[str, Any], **options: Any
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     source = Source(write(tmp_path / "rows.jsonl", *rows))
-    loaded = load([source], "demonstration", convert="best_to_demonstrations", top_n=top_n, **how)
-    made = [
+    loaded = load(
+        [source], "demonstration", convert="best_to_demonstrations", top_n=top_n, **options
+    )
+    results = [
         e.completion.ids
         for e in loaded.examples
         if isinstance(e, Demonstration) and isinstance(e.completion, Ids)
     ]
-    return made, dict(loaded.files[0].unused)
+    return results, dict(loaded.files[0].unused)
 
 
 def test_the_best_answers_of_each_prompt_are_taken_by_score_and_then_by_place(
@@ -327,8 +329,8 @@ def test_a_threshold_is_the_smallest_score_that_is_imitated(tmp_path: Path) -> N
     """Also of a prompt with a single completion, which has nothing to be compared with."""
     rows = [answer(1, n, score=n / 10) for n in (5, 6, 7)]
     rows += [answer(2, 8, score=0.9), answer(3, 9, score=0.1)]
-    made, unused = chosen(tmp_path, 3, *rows, threshold=0.6)
-    assert made == [(7,), (6,), (8,)]
+    result, unused = chosen(tmp_path, 3, *rows, threshold=0.6)
+    assert result == [(7,), (6,), (8,)]
     assert unused == {"its score is below data.threshold": 2}
 
 
@@ -359,16 +361,16 @@ def test_no_answer_that_is_left_out_is_better_than_one_that_is_taken(
         Judgement(prompt="p", completion=f"{n}", score=score, origin=HERE)
         for n, score in enumerate(scores)
     ]
-    made, unused = best_to_demonstrations(examples, None, top_n)
-    taken = [
+    result, unused = best_to_demonstrations(examples, None, top_n)
+    selected = [
         int(e.completion)
-        for e in made
+        for e in result
         if isinstance(e, Demonstration) and isinstance(e.completion, str)
     ]
-    assert len(taken) == min(top_n, sum(score > min(scores) for score in scores))
-    left = [n for n in range(len(scores)) if n not in taken]
+    assert len(selected) == min(top_n, sum(score > min(scores) for score in scores))
+    left = [n for n in range(len(scores)) if n not in selected]
     assert len(unused) == len(left)
-    assert all((scores[t], -t) > (scores[n], -n) for t in taken for n in left)
+    assert all((scores[t], -t) > (scores[n], -n) for t in selected for n in left)
 
 
 def test_groups_without_a_difference_make_no_pair_and_are_counted(tmp_path: Path) -> None:
@@ -386,12 +388,12 @@ def test_groups_without_a_difference_make_no_pair_and_are_counted(tmp_path: Path
 def test_a_ranking_of_tokens_is_the_same_whatever_was_known_of_its_sampling(tmp_path: Path) -> None:
     rows = [answer(1, 5, score=1), answer(1, 6, score=0)]
     bare = [
-        {name: each for name, each in row.items() if name not in ("logps", "sampled")}
+        {name: item for name, item in row.items() if name not in ("logps", "sampled")}
         for row in rows
     ]
     [first], [second] = (
-        load_rows(tmp_path, "ranking", *each, convert="scores_to_rankings").examples
-        for each in (rows, bare)
+        load_rows(tmp_path, "ranking", *item, convert="scores_to_rankings").examples
+        for item in (rows, bare)
     )
     assert isinstance(first, Ranking)
     assert first == second

@@ -86,8 +86,8 @@ def test_a_last_smaller_step_is_kept_unless_dropped(
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 2), st.booleans())
 def test_every_unit_comes_once_an_epoch(count: int, size: int, epoch: int, stratify: bool) -> None:
     sampler = Sampler(judged(count), size, stratify=stratify)
-    seen = [name for step in steps(sampler, epoch) for name in step]
-    assert sorted(seen) == sorted(u.id for u in sampler.units)
+    observed = [name for step in steps(sampler, epoch) for name in step]
+    assert sorted(observed) == sorted(u.id for u in sampler.units)
 
 
 def test_a_step_depends_on_its_number_alone() -> None:

@@ -31,9 +31,9 @@ RATED = {"prompt": "p", "completion": "a", "scores": {"truth": 3, "help": 1.5}}
 
 def encoded(loaded: Loaded) -> list[TokenizedExample]:
     encoder = Encoder(tiny_tokenizer(), max_length=100, as_chat=False)
-    found = encoder.encode_all(loaded.examples, loaded.sources)
-    assert not found.unusable
-    return list(found.units)
+    result = encoder.encode_all(loaded.examples, loaded.sources)
+    assert not result.unusable
+    return list(result.units)
 
 
 # Soft labels
@@ -105,8 +105,8 @@ def test_identities_of_rows_without_the_new_parts_are_those_they_always_were():
     others = {
         *(replace(pair, soft=soft).id for soft in (0.0, 0.5, 1.0)),
         *(
-            replace(judgement, attributes=given).id
-            for given in ({"a": 1.0}, {"a": 2.0}, {"b": 1.0})
+            replace(judgement, attributes=value).id
+            for value in ({"a": 1.0}, {"a": 2.0}, {"b": 1.0})
         ),
     }
     assert len(others | {judgement.id, pair.id}) == 8
@@ -122,10 +122,10 @@ def test_a_pair_is_contradicted_by_the_side_that_its_soft_label_takes():
         ]
         encoder = Encoder(tiny_tokenizer(), max_length=100, as_chat=False)
         loaded = load([InMemory(examples)], "preference")
-        found = audit(
+        result = audit(
             loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder
         ).findings.get("contradictions")
-        return found.count if found else 0
+        return result.count if result else 0
 
     assert contradictions(("a", "b", None), ("b", "a", 0.3)) == 0
     assert contradictions(("a", "b", None), ("b", "a", 0.5)) == 0
@@ -260,12 +260,12 @@ def test_rows_without_a_label_are_refused_where_one_is_needed(tmp_path: Path):
 
 
 def test_conversions_that_make_verdicts_serve_scored_too(tmp_path: Path):
-    made = load_rows(tmp_path, "scored", PAIR, convert="pairs_to_judgements").examples
-    assert [e.label for e in made if isinstance(e, Judgement)] == [True, False]
-    made = load_rows(
+    result = load_rows(tmp_path, "scored", PAIR, convert="pairs_to_judgements").examples
+    assert [e.label for e in result if isinstance(e, Judgement)] == [True, False]
+    result = load_rows(
         tmp_path, "scored", STARS, convert="scores_to_judgements", threshold=4
     ).examples
-    assert [(e.label, e.score) for e in made if isinstance(e, Judgement)] == [(True, 4.0)]
+    assert [(e.label, e.score) for e in result if isinstance(e, Judgement)] == [(True, 4.0)]
     with raises_error("conversion-mismatch", where="data.convert"):
         load_rows(tmp_path, "judgement", {**ANSWER, "label": True}, convert="rankings_to_scored")
 

@@ -154,10 +154,10 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], Splits]) ->
     import datasets
 
     def load(path: str, name: str | None, split: str | None) -> object:
-        found = answer(f"{path}/{name}" if name else path)
-        if split is not None and split not in found:
-            raise ValueError(f'Unknown split "{split}". Should be one of {list(found)}.')
-        return found if split is None else found[split]
+        result = answer(f"{path}/{name}" if name else path)
+        if split is not None and split not in result:
+            raise ValueError(f'Unknown split "{split}". Should be one of {list(result)}.')
+        return result if split is None else result[split]
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", load)

@@ -133,11 +133,11 @@ def write_wide(folder: Path, header: list[str]) -> str:
 # Parquet
 
 
-def write_parquet(file: Path, columns: dict[str, Any], **how: Any) -> str:
+def write_parquet(file: Path, columns: dict[str, Any], **options: Any) -> str:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.table(columns), file, **how)
+    pq.write_table(pa.table(columns), file, **options)
     return str(file)
 
 

@@ -218,7 +218,7 @@ def test_a_tokenizer_with_the_same_vocabulary_size_has_another_entry(cache: Path
     other._tokenizer = Tokenizer.from_str(json.dumps(state))
     assert len(other) == len(tokenizer)
     loaded = load_rows()
-    results = [tokenize_rows(loaded, Encoder(each, max_length=100)) for each in (tokenizer, other)]
+    results = [tokenize_rows(loaded, Encoder(item, max_length=100)) for item in (tokenizer, other)]
     assert results[1] == Encoder(other, max_length=100).encode_all(loaded.examples, loaded.sources)
     assert results[0] == encode_rows() != results[1]
     assert len(entries(cache)) == 2

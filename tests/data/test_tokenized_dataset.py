@@ -95,7 +95,7 @@ def test_fingerprints_equal_those_in_run_folders() -> None:
 def test_scores_and_token_columns_can_be_replaced() -> None:
     dataset = build_dataset(ROWS)
     scores = [((), (float(i), float("inf")), (i,))[i % 3] for i in range(len(ROWS))]
-    expected = [replace(row, scores=each) for row, each in zip(ROWS, scores, strict=True)]
+    expected = [replace(row, scores=item) for row, item in zip(ROWS, scores, strict=True)]
     changed = dataset.with_scores(scores)
     assert repr(list(changed)) == repr(expected)
     assert changed.columns["fingerprint"].tolist() == [fingerprint(row) for row in expected]
@@ -112,7 +112,7 @@ def test_the_sampler_reads_arrays_as_it_reads_examples(kind: Kind) -> None:
     assert canonical_order(build_dataset(rows), 3, 1) == canonical_order(rows, 3, 1)
     for stratify in (False, True):
         ours, theirs = (
-            Sampler(each, 4, seed=1, stratify=stratify) for each in (build_dataset(rows), rows)
+            Sampler(item, 4, seed=1, stratify=stratify) for item in (build_dataset(rows), rows)
         )
         for number in range(7):
             assert ours.step(number) == theirs.step(number)

@@ -55,8 +55,8 @@ def test_only_turns_with_weight_are_in_the_mask(
     enc = encoder(train_on="assistant")
     unit = unit_of(enc, tmp_path, *weights)
     assert learnt(enc, unit) == "".join(f"sun {n}<|im_end|>" for n in numbers)
-    whole = text(enc, unit.prompt_ids + unit.answers[0].ids)
-    assert [f"sun {n}" in whole for n in range(len(weights))] == [
+    full = text(enc, unit.prompt_ids + unit.answers[0].ids)
+    assert [f"sun {n}" in full for n in range(len(weights))] == [
         n <= numbers[-1] for n in range(len(weights))
     ]
 

@@ -119,11 +119,11 @@ def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
         ):
             split(engine, case, group)
     digests = [model_digest(policy, adapter=True)]
-    made = objective(case.loss, policy, reference, budget=case.budget)
+    actual = objective(case.loss, policy, reference, budget=case.budget)
     other = objective("sft", policy, None, budget=case.budget)
-    made.group = other.group = group
+    actual.group = other.group = group
     optimizer = adamw(policy, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
-    said: list[dict[str, float]] = []
+    message: list[dict[str, float]] = []
     for seed in (0, 1):
         meter = Meter()
         shares = (
@@ -132,24 +132,24 @@ def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
             else []
         )
         rows, following = units_for(case.loss, case.rows, seed), iter(units_for(case.loss, 3, 9))
-        outcome, norm, applied = optimizer_step(made, optimizer, rows, following, 1.0, shares)
+        outcome, norm, applied = optimizer_step(actual, optimizer, rows, following, 1.0, shares)
         meter.pool(outcome.metrics)
-        said.append(
+        message.append(
             {"loss": float(outcome.loss), "norm": norm, "applied": applied} | meter.reduce(group)
         )
         if isinstance(reference, SyncedReference):
             reference.follow(dict(policy.named_parameters()), mix=0.6)
-    told: list[MicroBatch | None] = []
-    evaluated = made.run(
-        units_for(case.loss, case.rows, 3), backward=False, rows=True, progress=told.append
+    messages: list[MicroBatch | None] = []
+    evaluated = actual.run(
+        units_for(case.loss, case.rows, 3), backward=False, rows=True, progress=messages.append
     )
     weights = whole(policy.named_parameters())
-    digests += [model_digest(policy, adapter=it) for it in (True, False)]
+    digests += [model_digest(policy, adapter=flag) for flag in (True, False)]
     return {
-        "steps": said,
+        "steps": message,
         "evaluated": float(evaluated.loss),
         "rows": len(evaluated.rows),
-        "calls": len(told),
+        "calls": len(messages),
         "weights": weights,
         "digests": digests,
         "ran": outcome.tokens_per_rank,

@@ -94,12 +94,12 @@ def two_hosts() -> Iterator[Hosts]:
     if sys.platform != "linux" or not all(map(shutil.which, ("ip", "nsenter"))):
         raise OSError("network namespaces need Linux, `ip` and `nsenter`")
     names = [f"valence-{os.getpid()}-{host}" for host in range(2)]
-    made = Hosts(names)
+    hosts = Hosts(names)
     with ExitStack() as ending:
         for name in names:
             _ip("netns", "add", name)
             ending.callback(_ip, "netns", "delete", name)
-        ending.callback(_end, made)
+        ending.callback(_end, hosts)
         for name in names:
             _run("nsenter", f"--net=/run/netns/{name}", "sysctl", "-qw", *SETTINGS)
             _ip("-n", name, "link", "set", "lo", "up")
@@ -123,7 +123,7 @@ def two_hosts() -> Iterator[Hosts]:
         for name, address in zip(names, ADDRESSES, strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
             _ip("-n", name, "link", "set", CABLE, "up")
-        yield made
+        yield hosts
 
 
 def _end(hosts: Hosts) -> None:

@@ -62,7 +62,7 @@ def parameters(rank: int) -> list[Tensor]:
     """Their gradients: of several types and shapes, one that all but rank 0 lack, one that all
     lack.
     """
-    made: list[Tensor] = []
+    results: list[Tensor] = []
     kinds = [
         torch.float32,
         torch.bfloat16,
@@ -77,43 +77,45 @@ def parameters(rank: int) -> list[Tensor]:
         parameter = torch.zeros(axes, dtype=dtype, requires_grad=True)
         if i < 4 or (i == 4 and rank == 0):
             parameter.grad = drawn(10 * rank + i, *axes, dtype=dtype)
-        made.append(parameter)
-    assert made[0].grad is not None
-    made[0].grad = made[0].grad.T.contiguous().T  # whose memory is in another order
-    return made
+        results.append(parameter)
+    assert results[0].grad is not None
+    results[0].grad = results[0].grad.T.contiguous().T  # whose memory is in another order
+    return results
 
 
 def members(group: Group) -> dict[str, Any]:
     """All that a group can do."""
     process_group.BUCKET = 64  # bytes: several buckets, one of a tensor that is larger
-    given = summands(group.rank)
-    found: dict[str, Any] = {f"sum {name}": group.sum(values) for name, values in given.items()}
-    found["kept"] = all(
-        bool((values == given[name]).all()) for name, values in summands(group.rank).items()
+    inputs = summands(group.rank)
+    results: dict[str, Any] = {f"sum {name}": group.sum(values) for name, values in inputs.items()}
+    results["kept"] = all(
+        bool((values == inputs[name]).all()) for name, values in summands(group.rank).items()
     )
-    found |= {f"gather {name}": group.gather(values) for name, values in parts(group.rank).items()}
+    results |= {
+        f"gather {name}": group.gather(values) for name, values in parts(group.rank).items()
+    }
     trained = parameters(group.rank)
     places = [p.grad.data_ptr() for p in trained if p.grad is not None]
     group.reduce_gradients(trained)
     group.reduce_gradients([])
-    found |= {f"grad {i}": p.grad for i, p in enumerate(trained)}
-    found["in place"] = (
+    results |= {f"grad {i}": p.grad for i, p in enumerate(trained)}
+    results["in place"] = (
         places == [p.grad.data_ptr() for p in trained if p.grad is not None][: len(places)]
     )
-    found["broadcast"] = group.broadcast(
+    results["broadcast"] = group.broadcast(
         JSON | {"pair": (1, 2)} if group.rank == 0 else {"not": "this"}
     )
-    found["any"] = [group.any(group.rank == group.size - 1), group.any(False), group.any(True)]
+    results["any"] = [group.any(group.rank == group.size - 1), group.any(False), group.any(True)]
     with TemporaryDirectory() as folder:  # rank 0 comes to the barrier last
         arrived = [Path(name, "0") for name in gather_objects(group, folder)]
         if group.rank == 0:
             for path in arrived:
                 path.touch()
         group.barrier("here")
-        found["barrier"] = arrived[group.rank].exists()
+        results["barrier"] = arrived[group.rank].exists()
         group.barrier("looked")
-    found["place"] = group.rank, group.size, group.local_rank
-    return found
+    results["place"] = group.rank, group.size, group.local_rank
+    return results
 
 
 def twice(group: Group) -> list[float]:

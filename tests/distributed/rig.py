@@ -60,22 +60,22 @@ def run(
             listening.close()
         server = fork_server()
         pairs = [server.Pipe(duplex=False) for _ in started]
-        kept = [listening if rank == 0 else None for rank in started]
-        places = zip(started, kept, pairs, strict=True)
+        remaining = [listening if rank == 0 else None for rank in started]
+        places = zip(started, remaining, pairs, strict=True)
         ready = server.Barrier(len(started))
-        given = [
+        inputs = [
             (job, rank, size, port, keeps, deadline, ready, end, args)
             for rank, keeps, (_, end) in places
         ]
-        ranks = [server.Process(target=_rank, args=each) for each in given]
+        ranks = [server.Process(target=_rank, args=item) for item in inputs]
         for process in ranks:
             process.start()
     for _, end in pairs:
         end.close()
-    found = [_received(pipe) for pipe, _ in pairs]
+    results = [_received(pipe) for pipe, _ in pairs]
     for process in ranks:
         process.join()
-    return [Ended(*each, process.exitcode) for each, process in zip(found, ranks, strict=True)]
+    return [Ended(*item, process.exitcode) for item, process in zip(results, ranks, strict=True)]
 
 
 def wait_for(*paths: Path, seconds: float = 60.0) -> None:

@@ -43,14 +43,14 @@ def given(group: Group, place: Path) -> dict[str, tuple[str, str, str] | None]:
     def model(seed: int) -> Any:
         return tiny(vocab_size=len(tokenizer), dtype=torch.float32, seed=seed)
 
-    def train(name: str, how: dict[str, Any], **objects: Any) -> tuple[str, str, str] | None:
-        made = written("dpo", place, place / name, "float32", **how)
+    def train(name: str, options: dict[str, Any], **objects: Any) -> tuple[str, str, str] | None:
+        result = written("dpo", place, place / name, "float32", **options)
         return mistake(
-            lambda: valence.train(made, group=group, quiet=True, tokenizer=tokenizer, **objects)
+            lambda: valence.train(result, group=group, quiet=True, tokenizer=tokenizer, **objects)
         )
 
     same = model(0)
-    found = {
+    results = {
         "the same models": train("m1", {}, model=same),
         "other models": train("m2", {}, model=model(group.rank)),
         "other references": train("m3", {}, model=model(0), reference=model(group.rank)),
@@ -58,25 +58,27 @@ def given(group: Group, place: Path) -> dict[str, tuple[str, str, str] | None]:
     }
     policy = model(0)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    found["an optimizer of whole weights"] = train("m5", SHARDED, model=policy, optimizer=optimizer)
-    found["a function that makes one"] = train(
+    results["an optimizer of whole weights"] = train(
+        "m5", SHARDED, model=policy, optimizer=optimizer
+    )
+    results["a function that makes one"] = train(
         "m6", SHARDED, model=model(0), optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
     )
-    found["one that takes no mixture"] = train(
+    results["one that takes no mixture"] = train(
         "m7",
         SHARDED,
         model=model(0),
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1, foreach=True),
     )
-    return found
+    return results
 
 
 def test_objects_that_processes_give_must_be_the_same(place: Path) -> None:
     first, other = together(given, 2, place, deadline=30.0)
     assert (first.error, other.error) == ("", "")
     assert first.value == other.value
-    found = first.value
-    assert [name for name, error in found.items() if error is None] == [
+    result = first.value
+    assert [name for name, error in result.items() if error is None] == [
         "the same models",
         "a function that makes one",
     ]
@@ -85,12 +87,12 @@ def test_objects_that_processes_give_must_be_the_same(place: Path) -> None:
         "other references": "reference",
         "other rows": "data.train",
     }
-    for name, what in differing.items():
-        code, where, sentence = found[name]
+    for name, kind in differing.items():
+        code, where, sentence = result[name]
         assert (code, where) == ("ranks-differ", "rank 1")
-        assert f" {what} " in sentence
-    assert found["an optimizer of whole weights"][:2] == ("optimizer-weights", "optimizer")
-    assert found["one that takes no mixture"][:2] == ("optimizer-mixes-weights", "optimizer")
+        assert f" {kind} " in sentence
+    assert result["an optimizer of whole weights"][:2] == ("optimizer-weights", "optimizer")
+    assert result["one that takes no mixture"][:2] == ("optimizer-mixes-weights", "optimizer")
 
 
 def scored(group: Group, place: Path) -> list[int]:
@@ -114,19 +116,19 @@ def test_a_reference_of_split_weights_is_scored_where_one_process_has_no_row(pla
 
 def late(group: Group, place: Path) -> tuple[str, int]:
     """A signal reaches rank 1 alone, just when all have said that they have none."""
-    ask, seen = group.any, []
+    ask, observed = group.any, []
 
     def any_(flag: bool) -> bool:
         answer = ask(flag)
-        seen.append(flag)
-        if len(seen) == 5 and group.rank == 1:
+        observed.append(flag)
+        if len(observed) == 5 and group.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return answer
 
     group.any = any_  # type: ignore[method-assign]
-    made = written("sft, lora", place, place / "late")
+    result = written("sft, lora", place, place / "late")
     try:
-        valence.train(made, group=group, quiet=True)
+        valence.train(result, group=group, quiet=True)
     except Interrupted as stopped:
         return str(stopped), stopped.status
     return "done", 0

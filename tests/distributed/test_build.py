@@ -106,13 +106,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lora: Any = type(
         "Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": "all-linear"}
     )
-    made = build_policy(
+    engine = build_policy(
         load_model(str(folder / "llama"), dtype=torch.float32), dtype=torch.float32, lora=lora
     )
-    for name, weight in made.named_parameters():
+    for name, weight in engine.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
-    made.model.save_pretrained(folder / "adapter")  # type: ignore[operator]
+    engine.model.save_pretrained(folder / "adapter")  # type: ignore[operator]
     return folder
 
 
@@ -126,21 +126,21 @@ def prepared(place: Path, recipe: dict[str, Any], **parallel: Any) -> Prepared:
     if recipe["method"] == "dpo":
         recipe |= {"reference": recipe.get("reference", {}) | {"cache": "off"}}
     recipe |= {"parallel": recipe.get("parallel", {}) | parallel}
-    given = {"train": ROWS[recipe["method"]]}
-    return prepare(load_recipe(recipe, method_of=method_of, in_memory=["train"]), rows=given)
+    settings = {"train": ROWS[recipe["method"]]}
+    return prepare(load_recipe(recipe, method_of=method_of, in_memory=["train"]), rows=settings)
 
 
 def other_weights(ours: PolicyModel, theirs: PolicyModel) -> list[str]:
     """The weights and buffers of two engines that do not have the same bits."""
-    found, wanted = dict(ours.named_parameters()), dict(theirs.named_parameters())
-    assert list(found) == list(wanted)
+    result, wanted = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    assert list(result) == list(wanted)
     odd = [
         name
         for name in wanted
-        if not torch.equal(full(found[name]), wanted[name])
-        or found[name].dtype != wanted[name].dtype
+        if not torch.equal(full(result[name]), wanted[name])
+        or result[name].dtype != wanted[name].dtype
     ]
-    odd += [name for name in wanted if found[name].requires_grad != wanted[name].requires_grad]
+    odd += [name for name in wanted if result[name].requires_grad != wanted[name].requires_grad]
     buffers = dict(theirs.named_buffers())
     return odd + [
         name for name, buffer in ours.named_buffers() if not torch.equal(buffer, buffers[name])
@@ -197,21 +197,21 @@ def _said(
     if isinstance(reference, SyncedReference):
         for weight in (*policy.parameters(), *alone.parameters()):
             weight += 0.125 * weight.requires_grad
-        for each, engine in ((reference, policy), (alone_reference, alone)):
-            each.follow(dict(engine.named_parameters()), 0.5)
+        for item, engine in ((reference, policy), (alone_reference, alone)):
+            item.follow(dict(engine.named_parameters()), 0.5)
         pairs.append((reference(batch), alone_reference(batch)))
     return [
         f"what it says: {i}"
-        for i, (found, expected) in enumerate(pairs)
-        if not torch.allclose(found, expected, **near)
+        for i, (result, expected) in enumerate(pairs)
+        if not torch.allclose(result, expected, **near)
     ]
 
 
 @slow
 def test_what_is_split_is_what_one_process_has(place: Path) -> None:
-    found = run(compared, 2, place, CASES, deadline=120)
-    assert [each.error for each in found] == ["", ""]
-    assert [each.value for each in found] == [{name: [] for name in CASES}] * 2
+    result = run(compared, 2, place, CASES, deadline=120)
+    assert [item.error for item in result] == ["", ""]
+    assert [item.value for item in result] == [{name: [] for name in CASES}] * 2
 
 
 def given(group: Group, place: Path) -> list[str]:
@@ -237,7 +237,7 @@ def given(group: Group, place: Path) -> list[str]:
 
 def shared(group: Group, place: Path, tensor: int) -> list[Any]:
     """What differs when processes share each layer, and others split what they have of it."""
-    found: list[Any] = []
+    results: list[Any] = []
     for recipe in (
         {"model": {"name": "llama"}},
         {"model": {"name": "llama", "lora": LORA}, "reference": {"model": "other"}},
@@ -247,57 +247,57 @@ def shared(group: Group, place: Path, tensor: int) -> list[Any]:
             prepared(place, recipe, shard="full", tensor=tensor), group=group
         )
         table = local(policy.causal.get_input_embeddings().weight)
-        found += [
+        results += [
             len(table),
             *other_weights(policy, alone),
             *_said(policy.eval(), reference, alone.eval(), alone_reference),
         ]
-    return found
+    return results
 
 
 def planned(group: Group, place: Path) -> list[Any]:
     """How weights are split where a host has so much memory, as planned and as built."""
-    found: list[Any] = []
+    results: list[Any] = []
     for free in (2**40, 2**20):
         for module in (planning, building):
             module.free_memory = lambda _, free=free: free + group.rank  # type: ignore[attr-defined]
         run = prepared(place, {"model": {"name": "llama"}})
         plan = make_plan(run, None, group)
         policy, _ = build_models(run, group=group)
-        kept = [
+        remaining = [
             build_models(run, group=group, sharded=before)[0].is_sharded for before in (True, False)
         ]
-        found.append(
+        results.append(
             (
                 plan.free,
                 plan.split.ways,
                 plan.memory.weights,
                 policy.is_sharded,
-                kept,
+                remaining,
                 describe(plan)[3:5],
             )
         )
-    return found
+    return results
 
 
 def noted(group: Group, place: Path) -> list[Any]:
     """What is said of models that cannot be read in parts."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         policy, _ = build_models(
             prepared(place, {"model": {"name": "qwen3_moe"}}, shard="full"), group=group
         )
     return [
         policy.is_sharded,
-        [str(each.message) for each in said if str(place / "qwen3_moe") in str(each.message)],
+        [str(item.message) for item in caught if str(place / "qwen3_moe") in str(item.message)],
     ]
 
 
 @slow
 def test_models_that_are_given_or_cannot_be_read_in_parts_are_split_as_well(place: Path) -> None:
-    found = run(given, 2, place)
-    assert [(each.error, each.value) for each in found] == [("", [])] * 2
-    first, second = (each.value for each in run(noted, 2, place))
+    result = run(given, 2, place)
+    assert [(item.error, item.value) for item in result] == [("", [])] * 2
+    first, second = (item.value for item in run(noted, 2, place))
     assert first[0] is second[0] is True
     assert len(first[1]) == 1
     assert second[1] == []
@@ -311,17 +311,17 @@ def test_layers_are_shared_and_split_as_well(place: Path) -> None:
         .weight.shape[0]
         // 4
     )  # type: ignore
-    found = run(shared, 4, place, 2, deadline=60)
-    assert [(each.error, each.value) for each in found[:3]] == [("", [rows, rows])] * 3
-    assert found[3].error == ""
-    assert found[3].value[1:] == found[3].value[:1]  # what is left for the last
+    result = run(shared, 4, place, 2, deadline=60)
+    assert [(item.error, item.value) for item in result[:3]] == [("", [rows, rows])] * 3
+    assert result[3].error == ""
+    assert result[3].value[1:] == result[3].value[:1]  # what is left for the last
 
 
 @slow
 def test_auto_splits_what_one_process_cannot_hold(place: Path) -> None:
-    found = run(planned, 2, place)
-    assert [each.error for each in found] == ["", ""]
-    (roomy, tight), others = (each.value for each in found)
+    result = run(planned, 2, place)
+    assert [item.error for item in result] == ["", ""]
+    (roomy, tight), others = (item.value for item in result)
     assert others == [roomy, tight]
     assert roomy[:2] == (2**39, 1)  # both are on one host
     assert roomy[3:5] == (False, [True, False])
@@ -342,7 +342,7 @@ def recipe_with(**parallel: Any) -> Any:
     lora = parallel.pop("lora", None)
     lora = LoraSettings(**lora) if isinstance(lora, dict) else lora
     model = SimpleNamespace(lora=lora, adapter=None)
-    asked = {
+    request = {
         "shard": "auto",
         "tensor": 1,
         "reshard": True,
@@ -350,7 +350,7 @@ def recipe_with(**parallel: Any) -> Any:
         "offload": False,
     } | parallel
     return SimpleNamespace(
-        parallel=SimpleNamespace(**asked), train=SimpleNamespace(**changes), model=model
+        parallel=SimpleNamespace(**request), train=SimpleNamespace(**changes), model=model
     )
 
 
@@ -434,11 +434,11 @@ def test_hosts_with_other_folders_are_told_what_differs(
         shutil.copytree(place / "llama", tmp_path / f"host{rank}" / "llama")
     path = tmp_path / "host1" / "llama" / file
     path.write_bytes(path.read_bytes().replace(b"256", b"257") if content is None else content)
-    found = run(differing, 2, tmp_path)
-    for each in found:
-        assert each.mistake is not None
-        check_error(each.mistake, "ranks-differ", where="rank 1")
-        assert f"{file} of model.name" in each.mistake.message
+    result = run(differing, 2, tmp_path)
+    for item in result:
+        assert item.mistake is not None
+        check_error(item.mistake, "ranks-differ", where="rank 1")
+        assert f"{file} of model.name" in item.mistake.message
 
 
 # ---------------------------------------------------------------- memory
@@ -452,21 +452,21 @@ def peak(action: Callable[[], Any]) -> tuple[int, Any]:
     def own() -> int:
         return 1024 * int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
-    most, done, before = 0, threading.Event(), own()
+    largest, done, before = 0, threading.Event(), own()
 
     def watch() -> None:
-        nonlocal most
+        nonlocal largest
         while not done.wait(0.001):
-            most = max(most, own())
+            largest = max(largest, own())
 
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        found = action()
+        result = action()
     finally:
         done.set()
         watching.join()
-    return max(most, own()) - before, found
+    return max(largest, own()) - before, result
 
 
 def measured(group: Group, place: Path, shard: str) -> tuple[int, int]:
@@ -477,10 +477,10 @@ def measured(group: Group, place: Path, shard: str) -> tuple[int, int]:
     building.check_layout = model_build.check_layout = lambda engine: None
     # libraries come with their own
     build_models(prepared(place, {"model": {"name": "llama"}}, shard=shard), group=group)
-    most, (policy, _) = peak(
+    largest, (policy, _) = peak(
         lambda: build_models(prepared(place, recipe, shard=shard), group=group)
     )
-    return sum(4 * p.numel() for p in policy.parameters()), most
+    return sum(4 * p.numel() for p in policy.parameters()), largest
 
 
 @slow
@@ -500,10 +500,10 @@ def test_no_process_ever_holds_a_whole_model(place: Path) -> None:
     model.save_pretrained(place / "large", max_shard_size="20MB")
     tiny_tokenizer().save_pretrained(place / "large")
     del model
-    whole, split = (
-        [each.value for each in run(measured, 2, place, shard, deadline=120)]
+    complete, split = (
+        [item.value for item in run(measured, 2, place, shard, deadline=120)]
         for shard in ("off", "full")
     )
-    assert all(weights > 100_000_000 for weights, _ in whole + split)
-    assert all(most > 1.8 * weights for weights, most in whole)  # policy and reference
-    assert all(most < 1.2 * weights for weights, most in split)  # half of both
+    assert all(weights > 100_000_000 for weights, _ in complete + split)
+    assert all(largest > 1.8 * weights for weights, largest in complete)  # policy and reference
+    assert all(largest < 1.2 * weights for weights, largest in split)  # half of both

@@ -70,23 +70,23 @@ def test_two_steps_of_several_processes_are_those_of_one(
     ranks = run(measure, size, cases, sharded, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
     for case in cases:
-        wanted, each = alone[case.name], [rank.value[case.name] for rank in ranks]
+        wanted, item = alone[case.name], [rank.value[case.name] for rank in ranks]
         rel, near, far = tolerances(case, wanted)
-        for found in each:
-            assert found["digests"][0] == wanted["digests"][0], case.name
+        for result in item:
+            assert result["digests"][0] == wanted["digests"][0], case.name
             for key in ("digests", "steps", "ran", "calls", "followed"):
-                assert str(found[key]) == str(each[0][key]), (case.name, key)  # to the last bit
-            for one, other in zip(found["steps"], wanted["steps"], strict=True):
+                assert str(result[key]) == str(item[0][key]), (case.name, key)  # to the last bit
+            for one, other in zip(result["steps"], wanted["steps"], strict=True):
                 assert one == pytest.approx(other, rel=rel, abs=near, nan_ok=True), case.name
                 exact = {key: value for key, value in other.items() if key in ("loss", "norm")}
                 assert {key: one[key] for key in exact} == pytest.approx(
                     exact, rel=rel, abs=1e-9
                 ), case.name
-            assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=rel, abs=1e-9), (
+            assert result["evaluated"] == pytest.approx(wanted["evaluated"], rel=rel, abs=1e-9), (
                 case.name
             )
-        assert distance(each[0]["weights"], wanted["weights"]) <= far, case.name
-        assert sum(found["rows"] for found in each) == wanted["rows"], case.name
+        assert distance(item[0]["weights"], wanted["weights"]) <= far, case.name
+        assert sum(outcome["rows"] for outcome in item) == wanted["rows"], case.name
 
 
 def offloaded(group: Group, cases: list[Case]) -> dict[str, Any]:
@@ -97,16 +97,16 @@ def offloaded(group: Group, cases: list[Case]) -> dict[str, Any]:
 
     from valence.distributed import fsdp2
 
-    made: list[CPUOffloadPolicy] = []
+    results: list[CPUOffloadPolicy] = []
 
     def policy() -> CPUOffloadPolicy:
-        made.append(CPUOffloadPolicy(pin_memory=False))
-        return made[-1]
+        results.append(CPUOffloadPolicy(pin_memory=False))
+        return results[-1]
 
     with patch.object(fsdp2, "OffloadPolicy", policy):
-        found = measure(group, cases, True)
-    assert len(made) >= len(cases)
-    return found
+        result = measure(group, cases, True)
+    assert len(results) >= len(cases)
+    return result
 
 
 @slow
@@ -115,10 +115,10 @@ def test_parts_that_wait_in_the_hosts_memory_are_trained_alike() -> None:
     alone, ranks = measure(SingleProcess(), cases), run(offloaded, 2, cases, deadline=60.0)
     assert [rank.error for rank in ranks] == ["", ""]
     for case in cases:
-        found, wanted = ranks[0].value[case.name], alone[case.name]
-        for one, other in zip(found["steps"], wanted["steps"], strict=True):
+        result, wanted = ranks[0].value[case.name], alone[case.name]
+        for one, other in zip(result["steps"], wanted["steps"], strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-9, nan_ok=True), case.name
-        assert distance(found["weights"], wanted["weights"]) <= 1e-9, case.name
+        assert distance(result["weights"], wanted["weights"]) <= 1e-9, case.name
 
 
 def tolerances(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float, float]:
@@ -187,8 +187,8 @@ def parts(group: Group) -> dict[str, Any]:
         inside = policy.with_gathered_weights(
             lambda: policy.causal(input_ids=tokens[None]).logits[0]
         )
-    found = policy(batch).logp
-    found.sum().backward()
+    result = policy(batch).logp
+    result.sum().backward()
     weights = dict(policy.named_parameters())
     meta = PolicyModel(tiny().to("meta"))
     split(meta, case, group)
@@ -196,18 +196,18 @@ def parts(group: Group) -> dict[str, Any]:
     meta.to_empty(device="cpu")
     with torch.no_grad():
         for name, weight in meta.named_parameters():
-            given = full(weights[name])
+            inputs = full(weights[name])
             is_split = isinstance(weight, DTensor)
             weight.copy_(
-                distribute_tensor(given, weight.device_mesh, weight.placements)
+                distribute_tensor(inputs, weight.device_mesh, weight.placements)
                 if is_split
-                else given
+                else inputs
             )
         for name, buffer in meta.named_buffers():
             buffer.copy_(rotary[name])
     return {
         "outputs": distance({"a": outputs, "b": inside}, {"a": alone, "b": alone}),
-        "logp": distance({"a": found, "b": meta(batch).logp}, {"a": expected, "b": expected}),
+        "logp": distance({"a": result, "b": meta(batch).logp}, {"a": expected, "b": expected}),
         "packs": policy.packs,
         "split": {name for name, weight in weights.items() if isinstance(weight, DTensor)},
         "own": sum(
@@ -227,19 +227,19 @@ def kept(group: Group, folder: str) -> list[tuple[float, int, int]]:
     if group.size > 1:
         for engine in (policy, reference.engine):  # type: ignore[attr-defined]
             split(engine, case, group)
-    found: list[tuple[float, int, int]] = []
+    results: list[tuple[float, int, int]] = []
     for place in (group.rank, group.rank, 0 if group.rank == 0 else 10):
         cached = CachedReference(reference, Path(folder, str(place)), agree=group.any)
-        made = objective("dpo", policy, cached, budget=40)
-        made.group = group
-        found.append(
+        actual = objective("dpo", policy, cached, budget=40)
+        actual.group = group
+        results.append(
             (
-                float(made.run(units_for("dpo", 7, 0), backward=False).loss),
+                float(actual.run(units_for("dpo", 7, 0), backward=False).loss),
                 cached.hits,
                 cached.misses,
             )
         )
-    return found
+    return results
 
 
 def short(group: Group, sharded: bool) -> list[Any]:
@@ -251,8 +251,8 @@ def short(group: Group, sharded: bool) -> list[Any]:
     if sharded:
         for engine in (policy, reference.engine):  # type: ignore[union-attr]
             split(engine, case, group)
-    made = objective("kto", policy, reference, budget=10)
-    made.group = group
+    actual = objective("kto", policy, reference, budget=10)
+    actual.group = group
     calls = 0
 
     def fail(_engine: PolicyModel, _batch: Any) -> None:
@@ -263,16 +263,16 @@ def short(group: Group, sharded: bool) -> list[Any]:
 
     handle = policy.register_forward_pre_hook(fail)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
-    told: list[MicroBatch | None] = []
-    said = ""
+    messages: list[MicroBatch | None] = []
+    message = ""
     try:
-        made.run(units_for("kto", 7, 0), iter(()), backward=True, progress=told.append)
+        actual.run(units_for("kto", 7, 0), iter(()), backward=True, progress=messages.append)
     except torch.OutOfMemoryError as error:
-        said = str(error) if out_of_memory(error) else ""
+        message = str(error) if out_of_memory(error) else ""
     handle.remove()
-    made.micro_batch_tokens = 5
-    _, norm, _ = optimizer_step(made, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
-    return [said, len(told), norm, whole(policy.named_parameters())]
+    actual.micro_batch_tokens = 5
+    _, norm, _ = optimizer_step(actual, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
+    return [message, len(messages), norm, whole(policy.named_parameters())]
 
 
 @slow
@@ -289,9 +289,9 @@ def test_an_engine_with_split_weights_is_that_engine() -> None:
 def test_processes_agree_whether_a_reference_is_computed(tmp_path: Path) -> None:
     wanted = kept(SingleProcess(), str(tmp_path / "alone"))[0][0]
     ranks = [rank.value for rank in run(kept, 2, str(tmp_path))]
-    for rank, found in enumerate(ranks):
-        assert [loss for loss, _, _ in found] == pytest.approx([wanted] * 3, rel=1e-9)
-        (_, hits, misses), (_, again, none), (_, last, more) = found
+    for rank, result in enumerate(ranks):
+        assert [loss for loss, _, _ in result] == pytest.approx([wanted] * 3, rel=1e-9)
+        (_, hits, misses), (_, again, none), (_, last, more) = result
         # what it takes part in beside its own rows is neither looked up nor kept
         assert (hits, none) == (
             0,
@@ -306,13 +306,13 @@ def test_all_processes_give_up_a_step_when_one_has_no_memory_left() -> None:
     ranks = [rank.value for rank in run(short, 3, False)]
     assert all(text for text, *_ in ranks)
     assert [text == "made up" for text, *_ in ranks] == [False, True, False]
-    assert len({told for _, told, *_ in ranks}) == 1
+    assert len({message for _, message, *_ in ranks}) == 1
     policy, reference = models(Case("kto"))
-    made = objective("kto", policy, reference, budget=5)
+    actual = objective("kto", policy, reference, budget=5)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    _, norm, _ = optimizer_step(made, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
-    for _, _, found, weights in ranks:
-        assert found == pytest.approx(norm, rel=1e-9)
+    _, norm, _ = optimizer_step(actual, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
+    for _, _, result, weights in ranks:
+        assert result == pytest.approx(norm, rel=1e-9)
         assert distance(weights, whole(policy.named_parameters())) < 1e-12
 
 
@@ -328,13 +328,13 @@ def test_processes_that_cannot_go_on_without_each_other_say_why_they_end() -> No
 
 def test_a_process_that_runs_out_of_memory_alone_raises_its_own_error() -> None:
     policy, reference = models(Case("kto"))
-    made = objective("kto", policy, reference, budget=10)
+    actual = objective("kto", policy, reference, budget=10)
 
     def fail(*_: Any) -> None:
         raise MemoryError("made up")
 
     policy.register_forward_pre_hook(fail)
     with pytest.raises(MemoryError, match="made up"):
-        made.run(units_for("kto", 7, 0), iter(()), backward=True)
+        actual.run(units_for("kto", 7, 0), iter(()), backward=True)
     with raises_error("out-of-memory", where="train.micro_batch_tokens"), final_out_of_memory(True):
         raise MemoryError

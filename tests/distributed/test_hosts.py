@@ -78,13 +78,13 @@ class Place:
             {**ENVIRONMENT, "WORLD_SIZE": "2"},
         )
         of_all |= {"LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
-        said = [self.folder / f"said by {host}" for host in range(2)]
+        message = [self.folder / f"said by {host}" for host in range(2)]
         started = [
-            hosts.program(host, *words, said=said[host], RANK=str(host), **of_all)
+            hosts.program(host, *words, said=message[host], RANK=str(host), **of_all)
             for host in range(2)
         ]
         statuses = [program.wait(240) for program in started]
-        assert statuses == [0, 0], "\n".join(path.read_text() for path in said)
+        assert statuses == [0, 0], "\n".join(path.read_text() for path in message)
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +96,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def hosts() -> Iterator[Hosts]:
     with ExitStack() as ending:
         try:
-            found = ending.enter_context(two_hosts())
+            result = ending.enter_context(two_hosts())
         except OSError as error:
             pytest.skip(f"there can be no hosts here: {error}")
-        yield found
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +148,13 @@ def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(
     assert differences(run, undisturbed) == []
 
 
-@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf", ""])
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", ""])
 def test_a_deadline_that_is_no_number_of_seconds(
-    given: str, monkeypatch: pytest.MonkeyPatch
+    value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("VALENCE_DEADLINE", given)
+    monkeypatch.setenv("VALENCE_DEADLINE", value)
     with raises_error("environment-variable-invalid", where="VALENCE_DEADLINE"):
         start(device="cpu")

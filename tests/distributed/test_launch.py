@@ -59,11 +59,11 @@ class Place:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(
-        self, script: str, nproc: int, *arguments: str, **how: object
+        self, script: str, nproc: int, *arguments: str, **options: object
     ) -> subprocess.Popen[str]:
         path = self.folder / "script.py"
         path.write_text(HEAD + textwrap.dedent(script), encoding="utf-8")
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -88,13 +88,13 @@ class Place:
         return path.read_text(encoding="utf-8").split() if path.exists() else []
 
     def stop(
-        self, script: str, *signals: int, to_group: bool = False, **how: object
+        self, script: str, *signals: int, to_group: bool = False, **options: object
     ) -> tuple[int, str]:
         """Sends signals to two processes, each once the one before has come to both.
 
         Exit status, and errors.
         """
-        process = self.start(script, 2, start_new_session=to_group, **how)
+        process = self.start(script, 2, start_new_session=to_group, **options)
         wait_until(lambda: all((self.folder / f"{rank}.up").exists() for rank in range(2)))
         for i, number in enumerate(signals):
             if i:
@@ -106,9 +106,9 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    made = Place(tmp_path)
-    yield made
-    for process in made.started:
+    actual = Place(tmp_path)
+    yield actual
+    for process in actual.started:
         process.kill()
         process.communicate()
 
@@ -128,12 +128,12 @@ def test_all_are_done(place: Place) -> None:
     print("warned by", rank, file=sys.stderr)
     """
     assert place.run(script, 3, "recipe.yaml", "a=b c") == (0, "printed by 0\n", "warned by 0\n")
-    found = [
+    results = [
         json.loads((place.folder / str(rank)).read_text(encoding="utf-8")) for rank in range(3)
     ]
-    port = found[0][1]["MASTER_PORT"]
+    port = results[0][1]["MASTER_PORT"]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
-    for rank, (arguments, environment) in enumerate(found):
+    for rank, (arguments, environment) in enumerate(results):
         assert arguments == ["recipe.yaml", "a=b c"]
         assert list(environment.values()) == [
             str(rank),

@@ -29,9 +29,9 @@ slow = pytest.mark.slow
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each of 2, and of 4 processes found."""
     ended = rig.run(jobs.members, request.param)
-    assert [each.error for each in ended] == [""] * request.param
-    assert [each.code for each in ended] == [0] * request.param
-    return [each.value for each in ended]
+    assert [item.error for item in ended] == [""] * request.param
+    assert [item.code for item in ended] == [0] * request.param
+    return [item.value for item in ended]
 
 
 def same_bits(ranks: list[dict[str, Any]], name: str) -> torch.Tensor:
@@ -51,55 +51,55 @@ def same_bits(ranks: list[dict[str, Any]], name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", jobs.summands(0))
 def test_sum(ranks: list[dict[str, Any]], name: str) -> None:
-    given = [jobs.summands(rank)[name] for rank in range(len(ranks))]
+    inputs = [jobs.summands(rank)[name] for rank in range(len(ranks))]
     total = (
         same_bits(ranks, f"sum {name}")
-        if given[0].ndim
-        else torch.stack([each[f"sum {name}"] for each in ranks]).unique()[0]
+        if inputs[0].ndim
+        else torch.stack([rank[f"sum {name}"] for rank in ranks]).unique()[0]
     )
-    torch.testing.assert_close(total, torch.stack(given).sum(0))
-    assert all(each["kept"] for each in ranks)
+    torch.testing.assert_close(total, torch.stack(inputs).sum(0))
+    assert all(rank["kept"] for rank in ranks)
 
 
 @pytest.mark.parametrize("name", jobs.parts(0))
 def test_gather(ranks: list[dict[str, Any]], name: str) -> None:
-    whole = torch.cat([jobs.parts(rank)[name] for rank in range(len(ranks))])
-    for each in ranks:
-        torch.testing.assert_close(each[f"gather {name}"], whole, rtol=0, atol=0, equal_nan=True)
+    full = torch.cat([jobs.parts(rank)[name] for rank in range(len(ranks))])
+    for item in ranks:
+        torch.testing.assert_close(item[f"gather {name}"], full, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("i", range(len(jobs.parameters(0))))
 def test_gradients(ranks: list[dict[str, Any]], i: int) -> None:
-    given = [jobs.parameters(rank)[i].grad for rank in range(len(ranks))]
-    there = [grad for grad in given if grad is not None]
-    assert all(each["in place"] for each in ranks)
+    inputs = [jobs.parameters(rank)[i].grad for rank in range(len(ranks))]
+    there = [grad for grad in inputs if grad is not None]
+    assert all(rank["in place"] for rank in ranks)
     if not there:
-        assert [each[f"grad {i}"] for each in ranks] == [None] * len(ranks)
+        assert [rank[f"grad {i}"] for rank in ranks] == [None] * len(ranks)
     else:
-        assert {each[f"grad {i}"].shape for each in ranks} == {there[0].shape}
-        for each in ranks:
-            assert each[f"grad {i}"].equal(ranks[0][f"grad {i}"])
+        assert {rank[f"grad {i}"].shape for rank in ranks} == {there[0].shape}
+        for item in ranks:
+            assert item[f"grad {i}"].equal(ranks[0][f"grad {i}"])
         torch.testing.assert_close(ranks[0][f"grad {i}"], torch.stack(there).sum(0))
 
 
 def test_broadcast_any_barrier(ranks: list[dict[str, Any]]) -> None:
-    assert [each["broadcast"] for each in ranks] == [jobs.JSON | {"pair": [1, 2]}] * len(ranks)
-    assert [each["any"] for each in ranks] == [[True, False, True]] * len(ranks)
-    assert all(each["barrier"] for each in ranks)
-    assert [each["place"] for each in ranks] == [
+    assert [rank["broadcast"] for rank in ranks] == [jobs.JSON | {"pair": [1, 2]}] * len(ranks)
+    assert [rank["any"] for rank in ranks] == [[True, False, True]] * len(ranks)
+    assert all(rank["barrier"] for rank in ranks)
+    assert [rank["place"] for rank in ranks] == [
         (rank, len(ranks), rank) for rank in range(len(ranks))
     ]
 
 
 def test_one_process_is_a_group_too() -> None:
-    found = jobs.members(SingleProcess())
+    result = jobs.members(SingleProcess())
     for name, values in jobs.summands(0).items():
-        assert found[f"sum {name}"].equal(values)
+        assert result[f"sum {name}"].equal(values)
     for name, values in jobs.parts(0).items():
-        assert found[f"gather {name}"].equal(values)
-    assert found["broadcast"] == jobs.JSON | {"pair": [1, 2]}
-    assert found["any"] == [True, False, True]
-    assert found["place"] == (0, 1, 0)
+        assert result[f"gather {name}"].equal(values)
+    assert result["broadcast"] == jobs.JSON | {"pair": [1, 2]}
+    assert result["any"] == [True, False, True]
+    assert result["place"] == (0, 1, 0)
 
 
 @pytest.mark.parametrize("kind", [SingleProcess, ProcessGroup])
@@ -111,7 +111,7 @@ def test_groups_have_the_members_of_the_protocol(kind: type) -> None:
 
 @slow
 def test_a_second_group_finds_nothing_of_the_first() -> None:
-    assert [each.value for each in rig.run(jobs.twice, 2)] == [[2.0, 4.0]] * 2
+    assert [item.value for item in rig.run(jobs.twice, 2)] == [[2.0, 4.0]] * 2
 
 
 def lost(ended: rig.Ended, code: str, *parts: str) -> None:
@@ -125,27 +125,27 @@ def lost(ended: rig.Ended, code: str, *parts: str) -> None:
 @pytest.mark.parametrize(("size", "away"), [(4, 2), (2, 0)])
 def test_a_deadline_names_who_is_missing_and_where(size: int, away: int, tmp_path: Path) -> None:
     ended = rig.run(jobs.one_stays_away, size, away, str(tmp_path), deadline=2.0)
-    others = [each for rank, each in enumerate(ended) if rank != away]
+    others = [element for rank, element in enumerate(ended) if rank != away]
     assert ended[away].error == ""
-    assert any(each.mistake and each.mistake.code == "rank-late" for each in others)
-    for rank, each in enumerate(ended):
+    assert any(other.mistake and other.mistake.code == "rank-late" for other in others)
+    for rank, item in enumerate(ended):
         if rank != away:  # those that come later may find that a connection broke
-            assert each.mistake is not None
+            assert item.mistake is not None
             lost(
-                each,
-                "rank-late" if "2 s" in each.error else "rank-lost",
+                item,
+                "rank-late" if "2 s" in item.error else "rank-lost",
                 f"rank {away} ",
                 "`sum` #2",
                 "`barrier audit` #1",
             )
-            assert each.mistake.where == f"rank {rank}"
+            assert item.mistake.where == f"rank {rank}"
 
 
 @slow
 def test_processes_that_part_are_told_so() -> None:
     first, second = rig.run(jobs.they_part, 2, deadline=2.0)
     parted = [
-        each for each in (first, second) if each.mistake and each.mistake.code == "ranks-parted"
+        item for item in (first, second) if item.mistake and item.mistake.code == "ranks-parted"
     ]
     assert parted
     lost(parted[0], "ranks-parted", "`sum` #2", "`gather` #2")
@@ -160,15 +160,15 @@ def test_a_process_that_is_killed_ends_the_others_before_the_deadline(
 ) -> None:
     ended = rig.run(jobs.one_is_killed, size, killed, before)
     assert ended[killed].code == -9
-    others = [each for rank, each in enumerate(ended) if rank != killed]
-    assert {each.code for each in others} == {0}
-    assert {each.mistake and each.mistake.code for each in others} == {"rank-lost"}
+    others = [item for rank, item in enumerate(ended) if rank != killed]
+    assert {other.code for other in others} == {0}
+    assert {other.mistake and other.mistake.code for other in others} == {"rank-lost"}
     if killed == 0:  # who kept what the others know
-        assert all("rank 0" in each.error for each in others)
+        assert all("rank 0" in other.error for other in others)
     elif before:
         assert any(
-            f"rank {killed} " in each.error and "`reduce_gradients` #2" in each.error
-            for each in others
+            f"rank {killed} " in other.error and "`reduce_gradients` #2" in other.error
+            for other in others
         )
 
 
@@ -190,7 +190,7 @@ def test_a_collective_that_a_device_does_not_end_ends_the_process(
     ends: bool, tmp_path: Path
 ) -> None:
     ended = rig.run(jobs.watched, 2, ends, str(tmp_path))
-    assert [(each.value, each.code) for each in ended] == [
+    assert [(item.value, item.code) for item in ended] == [
         ("went on", 0) if ends else (None, 2)
     ] * 2
     printed = [(tmp_path / str(rank)).read_text(encoding="utf-8") for rank in range(2)]
@@ -200,8 +200,8 @@ def test_a_collective_that_a_device_does_not_end_ends_the_process(
 @slow
 def test_other_errors_of_a_collective_stay_what_they_are() -> None:
     ended = rig.run(jobs.wrong_type, 2)
-    assert [each.value for each in ended] == ["RuntimeError"] * 2
-    assert [each.error for each in ended] == ["", ""]
+    assert [item.value for item in ended] == ["RuntimeError"] * 2
+    assert [item.error for item in ended] == ["", ""]
 
 
 def test_no_environment_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,11 @@ def step(group: Group, name: str, count: int, weight: float) -> dict[str, Any]:
     policy = build_policy(tiny("qwen3_moe", dtype=torch.float32, layers=1), dtype=torch.float32)
     other = tiny("qwen3_moe", dtype=torch.float32, layers=1, seed=5)
     reference = build_reference(policy, fresh_adapter=False, model=other, name="another")
-    made = objective(name, policy, reference, budget=1)
-    made.group, made.router_aux_loss = group, weight
+    actual = objective(name, policy, reference, budget=1)
+    actual.group, actual.router_aux_loss = group, weight
     sgd = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
     outcome, norm, _ = optimizer_step(
-        made, sgd, units_for(name, count), iter(units_for(name, 3, 9)), None
+        actual, sgd, units_for(name, count), iter(units_for(name, 3, 9)), None
     )
     meter = Meter()
     meter.pool(outcome.metrics)

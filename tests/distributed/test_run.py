@@ -45,14 +45,14 @@ SHORT = {"train": {"epochs": 1.6}, "run": {"save_every": 2, "log_every": 3, "kee
 def written(
     case: str, place: Path, run: Path, dtype: str = "float64", **sections: Mapping[str, Any]
 ) -> dict[str, Any]:
-    made = recipe(CASE[case], place)
+    settings = recipe(CASE[case], place)
     for name, section in (
         {name: SHORT.get(name, {}) for name in ("train", "run")} | sections
     ).items():
-        made[name] = made.get(name, {}) | SHORT.get(name, {}) | section
-    made["run"] |= {"dir": str(run)}
-    made["model"] |= {"dtype": dtype}
-    return made
+        settings[name] = settings.get(name, {}) | SHORT.get(name, {}) | section
+    settings["run"] |= {"dir": str(run)}
+    settings["model"] |= {"dtype": dtype}
+    return settings
 
 
 def train(
@@ -67,9 +67,9 @@ def train(
         if run.step == stop_at and group.rank == by:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    for each in recipes:
+    for item in recipes:
         try:
-            valence.train(each, group=group, quiet=True, callbacks=[act])
+            valence.train(item, group=group, quiet=True, callbacks=[act])
             ended.append("done")
         except Interrupted as stopped:
             ended.append(f"{stopped.status}")
@@ -88,7 +88,7 @@ def same(run: Path, other: Path, rel: float = 1e-9, of_logps: float = 0.0) -> No
     differences.
     """
     ours, theirs = records(run), records(other)
-    assert [each["step"] for each in ours] == [each["step"] for each in theirs]
+    assert [item["step"] for item in ours] == [item["step"] for item in theirs]
     largest = max(
         (abs(value) for record in theirs for name, value in record.items() if "logps/" in name),
         default=1.0,
@@ -141,23 +141,24 @@ def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> Non
     assert set(
         train(SingleProcess(), [written(case, place, tmp_path / f"one {case}") for case in cases])
     ) == {"done"}
-    for size, told in TOLD.items():
-        runs = [tmp_path / f"{size} {number} {case}" for number, (case, _) in enumerate(told)]
+    for size, message in TOLD.items():
+        runs = [tmp_path / f"{size} {number} {case}" for number, (case, _) in enumerate(message)]
         recipes = [
-            written(case, place, run, **how) for run, (case, how) in zip(runs, told, strict=True)
+            written(case, place, run, **options)
+            for run, (case, options) in zip(runs, message, strict=True)
         ]
         for rank in together(train, size, recipes, deadline=60.0):
             assert (rank.error, rank.value) == ("", ["done"] * len(runs))
-        for run, (case, _) in zip(runs, told, strict=True):
+        for run, (case, _) in zip(runs, message, strict=True):
             same(run, tmp_path / f"one {case}")
-            logged = [each for each in records(run) if "ranks" in each]
+            logged = [record for record in records(run) if "ranks" in record]
             assert logged
-            assert {each["ranks"] for each in logged} == {size}
+            assert {item["ranks"] for item in logged} == {size}
             assert all(
-                each["tokens"] / size <= each["tokens/rank_max"] <= each["tokens"]
-                for each in logged
+                item["tokens"] / size <= item["tokens/rank_max"] <= item["tokens"]
+                for item in logged
             )
-            assert all(0 <= each["tokens/rank_min"] <= each["tokens"] / size for each in logged)
+            assert all(0 <= item["tokens/rank_min"] <= item["tokens"] / size for item in logged)
 
 
 def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
@@ -166,19 +167,19 @@ def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
     """Loss and gradient norm to a millionth; other numbers to a millionth of the log-probabilities
     of which they are differences (docs/decisions/0027-a-millionth-in-float32.md).
     """
-    told = (
+    message = (
         (2, WHOLE, ("kto, lora", "sft, whole models", "aot")),
         (4, SHARDED, ("dpo", "pointwise, lora, models")),
     )
     alone = [
         written(case, place, tmp_path / f"one {case}", "float32")
-        for *_, cases in told
+        for *_, cases in message
         for case in cases
     ]
     assert set(train(SingleProcess(), alone)) == {"done"}
-    for size, how, cases in told:
+    for size, mode, cases in message:
         runs = {case: tmp_path / f"{size} {case}" for case in cases}
-        recipes = [written(case, place, run, "float32", **how) for case, run in runs.items()]
+        recipes = [written(case, place, run, "float32", **mode) for case, run in runs.items()]
         assert [rank.error for rank in together(train, size, recipes, deadline=60.0)] == [""] * size
         for case, run in runs.items():
             same(run, tmp_path / f"one {case}", rel=1e-6, of_logps=1e-6)
@@ -195,26 +196,26 @@ def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(
     place: Path, tmp_path: Path
 ) -> None:
     """Saved by four, it goes on with one, two and three; saved by one, with four."""
-    for case, how, sizes in (("kto, lora", {}, (2, 4)), ("dpo", SHARDED, (1, 3, 4))):
+    for case, options, sizes in (("kto, lora", {}, (2, 4)), ("dpo", SHARDED, (1, 3, 4))):
         runs = {
             name: tmp_path / f"{case} {name}"
             for name in ("alone", "of 4", "of 1", "1", "2", "3", "4")
         }
-        given = {name: written(case, place, run, **how) for name, run in runs.items()}
-        assert train(SingleProcess(), [given["alone"]]) == ["done"]
-        assert train(SingleProcess(), [given["of 1"]], 3) == ["143"]
+        settings = {name: written(case, place, run, **options) for name, run in runs.items()}
+        assert train(SingleProcess(), [settings["alone"]]) == ["done"]
+        assert train(SingleProcess(), [settings["of 1"]], 3) == ["143"]
         assert [
-            rank.value for rank in together(train, 4, [given["of 4"]], 3, 2, deadline=60.0)
+            rank.value for rank in together(train, 4, [settings["of 4"]], 3, 2, deadline=60.0)
         ] == [["143"]] * 4
         for size in sizes:
             shutil.copytree(runs["of 1" if size == 4 else "of 4"], runs[str(size)])
-            ranks = together(train, size, [given[str(size)]], deadline=60.0) if size > 1 else []
+            ranks = together(train, size, [settings[str(size)]], deadline=60.0) if size > 1 else []
             assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * len(ranks)
-            assert ranks or train(SingleProcess(), [given["1"]]) == ["done"]
+            assert ranks or train(SingleProcess(), [settings["1"]]) == ["done"]
             same(runs[str(size)], runs["alone"])
 
 
-def train_and_stop(group: Group, given: Mapping[str, Any]) -> list[str]:
+def train_and_stop(group: Group, settings: Mapping[str, Any]) -> list[str]:
     """As ``train``; rank 1 is sent SIGTERM after the test's evaluation, between phases."""
     evaluate = Trainer.evaluate
 
@@ -225,36 +226,36 @@ def train_and_stop(group: Group, given: Mapping[str, Any]) -> list[str]:
         return outcome
 
     with mock.patch.object(Trainer, "evaluate", act):
-        return train(group, [given])
+        return train(group, [settings])
 
 
 def test_a_signal_to_one_process_behind_the_training_stops_all(place: Path, tmp_path: Path) -> None:
-    alone, given = (written("kto, lora", place, tmp_path / name) for name in ("alone", "two"))
+    alone, inputs = (written("kto, lora", place, tmp_path / name) for name in ("alone", "two"))
     assert train(SingleProcess(), [alone]) == ["done"]
     assert [
-        (rank.error, rank.value) for rank in together(train_and_stop, 2, given, deadline=60.0)
+        (rank.error, rank.value) for rank in together(train_and_stop, 2, inputs, deadline=60.0)
     ] == [("", ["143"])] * 2
     facts = json.loads((tmp_path / "two/run.json").read_text())
     assert (facts["status"], (tmp_path / "two/model").exists()) == ("interrupted", False)
-    assert [(rank.error, rank.value) for rank in together(train, 2, [given], deadline=60.0)] == [
+    assert [(rank.error, rank.value) for rank in together(train, 2, [inputs], deadline=60.0)] == [
         ("", ["done"])
     ] * 2
     same(tmp_path / "two", tmp_path / "alone")
 
 
 def test_the_same_number_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
-    for case, how in (
+    for case, mode in (
         ("kto, lora", {}),
         ("dpo, lora with dropout", {}),
         ("dpo that follows", SHARDED),
     ):
         names = [tmp_path / f"{case} {name}" for name in ("alone", "stopped")]
-        alone, stopped = (written(case, place, run, **how) for run in names)
-        for given, ended, *stop in (
+        alone, stopped = (written(case, place, run, **mode) for run in names)
+        for value, ended, *stop in (
             ([alone], "done"),
             ([stopped], "143", 3, 1),
             ([stopped], "done"),
         ):
-            for rank in together(train, 2, given, *stop, deadline=60.0):
+            for rank in together(train, 2, value, *stop, deadline=60.0):
                 assert (rank.error, rank.value) == ("", [ended])
         same(*names, rel=0.0)

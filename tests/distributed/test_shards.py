@@ -67,32 +67,32 @@ def placed(values: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
 
 
 def differing(
-    folder: Path, layout: str | None, given: dict[str, Tensor] | None = None
+    folder: Path, layout: str | None, settings: dict[str, Tensor] | None = None
 ) -> list[str]:
     """Tensors that are not as they were written, after reading them into others of this layout
     (None: whole).
     """
-    wanted = given or tensors()
+    wanted = settings or tensors()
     empty = {name: torch.full_like(value, 99) for name, value in wanted.items()}
     into = placed(empty, layout) if layout else empty
     sharded_checkpoint.read(folder, into)
-    found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in into.items()}
-    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    results = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in into.items()}
+    return [name for name, value in wanted.items() if not torch.equal(results[name], value)]
 
 
 def writes(group: Group, folder: str) -> dict[str, Any]:
     """Writes in every layout, and reads in every other."""
     sharded_checkpoint.FILE = 100
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layout in LAYOUTS:
         place = Path(folder, layout)
         place.mkdir(exist_ok=True)
-        found[layout] = [
+        results[layout] = [
             path.name for path in sharded_checkpoint.write(place, placed(tensors(), layout))
         ]
         group.barrier("written")
-        found |= {(layout, other): differing(place, other) for other in (*LAYOUTS, None)}
-    return found
+        results |= {(layout, other): differing(place, other) for other in (*LAYOUTS, None)}
+    return results
 
 
 def reads(group: Group, folder: str) -> dict[str, list[str]]:
@@ -108,8 +108,8 @@ def reads(group: Group, folder: str) -> dict[str, list[str]]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("shards")
     ended = run(writes, 4, str(folder))
-    assert [each.error for each in ended] == [""] * 4
-    return folder, [each.value for each in ended]
+    assert [item.error for item in ended] == [""] * 4
+    return folder, [item.value for item in ended]
 
 
 @slow
@@ -126,9 +126,9 @@ def test_what_is_written_in_any_layout_is_read_in_any(
 
 @slow
 def test_another_number_of_processes_reads(written: tuple[Path, list[dict[str, Any]]]) -> None:
-    for each in run(reads, 3, str(written[0])):
-        assert len(each.value) == 15
-        assert {key: odd for key, odd in each.value.items() if odd} == {}
+    for item in run(reads, 3, str(written[0])):
+        assert len(item.value) == 15
+        assert {key: odd for key, odd in item.value.items() if odd} == {}
 
 
 @slow
@@ -137,26 +137,26 @@ def test_each_process_writes_its_own_parts_and_what_is_the_same_once(
     written: tuple[Path, list[dict[str, Any]]], layout: str
 ) -> None:
     folder, ranks = written
-    own = [name for rank in ranks for name in rank[layout]]
+    actual = [name for rank in ranks for name in rank[layout]]
     # no metadata, which would be a pickle
-    assert sorted(own) == sorted(path.name for path in (folder / layout).iterdir())
-    assert len(own) == len(set(own))
+    assert sorted(actual) == sorted(path.name for path in (folder / layout).iterdir())
+    assert len(actual) == len(set(actual))
     elements = dict.fromkeys(tensors(), 0)
-    for name in own:
+    for name in actual:
         with safe_open(folder / layout / name, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 elements[key] += file.get_tensor(key).numel()
     assert elements == {name: value.numel() for name, value in tensors().items()}
     if layout in ("rows", "blocks"):
-        assert len(own) > 4  # several files of a process
+        assert len(actual) > 4  # several files of a process
         assert all(rank[layout] for rank in ranks)
 
 
 @slow
 def test_other_types_are_filled_rounded(written: tuple[Path, list[dict[str, Any]]]) -> None:
-    given = {"float32": torch.zeros(7, 5, dtype=torch.bfloat16)}
-    sharded_checkpoint.read(written[0] / "rows", given)
-    assert given["float32"].equal(tensors()["float32"].bfloat16())
+    settings = {"float32": torch.zeros(7, 5, dtype=torch.bfloat16)}
+    sharded_checkpoint.read(written[0] / "rows", settings)
+    assert settings["float32"].equal(tensors()["float32"].bfloat16())
 
 
 @pytest.fixture(scope="module")
@@ -193,11 +193,11 @@ def test_what_is_not_whole_is_refused(rows: Path, damage: str, tmp_path: Path) -
 
 
 def test_one_process_writes_too(tmp_path: Path) -> None:
-    given = {"weight": torch.randn(3, 4), "number": torch.tensor(2.0)}
-    assert [path.name for path in sharded_checkpoint.write(tmp_path, given)] == [
+    settings = {"weight": torch.randn(3, 4), "number": torch.tensor(2.0)}
+    assert [path.name for path in sharded_checkpoint.write(tmp_path, settings)] == [
         "shard-00001-model-00001-of-00001.safetensors"
     ]
-    assert differing(tmp_path, None, given) == []
+    assert differing(tmp_path, None, settings) == []
 
 
 def one_cannot(group: Group, folder: str) -> list[tuple[str, str]]:
@@ -223,8 +223,8 @@ def one_cannot(group: Group, folder: str) -> list[tuple[str, str]]:
 def test_one_that_cannot_write_fails_all_alike(tmp_path: Path) -> None:
     first, second = run(one_cannot, 2, str(tmp_path))
     assert first.value == second.value
-    ((code, what),) = first.value
+    ((code, kind),) = first.value
     assert code == "checkpoint-incomplete"
-    assert "rank 1: [Errno 28] No space left on device" in what
-    assert "rank 0" not in what
+    assert "rank 1: [Errno 28] No space left on device" in kind
+    assert "rank 0" not in kind
     assert differing(tmp_path, None) == []

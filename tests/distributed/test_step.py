@@ -24,41 +24,41 @@ pytestmark = pytest.mark.dist
 def steps(group: Group, count: int, budget: int, names: Sequence[str]) -> dict[str, Any]:
     """What two steps of each method measure, and a digest of the weights after them."""
     torch.manual_seed(0)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names:
         policy, reference = models_for(name)
-        made = objective(name, policy, reference, budget=budget)
-        made.group = group
+        actual = objective(name, policy, reference, budget=budget)
+        actual.group = group
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
-        said: list[dict[str, float]] = []
+        message: list[dict[str, float]] = []
         for seed in (0, 1):
             meter = Meter()
             rows = units_for(name, count, seed)
             outcome, norm, applied = optimizer_step(
-                made, optimizer, rows, iter(units_for(name, 3, 9)), 1.0
+                actual, optimizer, rows, iter(units_for(name, 3, 9)), 1.0
             )
             meter.pool(outcome.metrics)
-            said.append(
+            message.append(
                 {"loss": float(outcome.loss), "norm": norm, "applied": applied}
                 | meter.reduce(group)
             )
-            said[-1] |= {
+            message[-1] |= {
                 "tokens": outcome.tokens,
                 "distinct": outcome.num_unique_tokens,
-                "shift": made.shift.delta,
+                "shift": actual.shift.delta,
             }
-        evaluated = made.run(units_for(name, count, 3), backward=False, rows=True)
+        evaluated = actual.run(units_for(name, count, 3), backward=False, rows=True)
         weights = [p.detach() for p in policy.parameters()]
         digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in weights)).hexdigest()
-        found[name] = {
-            "steps": said,
+        results[name] = {
+            "steps": message,
             "digest": digest,
             "sum": sum(float(p.double().abs().sum()) for p in weights),
             "evaluated": float(evaluated.loss),
             "rows": len(evaluated.rows),
             "tokens_of": evaluated.tokens_per_rank,
         }
-    return found
+    return results
 
 
 SOME = ("kto", "dpo", "sft", "bco", "aot_unpaired", "pointwise", "bradley_terry", "ppo")
@@ -84,20 +84,20 @@ def test_a_step_of_several_processes_is_that_of_one(
     ranks = run(steps, size, count, budget, names, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
     for name, wanted in alone.items():
-        each = [rank.value[name] for rank in ranks]
-        assert len({found["digest"] for found in each}) == 1, name
-        for found in each:
-            for one, other in zip(found["steps"], wanted["steps"], strict=True):
+        item = [rank.value[name] for rank in ranks]
+        assert len({outcome["digest"] for outcome in item}) == 1, name
+        for result in item:
+            for one, other in zip(result["steps"], wanted["steps"], strict=True):
                 assert one.keys() == other.keys(), name
                 # Tokens that run more than once depend on how a step was cut.
                 same = {key: value for key, value in other.items() if key not in ("tokens",)}
                 assert {key: one[key] for key in same} == pytest.approx(
                     same, rel=1e-6, abs=1e-9, nan_ok=True
                 ), name
-            assert found["sum"] == pytest.approx(wanted["sum"], rel=1e-9), name
-            assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-6, abs=1e-9), (
+            assert result["sum"] == pytest.approx(wanted["sum"], rel=1e-9), name
+            assert result["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-6, abs=1e-9), (
                 name
             )
-            assert found["tokens_of"] == each[0]["tokens_of"]
-        assert sum(found["rows"] for found in each) == wanted["rows"], name
-        assert len(each[0]["tokens_of"]) == size
+            assert result["tokens_of"] == item[0]["tokens_of"]
+        assert sum(outcome["rows"] for outcome in item) == wanted["rows"], name
+        assert len(item[0]["tokens_of"]) == size

@@ -135,7 +135,7 @@ def steps(case: Case, data: Group, group: Group) -> dict[str, Tensor]:
     engine = built(case, data, group)
     trained = {name: p for name, p in engine.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, foreach=False)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for step, trains in enumerate(PATTERNS[:2]):
         batch = forest_of(conversations(), trains)
         # some are padding, whose embedding does not train
@@ -147,20 +147,20 @@ def steps(case: Case, data: Group, group: Group) -> dict[str, Tensor]:
         out = engine(batch, ("entropy", "sum_sq"))
         assert out.entropy is not None
         assert out.sum_sq is not None
-        found |= {
+        results |= {
             f"{step} logp": out.logp.detach(),
             f"{step} entropy": out.entropy.detach(),
             f"{step} sum_sq": out.sum_sq,
         }
         (torch.stack([out.logp, out.entropy]) * slopes).sum().backward()
         data.reduce_gradients(list(trained.values()))
-        found[f"{step} norm"] = data.norm(list(trained.values()))
-        found |= {
+        results[f"{step} norm"] = data.norm(list(trained.values()))
+        results |= {
             f"{step} grad {name}": full(p.grad) for name, p in trained.items() if p.grad is not None
         }
         optimizer.step()
         optimizer.zero_grad()
-    return found | {name: full(p.detach()) for name, p in engine.named_parameters()}
+    return results | {name: full(p.detach()) for name, p in engine.named_parameters()}
 
 
 def several(world: Group, tensor: int, cases: list[Case]) -> list[dict[str, Tensor]]:
@@ -203,12 +203,12 @@ def test_processes_that_share_products_are_one(
 
 
 def as_exact(
-    found: dict[str, Tensor], one: dict[str, Tensor], exact: dict[str, Tensor], case: Case
+    results: dict[str, Tensor], one: dict[str, Tensor], exact: dict[str, Tensor], case: Case
 ) -> None:
     """Of the first step: rounding more than in one process is not what processes share."""
-    assert found.keys() == one.keys(), case
+    assert results.keys() == one.keys(), case
     for name in (name for name in exact if name.startswith("0 ")):
-        off, allowed = ((each[name] - exact[name]).double().norm() for each in (found, one))
+        off, allowed = ((item[name] - exact[name]).double().norm() for item in (results, one))
         assert off <= 2 * allowed + 1e-2 * exact[name].norm(), (case, name, off, allowed)
 
 
@@ -220,20 +220,22 @@ def given(job: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     return [rank.value for rank in ranks]
 
 
-def digest(found: dict[str, Tensor]) -> str:
+def digest(results: dict[str, Tensor]) -> str:
     """Of all bits."""
-    made = hashlib.sha256()
-    for name, value in found.items():
-        made.update(name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()
+    result = hashlib.sha256()
+    for name, value in results.items():
+        result.update(
+            name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return result.hexdigest()
 
 
 def compare(
-    found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float, about: Any
+    results: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float, about: Any
 ) -> None:
-    assert found.keys() == wanted.keys(), about
+    assert results.keys() == wanted.keys(), about
     for name, value in wanted.items():
-        far = float((found[name] - value).double().norm() / value.double().norm().clamp_min(1e-9))
+        far = float((results[name] - value).double().norm() / value.double().norm().clamp_min(1e-9))
         assert far <= tolerance, (about, name, far)
 
 
@@ -243,7 +245,7 @@ def compare(
 def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor]:
     """Values and gradients of all variants of the head, gathered."""
     head.MAX_COLUMNS = 7
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, variant in VARIANTS.items():
         settings: dict[str, Any] = dict(variant)
         linear = make_layer(dtype, bool(settings.pop("bias", False)), vocabulary)
@@ -251,21 +253,23 @@ def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor
             convert_layer(linear, GatheredColumnParallelLinear, 0, group)  # type: ignore[arg-type]
         for entropy in (False, True):
             hidden, target = make_rows(dtype, vocabulary=vocabulary)
-            made = Head(linear, **settings)
-            values = made(hidden, target, entropy)
+            result = Head(linear, **settings)
+            values = result(hidden, target, entropy)
             leaves = {"hidden": hidden} | dict(linear.named_parameters())
             slopes = torch.autograd.grad(objective(*values, entropy=entropy), list(leaves.values()))
-            kept = {"logp": values[0], "entropy": values[1], "sum_sq": made.sum_sq(hidden)} | dict(
-                zip(leaves, slopes, strict=True)
-            )
-            found |= {
+            remaining = {
+                "logp": values[0],
+                "entropy": values[1],
+                "sum_sq": result.sum_sq(hidden),
+            } | dict(zip(leaves, slopes, strict=True))
+            results |= {
                 f"{name} {entropy} {key}": full(value.detach())
-                for key, value in kept.items()
+                for key, value in remaining.items()
                 if value is not None
             }
         with torch.no_grad():  # as the model's own forward calls it
-            found[f"{name} logits"] = linear(hidden)
-    return found
+            results[f"{name} logits"] = linear(hidden)
+    return results
 
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -290,10 +294,10 @@ def test_a_shared_head_is_the_whole_one(
         compare(ranks[0][k], heads(SingleProcess(), dtype, vocabulary), tolerance, dtype)
     for name, variant in VARIANTS.items():
         settings: dict[str, Any] = dict(variant)
-        whole = Head(
+        complete = Head(
             make_layer(bias=bool(settings.pop("bias", False)), vocabulary=vocabulary), **settings
         )
-        wanted = oracle(whole, *make_rows(vocabulary=vocabulary), entropy=True)
+        wanted = oracle(complete, *make_rows(vocabulary=vocabulary), entropy=True)
         for key, value in zip(
             ("logp", "entropy", "hidden", "weight", "bias"), wanted, strict=False
         ):
@@ -309,17 +313,17 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [
-            each
-            for each in (out if isinstance(out, tuple | list) else (out,))
-            if isinstance(each, Tensor)
+        results = [
+            item
+            for item in (out if isinstance(out, tuple | list) else (out,))
+            if isinstance(item, Tensor)
         ]
         self.count = max(
             [
                 self.count,
                 *(
-                    each.to_local().numel() if hasattr(each, "to_local") else each.numel()
-                    for each in made
+                    item.to_local().numel() if hasattr(item, "to_local") else item.numel()
+                    for item in results
                 ),
             ]
         )
@@ -335,11 +339,11 @@ def counted(world: Group) -> tuple[int, int, int]:
     _, group = world.split(world.size)
     engine = built(WIDE, SingleProcess(), group)
     sums = [0]
-    own = type(group).sum
+    actual = type(group).sum
 
     def sum_(self: Any, values: Tensor) -> Tensor:
         sums[0] += 1
-        return own(self, values)
+        return actual(self, values)
 
     type(group).sum = sum_  # type: ignore[method-assign]
     with Largest() as largest:
@@ -365,16 +369,16 @@ def others(group: Group) -> dict[str, Tensor]:
     """What a reference says, and a reward model."""
     batch = forest_of(conversations())
     policy = built(Case("llama", "lora checkpointed"), SingleProcess(), group)
-    apart = FrozenReference(copy.deepcopy(policy))
-    found = {
+    separate = FrozenReference(copy.deepcopy(policy))
+    results = {
         "off": AdapterDisabledReference(policy)(batch),
-        "copy": apart(batch),
+        "copy": separate(batch),
         "policy": policy(batch).logp.detach(),
     }
     with torch.no_grad():
         for p in policy.parameters():
             p.mul_(1.5)
-    found |= {"copy after": apart(batch), "off after": AdapterDisabledReference(policy)(batch)}
+    results |= {"copy after": separate(batch), "off after": AdapterDisabledReference(policy)(batch)}
     scorer = build_policy(reward_model(attributes=2), dtype=torch.float64, check=False)
     tensor_parallel(scorer.model, group)
     check_layout(scorer.eval())
@@ -383,11 +387,11 @@ def others(group: Group) -> dict[str, Tensor]:
     (out * torch.arange(1, 1 + out.numel()).view_as(out)).sum().backward()
     prompt = batch.tokens[None, :5]
     with policy.stock():
-        found["sampled"] = policy.causal.generate(
+        results["sampled"] = policy.causal.generate(
             prompt, do_sample=False, max_new_tokens=8, attention_mask=torch.ones_like(prompt)
         )
     return (
-        found
+        results
         | {"score": out.detach()}
         | {n: full(p.grad) for n, p in scorer.named_parameters() if p.grad is not None}
     )
@@ -435,10 +439,10 @@ MISTAKES = (
 
 @slow
 def test_models_that_cannot_be_shared_are_mistakes() -> None:
-    for found in given(mistakes, 4):
-        for (code, where, what), (expected, names) in zip(found, MISTAKES, strict=True):
-            assert (code, where) == (expected, "parallel.tensor"), what
-            assert [name for name in names if name not in what] == []
+    for result in given(mistakes, 4):
+        for (code, where, kind), (expected, names) in zip(result, MISTAKES, strict=True):
+            assert (code, where) == (expected, "parallel.tensor"), kind
+            assert [name for name in names if name not in kind] == []
 
 
 def test_one_process_cannot_share_layers() -> None:
@@ -451,32 +455,32 @@ def test_one_process_cannot_share_layers() -> None:
 
 
 def parts(world: Group) -> list[dict[str, Any]]:
-    found = [jobs.members(part) for part in (*world.split(2), world)]
-    alone, whole = world.split(4)
-    assert (alone.size, whole.size) == (1, 4)
+    results = [jobs.members(part) for part in (*world.split(2), world)]
+    alone, complete = world.split(4)
+    assert (alone.size, complete.size) == (1, 4)
     assert float(alone.sum(torch.tensor(2.0))) == 2.0
     assert world.split(1)[0] is world
-    return found
+    return results
 
 
 @slow
 def test_parts_are_groups() -> None:
     ranks = given(parts, 4)
-    for name, own in jobs.summands(0).items():
+    for name, actual in jobs.summands(0).items():
         if name != "nothing":
-            for found, _, _ in ranks:
-                torch.testing.assert_close(found[f"sum {name}"], own + jobs.summands(1)[name])
+            for result, _, _ in ranks:
+                torch.testing.assert_close(result[f"sum {name}"], actual + jobs.summands(1)[name])
     for rank, (data, tensor, world) in enumerate(ranks):
         assert data["place"] == (rank // 2, 2, rank)
         assert tensor["place"] == (rank % 2, 2, rank)
         assert world["place"] == (rank, 4, rank)
-        for found in (data, tensor):
+        for result in (data, tensor):
             torch.testing.assert_close(
-                found["gather equal"], torch.cat([jobs.parts(0)["equal"], jobs.parts(1)["equal"]])
+                result["gather equal"], torch.cat([jobs.parts(0)["equal"], jobs.parts(1)["equal"]])
             )
-            torch.testing.assert_close(found["grad 4"], jobs.parameters(0)[4].grad)
-            assert found["broadcast"] == jobs.JSON | {"pair": [1, 2]}
-            assert found["any"] == [True, False, True]
+            torch.testing.assert_close(result["grad 4"], jobs.parameters(0)[4].grad)
+            assert result["broadcast"] == jobs.JSON | {"pair": [1, 2]}
+            assert result["any"] == [True, False, True]
 
 
 def stays_away(world: Group, folder: str) -> None:
@@ -493,7 +497,7 @@ def stays_away(world: Group, folder: str) -> None:
 @slow
 def test_who_is_missing_in_a_part_is_named_by_its_own_rank(tmp_path: Path) -> None:
     ended = rig.run(stays_away, 4, str(tmp_path), deadline=2.0)
-    assert [each.error for each in ended[:2]] == ["", ""]
+    assert [item.error for item in ended[:2]] == ["", ""]
     mistake = ended[2].mistake
     assert mistake is not None
     check_error(mistake, "rank-late", where="rank 2")

@@ -34,11 +34,11 @@ class Block:
 
 def blocks(page: str, language: str | None = None) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found = [
+    results = [
         Block(m[1], m[2], m.start(2), m.end(2), page.count("\n", 0, m.start(2)) + 1)
         for m in FENCED.finditer(page)
     ]
-    return [b for b in found if language in (None, b.language)]
+    return [b for b in results if language in (None, b.language)]
 
 
 def executed(page: str, name: str) -> Iterator[tuple[Block, str, Block | None]]:
@@ -67,9 +67,9 @@ def executed(page: str, name: str) -> Iterator[tuple[Block, str, Block | None]]:
         yield block, out.getvalue(), shown
 
 
-def same_output(found: str, shown: str) -> bool:
+def same_output(result: str, shown: str) -> bool:
     """Equal, but for the last digits of numbers, which another machine may round otherwise."""
-    ours, theirs = NUMBER.split(found.strip()), NUMBER.split(shown.strip())
+    ours, theirs = NUMBER.split(result.strip()), NUMBER.split(shown.strip())
     if len(ours) != len(theirs) or ours[::2] != theirs[::2]:
         return False
     return all(
@@ -80,9 +80,9 @@ def same_output(found: str, shown: str) -> bool:
 
 def refreshed(page: str, name: str) -> str:
     """The page with the output of every block as it is now."""
-    for _, found, shown in reversed(list(executed(page, name))):
-        if shown is not None and not same_output(found, shown.text):
-            page = page[: shown.start] + found + page[shown.end :]
+    for _, result, shown in reversed(list(executed(page, name))):
+        if shown is not None and not same_output(result, shown.text):
+            page = page[: shown.start] + result + page[shown.end :]
     return page
 
 

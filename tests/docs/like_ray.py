@@ -27,11 +27,11 @@ class Group:
     it.
     """
 
-    def execute_single(self, worker: int, call: Any, *given: Any) -> Any:
-        return call(*given)
+    def execute_single(self, worker: int, call: Any, *args: Any) -> Any:
+        return call(*args)
 
-    def execute(self, call: Any, *given: Any) -> None:
-        call(*given)
+    def execute(self, call: Any, *args: Any) -> None:
+        call(*args)
 
 
 class Trainer:

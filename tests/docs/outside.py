@@ -131,10 +131,10 @@ class Outside:
     def _shell(self, line: str, added: str) -> None:
         """Of several hosts each is started, and all are waited for at last."""
         # A new environment finds here what it would have to install.
-        found = {"PYTHONPATH": sysconfig.get_path("purelib"), "VALENCE_CACHE": "cache"}
+        results = {"PYTHONPATH": sysconfig.get_path("purelib"), "VALENCE_CACHE": "cache"}
         self.hosts.append(
             subprocess.Popen(
-                ["bash", "-c", f"{self.sourced}{line} {added}"], env=self.environment | found
+                ["bash", "-c", f"{self.sourced}{line} {added}"], env=self.environment | results
             )
         )
         count = re.search(r"--nnodes (\d+)", line)
@@ -168,13 +168,13 @@ class Outside:
                 job["template"]["spec"],
             )
             (container,) = hosts["template"]["spec"]["containers"]
-            told = {
-                each["name"]: self.local(f" {each['value']}").strip() for each in container["env"]
+            message = {
+                item["name"]: self.local(f" {item['value']}").strip() for item in container["env"]
             }
             *shell, line = container["command"]
             Path("jobs").mkdir(exist_ok=True)
             for index in range(hosts["completions"]):
-                environment = self.environment | told | {"JOB_COMPLETION_INDEX": str(index)}
+                environment = self.environment | message | {"JOB_COMPLETION_INDEX": str(index)}
                 with Path(f"{name}-{index}.log").open("wb") as log:
                     pod = subprocess.Popen(
                         [*shell, f"{self.local(line)} {added}"], env=environment, stdout=log
@@ -191,7 +191,7 @@ def smaller(line: str) -> str:
     """A command of many processes as one of two: two on this host, or one on each of two that both
     are this host.
     """
-    each = "1" if "--nnodes" in line else "2"
-    return HOST.sub("127.0.0.1", PROCESSES.sub(rf"\g<1>{each}", line)).replace(
+    item = "1" if "--nnodes" in line else "2"
+    return HOST.sub("127.0.0.1", PROCESSES.sub(rf"\g<1>{item}", line)).replace(
         "recipe.yaml 16 ", "recipe.yaml 2 "
     )

@@ -154,7 +154,9 @@ def setting_names() -> frozenset[str]:
 
 def is_setting(name: str) -> bool:
     """Whether a setting or a section has this name, in which ``N`` stands for an index."""
-    return name in setting_names() or any(each.startswith(f"{name}.") for each in setting_names())
+    return name in setting_names() or any(
+        setting_name.startswith(f"{name}.") for setting_name in setting_names()
+    )
 
 
 if __name__ == "__main__":

@@ -39,16 +39,16 @@ SECTIONS = {row.name.split(".")[0] for row in settings_table()}
 
 def tables(page: Path) -> list[tuple[list[str], list[list[str]]]]:
     """Header and rows of every table of a page, as cells."""
-    found: list[tuple[list[str], list[list[str]]]] = []
+    results: list[tuple[list[str], list[list[str]]]] = []
     lines = [*page.read_text(encoding="utf-8").splitlines(), ""]
     inside: list[list[str]] = []
     for line in lines:
         if line.startswith("|"):
             inside.append([cell.strip() for cell in line.strip().strip("|").split(" | ")])
         elif inside:
-            found.append((inside[0], inside[2:]))
+            results.append((inside[0], inside[2:]))
             inside = []
-    return found
+    return results
 
 
 def column(page: Path, *headers: str) -> list[str]:
@@ -72,44 +72,44 @@ def named(page: Path) -> list[tuple[str, str | None]]:
         r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
     )
     ours = column(page, "Valence", "its settings") if page in PAGES else CODE.findall(text)
-    found = [SETTING.fullmatch(code) for code in ours]
+    results = [SETTING.fullmatch(code) for code in ours]
     return [
         (m["name"], m["value"])
-        for m in found
+        for m in results
         if m and m["name"].split(".")[0] in SECTIONS and not FILE.search(m["name"])
     ]
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_every_setting_exists_and_takes_what_it_is_given(page: Path) -> None:
-    found = named(page)
-    assert len(found) > (20 if page in PAGES else 5)
+    result = named(page)
+    assert len(result) > (20 if page in PAGES else 5)
     # of OpenRLHF, in its column of settings
     theirs = {
         "model.beta",
         "model.label_smoothing",
         "model.nll_loss_coef",
     }
-    assert [name for name, _ in found if not is_setting(name) and name not in theirs] == []
-    for name, value in found:
+    assert [name for name, _ in result if not is_setting(name) and name not in theirs] == []
+    for name, value in result:
         if value is not None:
             takes(name, value)
 
 
 def takes(name: str, value: str) -> None:
     """Raises unless the setting takes the value. Of a loss, some method's must."""
-    given: Any = YAML(typ="safe", pure=True).load(value)
+    inputs: Any = YAML(typ="safe", pure=True).load(value)
     section, _, rest = name.partition(".")
     if section != "loss":
         for part in reversed(rest.split(".")):
-            given = [{"reward": "vader"} | given] if part == "N" else {part: given}
-        whole = {"method": "sft", "model": {"name": "a/b"}}
-        inside = given if isinstance(given, list) else {**whole.get(section, {}), **given}  # type: ignore[dict-item]
-        Recipe.model_validate_json(json.dumps({**whole, section: inside}), strict=True)
+            inputs = [{"reward": "vader"} | inputs] if part == "N" else {part: inputs}
+        full = {"method": "sft", "model": {"name": "a/b"}}
+        inside = inputs if isinstance(inputs, list) else {**full.get(section, {}), **inputs}  # type: ignore[dict-item]
+        Recipe.model_validate_json(json.dumps({**full, section: inside}), strict=True)
         return
     for method in (*METHODS.values(), *ONLINE.values()):
         try:
-            method.settings.model_validate_json(json.dumps({rest: given}), strict=True)
+            method.settings.model_validate_json(json.dumps({rest: inputs}), strict=True)
         except ValidationError:
             continue
         return
@@ -124,11 +124,11 @@ def test_every_method_format_and_number_exists(page: Path) -> None:
     assert formats
     assert [name for name in formats if name not in FORMATS] == []
     assert numbers
-    told = "".join(
+    message = "".join(
         (ROOT / "docs" / name).read_text(encoding="utf-8")
         for name in ("metrics.md", "online-training.md")
     )
-    assert [name for name in numbers if f"`{name}`" not in told] == []
+    assert [name for name in numbers if f"`{name}`" not in message] == []
 
 
 def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
@@ -140,7 +140,7 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
             for page, name in links
             if f"\n## {name}\n" not in (ROOT / "docs" / page).read_text(encoding="utf-8")
         ] == []
-    told = "".join(
+    message = "".join(
         (ROOT / "docs" / name).read_text(encoding="utf-8")
         for name in ("metrics.md", "online-training.md", "losses/policy-gradient.md")
     )
@@ -153,7 +153,7 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
     assert [
         name
         for name in numbers
-        if f"`{name}`" not in told and f"`{name.removeprefix('eval/')}`" not in told
+        if f"`{name}`" not in message and f"`{name.removeprefix('eval/')}`" not in message
     ] == []
 
 
@@ -167,21 +167,21 @@ def test_the_page_of_curves_tells_of_every_sign_that_the_report_looks_for() -> N
         and isinstance(node.args[0], ast.Constant)
     }
     assert len(looked_for) > 8
-    told = [
+    messages = [
         cell.strip("`")
         for header, rows in tables(ROOT / "docs/curves.md")
         if "sign" in header
         for [cell, *_] in rows
     ]
-    assert sorted(told) == sorted(looked_for)
+    assert sorted(messages) == sorted(looked_for)
 
 
-def _turns(role: str, said: str) -> list[dict[str, str]]:
-    return [{"role": role, "content": said}]
+def _turns(role: str, message: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": message}]
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "how"),
+    ("row", "kind", "options"),
     [
         (
             {"prompt": "a", "chosen_response": "b", "rejected_response": "c", "chosen_reward": 1},
@@ -316,11 +316,11 @@ def _turns(role: str, said: str) -> list[dict[str, str]]:
     ],
 )
 def test_rows_are_read_as_the_guides_say(
-    row: dict[str, Any], kind: Any, how: dict[str, Any], tmp_path: Path
+    row: dict[str, Any], kind: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    assert len(load([SourceSettings(path=str(path), **how)], kind).examples) == 1
+    assert len(load([SourceSettings(path=str(path), **options)], kind).examples) == 1
 
 
 @pytest.mark.real

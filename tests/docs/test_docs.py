@@ -49,11 +49,11 @@ def text(page: str) -> str:
 
 
 def test_one_batch_prints_what_it_shows() -> None:
-    for block, found, shown in executed(text("docs/one-batch.md"), "docs/one-batch.md"):
-        assert (shown is None) == (not found), f"docs/one-batch.md:{block.line}"
+    for block, result, shown in executed(text("docs/one-batch.md"), "docs/one-batch.md"):
+        assert (shown is None) == (not result), f"docs/one-batch.md:{block.line}"
         if shown is not None:
-            assert same_output(found, shown.text), (
-                f"docs/one-batch.md:{shown.line} should read\n{found}"
+            assert same_output(result, shown.text), (
+                f"docs/one-batch.md:{shown.line} should read\n{result}"
             )
 
 
@@ -112,10 +112,10 @@ def test_the_loss_of_the_worked_example_passes_the_contract(
     every row must satisfy.
     """
     function, row, golden, _ = (block.text for block in blocks(text("CONTRIBUTING.md"), "python"))
-    name, made = _added(function, row, monkeypatch)
-    for given in ({}, *(test_contract.ON[modifier] for modifier in made.modifiers)):
+    name, result = _added(function, row, monkeypatch)
+    for value in ({}, *(test_contract.ON[modifier] for modifier in result.modifiers)):
         test_contract.test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(
-            name, given
+            name, value
         )
     for test in (
         test_contract.test_finite_and_exact_when_policy_equals_reference,
@@ -124,23 +124,26 @@ def test_the_loss_of_the_worked_example_passes_the_contract(
     ):
         test(name)
     of_modifiers = {
-        setting for modifier in made.modifiers for setting in MODIFIERS[modifier].settings
+        setting for modifier in result.modifiers for setting in MODIFIERS[modifier].settings
     }
     assert METHODS[name].loss.settings.keys() == {"beta", *of_modifiers}
     assert f"## {name}\n" in losses_page.pages()["pairs.md"]
-    found = {**vars(whole), **vars(test_paired)}
-    exec(golden, found)
-    formula, several = found["formula"][name]
+    results = {**vars(whole), **vars(test_paired)}
+    exec(golden, results)
+    formula, several = results["formula"][name]
     monkeypatch.setitem(test_paired.DIRECTIONS, name, (1, -1))
-    for given in several:
-        test_paired.test_value_and_gradient(name, formula, given)
-        test_paired.test_far_away(name, formula, given)
+    for value in several:
+        test_paired.test_value_and_gradient(name, formula, value)
+        test_paired.test_far_away(name, formula, value)
     test_paired.test_where_a_first_step_goes(name)
-    for case in found["by_hand"]:
+    for case in results["by_hand"]:
         test_paired.test_by_hand(*case)
-    monkeypatch.setitem(test_whole_step.WHOLE_STEP, name, found["whole_step"][name])
-    for given in ({}, *(on for modifier in made.modifiers for on in test_whole_step.ON[modifier])):
-        test_whole_step.test_a_whole_step_from_logits_to_the_number(name, given)
+    monkeypatch.setitem(test_whole_step.WHOLE_STEP, name, results["whole_step"][name])
+    for value in (
+        {},
+        *(on for modifier in result.modifiers for on in test_whole_step.ON[modifier]),
+    ):
+        test_whole_step.test_a_whole_step_from_logits_to_the_number(name, value)
 
 
 def _added(function: str, row: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Loss]:
@@ -151,11 +154,11 @@ def _added(function: str, row: str, monkeypatch: pytest.MonkeyPatch) -> tuple[st
         monkeypatch.setattr(preference, name, namespace[name], raising=False)
     namespace = dict(vars(losses))
     exec(row, namespace)
-    [(name, made)] = namespace["row"].items()
+    [(name, result)] = namespace["row"].items()
     assert name not in LOSSES
-    monkeypatch.setitem(LOSSES, name, made)
-    monkeypatch.setitem(METHODS, name, Method(name, made))
-    return name, made
+    monkeypatch.setitem(LOSSES, name, result)
+    monkeypatch.setitem(METHODS, name, Method(name, result))
+    return name, result
 
 
 # What is named
@@ -222,17 +225,17 @@ def test_a_curve_starts_where_the_guide_says(name: str) -> None:
         view = dict.fromkeys(loss.reads, torch.zeros(2)) | {"label": torch.tensor([True, False])}
     view |= {name: torch.ones(1) for name in ("n_w", "n_l") if name in view}
     view |= {"wrong": torch.tensor([settings.get("label_smoothing", 0.0)])}
-    found = loss(view, settings)
-    value = float(found.sum() if loss.average == "class_mean" else found.mean())
+    result = loss(view, settings)
+    value = float(result.sum() if loss.average == "class_mean" else result.mean())
     start = STARTS[name]
     assert start is not None
     assert float(f"{value:.{len(start[1].partition('.')[2])}f}") == float(start[1])
 
 
 def test_a_loss_without_a_guide_is_explained_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = facts(METHODS["dpo"])
+    messages = facts(METHODS["dpo"])
     monkeypatch.delitem(GUIDE, "dpo")
-    assert told.keys() - facts(METHODS["dpo"]).keys() == {"when", "curves"}
+    assert messages.keys() - facts(METHODS["dpo"]).keys() == {"when", "curves"}
 
 
 def test_formula_and_source_are_told_apart() -> None:
@@ -244,11 +247,11 @@ def test_formula_and_source_are_told_apart() -> None:
 
     beta: how steep.
     """
-    found = read_doc(doc)
-    assert found.summary == "A loss of pairs."
-    assert found.formula == "-log s(beta*d), d = r_w - r_l."
-    assert found.source == "Smith et al. 2023, arXiv 2305.00000."
-    assert found.tensors == "r_w, r_l [P]: log-ratios."
+    result = read_doc(doc)
+    assert result.summary == "A loss of pairs."
+    assert result.formula == "-log s(beta*d), d = r_w - r_l."
+    assert result.source == "Smith et al. 2023, arXiv 2305.00000."
+    assert result.tensors == "r_w, r_l [P]: log-ratios."
     assert read_doc("One line.\n\nx: a setting.") == Doc("One line.", "", "", "")
 
 
@@ -339,7 +342,7 @@ def test_every_dependency_has_its_reason() -> None:
         *project["dependencies"],
         *(d for extra in project["optional-dependencies"].values() for d in extra),
     ]
-    names = {re.split(r"[\[<>=]", each)[0].lower() for each in wanted} - {"valence-align"}
+    names = {re.split(r"[\[<>=]", item)[0].lower() for item in wanted} - {"valence-align"}
     record = text("docs/decisions/0001-dependencies.md")
     reasons = {
         name.lower()
@@ -360,9 +363,9 @@ API = sorted(
 
 def test_the_format_of_the_worked_example_reads_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, block = blocks(text("CONTRIBUTING.md"), "python")
-    found = dict(vars(formats))
-    exec(block.text, found)
-    monkeypatch.setitem(formats.FORMATS, "vote", found["votes"]["vote"])
+    result = dict(vars(formats))
+    exec(block.text, result)
+    monkeypatch.setitem(formats.FORMATS, "vote", result["votes"]["vote"])
     row = {"question": "a", "answer": "b", "vote": "up", "strength": 0.5, "weight": 3}
     example = formats.read_example("vote", row, Origin("rows.jsonl", 1))
     assert isinstance(example, Judgement)

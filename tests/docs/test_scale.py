@@ -38,15 +38,23 @@ def options(command: list[str]) -> dict[str, Any]:
 
 
 def test_its_commands_are_ones_that_the_launchers_and_valence_take() -> None:
-    found = [line for line in LINES if line.startswith("torchrun ")]
-    assert len(found) == 3
-    for line in found:
-        asked = get_args_parser().parse_args(shlex.split(line)[1:])
-        assert (asked.module, asked.training_script, asked.nproc_per_node) == (True, "valence", "8")
-        assert options(asked.training_script_args)["nproc"] is None
+    results = [line for line in LINES if line.startswith("torchrun ")]
+    assert len(results) == 3
+    for line in results:
+        requests = get_args_parser().parse_args(shlex.split(line)[1:])
+        assert (requests.module, requests.training_script, requests.nproc_per_node) == (
+            True,
+            "valence",
+            "8",
+        )
+        assert options(requests.training_script_args)["nproc"] is None
     (line,) = [line for line in LINES if line.startswith("accelerate ")]
-    asked = launch_command_parser().parse_args(shlex.split(line)[2:])
-    assert (asked.module, asked.training_script, asked.num_processes) == (True, "valence", 8)
+    requests = launch_command_parser().parse_args(shlex.split(line)[2:])
+    assert (requests.module, requests.training_script, requests.num_processes) == (
+        True,
+        "valence",
+        8,
+    )
     assert [
         options(shlex.split(line)[1:])["nproc"] for line in LINES if line.startswith("valence ")
     ] == [8, 8, 8, 2]
@@ -54,8 +62,8 @@ def test_its_commands_are_ones_that_the_launchers_and_valence_take() -> None:
 
 @pytest.mark.parametrize("name", ["train", "resume", "evaluate", "score", "sample", "export"])
 def test_these_commands_take_nproc(name: str) -> None:
-    found = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
-    assert "nproc" in {parameter.name for parameter in found.params}
+    result = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+    assert "nproc" in {parameter.name for parameter in result.params}
 
 
 # Kubernetes
@@ -70,33 +78,33 @@ def check_pod(spec: Any) -> Any:
     gives it.
     """
     (container,) = spec["containers"]
-    claims = {each["name"] for each in spec["volumes"] if "persistentVolumeClaim" in each}
-    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
-    assert mounts.keys() == {each["name"] for each in spec["volumes"]}
+    claims = {item["name"] for item in spec["volumes"] if "persistentVolumeClaim" in item}
+    mounts = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
+    assert mounts.keys() == {item["name"] for item in spec["volumes"]}
     assert container["workingDir"] in {mounts[name] for name in claims}
-    told = {each["name"]: each["value"] for each in container["env"]}
-    assert int(told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == spec["terminationGracePeriodSeconds"]
+    messages = {item["name"]: item["value"] for item in container["env"]}
+    assert int(messages["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == spec["terminationGracePeriodSeconds"]
     return container
 
 
 def test_the_jobset_starts_torchrun_on_each_host_and_all_again_when_one_fails() -> None:
-    found = manifest("jobset.yaml")
-    name, (job,) = found["metadata"]["name"], found["spec"]["replicatedJobs"]
-    assert found["spec"]["network"]["enableDNSHostnames"]
-    assert found["spec"]["failurePolicy"]["maxRestarts"]
+    result = manifest("jobset.yaml")
+    name, (job,) = result["metadata"]["name"], result["spec"]["replicatedJobs"]
+    assert result["spec"]["network"]["enableDNSHostnames"]
+    assert result["spec"]["failurePolicy"]["maxRestarts"]
     hosts = job["template"]["spec"]
     container = check_pod(hosts["template"]["spec"])
     shell, option, line = container["command"]
     assert (shell, option, hosts["backoffLimit"]) == ("bash", "-c", 0)
     exec_, torchrun, *arguments = shlex.split(line.replace("$JOB_COMPLETION_INDEX", "1"))
     assert (exec_, torchrun) == ("exec", "torchrun")
-    asked = get_args_parser().parse_args(arguments)
-    assert int(asked.nnodes) == hosts["parallelism"] == hosts["completions"]
-    assert int(asked.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert asked.master_addr == f"{name}-{job['name']}-0-0.{name}"
-    assert [asked.master_port] == [port["containerPort"] for port in container["ports"]]
-    assert (asked.node_rank, asked.module, asked.training_script) == (1, True, "valence")
-    assert options(asked.training_script_args)
+    request = get_args_parser().parse_args(arguments)
+    assert int(request.nnodes) == hosts["parallelism"] == hosts["completions"]
+    assert int(request.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert request.master_addr == f"{name}-{job['name']}-0-0.{name}"
+    assert [request.master_port] == [port["containerPort"] for port in container["ports"]]
+    assert (request.node_rank, request.module, request.training_script) == (1, True, "valence")
+    assert options(request.training_script_args)
 
 
 def test_the_pytorchjob_starts_torchrun_on_each_host() -> None:
@@ -107,6 +115,6 @@ def test_the_pytorchjob_starts_torchrun_on_each_host() -> None:
     assert container["name"] == "pytorch"
     assert int(spec["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     torchrun, *arguments = container["command"]
-    asked = get_args_parser().parse_args(arguments)
-    assert (torchrun, asked.module, asked.training_script) == ("torchrun", True, "valence")
-    assert options(asked.training_script_args)
+    request = get_args_parser().parse_args(arguments)
+    assert (torchrun, request.module, request.training_script) == ("torchrun", True, "valence")
+    assert options(request.training_script_args)

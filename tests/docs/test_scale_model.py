@@ -42,9 +42,9 @@ MACHINE = Machine(flops=1e6, memory=1e6, near=1e5, far=1e4, start=1e-3, near_hop
     ("name", "billions"), [("0.5B", 0.494), ("1.5B", 1.54), ("8B", 8.03), ("70B", 70.6)]
 )
 def test_shapes_are_those_of_the_models(name: str, billions: float) -> None:
-    found = cases.shape(name)
-    assert found.parameters == pytest.approx(billions * 1e9, rel=3e-3)
-    assert found.largest * found.layers + found.outside == found.parameters
+    result = cases.shape(name)
+    assert result.parameters == pytest.approx(billions * 1e9, rel=3e-3)
+    assert result.largest * result.layers + result.outside == result.parameters
 
 
 def test_what_travels_counted_by_hand() -> None:
@@ -77,17 +77,17 @@ def vars_of(shape: Shape) -> dict[str, Any]:
 
 
 def test_seconds_of_one_process_are_products_and_the_update() -> None:
-    found = seconds(Job(SHAPE, WORK, (WORK,), micro_batches=2), Layout(1), MACHINE)
-    assert found.products == pytest.approx(speed.step(SHAPE, WORK, WORK) / 1e6)
-    assert found.communication == 0
-    assert found.total == pytest.approx(found.products + 28 * 1000 / 1e6)
+    result = seconds(Job(SHAPE, WORK, (WORK,), micro_batches=2), Layout(1), MACHINE)
+    assert result.products == pytest.approx(speed.step(SHAPE, WORK, WORK) / 1e6)
+    assert result.communication == 0
+    assert result.total == pytest.approx(result.products + 28 * 1000 / 1e6)
 
 
 def test_seconds_of_a_sum_over_processes() -> None:
-    found = seconds(Job(SHAPE, WORK, balance=0.8), Layout(4), MACHINE)
-    assert found.products == pytest.approx(speed.step(SHAPE, WORK) / 4e6 / 0.8)
-    assert found.communication == pytest.approx(1e-3 + 2 * (3e-4 + 0.75 * 4000 / 1e5))
-    assert found.total == pytest.approx(found.products + found.communication + 28 * 1000 / 1e6)
+    result = seconds(Job(SHAPE, WORK, balance=0.8), Layout(4), MACHINE)
+    assert result.products == pytest.approx(speed.step(SHAPE, WORK) / 4e6 / 0.8)
+    assert result.communication == pytest.approx(1e-3 + 2 * (3e-4 + 0.75 * 4000 / 1e5))
+    assert result.total == pytest.approx(result.products + result.communication + 28 * 1000 / 1e6)
     over_hosts = MACHINE.seconds(1000, 16)
     assert over_hosts == pytest.approx(1e-3 + 14e-4 + 1e-2 + 15 / 16 * 1000 / 1e4)
 
@@ -105,11 +105,11 @@ def test_seconds_of_a_sum_over_processes() -> None:
 def test_what_overlaps_takes_between_the_longer_and_the_sum(layout: Layout, slow: float) -> None:
     machine = Machine(flops=1e6, memory=1e9, near=1e6 / slow, far=1e5 / slow, start=1e-5)
     job = Job(SHAPE, WORK, (WORK,), micro_batches=4)
-    found = seconds(job, layout, machine)
-    assert max(found.products, found.communication) <= found.total
-    assert found.total <= found.products + found.communication + 28e-6
-    apart = seconds(job, layout, Machine(**{**vars(machine), "overlaps": False}))
-    assert apart.total == pytest.approx(found.products + found.communication, rel=1e-3)
+    result = seconds(job, layout, machine)
+    assert max(result.products, result.communication) <= result.total
+    assert result.total <= result.products + result.communication + 28e-6
+    separate = seconds(job, layout, Machine(**{**vars(machine), "overlaps": False}))
+    assert separate.total == pytest.approx(result.products + result.communication, rel=1e-3)
 
 
 def test_rows_are_dealt_as_a_step_deals_them() -> None:
@@ -135,14 +135,14 @@ def test_weights_are_split_where_they_do_not_fit() -> None:
 
 def test_a_machine_is_found_from_its_timings() -> None:
     small, large = measure.SENT
-    taken = {f"sum, {size}": 2e-3 + size / 1e9 for size in (small, large)} | {
+    selected = {f"sum, {size}": 2e-3 + size / 1e9 for size in (small, large)} | {
         "apart, 2": 0.5,
         "update, 2": 0.25,
     }
-    found = here.machine({"seconds": taken, "apart": 3e9}, 2)
-    assert found.seconds(4e6, 2, 2) == pytest.approx(2e-3 + 4e6 / 1e9)
-    assert found.flops == pytest.approx(3e9 / 0.5)
-    assert found.memory == pytest.approx(28 * measure.UPDATED / 0.25)
+    result = here.machine({"seconds": selected, "apart": 3e9}, 2)
+    assert result.seconds(4e6, 2, 2) == pytest.approx(2e-3 + 4e6 / 1e9)
+    assert result.flops == pytest.approx(3e9 / 0.5)
+    assert result.memory == pytest.approx(28 * measure.UPDATED / 0.25)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,14 @@ def test_the_last_line_and_the_status_agree(
         f"sum, {n}": n * 1e-9 for n in measure.SENT
     }
     seconds = {"one process": 1.0, "two processes": 0.6 * slower, "two, sharded": 0.6}
-    made = [
-        Step("a", way, 1.0 if way == "one process" else 0.6, taken, 2.0)
-        for way, taken in seconds.items()
+    results = [
+        Step("a", way, 1.0 if way == "one process" else 0.6, selected, 2.0)
+        for way, selected in seconds.items()
     ]
     monkeypatch.setattr(benchmark, "measured", lambda _: {"seconds": timings, "apart": 1.0})
-    monkeypatch.setattr(benchmark, "steps", lambda _: [*made[:2], replace(made[2], loss=loss)])
+    monkeypatch.setattr(
+        benchmark, "steps", lambda _: [*results[:2], replace(results[2], loss=loss)]
+    )
     monkeypatch.setattr(sys, "argv", ["benchmark", "--quick"])
     assert benchmark.main() == (0 if held else 1)
     last = capsys.readouterr().out.splitlines()[-1]
@@ -187,12 +189,12 @@ def test_steps_of_one_process_and_two_are_measured_and_foretold(
     ranks = run(small, 2)
     assert [rank.error for rank in ranks] == ["", ""]
     monkeypatch.setattr(here, "STEPS", {"few": 256})
-    made = {step.way: step for step in here.steps(ranks[0].value)}
-    assert list(made) == list(WAYS)
-    assert [step.loss for step in made.values()] == pytest.approx(
-        [made["one process"].loss] * 3, rel=1e-6
+    results = {step.way: step for step in here.steps(ranks[0].value)}
+    assert list(results) == list(WAYS)
+    assert [step.loss for step in results.values()] == pytest.approx(
+        [results["one process"].loss] * 3, rel=1e-6
     )
-    assert all(step.predicted > 0 and step.measured > 0 for step in made.values())
+    assert all(step.predicted > 0 and step.measured > 0 for step in results.values())
     shape, work = Shape(**ranks[0].value["shape"]), Work(*ranks[0].value["few"])
     for way in WAYS:
         operations = ranks[0].value[f"few, {way}"]["operations"]

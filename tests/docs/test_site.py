@@ -48,10 +48,10 @@ class Parts(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    told = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    messages = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
-        told, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False, timeout=240
+        messages, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 0, [
         line for line in done.stderr.splitlines() if not line.startswith("INFO")
@@ -66,11 +66,11 @@ def pages(site: Path) -> dict[Path, Parts]:
 
 def test_every_page_is_there(site: Path, pages: dict[Path, Parts]) -> None:
     sources = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
-    made = {page.relative_to(site).with_suffix("") for page in pages}
+    results = {page.relative_to(site).with_suffix("") for page in pages}
     assert {
         path.with_suffix("").parent / ("index" if path.stem == "README" else path.stem)
         for path in sources
-    } <= made
+    } <= results
 
 
 def test_links_lead_somewhere(site: Path, pages: dict[Path, Parts]) -> None:
@@ -113,8 +113,8 @@ def test_links_out_of_the_docs_are_pages_with_that_file(site: Path) -> None:
 
 def test_the_search_knows_losses_and_functions(site: Path) -> None:
     places = {
-        each["location"]
-        for each in json.loads((site / "search/search_index.json").read_text())["docs"]
+        load["location"]
+        for load in json.loads((site / "search/search_index.json").read_text())["docs"]
     }
     assert {"losses/thumbs.html#kto", "api/train.html#valence.api.train", "settings.html"} <= places
 
@@ -178,13 +178,13 @@ def test_a_browser_asks_no_other_host_for_anything(site: Path, browser: Any) -> 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     Thread(target=server.serve_forever, daemon=True).start()
     here = f"http://127.0.0.1:{server.server_port}/"
-    asked, said = list[str](), list[str]()
+    requests, message = list[str](), list[str]()
     try:
         page = browser.new_page(color_scheme="dark")
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("pageerror", lambda error: message.append(str(error)))
         page.goto(f"{here}api/losses.html", wait_until="networkidle")
-        assert said == []
+        assert message == []
         page.wait_for_function("document.body.getAttribute('data-md-color-scheme') === 'slate'")
         page.goto(f"{here}index.html", wait_until="networkidle")
         page.click("label[for=__search]:visible, input[name=query]:visible")
@@ -193,6 +193,6 @@ def test_a_browser_asks_no_other_host_for_anything(site: Path, browser: Any) -> 
         page.close()
     finally:
         server.shutdown()
-    assert len(asked) > 5
-    assert [url for url in asked if not url.startswith((here, "data:", "blob:"))] == []
-    assert said == []
+    assert len(requests) > 5
+    assert [url for url in requests if not url.startswith((here, "data:", "blob:"))] == []
+    assert message == []

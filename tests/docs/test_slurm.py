@@ -85,14 +85,14 @@ def script(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def job(script: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
+    results: list[Job] = []
 
     def start(training: str, *arguments: str) -> Job:
-        made.append(Job(script, tmp_path, training, *arguments))
-        return made[-1]
+        results.append(Job(script, tmp_path, training, *arguments))
+        return results[-1]
 
     yield start
-    for one in made:
+    for one in results:
         with suppress(ProcessLookupError):  # all of its processes have ended
             os.killpg(one.process.pid, signal.SIGKILL)
         one.process.wait()
@@ -158,5 +158,5 @@ def test_each_task_is_told_its_place(job: Callable[..., Job]) -> None:
 
 
 def test_slurm_is_asked_for_a_notice_to_the_training_and_for_a_log_that_grows(script: Path) -> None:
-    asked = re.findall(r"^#SBATCH (\S+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {"--signal=USR1@300", "--requeue", "--open-mode=append"} <= set(asked)
+    request = re.findall(r"^#SBATCH (\S+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"--signal=USR1@300", "--requeue", "--open-mode=append"} <= set(request)

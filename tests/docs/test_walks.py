@@ -134,13 +134,13 @@ def walk(
     request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Walk]:
     page: str = request.param
-    made = Walk(
+    actual = Walk(
         page, monkeypatch, tuple(NOT_RUN.get(page, ())), ADDED.get(page, {}), FIRST.get(page, ())
     )
     try:
-        yield made
+        yield actual
     finally:
-        made.end()
+        actual.end()
 
 
 def has_something_to_run(page: str) -> bool:
@@ -193,7 +193,7 @@ def test_commands_and_settings_exist_and_what_is_not_run_is_told(page: str) -> N
         if command:
             parsed(command)
         overrides = [] if command[:1] == ["serve-reward"] else command  # it takes those of a reward
-        for name in (found[1] for word in overrides if (found := OVERRIDE.match(word))):
+        for name in (result[1] for word in overrides if (result := OVERRIDE.match(word))):
             assert is_setting(re.sub(r"\.\d+", ".N", name)), f"{line}: there is no setting {name}"
         if not line.words and not line.text.startswith((*BY_SHELL, *OUTSIDE)):
             assert line.text in known or line.text.startswith(tuple(OTHERS)), (
@@ -221,12 +221,12 @@ def test_commands_in_the_prose_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for block in reversed(blocks(text)):
         text = text[: block.start] + text[block.end :]
-    for said in re.findall(r"`valence ([^`]+)`", text):
-        name, *words = said.split()
-        assert name in commands(), f"{page}: {said}"
+    for message in re.findall(r"`valence ([^`]+)`", text):
+        name, *words = message.split()
+        assert name in commands(), f"{page}: {message}"
         options = {option for param in commands()[name].params for option in param.opts}
         unknown = {word.partition("=")[0] for word in words if word.startswith("-")} - options
-        assert not unknown, f"{page}: `valence {said}` has no {unknown}"
+        assert not unknown, f"{page}: `valence {message}` has no {unknown}"
 
 
 def test_lines_are_read_as_a_shell_reads_them() -> None:

@@ -80,7 +80,7 @@ class Line:
     @property
     def variables(self) -> list[str]:
         """What is set for it alone, as `A` of `A=1 valence runs`."""
-        return [found.group(1) for found in re.finditer(ASSIGNED, self.text[: self._start])]
+        return [result.group(1) for result in re.finditer(ASSIGNED, self.text[: self._start])]
 
     @property
     def words(self) -> list[str]:
@@ -130,9 +130,9 @@ def all_lines(page: str) -> list[Line]:
 def files_of(text: str, block: Block) -> list[str]:
     """The files whose text the block is."""
     extensions = EXTENSIONS.get(block.language, ())
-    own = re.match(r"# ([\w./-]+\.\w+)$", block.text.partition("\n")[0])
-    if own and own[1].rpartition(".")[2] in extensions:
-        return [own[1]]
+    actual = re.match(r"# ([\w./-]+\.\w+)$", block.text.partition("\n")[0])
+    if actual and actual[1].rpartition(".")[2] in extensions:
+        return [actual[1]]
     above = text[: block.start].rpartition("```")[0].rstrip().rpartition("\n\n")[2]
     named = re.findall(r"`([\w./-]+\.\w+)`", above) if above.endswith(":") else []
     return [name for name in named if name.rpartition(".")[2] in extensions]
@@ -186,10 +186,10 @@ def usual_files() -> dict[str, list[dict[str, Any]]]:
         for i, row in zip(numbers, prompts, strict=True)
     ]
     shown = [{**row, "completion": f"answer {i}"} for i, row in zip(numbers, prompts, strict=True)]
-    found = {"feedback": thumbs, "prompts": prompts, "pairs": pairs, "demonstrations": shown}
-    return {f"{name}.jsonl": rows[:12] for name, rows in found.items()} | {
+    results = {"feedback": thumbs, "prompts": prompts, "pairs": pairs, "demonstrations": shown}
+    return {f"{name}.jsonl": rows[:12] for name, rows in results.items()} | {
         f"{'held_out' if name == 'feedback' else f'held_out_{name}'}.jsonl": rows[12:]
-        for name, rows in found.items()
+        for name, rows in results.items()
     }
 
 
@@ -197,10 +197,10 @@ def recipe_of(text: str) -> str:
     """What `recipe.yaml` is on a page that does not name it: its first recipe, or else that of the
     page on commands.
     """
-    whole = [
+    full = [
         block for block in blocks(text, "yaml") if re.search(r"^method:", block.text, re.MULTILINE)
     ]
-    unnamed = [block for block in whole if not files_of(text, block)]
+    unnamed = [block for block in full if not files_of(text, block)]
     return (unnamed or blocks((ROOT / "docs/cli.md").read_text(encoding="utf-8"), "yaml"))[0].text
 
 
@@ -293,7 +293,7 @@ class Walk:
         """With ports that are free here, two processes for many, and a folder for a disk that hosts
         share.
         """
-        return PORT.sub(lambda found: self._port(found[0]), smaller(SHARED.sub("", text)))
+        return PORT.sub(lambda result: self._port(result[0]), smaller(SHARED.sub("", text)))
 
     def _line(self, line: Line) -> None:
         if line.text in self.skips:
@@ -331,19 +331,19 @@ class Walk:
         default = "8000" if words[0] == "serve" else "5000"
         shown = words[words.index("--port") + 1] if "--port" in words else default
         self._stop(shown)  # as the reader would do before another one at the same port
-        said = Path(f"said at {shown}")
-        self.servers[shown] = server = Program(*words, "--port", self._port(shown), said=said)
-        server.wait_until(lambda: said.exists() and "serving" in said.read_text())
-        assert any(line.startswith("serving") for line in said.read_text().splitlines()), words
+        message = Path(f"said at {shown}")
+        self.servers[shown] = server = Program(*words, "--port", self._port(shown), said=message)
+        server.wait_until(lambda: message.exists() and "serving" in message.read_text())
+        assert any(line.startswith("serving") for line in message.read_text().splitlines()), words
 
     def _review(self, words: list[str]) -> None:
         """Starts a review and stops it as the reader does in the end, unless it has no rows."""
-        said = Path("said by the review")
-        said.unlink(missing_ok=True)
-        review = Program(*words, "--port", "0", said=said)
-        review.wait_until(lambda: said.exists() and "stop with Ctrl-C" in said.read_text())
+        message = Path("said by the review")
+        message.unlink(missing_ok=True)
+        review = Program(*words, "--port", "0", said=message)
+        review.wait_until(lambda: message.exists() and "stop with Ctrl-C" in message.read_text())
         review.send_signal(signal.SIGINT)
-        assert review.wait(20) in (0, 130), said.read_text()
+        assert review.wait(20) in (0, 130), message.read_text()
 
     def _stop(self, port: str) -> None:
         if server := self.servers.pop(port, None):

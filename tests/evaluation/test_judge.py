@@ -51,8 +51,14 @@ def judged(judge: LanguageModelJudge, *pairs: AnswerPair) -> list[PairVerdict]:
         judge.close()
 
 
-def grades(server: JudgeServer, *texts: str, folder: Path | None = None, **how: Any) -> list[Score]:
-    entry = {"judge": server.url, "settings": {"model": "m", **how.pop("settings", {})}, **how}
+def grades(
+    server: JudgeServer, *texts: str, folder: Path | None = None, **options: Any
+) -> list[Score]:
+    entry = {
+        "judge": server.url,
+        "settings": {"model": "m", **options.pop("settings", {})},
+        **options,
+    }
     reward = reward_of(list_rewards([json.dumps(entry)], None, ()), cache=folder)
     return score_all(reward, [completion(text) for text in texts])
 

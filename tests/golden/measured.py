@@ -134,19 +134,20 @@ def sampled(known: tuple[str, ...]) -> list[TokenizedExample]:
     """
     draw = random.Random(11)
 
-    def column(name: str, said: Said, mask: tuple[bool, ...]) -> tuple[float, ...]:
-        here, spread = {"old": (said.logp, 0.3), "sampler": (said.logp, 0.4)}.get(
-            name, ((0.0,) * said.n, 1.0)
+    def column(name: str, message: Said, mask: tuple[bool, ...]) -> tuple[float, ...]:
+        here, spread = {"old": (message.logp, 0.3), "sampler": (message.logp, 0.4)}.get(
+            name, ((0.0,) * message.n, 1.0)
         )
         values = iter([x + draw.gauss(0, spread) for x in here])
         return tuple(next(values) if read else 1e6 for read in mask)
 
-    def with_columns(a: TokenizedCompletion, said: Said) -> TokenizedCompletion:
-        return replace(a, columns=tuple((name, column(name, said, a.mask)) for name in known))
+    def with_columns(a: TokenizedCompletion, message: Said) -> TokenizedCompletion:
+        return replace(a, columns=tuple((name, column(name, message, a.mask)) for name in known))
 
-    found = zip(rows("ranking"), measured("ranking", 0.0, "tokens"), strict=True)
+    result = zip(rows("ranking"), measured("ranking", 0.0, "tokens"), strict=True)
     return [
-        replace(row, answers=tuple(map(with_columns, row.answers, said))) for row, said in found
+        replace(row, answers=tuple(map(with_columns, row.answers, message)))
+        for row, message in result
     ]
 
 
@@ -155,12 +156,12 @@ def measured(kind: Kind, distance: float, of: Of) -> list[list[Said]]:
     """Of every answer of every row, with the policy's weights moved along the direction."""
     say = _said if of in ("tokens", "values") else _scored
     models(of).move(distance)
-    found = [
+    results = [
         [say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of) for a in row.answers]
         for row in rows(kind)
     ]
     models(of).move(-distance)
-    return found
+    return results
 
 
 @cache
@@ -171,11 +172,11 @@ def crossed(kind: Kind, i: int, j: int) -> Said:
 
 
 def _said(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
-    read = [t for t, it in enumerate(mask) if it]
+    read = [t for t, flag in enumerate(mask) if flag]
     both = models(of)
     assert both.reference is not None
     ours, theirs = (_log_softmax(engine, ids) for engine in (both.policy, both.reference.engine))
-    logp, ref = (tuple(found[t - 1][ids[t]] for t in read) for found in (ours, theirs))
+    logp, ref = (tuple(result[t - 1][ids[t]] for t in read) for result in (ours, theirs))
     values = _values(both.policy, ids) if of == "values" else []
     spread = tuple(math.log(sum(math.exp(2 * v) for v in ours[t - 1])) for t in read)
     return Said(logp, ref, spread, tuple(values[t - 1] for t in read) if values else ())
@@ -219,12 +220,12 @@ def _logits(engine: PolicyModel, ids: Sequence[int]) -> list[list[float]]:
 
 
 def _log_softmax(engine: PolicyModel, ids: Sequence[int]) -> list[list[float]]:
-    found: list[list[float]] = []
+    results: list[list[float]] = []
     for row in _logits(engine, ids):
         top = max(row)
         norm = top + math.log(sum(math.exp(v - top) for v in row))
-        found.append([v - norm for v in row])
-    return found
+        results.append([v - norm for v in row])
+    return results
 
 
 def slope(loss: Callable[[Any], float], at: Callable[[float], Any]) -> float:

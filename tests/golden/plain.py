@@ -38,16 +38,16 @@ def columns(
     fn: Callable[..., Any], points: Sequence[Point], dtype: torch.dtype = torch.float64
 ) -> dict[str, torch.Tensor]:
     """What a loss reads, one row per point; the policy's log-probabilities take a gradient."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for name in positional(fn):
         values = [point[name] for point in points]
-        found[name] = (
+        results[name] = (
             torch.tensor(values)
             if isinstance(values[0], bool)
             else torch.tensor(values, dtype=dtype)
         )
-        found[name].requires_grad_(name.startswith("logp"))
-    return found
+        results[name].requires_grad_(name.startswith("logp"))
+    return results
 
 
 def difference(

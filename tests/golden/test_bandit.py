@@ -113,7 +113,7 @@ class Round:
         def ids() -> tuple[int, ...]:
             return tuple(next(fresh) for _ in range(self.letters))
 
-        apart = (
+        separate = (
             [(a,) for group in self.groups for a in group]
             if self.kind == "ranking"
             else self.groups
@@ -127,7 +127,7 @@ class Round:
                 label=self.labels[i] if self.labels else None,
                 soft=self.soft[i] if self.soft else None,
             )
-            for i, group in enumerate(apart)
+            for i, group in enumerate(separate)
         ]
         return make_micro_batch(rows)
 
@@ -148,7 +148,7 @@ def loss_of(
     name: str,
     round: Round,
     policy: Policy,
-    given: dict[str, Tensor],
+    inputs: dict[str, Tensor],
     shared: dict[str, Tensor],
     likely: Tensor | None = None,
     **settings: Any,
@@ -163,7 +163,7 @@ def loss_of(
     batch = replace(
         round.batch,
         weight=weight,
-        token_columns={key: round.read(values) for key, values in given.items()},
+        token_columns={key: round.read(values) for key, values in inputs.items()},
     )
     out = PolicyOutput(round.rows(policy.logp), value=round.rows(policy.value))
     ref = round.rows(Policy.start(round.letters).logp.detach())
@@ -185,8 +185,8 @@ def credit(name: str, round: Round, policy: Policy, **settings: Any) -> dict[str
         "ref_t": ref.flatten(),
         "value_t": value.flatten(),
     }
-    found = CREDITS[name](*(known[read] for read in positional(CREDITS[name])), **settings)
-    columns: dict[str, Tensor] = {"adv": found} if isinstance(found, Tensor) else found
+    result = CREDITS[name](*(known[read] for read in positional(CREDITS[name])), **settings)
+    columns: dict[str, Tensor] = {"adv": result} if isinstance(result, Tensor) else result
     return {key: values.view(answers, n) for key, values in columns.items()} | {
         "old": old,
         "value": value,
@@ -229,9 +229,9 @@ def test_with_the_divergence_in_the_reward_the_policy_is_the_tilted_reference(
             name, round, policy, credit(name, round, policy, kl_beta=0.5), {}, **settings
         )
 
-    found = descend(step, letters, steps=200, lr=0.2)
-    assert (found - tilted(letters, 2.0)).abs().max() < 2e-3
-    assert (found - REF[letters]).abs().max() > 0.1
+    result = descend(step, letters, steps=200, lr=0.2)
+    assert (result - tilted(letters, 2.0)).abs().max() < 2e-3
+    assert (result - REF[letters]).abs().max() > 0.1
 
 
 def test_values_are_those_of_the_policy() -> None:
@@ -240,8 +240,8 @@ def test_values_are_those_of_the_policy() -> None:
     optimizer = torch.optim.Adam([policy.values], lr=0.1)
     for _ in range(300):
         optimizer.zero_grad()
-        given = credit("ppo", round, policy)
-        loss_of("ppo", round, policy, given, {}, value=True).backward()
+        inputs = credit("ppo", round, policy)
+        loss_of("ppo", round, policy, inputs, {}, value=True).backward()
         optimizer.step()
     shares, rewards = REF[2].view(LETTERS, -1), REWARD[2].view(LETTERS, -1)
     wanted = [(shares * rewards).sum(), *((shares * rewards).sum(1) / shares.sum(1))]
@@ -253,22 +253,22 @@ def test_with_k2_in_the_loss_it_is_too_by_the_part_of_the_reward_that_a_group_se
     size: int,
 ) -> None:
     """dr_grpo: of G answers each is in its own mean, so that of its reward (1 - 1/G) counts."""
-    apart = (with_k2(groups_of(size, 1)) - tilted(1, (1 - 1 / size) / 0.5)).abs().max()
-    assert apart < 1e-3
+    separate = (with_k2(groups_of(size, 1)) - tilted(1, (1 - 1 / size) / 0.5)).abs().max()
+    assert separate < 1e-3
 
 
 def test_k2_of_a_letter_does_not_see_the_divergence_of_those_that_follow() -> None:
     """So that of longer answers the first letters move too far: the second ones are right, given
     the first.
     """
-    found, wanted = with_k2(groups_of(2, 2)).view(LETTERS, -1), tilted(2, 1.0).view(LETTERS, -1)
-    given, right = (shares / shares.sum(1, keepdim=True) for shares in (found, wanted))
-    assert (given - right).abs().max() < 2e-3
+    result, wanted = with_k2(groups_of(2, 2)).view(LETTERS, -1), tilted(2, 1.0).view(LETTERS, -1)
+    inputs, right = (shares / shares.sum(1, keepdim=True) for shares in (result, wanted))
+    assert (inputs - right).abs().max() < 2e-3
     first = (
         REF[2].view(LETTERS, -1).sum(1).log() + (right * REWARD[2].view(LETTERS, -1)).sum(1)
     ).softmax(0)
-    assert (found.sum(1) - first).abs().max() < 2e-3
-    assert (found.sum(1) - wanted.sum(1)).abs().max() > 0.01
+    assert (result.sum(1) - first).abs().max() < 2e-3
+    assert (result.sum(1) - wanted.sum(1)).abs().max() > 0.01
 
 
 def with_k2(round: Round) -> Tensor:
@@ -295,15 +295,17 @@ def test_with_k3_in_the_loss_the_policy_is_another() -> None:
             "dr_grpo", round, policy, credit("dr_grpo", round, policy), {}, kl_weight=beta
         )
 
-    found, seen = descend(step, 1, steps=150, lr=0.2), REWARD[1] / 2
-    low, high = float(seen.max()), float(seen.max()) + beta
+    result, observed = descend(step, 1, steps=150, lr=0.2), REWARD[1] / 2
+    low, high = float(observed.max()), float(observed.max()) + beta
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (
-            (middle, high) if float((beta * REF[1] / (middle - seen)).sum()) > 1 else (low, middle)
+            (middle, high)
+            if float((beta * REF[1] / (middle - observed)).sum()) > 1
+            else (low, middle)
         )
-    assert (found - beta * REF[1] / (low - seen)).abs().max() < 1e-3
-    assert (found - tilted(1, 0.5 / beta)).abs().max() > 0.01
+    assert (result - beta * REF[1] / (low - observed)).abs().max() < 1e-3
+    assert (result - tilted(1, 0.5 / beta)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -322,17 +324,18 @@ def test_divided_by_the_spread_rewards_are_ranks_of_pairs(name: str) -> None:
             name, round, policy, credit(name, round, policy), {}, kl_weight=beta, kl_estimator="k2"
         )
 
-    found = descend(step, 1, steps=400, lr=0.1).tolist()
+    result = descend(step, 1, steps=400, lr=0.1).tolist()
     rewards = REWARD[1].tolist()
 
     def advantage(a: float, b: float) -> float:
         return (a - b) / 2 / (abs(a - b) / math.sqrt(2) + 1e-4)
 
     expected = [
-        sum(p * advantage(a, b) for p, b in zip(found, rewards, strict=True)) for a in rewards
+        sum(p * advantage(a, b) for p, b in zip(result, rewards, strict=True)) for a in rewards
     ]
     levels = [
-        beta * math.log(p / q) - e for p, q, e in zip(found, REF[1].tolist(), expected, strict=True)
+        beta * math.log(p / q) - e
+        for p, q, e in zip(result, REF[1].tolist(), expected, strict=True)
     ]
     assert max(levels) - min(levels) < 2e-3
 
@@ -344,8 +347,8 @@ def test_without_a_divergence_only_the_best_answer_is_left(name: str) -> None:
     def step(policy: Policy) -> Tensor:
         return loss_of(name, round, policy, credit(name, round, policy), {})
 
-    found = descend(step, 2, steps=150, lr=0.3)
-    assert found[int(REWARD[2].argmax())] > 0.99
+    result = descend(step, 2, steps=150, lr=0.3)
+    assert result[int(REWARD[2].argmax())] > 0.99
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -383,10 +386,10 @@ def test_online_dpo_ends_where_the_verdicts_say() -> None:
     pairs = [(a, b) for a in range(LETTERS) for b in range(LETTERS) if a != b]
     soft = tuple(float(torch.sigmoid(REWARD[1][a] - REWARD[1][b])) for a, b in pairs)
     judged, certain = Round(pairs, 1, "preference", soft=soft), Round([(0, 1)], 1, "preference")
-    found = descend(
+    result = descend(
         lambda policy: loss_of("dpo", judged, policy, {}, {}, beta=0.5), 1, steps=150, lr=0.2
     )
-    assert (found - tilted(1, 2.0)).abs().max() < 1e-3
+    assert (result - tilted(1, 2.0)).abs().max() < 1e-3
     two = descend(
         lambda policy: loss_of("dpo", certain, policy, {}, {}, beta=0.5, label_smoothing=0.2),
         1,
@@ -405,5 +408,5 @@ def test_online_kto_leaves_desirable_answers_alone() -> None:
         kl = (policy.shares * (policy.shares / REF[1]).log()).sum().clamp(min=0)
         return loss_of("kto", round, policy, {}, {"z0": kl.expand(LETTERS)})
 
-    found = descend(step, 1, steps=200, lr=0.3)
-    assert float(found[list(labels)].sum()) > 0.99
+    result = descend(step, 1, steps=200, lr=0.3)
+    assert float(result[list(labels)].sum()) > 0.99

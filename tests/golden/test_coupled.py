@@ -29,9 +29,9 @@ def aot_formula(
 def unpaired_formula(rs: list[float], label: list[bool], beta: float, e: float) -> list[float]:
     sides = [sorted((r, i) for i, r in enumerate(rs) if label[i] == up) for up in (True, False)]
     k = min(len(side) for side in sides)
-    kept = [[side[int((i + 0.5) * len(side) / k)] for i in range(k)] for side in sides]
+    remaining = [[side[int((i + 0.5) * len(side) / k)] for i in range(k)] for side in sides]
     losses = [0.0] * len(rs)
-    for (up, i), (down, j) in zip(*kept, strict=True):
+    for (up, i), (down, j) in zip(*remaining, strict=True):
         losses[i] = losses[j] = smoothed(beta * (up - down), e) / 2
     return losses
 
@@ -53,26 +53,26 @@ LABELS = [
 
 def numeric(formula: object, values: list[float], step: float = 1e-6) -> list[float]:
     """Derivative of the sum of a list of losses with respect to each value."""
-    found = []
+    results = []
     for i in range(len(values)):
         ends = [
             sum(formula([v + h * (i == j) for j, v in enumerate(values)])) for h in (step, -step)
         ]  # type: ignore[operator]
-        found.append((ends[0] - ends[1]) / (2 * step))
-    return found
+        results.append((ends[0] - ends[1]) / (2 * step))
+    return results
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.6])
 def test_aot(beta: float) -> None:
     logp_w = column(*W).requires_grad_()
-    found = aot(logp_w, column(*L), column(*REF_W), column(*REF_L), column(*WRONG), beta=beta)
+    result = aot(logp_w, column(*L), column(*REF_W), column(*REF_L), column(*WRONG), beta=beta)
     refs = [w - v for w, v in zip(REF_W, REF_L, strict=True)]
 
     def losses(ws: list[float]) -> list[float]:
         return aot_formula([w - v for w, v in zip(ws, L, strict=True)], refs, WRONG, beta)
 
-    assert found.tolist() == pytest.approx(losses(W), rel=1e-12)
-    found.sum().backward()
+    assert result.tolist() == pytest.approx(losses(W), rel=1e-12)
+    result.sum().backward()
     assert logp_w.grad is not None
     assert logp_w.grad.tolist() == pytest.approx(numeric(losses, W), rel=1e-6, abs=1e-9)
 
@@ -80,8 +80,8 @@ def test_aot(beta: float) -> None:
 def test_aot_by_hand() -> None:
     """Gaps 3, 1, 2 against the reference's 0, 10, 5: ranks 2, 0, 1 meet 10, 0, 5."""
     zero = column(0.0, 0.0, 0.0)
-    found = aot(column(3.0, 1.0, 2.0), zero, column(0.0, 10.0, 5.0), zero, zero, beta=1.0)
-    assert found.tolist() == pytest.approx([-log_sigmoid(x) for x in (-7.0, 1.0, -3.0)])
+    result = aot(column(3.0, 1.0, 2.0), zero, column(0.0, 10.0, 5.0), zero, zero, beta=1.0)
+    assert result.tolist() == pytest.approx([-log_sigmoid(x) for x in (-7.0, 1.0, -3.0)])
 
 
 def test_aot_follows_its_pairs() -> None:
@@ -92,15 +92,15 @@ def test_aot_follows_its_pairs() -> None:
     logp_w, logp_l, ref_w, ref_l, wrong = (
         column(*values) for values in (W, L, REF_W, REF_L, WRONG)
     )
-    found = aot(logp_w, logp_l, ref_w, ref_l, wrong)
+    result = aot(logp_w, logp_l, ref_w, ref_l, wrong)
     moved = aot(logp_w[order], logp_l[order], ref_w[other], ref_l[other], wrong[order])
-    assert moved.tolist() == found[order].tolist()
+    assert moved.tolist() == result[order].tolist()
 
 
 def test_aot_breaks_ties_by_order() -> None:
     same, zero = column(1.0, 1.0, 1.0), column(0.0, 0.0, 0.0)
-    found = aot(same, zero, column(2.0, -1.0, 1.0), zero, zero, beta=1.0)
-    assert found.tolist() == pytest.approx([-log_sigmoid(x) for x in (2.0, 0.0, -1.0)])
+    result = aot(same, zero, column(2.0, -1.0, 1.0), zero, zero, beta=1.0)
+    assert result.tolist() == pytest.approx([-log_sigmoid(x) for x in (2.0, 0.0, -1.0)])
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -108,15 +108,15 @@ def test_aot_breaks_ties_by_order() -> None:
 def test_aot_unpaired(label: list[bool], beta: float, e: float) -> None:
     rows, refs = draws(10, len(label)), draws(11, len(label))
     logp = column(*rows).requires_grad_()
-    found = aot_unpaired(logp, column(*refs), torch.tensor(label), beta=beta, label_smoothing=e)
+    result = aot_unpaired(logp, column(*refs), torch.tensor(label), beta=beta, label_smoothing=e)
 
     def losses(values: list[float]) -> list[float]:
         return unpaired_formula(
             [v - ref for v, ref in zip(values, refs, strict=True)], label, beta, e
         )
 
-    assert found.tolist() == pytest.approx(losses(rows), rel=1e-12)
-    found.sum().backward()
+    assert result.tolist() == pytest.approx(losses(rows), rel=1e-12)
+    result.sum().backward()
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx(numeric(losses, rows), rel=1e-6, abs=1e-9)
 
@@ -126,19 +126,19 @@ def test_aot_unpaired_by_hand() -> None:
     second and the fourth.
     """
     logp = column(5.0, 1.0, 4.0, 2.0, 3.0, 0.5, -0.5)
-    found = aot_unpaired(
+    result = aot_unpaired(
         logp, torch.zeros_like(logp), torch.tensor([True] * 5 + [False] * 2), beta=1.0
     )
     low, high = -log_sigmoid(2.0 + 0.5) / 2, -log_sigmoid(4.0 - 0.5) / 2
-    assert found.tolist() == pytest.approx([0, 0, high, low, 0, high, low])
+    assert result.tolist() == pytest.approx([0, 0, high, low, 0, high, low])
 
 
 @pytest.mark.parametrize("label", [True, False])
 def test_aot_unpaired_without_a_class(label: bool) -> None:
     logp = column(-1.0, -2.0, -3.0).requires_grad_()
-    found = aot_unpaired(logp, column(0.0, 0.0, 0.0), torch.tensor([label] * 3))
-    found.sum().backward()
-    assert found.tolist() == [0, 0, 0]
+    result = aot_unpaired(logp, column(0.0, 0.0, 0.0), torch.tensor([label] * 3))
+    result.sum().backward()
+    assert result.tolist() == [0, 0, 0]
     assert logp.grad is not None
     assert logp.grad.tolist() == [0, 0, 0]
 

@@ -45,12 +45,12 @@ ROUND = drawn([4, 1, 7, 3, 2, 5, 1], [0, 5, 0, 0, 5, 2, 0])
 
 
 def tensors(answers: Sequence[Sampled]) -> dict[str, torch.Tensor]:
-    given: dict[str, torch.Tensor] = {
+    settings: dict[str, torch.Tensor] = {
         f"{name}_t": column(*(x for a in answers for x in getattr(a, name)))
         for name in ("old", "ref", "value")
     }
     owner = [i for i, a in enumerate(answers) for _ in a.old]
-    return given | {
+    return settings | {
         "reward": column(*(a.reward for a in answers)),
         "group": torch.tensor([a.group for a in answers], dtype=torch.long),
         "owner": torch.tensor(owner, dtype=torch.long),
@@ -58,9 +58,9 @@ def tensors(answers: Sequence[Sampled]) -> dict[str, torch.Tensor]:
 
 
 def credit(name: str, answers: Sequence[Sampled], **settings: Any) -> list[float]:
-    given, fn = tensors(answers), CREDITS[name]
-    found = fn(*(given[read] for read in positional(fn)), **settings)
-    return (found["adv"] if isinstance(found, dict) else found).tolist()
+    inputs, fn = tensors(answers), CREDITS[name]
+    result = fn(*(inputs[read] for read in positional(fn)), **settings)
+    return (result["adv"] if isinstance(result, dict) else result).tolist()
 
 
 def k1(answer: Sampled, start: int = 0) -> float:
@@ -72,7 +72,7 @@ def standardised(values: Sequence[float]) -> list[float]:
 
 
 def compared(name: str, answers: Sequence[Sampled], kl_beta: float) -> list[float]:
-    found: list[float] = []
+    results: list[float] = []
     for i, a in enumerate(answers):
         peers = [b for b in answers if b.group == a.group]
         others = [
@@ -88,8 +88,8 @@ def compared(name: str, answers: Sequence[Sampled], kl_beta: float) -> list[floa
                 adv = a.reward - kl_beta * k1(a) - fmean(others) if others else 0.0
             case _:
                 adv = (a.reward - fmean(rewards)) / (stdev(rewards) + 1e-4) if others else 0.0
-        found += [adv] * len(a.old)
-    return found
+        results += [adv] * len(a.old)
+    return results
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "dr_grpo", "rloo"])
@@ -124,14 +124,14 @@ def estimates(answer: Sampled, kl_beta: float, gamma: float, lam: float) -> list
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 0.0), (1.0, 1.0)])
 @pytest.mark.parametrize("kl_beta", [0.0, 0.2])
 def test_generalised_advantages(gamma: float, lam: float, kl_beta: float) -> None:
-    given = tensors(ROUND)
-    found = gae(
-        *(given[name] for name in positional(gae)), kl_beta=kl_beta, gamma=gamma, gae_lambda=lam
+    inputs = tensors(ROUND)
+    result = gae(
+        *(inputs[name] for name in positional(gae)), kl_beta=kl_beta, gamma=gamma, gae_lambda=lam
     )
     plain = [adv for a in ROUND for adv in estimates(a, kl_beta, gamma, lam)]
-    assert found["adv"].tolist() == pytest.approx(standardised(plain), rel=1e-9)
+    assert result["adv"].tolist() == pytest.approx(standardised(plain), rel=1e-9)
     returns = [adv + v for adv, v in zip(plain, (v for a in ROUND for v in a.value), strict=True)]
-    assert found["return"].tolist() == pytest.approx(returns, rel=1e-9)
+    assert result["return"].tolist() == pytest.approx(returns, rel=1e-9)
 
 
 def test_advantages_by_hand() -> None:
@@ -140,8 +140,8 @@ def test_advantages_by_hand() -> None:
     d = (0.5*1 - 0.5, 0.5*3 - 1, 2 - 3) = (0, 0.5, -1); A_2 = -1, A_1 = 0.5 - 0.25 = 0.25,
     A_0 = 0.25*0.25 = 0.0625; G = A + V = (0.5625, 1.25, 2).
     """
-    given = tensors([Sampled(0, 2.0, (-1.0,) * 3, (-1.0,) * 3, (0.5, 1.0, 3.0))])
-    result = gae(*(given[name] for name in positional(gae)), gamma=0.5, gae_lambda=0.5)
+    inputs = tensors([Sampled(0, 2.0, (-1.0,) * 3, (-1.0,) * 3, (0.5, 1.0, 3.0))])
+    result = gae(*(inputs[name] for name in positional(gae)), gamma=0.5, gae_lambda=0.5)
     assert result["return"].tolist() == pytest.approx([0.5625, 1.25, 2.0], rel=1e-12)
     assert result["adv"].tolist() == pytest.approx(standardised([0.0625, 0.25, -1.0]), rel=1e-12)
 
@@ -156,12 +156,12 @@ def test_returns_have_the_reward_as_fixed_point(lam: float) -> None:
         Sampled(i, r, (-1.0,) * n, (-1.0,) * n, (0.0,) * n)
         for i, (r, n) in enumerate(zip(rewards, (6, 3), strict=True))
     ]
-    given = tensors(answers)
+    inputs = tensors(answers)
     for _ in range(200):
-        given["value_t"] = gae(
-            *(given[name] for name in positional(gae)), kl_beta=0.0, gae_lambda=lam
+        inputs["value_t"] = gae(
+            *(inputs[name] for name in positional(gae)), kl_beta=0.0, gae_lambda=lam
         )["return"]
-    assert given["value_t"].tolist() == pytest.approx([1.0] * 6 + [-0.5] * 3, abs=1e-9)
+    assert inputs["value_t"].tolist() == pytest.approx([1.0] * 6 + [-0.5] * 3, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", CREDITS)
@@ -185,8 +185,8 @@ def test_an_answer_alone_is_finite_and_none_is_nothing(name: str) -> None:
 def test_credit_does_not_depend_on_the_order_of_answers(name: str) -> None:
     order = [3, 6, 0, 5, 1, 4, 2]
     starts = [sum(len(a.old) for a in ROUND[:i]) for i in range(len(ROUND))]
-    found, moved = credit(name, ROUND), credit(name, [ROUND[i] for i in order])
-    wanted = [adv for i in order for adv in found[starts[i] : starts[i] + len(ROUND[i].old)]]
+    result, moved = credit(name, ROUND), credit(name, [ROUND[i] for i in order])
+    wanted = [adv for i in order for adv in result[starts[i] : starts[i] + len(ROUND[i].old)]]
     assert moved == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
@@ -216,8 +216,8 @@ def test_the_cost_of_divergence_settles_where_the_divergence_is_the_target() -> 
 def test_every_method_of_own_answers_has_a_loss_and_its_settings_do_not_collide() -> None:
     assert CREDITS.keys() <= LOSSES.keys()
     for name, fn in CREDITS.items():
-        own = {
+        actual = {
             p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY
         }
-        assert not own & LOSSES[name].settings.keys()
+        assert not actual & LOSSES[name].settings.keys()
     assert math.isfinite(sum(credit("ppo", ROUND)))

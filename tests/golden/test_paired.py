@@ -217,9 +217,9 @@ def test_value_and_gradient(name: str, formula: Formula, settings: dict[str, Any
 @pytest.mark.parametrize(("name", "formula", "settings"), CASES)
 def test_far_away(name: str, formula: Formula, settings: dict[str, Any]) -> None:
     fn = getattr(preference, name)
-    found = check_finite(fn, EXTREMES, **settings)
+    result = check_finite(fn, EXTREMES, **settings)
     wanted = [formula(**{k: p[k] for k in positional(fn)}, **settings) for p in EXTREMES]
-    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    assert result == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
 DIRECTIONS = dict.fromkeys(FORMULAS, (1, -1)) | {"apo_down": (0, -1), "discopop": (-1, 1)}
@@ -287,11 +287,11 @@ def test_by_hand(name: str, at: dict[str, float], settings: dict[str, Any], want
 
 def test_robust_dpo_is_right_on_average_under_the_noise_that_it_assumes() -> None:
     one, zero, wrong = column(1.7), column(0.0), column(0.3)
-    told, flipped = (
+    message, flipped = (
         preference.robust_dpo(*pair, zero, zero, wrong, beta=1.0)
         for pair in ((one, zero), (zero, one))
     )
-    assert (0.7 * told + 0.3 * flipped).item() == pytest.approx(-log_sigmoid(1.7), rel=1e-12)
+    assert (0.7 * message + 0.3 * flipped).item() == pytest.approx(-log_sigmoid(1.7), rel=1e-12)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
@@ -309,7 +309,7 @@ def test_orpo_of_a_certain_completion_still_imitates_it() -> None:
 def test_one_delta_for_all_pairs() -> None:
     several = columns(preference.bco_pair, POINTS[:2])
     several["delta"] = column(0.3).squeeze()
-    found = preference.bco_pair(*several.values())
-    assert found.tolist() == pytest.approx([
+    result = preference.bco_pair(*several.values())
+    assert result.tolist() == pytest.approx([
         bco_pair(p["logp_w"], p["logp_l"], p["ref_w"], p["ref_l"], 0.3, 0.1) for p in POINTS[:2]
     ])  # fmt: skip

@@ -198,8 +198,8 @@ GROUPS = [4, 9, 4, 0, 9, 4, 9]
 
 
 def test_group_norm() -> None:
-    found = group_norm(column(*SCORES), torch.tensor(GROUPS)).tolist()
-    for score, group, advantage in zip(SCORES, GROUPS, found, strict=True):
+    result = group_norm(column(*SCORES), torch.tensor(GROUPS)).tolist()
+    for score, group, advantage in zip(SCORES, GROUPS, result, strict=True):
         peers = [s for s, g in zip(SCORES, GROUPS, strict=True) if g == group]
         wanted = (score - fmean(peers)) / (stdev(peers) + 1e-4) if len(peers) > 1 else 0.0
         assert advantage == pytest.approx(wanted, rel=1e-12)
@@ -224,16 +224,16 @@ def test_equal_scores_and_groups_of_one_have_exactly_no_advantage(
     fn: object, dtype: torch.dtype
 ) -> None:
     scores = torch.tensor([0.1] * 3 + [1e6 + 0.3] * 7 + [5.0], dtype=dtype)
-    found = fn(scores, torch.tensor([0] * 3 + [1] * 7 + [2]))  # type: ignore[operator]
-    assert found.dtype == dtype
-    assert found.tolist() == [0.0] * 11
+    result = fn(scores, torch.tensor([0] * 3 + [1] * 7 + [2]))  # type: ignore[operator]
+    assert result.dtype == dtype
+    assert result.tolist() == [0.0] * 11
     assert fn(scores[:0], torch.zeros(0, dtype=torch.long)).tolist() == []  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("fn", [group_norm, group_centre, leave_one_out])
 def test_a_failed_score_stays_in_its_group(fn: object) -> None:
-    found = fn(column(1.0, 2.0, math.nan, 4.0), torch.tensor([0, 0, 1, 1]))  # type: ignore[operator]
-    assert found.isnan().tolist() == [False, False, True, True]
+    result = fn(column(1.0, 2.0, math.nan, 4.0), torch.tensor([0, 0, 1, 1]))  # type: ignore[operator]
+    assert result.isnan().tolist() == [False, False, True, True]
 
 
 def test_whiten() -> None:

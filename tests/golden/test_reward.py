@@ -39,13 +39,13 @@ GIVEN = torch.tensor([[True, True], [True, False], [False, True], [False, False]
 SCORE = torch.tensor([[0.5, -1.5], [2.0, 9.0], [-3.0, 0.1], [1.0, 1.0]], dtype=torch.float64)
 
 
-def over_given(each: Callable[[float, float], float], target: Tensor) -> list[float]:
+def over_given(item: Callable[[float, float], float], target: Tensor) -> list[float]:
     """The mean over what a row gives, in plain numbers."""
-    found: list[float] = []
-    for scores, targets, given in zip(SCORE.tolist(), target.tolist(), GIVEN.tolist(), strict=True):
-        terms = [each(x, t) for x, t, it in zip(scores, targets, given, strict=True) if it]
-        found.append(sum(terms) / len(terms) if terms else 0.0)
-    return found
+    results: list[float] = []
+    for scores, targets, value in zip(SCORE.tolist(), target.tolist(), GIVEN.tolist(), strict=True):
+        terms = [item(x, t) for x, t, flag in zip(scores, targets, value, strict=True) if flag]
+        results.append(sum(terms) / len(terms) if terms else 0.0)
+    return results
 
 
 @pytest.mark.parametrize("center", [0.0, 0.01])
@@ -53,9 +53,9 @@ def over_given(each: Callable[[float, float], float], target: Tensor) -> list[fl
 def test_bradley_terry(center: float, margin: float) -> None:
     pairs = list(product(SCORES.tolist(), repeat=2))
     better, worse = (column(*side) for side in zip(*pairs, strict=True))
-    found = bradley_terry(better, worse, torch.full_like(better, margin), center_coef=center)
+    result = bradley_terry(better, worse, torch.full_like(better, margin), center_coef=center)
     wanted = [-math.log(s(a - b - margin)) + center * (a + b) ** 2 for a, b in pairs]
-    assert found.tolist() == pytest.approx(wanted, rel=1e-12)
+    assert result.tolist() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_bradley_terry_by_hand() -> None:
@@ -81,8 +81,8 @@ def test_pointwise(error: str) -> None:
         e = abs(x - t)
         return e**2 if error == "squared" else e**2 / 2 if e <= 0.8 else 0.8 * (e - 0.4)
 
-    found = pointwise(SCORE, target.nan_to_num(), GIVEN, error=error, huber_delta=0.8)  # type: ignore[arg-type]
-    assert found.tolist() == pytest.approx(over_given(each, target), rel=1e-12)
+    result = pointwise(SCORE, target.nan_to_num(), GIVEN, error=error, huber_delta=0.8)  # type: ignore[arg-type]
+    assert result.tolist() == pytest.approx(over_given(each, target), rel=1e-12)
 
 
 def test_pointwise_by_hand() -> None:
@@ -120,10 +120,10 @@ def test_levels_are_a_distribution_and_far_scores_stay_finite() -> None:
 
 
 def test_two_levels_are_thumbs() -> None:
-    given = torch.ones(5, 1, dtype=torch.bool)
+    inputs = torch.ones(5, 1, dtype=torch.bool)
     up = column(1, 0, 1, 1, 0)[:, None]
-    two = ordinal(SCORES[:, None], up + 1, given, column(0.0), levels=2)
-    torch.testing.assert_close(two, pointwise(SCORES[:, None], up, given))
+    two = ordinal(SCORES[:, None], up + 1, inputs, column(0.0), levels=2)
+    torch.testing.assert_close(two, pointwise(SCORES[:, None], up, inputs))
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_calibration_error() -> None:
         (2 * abs(0.5 - 0.05) + 2 * abs(1 - 0.55) + 0) / 5
     )
     assert calibration_error(p[:0], up[:0]) is None
-    made = torch.Generator().manual_seed(0)
-    many = torch.rand(20_000, generator=made)
-    assert (calibration_error(many, torch.rand(20_000, generator=made) < many) or 0) < 0.02
+    generator = torch.Generator().manual_seed(0)
+    many = torch.rand(20_000, generator=generator)
+    assert (calibration_error(many, torch.rand(20_000, generator=generator) < many) or 0) < 0.02
 
 
 def reduced(numbers: Metrics) -> dict[str, float]:
@@ -184,16 +184,16 @@ def reduced(numbers: Metrics) -> dict[str, float]:
 
 
 def test_metrics_of_pairs() -> None:
-    found = reduced(
+    result = reduced(
         paired_scores(
             {"score_w": column(1.0, 0.0, -2.0), "score_l": column(0.0, 0.0, 1.0)}, None, {}
         )
     )
-    assert found["rewards/accuracies"] == pytest.approx(0.5)
-    assert found["rewards/margins"] == pytest.approx((1 + 0 - 3) / 3)
-    assert found["rewards/brier"] == pytest.approx((s(-1) ** 2 + 0.25 + s(3) ** 2) / 3)
+    assert result["rewards/accuracies"] == pytest.approx(0.5)
+    assert result["rewards/margins"] == pytest.approx((1 + 0 - 3) / 3)
+    assert result["rewards/brier"] == pytest.approx((s(-1) ** 2 + 0.25 + s(3) ** 2) / 3)
     # a tie is half won, as it says
-    assert found["rewards/calibration_error"] == pytest.approx((s(-1) + 0.0 + s(3)) / 3)
+    assert result["rewards/calibration_error"] == pytest.approx((s(-1) + 0.0 + s(3)) / 3)
 
 
 def test_metrics_of_thumbs_leave_out_what_is_not_given() -> None:
@@ -202,12 +202,12 @@ def test_metrics_of_thumbs_leave_out_what_is_not_given() -> None:
         "target": torch.tensor([[1.0, 0], [0, 7], [7, 1], [7, 7]]).double(),
         "target_mask": GIVEN,
     }
-    found = reduced(single_scores(view, None, {"error": "cross_entropy"}))
-    assert found["rewards/accuracies/0"] == pytest.approx(0.5)  # 0.5 up, 2.0 down
-    assert found["rewards/auc/0"] == 0
-    assert found["rewards/accuracies/1"] == 1
-    assert found["rewards/brier/1"] == pytest.approx((s(-1.5) ** 2 + s(-0.1) ** 2) / 2)
-    assert found["rewards/chosen/1"] == pytest.approx(0.1)
+    result = reduced(single_scores(view, None, {"error": "cross_entropy"}))
+    assert result["rewards/accuracies/0"] == pytest.approx(0.5)  # 0.5 up, 2.0 down
+    assert result["rewards/auc/0"] == 0
+    assert result["rewards/accuracies/1"] == 1
+    assert result["rewards/brier/1"] == pytest.approx((s(-1.5) ** 2 + s(-0.1) ** 2) / 2)
+    assert result["rewards/chosen/1"] == pytest.approx(0.1)
 
 
 def test_metrics_of_scores_and_levels() -> None:
@@ -217,15 +217,15 @@ def test_metrics_of_scores_and_levels() -> None:
         "target": column(1, 2, 3, 3, 99)[:, None],
         "target_mask": mask,
     }
-    found = reduced(single_scores(view, None, {"error": "squared"}))
-    assert found["rewards/error"] == pytest.approx((3 + 2.3 + 3 + 2.3) / 4)
-    assert found["rewards/spearman"] == spearman(SCORES[:4], column(1, 2, 3, 3))
-    assert found["rewards/pearson"] == pearson(SCORES[:4], column(1, 2, 3, 3))
-    assert found["rewards/mean"] == pytest.approx(SCORES[:4].mean().item())
+    result = reduced(single_scores(view, None, {"error": "squared"}))
+    assert result["rewards/error"] == pytest.approx((3 + 2.3 + 3 + 2.3) / 4)
+    assert result["rewards/spearman"] == spearman(SCORES[:4], column(1, 2, 3, 3))
+    assert result["rewards/pearson"] == pearson(SCORES[:4], column(1, 2, 3, 3))
+    assert result["rewards/mean"] == pytest.approx(SCORES[:4].mean().item())
     # levels 1, 2, 3, 4
-    found = reduced(single_scores(view | {"thresholds": THETA}, None, {"levels": 5}))
-    assert found["rewards/accuracies"] == 0.75
-    assert found["rewards/error"] == 0.25
+    result = reduced(single_scores(view | {"thresholds": THETA}, None, {"levels": 5}))
+    assert result["rewards/accuracies"] == 0.75
+    assert result["rewards/error"] == 0.25
 
 
 def test_every_statistic_has_a_name() -> None:
@@ -235,9 +235,9 @@ def test_every_statistic_has_a_name() -> None:
 
 def test_explained_variance() -> None:
     others = column(1.0, 2.0, 4.0)
-    found = [
+    results = [
         explained(values, others) for values in (others + 3, others * 0, -others, others * 0.5)
     ]
-    assert found == pytest.approx([1.0, 0.0, -3.0, 0.75])
+    assert results == pytest.approx([1.0, 0.0, -3.0, 0.75])
     assert explained(others, column(2.0, 2.0, 2.0)) is None
     assert explained(others[:0], others[:0]) is None

@@ -97,9 +97,9 @@ no advantage.
 """
 
 
-def of(name: str, given: dict[str, Any] | None = None) -> Of:
+def of(name: str, settings: dict[str, Any] | None = None) -> Of:
     """What its row of the table reads."""
-    if (given or {}).get("value"):
+    if (settings or {}).get("value"):
         return "values"
     return (
         "levels"
@@ -112,7 +112,7 @@ def of(name: str, given: dict[str, Any] | None = None) -> Of:
 
 def the_step(
     name: str,
-    given: dict[str, Any],
+    settings: dict[str, Any],
     chosen: Sequence[int] | None = None,
     distance: float = 0.0,
     delta: float = 0.0,
@@ -120,13 +120,15 @@ def the_step(
 ) -> Step:
     kind = METHODS[name].kind
     chosen = range(len(rows(kind))) if chosen is None else chosen
-    now, held = ([measured(kind, d, of(name, given))[i] for i in chosen] for d in (distance, 0.0))
-    return Step(name, IDLE | WHOLE_STEP[name][1] | given, chosen, now, held, delta, known)
+    now, held = (
+        [measured(kind, d, of(name, settings))[i] for i in chosen] for d in (distance, 0.0)
+    )
+    return Step(name, IDLE | WHOLE_STEP[name][1] | settings, chosen, now, held, delta, known)
 
 
-def made(name: str, given: dict[str, Any], budget: int = BUDGET) -> Objective:
-    both = models(of(name, given))
-    return objective(name, both.policy, both.reference, budget=budget, **given)
+def made(name: str, settings: dict[str, Any], budget: int = BUDGET) -> Objective:
+    both = models(of(name, settings))
+    return objective(name, both.policy, both.reference, budget=budget, **settings)
 
 
 def test_every_row_and_modifier_has_its_formula() -> None:
@@ -135,9 +137,9 @@ def test_every_row_and_modifier_has_its_formula() -> None:
     )
     known = {
         m
-        for name, given, _ in KNOWN
+        for name, value, _ in KNOWN
         for m in LOSSES[name].modifiers
-        if MODIFIERS[m].idle[0] in given
+        if MODIFIERS[m].idle[0] in value
     }
     assert sorted(MODIFIERS.keys() - ON.keys() - known) == [], (
         "say here (ON) what turns these modifiers on, and compute them in whole.Step"
@@ -145,38 +147,38 @@ def test_every_row_and_modifier_has_its_formula() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), CASES, ids=[" ".join([n, *map(str, g.values())]) for n, g in CASES]
+    ("name", "settings"), CASES, ids=[" ".join([n, *map(str, g.values())]) for n, g in CASES]
 )
-def test_a_whole_step_from_logits_to_the_number(name: str, given: dict[str, Any]) -> None:
+def test_a_whole_step_from_logits_to_the_number(name: str, settings: dict[str, Any]) -> None:
     loss, _ = WHOLE_STEP[name]
-    wanted = slope(loss, lambda distance: the_step(name, given, distance=distance))
+    wanted = slope(loss, lambda distance: the_step(name, settings, distance=distance))
     assert abs(wanted) > 1e-5
     # What is only measured goes along with what trains where all are together.
     for budget in (BUDGET, TOGETHER) if METHODS[name].needs_kl_pairs else (BUDGET,):
         models(of(name)).policy.zero_grad()
-        outcome = made(name, given, budget).run(the_step(name, given).rows, backward=True)
+        outcome = made(name, settings, budget).run(the_step(name, settings).rows, backward=True)
         assert (outcome.micro_batches > 1) is (budget == BUDGET)
-        assert float(outcome.loss) == pytest.approx(loss(the_step(name, given)), rel=1e-9)
+        assert float(outcome.loss) == pytest.approx(loss(the_step(name, settings)), rel=1e-9)
         assert models(of(name)).slope() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "known"),
+    ("name", "settings", "known"),
     KNOWN,
     ids=[" ".join([n, *map(str, g.values()), *k]) for n, g, k in KNOWN],
 )
 def test_a_whole_step_of_sampled_answers(
-    name: str, given: dict[str, Any], known: tuple[str, ...]
+    name: str, settings: dict[str, Any], known: tuple[str, ...]
 ) -> None:
     loss, _ = WHOLE_STEP[name]
-    wanted = slope(loss, lambda distance: the_step(name, given, distance=distance, known=known))
+    wanted = slope(loss, lambda distance: the_step(name, settings, distance=distance, known=known))
     assert abs(wanted) > 1e-5
-    step = the_step(name, given, known=known)
-    models(of(name, given)).policy.zero_grad()
-    outcome = made(name, given).run(step.rows, backward=True)
+    step = the_step(name, settings, known=known)
+    models(of(name, settings)).policy.zero_grad()
+    outcome = made(name, settings).run(step.rows, backward=True)
     assert outcome.micro_batches > 1
     assert float(outcome.loss) == pytest.approx(loss(step), rel=1e-9)
-    assert models(of(name, given)).slope() == pytest.approx(wanted, rel=1e-5)
+    assert models(of(name, settings)).slope() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["judgement", "preference", "demonstration"])
@@ -212,30 +214,30 @@ def test_policy_and_reference_rank_these_pairs_differently() -> None:
 def middle(step: Step) -> float | None:
     """Half-way between the mean rewards of both classes; None without one of them."""
     sides: dict[bool, list[float]] = {True: [], False: []}
-    for row, said in zip(step.rows, step.now, strict=True):
-        labels = [bool(row.label)] if len(said) == 1 else [True, False]
-        most = min(x.n for x in said) if len(said) > 1 else None
-        for up, x in zip(labels, said, strict=True):
-            logp, ref = step.sums(x, most)
+    for row, message in zip(step.rows, step.now, strict=True):
+        labels = [bool(row.label)] if len(message) == 1 else [True, False]
+        largest = min(x.n for x in message) if len(message) > 1 else None
+        for up, x in zip(labels, message, strict=True):
+            logp, ref = step.sums(x, largest)
             sides[up].append(step.settings["beta"] * (logp - ref))
     return fmean(map(fmean, sides.values())) if all(sides.values()) else None
 
 
-@pytest.mark.parametrize("given", [{}, {"beta": 0.5}, {"humanline": (-0.6, 1.5)}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.5}, {"humanline": (-0.6, 1.5)}], ids=str)
 @pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.shifts])
-def test_delta_is_the_mean_of_the_steps_before(name: str, given: dict[str, Any]) -> None:
+def test_delta_is_the_mean_of_the_steps_before(name: str, settings: dict[str, Any]) -> None:
     """Of unpaired rows, the third step has thumbs up only and says nothing."""
-    now = made(name, given)
+    now = made(name, settings)
     stands_still = torch.optim.SGD(models("tokens").policy.parameters(), lr=0.0)
     middles: list[float] = []
     for chosen in ([0, 1, 2, 3], [3, 4, 5, 6, 7], [1, 2, 4], [5, 6], [*range(9)]):
-        step = the_step(name, given, chosen, delta=fmean(middles) if middles else 0.0)
+        step = the_step(name, settings, chosen, delta=fmean(middles) if middles else 0.0)
         wanted = pytest.approx(WHOLE_STEP[name][0](step), rel=1e-6)  # delta is a number of 24 bits
         assert float(now.run(step.rows, backward=False).loss) == wanted
         outcome, _, _ = optimizer_step(now, stands_still, step.rows, (), 1.0)
         assert float(outcome.loss) == wanted
-        found = middle(step)
-        middles += [] if found is None else [found]
+        result = middle(step)
+        middles += [] if result is None else [result]
         assert (now.shift.delta, now.shift.steps) == (
             pytest.approx(fmean(middles), rel=1e-9),
             len(middles),
@@ -284,16 +286,16 @@ def test_the_gradient_is_clipped_once_and_then_applied(clip_norm: float | None) 
     torch.testing.assert_close(moved, -0.01 * factor * gradient, rtol=1e-5, atol=1e-12)
 
 
-def reward(name: str, said: Said, settings: dict[str, Any]) -> float:
+def reward(name: str, message: Said, settings: dict[str, Any]) -> float:
     """The implicit reward of an answer."""
-    logp, r = sum(said.logp), sum(said.logp) - sum(said.ref)
+    logp, r = sum(message.logp), sum(message.logp) - sum(message.ref)
     match name:
         case "ipo":
-            return settings["tau"] * r / said.n
+            return settings["tau"] * r / message.n
         case "dpo_norm":
-            return settings["beta"] * r / said.n
+            return settings["beta"] * r / message.n
         case "simpo" | "orpo":
-            return settings["beta"] * logp / said.n
+            return settings["beta"] * logp / message.n
         case "slic":
             return logp
         case "cpo":
@@ -309,22 +311,23 @@ def test_the_numbers_that_a_step_reports(name: str) -> None:
     step = the_step(name, {})
     meter = Meter()
     meter.pool(made(name, {}).run(step.rows, backward=False).metrics)
-    found = meter.reduce(SingleProcess())
+    result = meter.reduce(SingleProcess())
     flat = [
-        (said, side == 0 if row.label is None else row.label)
+        (message, side == 0 if row.label is None else row.label)
         for row, answers in zip(step.rows, step.now, strict=True)
-        for side, said in enumerate(answers)
+        for side, message in enumerate(answers)
     ]
     chosen, rejected = (
-        [reward(name, said, step.settings) for said, up in flat if up is it] for it in (True, False)
+        [reward(name, message, step.settings) for message, up in flat if up is actual]
+        for actual in (True, False)
     )
     wanted = {"rewards/chosen": fmean(chosen), "rewards/rejected": fmean(rejected)}
     wanted["rewards/margins"] = fmean(chosen) - fmean(rejected)
-    for side, it in (("chosen", True), ("rejected", False)):
-        wanted[f"logps/{side}"] = fmean(sum(said.logp) for said, up in flat if up is it)
+    for side, flag in (("chosen", True), ("rejected", False)):
+        wanted[f"logps/{side}"] = fmean(sum(message.logp) for message, up in flat if up is flag)
         if METHODS[name].needs_reference:
             wanted[f"logratio/{side}"] = fmean(
-                sum(said.logp) - sum(said.ref) for said, up in flat if up is it
+                sum(message.logp) - sum(message.ref) for message, up in flat if up is flag
             )
     if METHODS[name].kind == "preference":
         wanted["rewards/accuracies"] = fmean(w > l for w, l in zip(chosen, rejected, strict=True))
@@ -334,7 +337,7 @@ def test_the_numbers_that_a_step_reports(name: str) -> None:
         wanted["kl"] = wanted["kl/raw"] = reference_points(step)[0]
     if name == "bco":
         wanted["delta"] = 0.0  # of a run that begins
-    assert found == pytest.approx(wanted, rel=1e-9)
+    assert result == pytest.approx(wanted, rel=1e-9)
 
 
 def cut(ratio: float, adv: float, settings: dict[str, Any]) -> bool:
@@ -348,7 +351,7 @@ def cut(ratio: float, adv: float, settings: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "settings"),
     [
         ("grpo", {}),
         ("dr_grpo", {"dual_clip": 1.25}),
@@ -359,25 +362,25 @@ def cut(ratio: float, adv: float, settings: dict[str, Any]) -> bool:
     ],
 )
 def test_the_numbers_that_a_step_of_sampled_answers_reports(
-    name: str, given: dict[str, Any]
+    name: str, settings: dict[str, Any]
 ) -> None:
-    step = the_step(name, given, known=SAMPLED)
+    step = the_step(name, settings, known=SAMPLED)
     meter = Meter()
-    meter.pool(made(name, given).run(step.rows, backward=False).metrics)
-    found = meter.reduce(SingleProcess())
+    meter.pool(made(name, settings).run(step.rows, backward=False).metrics)
+    result = meter.reduce(SingleProcess())
     every = answers(step, [[0.0] * 3] * 9)
     tokens = [t for a in every for t in a.tokens]
-    apart = [t.logp - t.old for t in tokens]
+    separate = [t.logp - t.old for t in tokens]
     wanted = {
         "logps/token": fmean(t.logp for t in tokens),
-        "logratio/token": fmean(apart),
-        "kl/old": fmean(math.exp(d) - d - 1 for d in apart),
+        "logratio/token": fmean(separate),
+        "kl/old": fmean(math.exp(d) - d - 1 for d in separate),
         "kl/reference": fmean(math.exp(t.ref - t.logp) - (t.ref - t.logp) - 1 for t in tokens),
-        "advantages/logratio": fmean(t.adv * d for t, d in zip(tokens, apart, strict=True)),
+        "advantages/logratio": fmean(t.adv * d for t, d in zip(tokens, separate, strict=True)),
         "advantages/positive": fmean(t.adv > 0 for t in tokens),
         "sampler/kl": fmean(t.known["sampler"] - t.old for t in tokens),
     }
-    pairs = [(d, t.adv) for t, d in zip(tokens, apart, strict=True)]
+    pairs = [(d, t.adv) for t, d in zip(tokens, separate, strict=True)]
     weights = [t.old - t.known["sampler"] for t in tokens]
     if LOSSES[name].view == "answer":
         pairs = [((a.sum("logp") - a.sum("old")) / a.n, a.sum("adv") / a.n) for a in every]
@@ -394,14 +397,16 @@ def test_the_numbers_that_a_step_of_sampled_answers_reports(
         wanted["value/mean"] = fmean(t.critic for t in tokens)
         errors = [g - t.critic for g, t in zip(returns, tokens, strict=True)]
         wanted["value/explained"] = 1 - pvariance(errors) / pvariance(returns)
-    assert found == pytest.approx(wanted, rel=1e-9)
+    assert result == pytest.approx(wanted, rel=1e-9)
 
 
 def test_the_share_of_tokens_inside_the_clamp() -> None:
     step = the_step("kto", {"humanline": (-0.6, 1.5)})
     meter = Meter()
     meter.pool(made("kto", {"humanline": (-0.6, 1.5)}).run(step.rows, backward=False).metrics)
-    ratios = [p - ref for (said,) in step.now for p, ref in zip(said.logp, said.ref, strict=True)]
+    ratios = [
+        p - ref for (message,) in step.now for p, ref in zip(message.logp, message.ref, strict=True)
+    ]
     assert meter.reduce(SingleProcess())["humanline/unclamped"] == pytest.approx(
         fmean(-0.6 <= d <= 1.5 for d in ratios)
     )

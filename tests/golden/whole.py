@@ -40,24 +40,25 @@ class Step:
     @property
     def rows(self) -> list[TokenizedExample]:
         every = sampled(self.known) if self.known else rows(METHODS[self.name].kind)
-        found = [every[i] for i in self.chosen]
+        results = [every[i] for i in self.chosen]
         if self.name != "ordinal":
-            return found
+            return results
         return [
             replace(row, scores=tuple(1 + (LEVELS - 1) * share for share in row.scores))
-            for row in found
+            for row in results
         ]
 
-    def sums(self, said: Said, most: int | None = None) -> tuple[float, float]:
+    def sums(self, message: Said, maximum: int | None = None) -> tuple[float, float]:
         """Of an answer under policy and reference, as a loss reads them.
 
         ``most``: tokens that count in full.
         """
-        clamped = [self.clamped(x, ref) for x, ref in zip(said.logp, said.ref, strict=True)]
+        clamped = [self.clamped(x, ref) for x, ref in zip(message.logp, message.ref, strict=True)]
         share = [
-            1.0 if most is None or t < most else self.settings["ld_alpha"] for t in range(said.n)
+            1.0 if maximum is None or t < maximum else self.settings["ld_alpha"]
+            for t in range(message.n)
         ]
-        return dot(share, clamped), dot(share, said.ref)
+        return dot(share, clamped), dot(share, message.ref)
 
     def clamped(self, logp: float, ref: float) -> float:
         if self.settings["humanline"] is None:
@@ -68,8 +69,8 @@ class Step:
     def pair(self, i: int) -> dict[str, float]:
         """The numbers of a pair that its loss may read."""
         row, (w, l) = self.rows[i], self.now[i]
-        most = min(w.n, l.n)
-        (logp_w, ref_w), (logp_l, ref_l) = self.sums(w, most), self.sums(l, most)
+        largest = min(w.n, l.n)
+        (logp_w, ref_w), (logp_l, ref_l) = self.sums(w, largest), self.sums(l, largest)
         if self.settings["f_divergence"] != "reverse_kl":
             logp_w, logp_l = self.score(logp_w - ref_w), self.score(logp_l - ref_l)
             ref_w = ref_l = 0.0
@@ -136,10 +137,10 @@ def mean_of_pairs(formula: Callable[..., float]) -> Callable[[Step], float]:
 
     def total(step: Step) -> float:
         every = range(len(step.rows))
-        found = sum(
+        result = sum(
             step.weight(i) * call(formula, step.pair(i), step.settings) for i in every
         ) / len(step.rows)
-        return found if own_nll else found + step.settings["nll_weight"] * nll(step)
+        return result if own_nll else result + step.settings["nll_weight"] * nll(step)
 
     return total
 
@@ -148,8 +149,8 @@ def aot(step: Step) -> float:
     pairs = [step.pair(i) for i in range(len(step.rows))]
     gaps, refs = ([p[f"{name}_w"] - p[f"{name}_l"] for p in pairs] for name in ("logp", "ref"))
     losses = aot_formula(gaps, refs, [p["wrong"] for p in pairs], step.settings["beta"])
-    found = sum(step.weight(i) * loss for i, loss in enumerate(losses)) / len(pairs)
-    return found + step.settings["nll_weight"] * nll(step)
+    result = sum(step.weight(i) * loss for i, loss in enumerate(losses)) / len(pairs)
+    return result + step.settings["nll_weight"] * nll(step)
 
 
 def reference_points(step: Step) -> list[float]:
@@ -160,7 +161,7 @@ def reference_points(step: Step) -> list[float]:
         len(step.chosen),
     )
     size, pairing = (count, "next") if scope == "step" else (scope["group"], scope["pairing"])
-    found: list[float] = []
+    results: list[float] = []
     for start in range(0, count, size):
         run = step.chosen[start : start + size]
         partners = {
@@ -169,26 +170,26 @@ def reference_points(step: Step) -> list[float]:
             "reversed": run[::-1],
         }[pairing]
         sums = [step.sums(crossed(kind, i, j)) for i, j in zip(run, partners, strict=True)]
-        found += [max(0.0, fmean(logp - ref for logp, ref in sums))] * len(run)
-    return found
+        results += [max(0.0, fmean(logp - ref for logp, ref in sums))] * len(run)
+    return results
 
 
 def mean_of_answers(formula: Callable[..., float]) -> Callable[[Step], float]:
     def total(step: Step) -> float:
         points = reference_points(step) if "z0" in read(formula) else [0.0] * len(step.rows)
-        found = 0.0
-        for row, (said,), z0 in zip(step.rows, step.now, points, strict=True):
-            logp, ref = step.sums(said)
+        result = 0.0
+        for row, (message,), z0 in zip(step.rows, step.now, points, strict=True):
+            logp, ref = step.sums(message)
             numbers = {"logp": logp, "ref": ref, "label": row.label, "z0": z0, "delta": step.delta}
-            found += row.weight * call(formula, numbers, step.settings)
-        return found / len(step.rows)
+            result += row.weight * call(formula, numbers, step.settings)
+        return result / len(step.rows)
 
     return total
 
 
 def aot_unpaired(step: Step) -> float:
     labels = [bool(row.label) for row in step.rows]
-    ratios = [logp - ref for logp, ref in (step.sums(said) for (said,) in step.now)]
+    ratios = [logp - ref for logp, ref in (step.sums(message) for (message,) in step.now)]
     losses = unpaired_formula(
         ratios, labels, step.settings["beta"], step.settings["label_smoothing"]
     )
@@ -198,20 +199,23 @@ def aot_unpaired(step: Step) -> float:
 
 
 def sft(step: Step) -> float:
-    tokens = sum(said.n for (said,) in step.now)
+    tokens = sum(message.n for (message,) in step.now)
     return (
-        -sum(row.weight * sum(said.logp) for row, (said,) in zip(step.rows, step.now, strict=True))
+        -sum(
+            row.weight * sum(message.logp)
+            for row, (message,) in zip(step.rows, step.now, strict=True)
+        )
         / tokens
     )
 
 
 def dft(step: Step) -> float:
-    tokens = sum(said.n for (said,) in step.now)
-    found = [
-        dot([math.exp(x) for x in held.logp], said.logp)
-        for (held,), (said,) in zip(step.held, step.now, strict=True)
+    tokens = sum(message.n for (message,) in step.now)
+    results = [
+        dot([math.exp(x) for x in held.logp], message.logp)
+        for (held,), (message,) in zip(step.held, step.now, strict=True)
     ]
-    return -sum(row.weight * x for row, x in zip(step.rows, found, strict=True)) / tokens
+    return -sum(row.weight * x for row, x in zip(step.rows, results, strict=True)) / tokens
 
 
 @dataclass(frozen=True)
@@ -253,12 +257,12 @@ def answers(step: Step, advantages: Sequence[Sequence[float]]) -> list[Whole]:
     policy has just now (of answers with an advantage). advantages: of each answer, where none is
     known.
     """
-    found: list[Whole] = []
+    results: list[Whole] = []
     for i, row in enumerate(step.rows):
         for a, now, held, credit in zip(
             row.answers, step.now[i], step.held[i], advantages[i], strict=True
         ):
-            read = [t for t, it in enumerate(a.mask) if it]
+            read = [t for t, flag in enumerate(a.mask) if flag]
             tokens: list[Token] = []
             for k, t in enumerate(read):
                 known = {name: values[t] for name, values in a.columns}
@@ -270,8 +274,8 @@ def answers(step: Step, advantages: Sequence[Sequence[float]]) -> list[Whole]:
                 critic = now.critic[k] if now.critic else 0.0
                 adv = known.get("adv", credit)
                 tokens.append(Token(here, fixed, now.logp[k], now.ref[k], old, adv, critic, known))
-            found.append(Whole(row.weight, tokens))
-    return found
+            results.append(Whole(row.weight, tokens))
+    return results
 
 
 def of_token(formula: Callable[..., float]) -> Callable[[Step, Whole], list[float]]:
@@ -311,8 +315,8 @@ def of_answer(formula: Callable[..., float]) -> Callable[[Step, Whole], list[flo
 
 
 def corrected(step: Step, old: float, sampler: float | None) -> float:
-    most = step.settings["correction"]
-    return 1.0 if sampler is None or most is None else min(math.exp(old - sampler), most)
+    largest = step.settings["correction"]
+    return 1.0 if sampler is None or largest is None else min(math.exp(old - sampler), largest)
 
 
 def divergence(step: Step, token: Token) -> float:
@@ -392,35 +396,37 @@ def policy(
 
 
 def bradley_terry(step: Step) -> float:
-    found = 0.0
+    result = 0.0
     for row, (w, l) in zip(step.rows, step.now, strict=True):
         loss = -paired.log_sigmoid(w.score[0] - l.score[0] - row.margin)
-        found += row.weight * (loss + step.settings["center_coef"] * (w.score[0] + l.score[0]) ** 2)
-    return found / len(step.rows)
+        result += row.weight * (
+            loss + step.settings["center_coef"] * (w.score[0] + l.score[0]) ** 2
+        )
+    return result / len(step.rows)
 
 
 def mean_of_scored(
-    each: Callable[[float, float, Said, dict[str, Any]], float],
+    item: Callable[[float, float, Said, dict[str, Any]], float],
 ) -> Callable[[Step], float]:
     """each: score, target, all else that was measured, settings."""
 
     def total(step: Step) -> float:
-        found = 0.0
-        for row, (said,) in zip(step.rows, step.now, strict=True):
-            given = [
-                (x, t) for x, t in zip(said.score, row.scores, strict=True) if not math.isnan(t)
+        result = 0.0
+        for row, (message,) in zip(step.rows, step.now, strict=True):
+            inputs = [
+                (x, t) for x, t in zip(message.score, row.scores, strict=True) if not math.isnan(t)
             ]
-            found += (
-                row.weight * fmean(each(x, t, said, step.settings) for x, t in given)
-                if given
+            result += (
+                row.weight * fmean(item(x, t, message, step.settings) for x, t in inputs)
+                if inputs
                 else 0.0
             )
-        return found / len(step.rows)
+        return result / len(step.rows)
 
     return total
 
 
-def pointwise(score: float, target: float, said: Said, settings: dict[str, Any]) -> float:
+def pointwise(score: float, target: float, message: Said, settings: dict[str, Any]) -> float:
     e, delta = abs(score - target), settings["huber_delta"]
     match settings["error"]:
         case "cross_entropy":
@@ -431,8 +437,8 @@ def pointwise(score: float, target: float, said: Said, settings: dict[str, Any])
             return e**2 / 2 if e <= delta else delta * (e - delta / 2)
 
 
-def ordinal(score: float, target: float, said: Said, settings: dict[str, Any]) -> float:
-    at_most = [0.0, *(paired.sigmoid(theta - score) for theta in said.thresholds), 1.0]
+def ordinal(score: float, target: float, message: Said, settings: dict[str, Any]) -> float:
+    at_most = [0.0, *(paired.sigmoid(theta - score) for theta in message.thresholds), 1.0]
     return -math.log(at_most[int(target)] - at_most[int(target) - 1])
 
 

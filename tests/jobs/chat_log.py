@@ -34,7 +34,7 @@ def entry(number: int, vote: Any = True, **changes: Any) -> dict[str, Any]:
 
 
 def write_export(path: Path, *entries: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(each) + "\n" for each in entries))
+    path.write_text("".join(json.dumps(item) + "\n" for item in entries))
     return str(path)
 
 

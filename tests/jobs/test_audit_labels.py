@@ -74,10 +74,10 @@ def test_contradictions_and_near_duplicates_are_named(place: Path) -> None:
         {"prompt": "another", "completion": "the sun is a star, and it is hot", "label": False},
         {"prompt": "q", "completion": "Nobody knows.", "label": False},
     ]
-    found = audit_labels([write("thumbs.jsonl", rows)], quiet=True)
-    assert found.contradictions == (("thumbs.jsonl:2", "thumbs.jsonl:1"),)
+    result = audit_labels([write("thumbs.jsonl", rows)], quiet=True)
+    assert result.contradictions == (("thumbs.jsonl:2", "thumbs.jsonl:1"),)
     # 8 of 9 shingles of the one are all of the other
-    assert found.near_duplicates == (("thumbs.jsonl:1", "thumbs.jsonl:3", round(8 / 9, 3)),)
+    assert result.near_duplicates == (("thumbs.jsonl:1", "thumbs.jsonl:3", round(8 / 9, 3)),)
 
 
 def test_pairs_that_are_preferred_both_ways_contradict(place: Path) -> None:
@@ -87,13 +87,13 @@ def test_pairs_that_are_preferred_both_ways_contradict(place: Path) -> None:
         {"prompt": "q", "chosen": "b", "rejected": "a", "soft": 0.1},
         {"prompt": "q", "chosen": "a", "rejected": "c", "soft": 0.5},
     ]
-    found = audit_labels([write("pairs.jsonl", rows)], quiet=True)
-    assert found.contradictions == (
+    result = audit_labels([write("pairs.jsonl", rows)], quiet=True)
+    assert result.contradictions == (
         ("pairs.jsonl:2", "pairs.jsonl:1"),
         ("pairs.jsonl:3", "pairs.jsonl:2"),
     )
-    assert [(each.kind, each.rows, each.up) for each in found.kinds] == [("pairs", 3, 2)]
-    assert found.unrated == 1
+    assert [(kind.kind, kind.rows, kind.up) for kind in result.kinds] == [("pairs", 3, 2)]
+    assert result.unrated == 1
 
 
 def test_near_duplicates_are_those_that_a_search_of_all_finds() -> None:
@@ -116,16 +116,19 @@ def test_near_duplicates_are_those_that_a_search_of_all_finds() -> None:
             and len(shingles(one) & shingles(other))
             >= threshold * len(shingles(one) | shingles(other))
         }  # fmt: skip
-        found = near_duplicates(rows, threshold)
+        result = near_duplicates(rows, threshold)
         assert len(expected) > 5
-        assert {(each.up.origin.line, each.down.origin.line) for each in found} == expected
-        assert len(found) == len(expected)
+        assert {(item.up.origin.line, item.down.origin.line) for item in result} == expected
+        assert len(result) == len(expected)
 
 
 def test_copies_of_near_duplicates_are_all_named_once_or_more() -> None:
     texts = ["a b c d e f g h i j k"] * 3 + ["a b c d e f g h i j k l"] * 4 + ["a b c"] * 2
     rows = [(judgement(text, i < 3, i), text) for i, text in enumerate(texts)]
-    pairs = [(each.up.origin.line, each.down.origin.line) for each in near_duplicates(rows)]
+    pairs = [
+        (near_duplicate.up.origin.line, near_duplicate.down.origin.line)
+        for near_duplicate in near_duplicates(rows)
+    ]
     assert sorted(pairs) == [(0, 3), (0, 4), (0, 5), (0, 6), (1, 3), (2, 3)]
     same = [(judgement("same", i % 2 == 0, i), "same") for i in range(20_000)]
     assert near_duplicates(same) == []
@@ -150,13 +153,13 @@ def test_agreement_is_that_computed_by_hand() -> None:
     up and 4 down give 2 * 3 * 4 / (7 * 6) = 4/7. So alpha is 0.
     """
     verdicts = {"t1": "uud", "t2": "ud", "t3": "dd", "t4": "u"}
-    found = rater_agreement(ratings(verdicts))
-    assert found is not None
-    assert (found.targets, found.ratings) == (3, 7)
-    assert found.alpha == pytest.approx(0)
-    assert found.disagreement == pytest.approx(3 / 5)
+    result = rater_agreement(ratings(verdicts))
+    assert result is not None
+    assert (result.targets, result.ratings) == (3, 7)
+    assert result.alpha == pytest.approx(0)
+    assert result.disagreement == pytest.approx(3 / 5)
     # r2 differs from both others on t1; r1 from r2 and r0; r0 from r2 and, on t2, from r1
-    assert [(r.rater, r.ratings, r.pairs, r.disagreement) for r in found.raters] == [
+    assert [(r.rater, r.ratings, r.pairs, r.disagreement) for r in result.raters] == [
         ("r2", 1, 2, 1.0),
         ("r0", 3, 4, 0.5),
         ("r1", 3, 4, 0.5),
@@ -166,9 +169,9 @@ def test_agreement_is_that_computed_by_hand() -> None:
 def test_agreement_beyond_chance_and_without_variation() -> None:
     """Two raters, four targets, one disagreement: 1 - (2/8) / (2 * 5 * 3 / 56) = 1 - 7/15."""
     verdicts = {"t1": "uu", "t2": "uu", "t3": "ud", "t4": "dd"}
-    found = rater_agreement(ratings(verdicts))
-    assert found is not None
-    assert found.alpha == pytest.approx(1 - 7 / 15)
+    result = rater_agreement(ratings(verdicts))
+    assert result is not None
+    assert result.alpha == pytest.approx(1 - 7 / 15)
     alike = rater_agreement([RaterVerdict("t1", "r0", "u"), RaterVerdict("t1", "r1", "u")])
     assert alike is not None
     assert alike.alpha is None
@@ -201,9 +204,9 @@ def test_rows_may_name_their_rater() -> None:
         judgement("a", False, info={"raters": ["y", "z"]}),
         judgement("a", False),
     ]
-    found = rater_agreement(ratings_of_rows(rows))
-    assert found is not None
-    assert (found.ratings, found.disagreement) == (2, 1.0)
+    result = rater_agreement(ratings_of_rows(rows))
+    assert result is not None
+    assert (result.ratings, result.disagreement) == (2, 1.0)
 
 
 # Form
@@ -223,20 +226,20 @@ def test_labels_that_follow_from_length_are_predicted_and_others_are_not(place: 
     for row in rows:
         row["label"] = len(row["completion"]) % 2 == 0
         row["completion"] += " more words" * (3 if row["label"] else 0)
-    (found,) = audit_labels([write("long.jsonl", rows)], quiet=True).kinds
-    assert found.form is not None
-    assert found.form.is_predictive
-    assert found.form.auc == 1
-    words = found.form.features[0]
+    (result,) = audit_labels([write("long.jsonl", rows)], quiet=True).kinds
+    assert result.form is not None
+    assert result.form.is_predictive
+    assert result.form.auc == 1
+    words = result.form.features[0]
     assert (words.name, words.up, words.down, words.auc) == ("words", 12, 6, 1)
-    (found,) = audit_labels([write("equal.jsonl", thumbs())], quiet=True).kinds
-    assert found.form is not None
-    assert not found.form.is_predictive
+    (result,) = audit_labels([write("equal.jsonl", thumbs())], quiet=True).kinds
+    assert result.form is not None
+    assert not result.form.is_predictive
     few = [row for row in thumbs() if row["label"]] + [row for row in thumbs() if not row["label"]][
         :9
     ]
-    (found,) = audit_labels([write("few.jsonl", few)], quiet=True).kinds
-    assert (found.down, found.form) == (9, None)
+    (result,) = audit_labels([write("few.jsonl", few)], quiet=True).kinds
+    assert (result.down, result.form) == (9, None)
 
 
 # Cross-fitting
@@ -291,18 +294,18 @@ def test_states_are_those_of_each_sequence_alone() -> None:
 
 
 def test_planted_flips_are_found(place: Path) -> None:
-    found = audit_labels([write("thumbs.jsonl", thumbs())], model="model", quiet=True)
-    states = found.kinds[0].states
+    result = audit_labels([write("thumbs.jsonl", thumbs())], model="model", quiet=True)
+    states = result.kinds[0].states
     assert states is not None
     assert states.can_tell
     assert states.rows == NUM_ROWS
-    lines = [int(each.origin.rpartition(":")[2]) - 1 for each in states.suspects]
+    lines = [int(suspect.origin.rpartition(":")[2]) - 1 for suspect in states.suspects]
     # by chance 0.6 of the first six are flipped
     assert len(set(lines[:6]) & set(FLIPPED)) >= 4
-    scores = [each.score for each in states.suspects]
+    scores = [suspect.score for suspect in states.suspects]
     assert scores == sorted(scores, reverse=True)
     assert min(scores) > 0.5
-    assert all(each.label is not each.predicted for each in states.suspects)
+    assert all(suspect.label is not suspect.predicted for suspect in states.suspects)
 
 
 def test_scores_count_as_high_or_low_and_planted_mistakes_are_found(place: Path) -> None:
@@ -312,15 +315,15 @@ def test_scores_count_as_high_or_low_and_planted_mistakes_are_found(place: Path)
     rows += [{**rows[0], "score": 1}, {**rows[1], "score": 5}]
     middle = {"prompt": "q", "completion": "sun", "score": 3}
     file = write("scores.jsonl", [*rows, middle])
-    found = audit_labels([file], model="model", top=6, out=Path("sorted.jsonl"), quiet=True)
-    (scores,) = found.kinds
-    assert (scores.kind, scores.rows, scores.up, found.unrated) == ("scores", 62, 31, 1)
-    assert found.contradictions == ((f"{file}:61", f"{file}:1"), (f"{file}:62", f"{file}:2"))
-    assert found.agreement is None
+    result = audit_labels([file], model="model", top=6, out=Path("sorted.jsonl"), quiet=True)
+    (scores,) = result.kinds
+    assert (scores.kind, scores.rows, scores.up, result.unrated) == ("scores", 62, 31, 1)
+    assert result.contradictions == ((f"{file}:61", f"{file}:1"), (f"{file}:62", f"{file}:2"))
+    assert result.agreement is None
     assert scores.states is not None
-    lines = [int(each.origin.rpartition(":")[2]) - 1 for each in scores.states.suspects]
+    lines = [int(suspect.origin.rpartition(":")[2]) - 1 for suspect in scores.states.suspects]
     assert len(set(lines) & {*FLIPPED, 0, 1, 60, 61}) >= 4
-    assert {each.label for each in scores.states.suspects} <= {"high", "low"}
+    assert {suspect.label for suspect in scores.states.suspects} <= {"high", "low"}
     written = [json.loads(line) for line in Path("sorted.jsonl").read_text().splitlines()]
     assert Counter(row["score"] for row in written) == {1: 31, 3: 1, 5: 31}
 
@@ -332,25 +335,27 @@ def test_planted_flips_of_pairs_are_found(place: Path) -> None:
         good, bad = (" ".join(generator.choices(words, k=6)) for words in (GOOD, BAD))
         chosen, rejected = (bad, good) if i in FLIPPED else (good, bad)
         rows.append({"prompt": f"question {i}", "chosen": chosen, "rejected": rejected})
-    found = audit_labels([write("pairs.jsonl", rows)], model="model", top=6, quiet=True)
-    states = found.kinds[0].states
+    result = audit_labels([write("pairs.jsonl", rows)], model="model", top=6, quiet=True)
+    states = result.kinds[0].states
     assert states is not None
-    lines = [int(each.origin.rpartition(":")[2]) - 1 for each in states.suspects]
+    lines = [int(suspect.origin.rpartition(":")[2]) - 1 for suspect in states.suspects]
     assert len(set(lines) & set(FLIPPED)) >= 5
-    assert {(each.label, each.predicted) for each in states.suspects} == {("chosen", "rejected")}
+    assert {(suspect.label, suspect.predicted) for suspect in states.suspects} == {
+        ("chosen", "rejected")
+    }
 
 
 def test_a_model_that_cannot_tell_labels_apart_lists_nothing(place: Path) -> None:
     generator = random.Random(3)
     rows = [row | {"label": generator.random() < 0.5} for row in thumbs()]
-    found = audit_labels(
+    result = audit_labels(
         [write("thumbs.jsonl", rows)], model="model", out=Path("review.jsonl"), quiet=True
     )
-    states = found.kinds[0].states
+    states = result.kinds[0].states
     assert states is not None
     assert not states.can_tell
     assert states.interval[0] <= 0.5 <= states.interval[1]
-    assert (states.suspects, states.num_suspects, found.out) == ((), 0, None)
+    assert (states.suspects, states.num_suspects, result.out) == ((), 0, None)
     assert not Path("review.jsonl").exists()
 
 
@@ -360,19 +365,21 @@ def test_rows_are_written_again_and_train(place: Path) -> None:
     # a row that is too long for the model has no score and is written all the same
     rows[7]["completion"] = "sun " * 3000
     file = write("thumbs.jsonl", rows[:-1])
-    found = audit_labels([file], model="model", out=Path("review.jsonl"), quiet=True)
-    assert found.out == "review.jsonl"
+    result = audit_labels([file], model="model", out=Path("review.jsonl"), quiet=True)
+    assert result.out == "review.jsonl"
     lines = [json.loads(line) for line in Path("review.jsonl").read_text().splitlines()]
     assert len(lines) == NUM_ROWS
     audits = [line["info"]["audit"] for line in lines if "audit" in line.get("info", {})]
     assert len(audits) == NUM_ROWS - 1
-    assert sum(found.kinds[0].unusable.values()) == 1
-    scores = [each["score"] for each in audits]
+    assert sum(result.kinds[0].unusable.values()) == 1
+    scores = [audit["score"] for audit in audits]
     assert scores == sorted(scores, reverse=True)
-    assert all((each["score"] > 0.5) is (each["label"] is not each["predicted"]) for each in audits)
+    assert all(
+        (audit["score"] > 0.5) is (audit["label"] is not audit["predicted"]) for audit in audits
+    )
     assert all(line["info"]["audit"]["label"] is line["label"] for line in lines[: len(audits)])
-    (kept,) = (line for line in lines if line["prompt"] == "question 5")
-    assert kept["info"]["comment"] == "kept"
+    (remaining,) = (line for line in lines if line["prompt"] == "question 5")
+    assert remaining["info"]["comment"] == "kept"
     before, after = ({e.id for e in load_all(name)} for name in ("thumbs.jsonl", "review.jsonl"))
     assert before == after
     assert command("train", "recipe.yaml", "data.train=review.jsonl", "train.max_steps=1") == 0
@@ -426,8 +433,8 @@ def test_the_command_prints_what_was_found(place: Path, capsys: pytest.CaptureFi
     assert "0.5 is chance" in shown
     assert shown.count("thumbs.jsonl:") == 3
     assert command("audit", file, "--model", "model", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["status"], found["kinds"][0]["rows"]) == ("done", NUM_ROWS)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["status"], result["kinds"][0]["rows"]) == ("done", NUM_ROWS)
     assert command("audit", "absent.jsonl", "--json") == 2
     assert json.loads(capsys.readouterr().out)["code"] == "file-not-found"
 

@@ -52,10 +52,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def do_import(*entries: dict[str, Any], **how: Any) -> ImportSummary:
+def do_import(*entries: dict[str, Any], **options: Any) -> ImportSummary:
     """Import these entries of the log."""
     file = write_export(Path("log.jsonl"), *entries)
-    return import_feedback(NAME, [file], OUT, quiet=True, **how)
+    return import_feedback(NAME, [file], OUT, quiet=True, **options)
 
 
 def rows(path: str | Path) -> list[dict[str, Any]]:
@@ -68,8 +68,8 @@ def contents(folder: Path = Path()) -> dict[str, bytes]:
 
 
 def counts(summary: ImportSummary) -> tuple[int, int, int, int]:
-    found = summary.counts
-    return found.new, found.replaced, found.unchanged, found.superseded
+    result = summary.counts
+    return result.new, result.replaced, result.unchanged, result.superseded
 
 
 # What is written
@@ -121,7 +121,7 @@ def test_the_description_has_checksums_and_names_no_person_or_folder(tmp_path: P
         "1970-01-01T00:16:41+00:00",
         "1970-01-01T00:16:45+00:00",
     )
-    assert {name: each["sha256"] for name, each in about["files"].items()} == {
+    assert {name: item["sha256"] for name, item in about["files"].items()} == {
         name: hashlib.sha256(content).hexdigest()
         for name, content in contents().items()
         if name != "feedback.about.json"
@@ -150,7 +150,7 @@ def test_votes_that_make_no_row_are_skipped_with_the_reason() -> None:
         entry(3, None, other="answer 3", winner="this"),
         entry(4, answer=""),
     )
-    assert {reason: each.place for reason, each in summary.skipped.items()} == {
+    assert {reason: item.place for reason, item in summary.skipped.items()} == {
         "no_prompt": "log.jsonl:2",
         "identical": "log.jsonl:3",
         "shape_unknown": "log.jsonl:4",
@@ -159,10 +159,10 @@ def test_votes_that_make_no_row_are_skipped_with_the_reason() -> None:
 
 
 def test_votes_of_machines_are_left_out_unless_asked_for() -> None:
-    found = do_import(entry(1), entry(2, machine=True))
-    assert (found.votes, found.skipped["machine"].count) == (1, 1)
-    found = do_import(entry(1), entry(2, machine=True), options=ReadOptions(includes_machine=True))
-    assert (found.votes, found.skipped) == (2, {})
+    result = do_import(entry(1), entry(2, machine=True))
+    assert (result.votes, result.skipped["machine"].count) == (1, 1)
+    result = do_import(entry(1), entry(2, machine=True), options=ReadOptions(includes_machine=True))
+    assert (result.votes, result.skipped) == (2, {})
 
 
 def test_raters_who_disagree_are_counted() -> None:
@@ -340,17 +340,17 @@ def test_merging_twice_changes_nothing(earlier: list[Vote], later: list[Vote]) -
 
 def test_since_leaves_out_older_votes_and_last_is_the_newest_one_that_is_stored() -> None:
     log = [entry(n) for n in range(6)]
-    found = do_import(*log, since="1970-01-01T00:16:42")
-    assert (found.votes, found.skipped["before_since"].count) == (4, 2)
-    found = do_import(*log, entry(9), since="last")
-    assert (found.counts.new, found.counts.unchanged, found.skipped["before_since"].count) == (
+    result = do_import(*log, since="1970-01-01T00:16:42")
+    assert (result.votes, result.skipped["before_since"].count) == (4, 2)
+    result = do_import(*log, entry(9), since="last")
+    assert (result.counts.new, result.counts.unchanged, result.skipped["before_since"].count) == (
         1,
         1,
         5,
     )
     before = contents()
-    found = do_import(*log, since="last")
-    assert (found.votes, found.skipped["before_since"].count) == (0, 6)
+    result = do_import(*log, since="last")
+    assert (result.votes, result.skipped["before_since"].count) == (0, 6)
     assert contents() == before
     with raises_error("date-invalid", where="--since"):
         do_import(*log, since="yesterday")
@@ -382,12 +382,12 @@ def test_model_leaves_out_completions_of_others() -> None:
 
 
 def test_the_weights_that_kto_advises_are_in_the_summary() -> None:
-    found = do_import(*(entry(n, n == 0) for n in range(4)))
-    assert found.weights is not None
-    assert (found.weights.n_up, found.weights.n_down) == (1, 3)
-    assert found.weights.change == "desirable_weight"
-    assert found.to_dict()["weights"]["advice"] == found.weights.remedy
-    assert found.files[0].command == (
+    result = do_import(*(entry(n, n == 0) for n in range(4)))
+    assert result.weights is not None
+    assert (result.weights.n_up, result.weights.n_down) == (1, 3)
+    assert result.weights.change == "desirable_weight"
+    assert result.to_dict()["weights"]["advice"] == result.weights.remedy
+    assert result.files[0].command == (
         "valence check recipe.yaml method=kto data.train=feedback.jsonl loss.class_weights=auto"
     )
 
@@ -396,7 +396,7 @@ def test_the_weights_that_kto_advises_are_in_the_summary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("log", "how", "reason", "fix"),
+    ("log", "options", "reason", "fix"),
     [
         ([entry(1, None)], {}, "without a vote", ""),
         ([entry(1, machine=True)], {}, "model or program", "--include-machine"),
@@ -407,10 +407,10 @@ def test_the_weights_that_kto_advises_are_in_the_summary() -> None:
     ids=["no vote", "machine", "model", "since", "empty"],
 )
 def test_nothing_is_written_where_nothing_is_imported(
-    log: list[dict[str, Any]], how: dict[str, Any], reason: str, fix: str
+    log: list[dict[str, Any]], options: dict[str, Any], reason: str, fix: str
 ) -> None:
     with raises_error("nothing-imported", where="log.jsonl", fix=fix) as raised:
-        do_import(*log, **how)
+        do_import(*log, **options)
     assert reason in raised.error.message
     assert contents() == {}
 
@@ -434,7 +434,7 @@ def test_a_tool_without_a_server_has_no_url() -> None:
 def test_a_server_is_asked_for_votes_from_since_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[object] = []
+    requests: list[object] = []
 
     def pull(
         name: str,
@@ -445,7 +445,7 @@ def test_a_server_is_asked_for_votes_from_since_on(
         token_env: str | None,
         progress: Callable[[int], None],
     ) -> Iterator[Vote | Skipped]:
-        asked.append((name, url, since, token_env))
+        requests.append((name, url, since, token_env))
         progress(5)
         yield replace(a_vote("a", 7.0, "person", "answer", True), source=name)
         yield Skipped("no_vote", Origin("https://user:key@host/path?key=1", 1))
@@ -456,7 +456,7 @@ def test_a_server_is_asked_for_votes_from_since_on(
     for since in (None, "last"):
         summary = import_feedback("langfuse", [], OUT, url=url, token_env="KEY", since=since)
         assert summary.skipped["no_vote"].place == "https://host/path:1"
-    assert asked == [("langfuse", url, 0.0, "KEY"), ("langfuse", url, 7.0, "KEY")]
+    assert requests == [("langfuse", url, 0.0, "KEY"), ("langfuse", url, 7.0, "KEY")]
     assert "5 " in capsys.readouterr().out
     assert b"person" not in b"".join(contents().values())
 
@@ -620,15 +620,15 @@ NEW = (entry(1, False, at=5000), entry(7), entry(3, True, at=5000), entry(6, Tru
 
 def halt_at(step: int, monkeypatch: pytest.MonkeyPatch, halt: Callable[[], None]) -> list[int]:
     """Halt before change number ``step`` (from 1) on the disk; the changes that were made."""
-    made: list[int] = []
+    results: list[int] = []
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             path = args[1] if isinstance(args[0], ImportStore) else args[0]
             is_change = function.__name__ != "unlink" or path.exists()
             if is_change and not path.name.endswith(".lock"):
-                made.append(1)
-                if len(made) == step:
+                results.append(1)
+                if len(results) == step:
                     halt()
             return function(*args, **kwargs)
 
@@ -637,7 +637,7 @@ def halt_at(step: int, monkeypatch: pytest.MonkeyPatch, halt: Callable[[], None]
     monkeypatch.setattr(Path, "replace", counted(Path.replace))
     monkeypatch.setattr(Path, "unlink", counted(Path.unlink))
     monkeypatch.setattr(ImportStore, "_prepare", counted(ImportStore._prepare))
-    return made
+    return results
 
 
 def raise_halt() -> None:
@@ -651,14 +651,14 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, byte
 
     install()
     before = Path.cwd()
-    found = {}
+    results = {}
     for name, imports in (("old", [OLD]), ("new", [OLD, NEW]), ("alone", [NEW])):
         os.chdir(tmp_path_factory.mktemp(name))
         for entries in imports:
             do_import(*entries)
-        found[name] = contents()
+        results[name] = contents()
     os.chdir(before)
-    return found
+    return results
 
 
 def check_state(states: dict[str, dict[str, bytes]]) -> None:
@@ -701,9 +701,9 @@ def test_all_changes_on_the_disk_are_tried(
 ) -> None:
     do_import(*OLD)
     with monkeypatch.context() as patch:
-        made = halt_at(0, patch, raise_halt)
+        result = halt_at(0, patch, raise_halt)
         do_import(*NEW)
-    assert len(made) == STEPS
+    assert len(result) == STEPS
     assert contents() == states["new"]
 
 

@@ -49,11 +49,11 @@ class Squares:
 
 
 def run(
-    out: Path, items: Sequence[int] = ITEMS, seed: int = 0, **how: Any
+    out: Path, items: Sequence[int] = ITEMS, seed: int = 0, **options: Any
 ) -> tuple[Tally, list[int]]:
     """The outcomes, and the items that were computed."""
     squares = Squares()
-    with RowJob(out, [], window=3, lines_per_item=2, quiet=True, **how) as job:
+    with RowJob(out, [], window=3, lines_per_item=2, quiet=True, **options) as job:
         job.check_facts({"seed": seed})
         return job.run(squares, items, len(items), "squaring", ABOUT), squares.computed
 

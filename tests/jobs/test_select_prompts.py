@@ -22,10 +22,10 @@ __all__ = ["place"]
 def select(files: list[str], num: int = 100, **options: Any) -> tuple[Selection, list[Any]]:
     out = Path("next.jsonl")
     rated = options.pop("rated", "rated.jsonl")
-    found = select_prompts(files, [rated], "model", out, num=num, quiet=True, **options)
+    result = select_prompts(files, [rated], "model", out, num=num, quiet=True, **options)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     out.unlink()
-    return found, rows
+    return result, rows
 
 
 def answers() -> list[dict[str, Any]]:
@@ -46,10 +46,10 @@ def clean() -> list[dict[str, Any]]:
 
 def test_prompts_come_first_whose_answers_the_classifier_is_least_sure_of(place: Path) -> None:
     write("rated.jsonl", clean())
-    found, rows = select([write("answers.jsonl", answers())])
-    assert (found.order, found.prompts, found.selected) == ("margin", 20, 20)
-    assert found.auc is not None
-    assert found.auc > 0.9
+    result, rows = select([write("answers.jsonl", answers())])
+    assert (result.order, result.prompts, result.selected) == ("margin", 20, 20)
+    assert result.auc is not None
+    assert result.auc > 0.9
     doubts = [row["info"]["select"]["uncertainty"] for row in rows]
     assert doubts == sorted(doubts, reverse=True)
     first = {row["prompt"] for row in rows[:8]}
@@ -62,9 +62,9 @@ def test_prompts_alone_come_in_the_order_of_their_distance(place: Path) -> None:
     write("rated.jsonl", thumbs())
     prompts = [{"prompt": "question 3"}, {"prompt": "question 3"}, {"prompt": "question 77"}]
     prompts += [{"prompt": [{"role": "user", "content": "The capital of France is a world!"}]}]
-    found, rows = select([write("prompts.jsonl", prompts)])
-    assert (found.order, found.auc, found.prompts) == ("diversity", None, 2)
-    assert sum(found.left_out.values()) == 2  # question 3 is rated
+    result, rows = select([write("prompts.jsonl", prompts)])
+    assert (result.order, result.auc, result.prompts) == ("diversity", None, 2)
+    assert sum(result.left_out.values()) == 2  # question 3 is rated
     assert [row["prompt"] for row in rows] == [prompts[3]["prompt"], "question 77"]
 
 
@@ -85,10 +85,10 @@ def test_the_farthest_is_first() -> None:
 def test_a_classifier_that_cannot_tell_labels_apart_does_not_choose(place: Path) -> None:
     generator = random.Random(3)
     write("rated.jsonl", [row | {"label": generator.random() < 0.5} for row in thumbs()])
-    found, rows = select([write("answers.jsonl", answers())], num=5)
-    assert (found.order, found.selected, found.prompts) == ("diversity", 5, 20)
-    assert found.interval is not None
-    assert found.interval[0] <= 0.5
+    result, rows = select([write("answers.jsonl", answers())], num=5)
+    assert (result.order, result.selected, result.prompts) == ("diversity", 5, 20)
+    assert result.interval is not None
+    assert result.interval[0] <= 0.5
     assert all("uncertainty" not in row["info"]["select"] for row in rows)
 
 
@@ -100,9 +100,9 @@ def test_both_sides_of_pairs_are_labelled(place: Path) -> None:
         {"prompt": f"question {i}", "chosen": chosen, "rejected": rejected}
         for i, (chosen, rejected) in enumerate(zip(good, bad, strict=False))
     ]
-    found, _ = select([write("answers.jsonl", answers())], rated=write("pairs.jsonl", pairs))
-    assert found.auc is not None
-    assert found.auc > 0.9
+    result, _ = select([write("answers.jsonl", answers())], rated=write("pairs.jsonl", pairs))
+    assert result.auc is not None
+    assert result.auc > 0.9
 
 
 def test_the_file_is_a_queue_of_prompts(place: Path) -> None:
@@ -112,9 +112,9 @@ def test_the_file_is_a_queue_of_prompts(place: Path) -> None:
     words = ("--rated", write("rated.jsonl", thumbs()), "--model", "model", "--out", "next.jsonl")
     assert command("select", write("prompts.jsonl", prompts), *words) == 0
     queue = PromptQueue(["next.jsonl"])
-    turns = [[dict(turn) for turn in each.messages] for each in queue.prompts]
+    turns = [[dict(turn) for turn in prompt.messages] for prompt in queue.prompts]
     assert sorted(turns, key=len) == [[{"role": "user", "content": "one"}], chat]
-    assert {len(each.tools) for each in queue.prompts} == {0, 1}
+    assert {len(prompt.tools) for prompt in queue.prompts} == {0, 1}
 
 
 def test_mistakes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,7 @@ def test_mistakes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("next.jsonl").exists()
     capsys.readouterr()
     assert command("select", prompts, "--rated", rated, *out, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["status"], found["selected"]) == ("done", 1)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["status"], result["selected"]) == ("done", 1)
     assert command("select", prompts, "--rated", rated, *out, "--json") == 2
     assert json.loads(capsys.readouterr().out)["code"] == "path-exists"

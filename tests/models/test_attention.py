@@ -194,8 +194,8 @@ def test_a_second_pass_over_what_the_first_one_kept(
     )
     if not len(parts.no_grad_rows):
         return
-    given = heads(segments[-1][1])
-    whole = dense_attention(*given, seen(segments, window), SCALE)
+    inputs = heads(segments[-1][1])
+    full = dense_attention(*inputs, seen(segments, window), SCALE)
     count = len(parts.grad_rows)
     more = fill(count) - count
     filled_up = (
@@ -204,15 +204,15 @@ def test_a_second_pass_over_what_the_first_one_kept(
         else parts.grad_table
     )
     memory = KeyValueMemory(fill(count))
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for rows, forest, is_reading in (
         (torch.cat([parts.grad_rows, torch.zeros(more, dtype=torch.long)]), filled_up, False),
         (parts.no_grad_rows, parts.no_grad_table, True),
     ):
         with torch.no_grad(), key_value_memory(memory, is_reading=is_reading):
-            found.append(attend_by(way, *(x[:, :, rows] for x in given), forest, window))
-    torch.testing.assert_close(found[0][:, :count], whole[:, parts.grad_rows])
-    torch.testing.assert_close(found[1], whole[:, parts.no_grad_rows])
+            results.append(attend_by(way, *(x[:, :, rows] for x in inputs), forest, window))
+    torch.testing.assert_close(results[0][:, :count], full[:, parts.grad_rows])
+    torch.testing.assert_close(results[1], full[:, parts.no_grad_rows])
 
 
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
@@ -229,9 +229,9 @@ def test_the_masks_for_cuda_say_what_is_seen(
     )
     nobody = torch.full((fill(len(parts.grad_rows)) - len(parts.grad_rows),), -1)
     order = torch.cat([parts.grad_rows, nobody, parts.no_grad_rows])
-    whole = torch.arange(segments[-1][1])
+    full = torch.arange(segments[-1][1])
     for forest, keys, queries in (
-        (segment_table(segments), whole, whole),
+        (segment_table(segments), full, full),
         (parts.no_grad_table, order, parts.no_grad_rows),
     ):
         if not len(queries):
@@ -250,10 +250,10 @@ def test_the_masks_for_cuda_say_what_is_seen(
 
 def blocks_of(counts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Which blocks a mask lists [Q, K]."""
-    found = torch.zeros(places.shape[2:], dtype=torch.bool)
+    result = torch.zeros(places.shape[2:], dtype=torch.bool)
     for row, (count, listed) in enumerate(zip(counts[0, 0].tolist(), places[0, 0], strict=True)):
-        found[row, listed[:count].long()] = True
-    return found
+        result[row, listed[:count].long()] = True
+    return result
 
 
 @pytest.mark.parametrize("window", [0, 300])
@@ -283,19 +283,19 @@ def test_no_block_is_left_out_in_which_something_is_seen(
     real[:end, :end] = sees
     by_block = real.view(size // BLOCK, BLOCK, size // BLOCK, BLOCK)
     some, every = by_block.any(3).any(1), by_block.all(3).all(1)
-    asked, whole = (
+    request, full = (
         blocks_of(mask.kv_num_blocks, mask.kv_indices),
         blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices),
     )
-    assert not (asked & whole).any()
-    assert not (whole & ~every).any()
-    assert not (some & ~(asked | whole)).any()
-    assert not walked or (asked | whole).sum() <= 1.25 * some.sum()
-    assert every.sum() == whole.sum()
+    assert not (request & full).any()
+    assert not (full & ~every).any()
+    assert not (some & ~(request | full)).any()
+    assert not walked or (request | full).sum() <= 1.25 * some.sum()
+    assert every.sum() == full.sum()
     transposed = blocks_of(mask.q_num_blocks, mask.q_indices) | blocks_of(
         mask.full_q_num_blocks, mask.full_q_indices
     )
-    assert torch.equal(transposed.T, asked | whole)  # which the backward pass goes by
+    assert torch.equal(transposed.T, request | full)  # which the backward pass goes by
 
 
 def test_the_compiler_of_attention_has_room_for_every_size() -> None:
@@ -350,7 +350,7 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
     [
         (0, 0.0),
         (5, 0.8),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 0.8), (5, 0.0))),
+        *(pytest.param(*item, marks=pytest.mark.slow) for item in ((0, 0.8), (5, 0.0))),
     ],
 )
 def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
@@ -368,10 +368,10 @@ def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
 )
 def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) -> None:
     forest = segment_table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
-    given = heads(40, dtype=dtype, d=16, d_v=16)
-    torch.library.opcheck(attend, (*given, forest, SCALE, 0, 0.0))
-    out, lse = (x.detach() for x in attend(*given, forest, SCALE, 0, 0.0))
-    plain = [x.detach() for x in given]
+    inputs = heads(40, dtype=dtype, d=16, d_v=16)
+    torch.library.opcheck(attend, (*inputs, forest, SCALE, 0, 0.0))
+    out, lse = (x.detach() for x in attend(*inputs, forest, SCALE, 0, 0.0))
+    plain = [x.detach() for x in inputs]
     torch.library.opcheck(
         attention.attend_backward, (torch.randn_like(out), out, lse, *plain, forest, SCALE, 0, 0.0)
     )
@@ -391,11 +391,11 @@ def test_a_layer_that_hands_no_forest_over_says_so() -> None:
 ])  # fmt: skip
 def test_what_is_not_done_here_is_refused(others: dict[str, object], code: str) -> None:
     q = torch.randn(1, 2, 5, 4)
-    asked = {"attention_mask": None, "forest": segment_table([(0, 5, -1)])} | others
+    requests = {"attention_mask": None, "forest": segment_table([(0, 5, -1)])} | others
     with pytest.raises(attention.CannotPackError) as error:
-        attention.prefix_tree_attention(nn.Module(), q, q, q, **asked)  # type: ignore[arg-type]
+        attention.prefix_tree_attention(nn.Module(), q, q, q, **requests)  # type: ignore[arg-type]
     assert error.value.code == code
-    attention.prefix_tree_attention(nn.Module(), q, q, q, **asked | dict.fromkeys(others))  # type: ignore[arg-type]
+    attention.prefix_tree_attention(nn.Module(), q, q, q, **requests | dict.fromkeys(others))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kernels", [nullcontext, plain_products])
@@ -405,15 +405,15 @@ def test_autocast_narrows_what_comes_in_and_nothing_inside(
     """Products of bfloat16 numbers are summed in float32, as they are without autocast."""
     forest = segment_table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     wide = heads(40, d=16, d_v=16, dtype=torch.float32)
-    found: list[list[Tensor]] = []
-    for asked, autocast in (
+    results: list[list[Tensor]] = []
+    for request, autocast in (
         (wide, True),
         ([x.detach().bfloat16().requires_grad_() for x in wide], False),
     ):
         with kernels(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out, _ = attention.prefix_tree_attention(nn.Module(), *asked, None, forest=forest)
+            out, _ = attention.prefix_tree_attention(nn.Module(), *request, None, forest=forest)
         assert out.dtype == torch.bfloat16
         with kernels():
-            found.append(with_gradients(out, asked))
-    for ours, theirs in zip(*found, strict=True):
+            results.append(with_gradients(out, request))
+    for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours.bfloat16(), theirs)

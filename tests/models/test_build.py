@@ -25,25 +25,25 @@ def lora(targets: Any = "all-linear", dropout: float = 0.0) -> Any:
     return SimpleNamespace(rank=3, alpha=None, dropout=dropout, targets=targets)
 
 
-@pytest.mark.parametrize(("given", "dtype", "masters", "compute"), [
+@pytest.mark.parametrize(("value", "dtype", "masters", "compute"), [
     (BF16, F32, F32, None), (F32, BF16, F32, BF16), (BF16, BF16, F32, BF16), (F32, F32, F32, None),
     (F64, F32, F64, None), (F32, F64, F64, None), (F64, BF16, F32, BF16),
 ])  # fmt: skip
 def test_weights_that_train_are_masters_whatever_comes_in(
-    given: Any, dtype: Any, masters: Any, compute: Any
+    value: Any, dtype: Any, masters: Any, compute: Any
 ) -> None:
-    engine = build_policy(tiny(dtype=given), dtype=dtype)
+    engine = build_policy(tiny(dtype=value), dtype=dtype)
     assert {p.dtype for p in engine.parameters()} == {masters}
     assert engine.compute == compute
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype", "adapter"), [(F32, BF16, F32), (BF16, F32, F32), (F32, F64, F64)]
+    ("value", "dtype", "adapter"), [(F32, BF16, F32), (BF16, F32, F32), (F32, F64, F64)]
 )
 def test_a_base_under_an_adapter_has_the_type_of_the_computation(
-    given: Any, dtype: Any, adapter: Any
+    value: Any, dtype: Any, adapter: Any
 ) -> None:
-    engine = build_policy(tiny(dtype=given), dtype=dtype, lora=lora())
+    engine = build_policy(tiny(dtype=value), dtype=dtype, lora=lora())
     assert {p.dtype for p in engine.parameters() if not p.requires_grad} == {dtype}
     assert {p.dtype for p in engine.parameters() if p.requires_grad} == {adapter}
     assert engine.compute == (BF16 if dtype == BF16 else None)
@@ -54,16 +54,16 @@ def test_rotary_frequencies_are_not_rounded() -> None:
     assert {b.dtype for name, b in engine.named_buffers() if "inv_freq" in name} == {F32}
 
 
-@pytest.mark.parametrize("given", [F32, BF16])
+@pytest.mark.parametrize("value", [F32, BF16])
 @pytest.mark.parametrize("adapter", [None, lora()])
-def test_the_same_weights_as_a_reference_have_no_reward(adapter: Any, given: Any) -> None:
+def test_the_same_weights_as_a_reference_have_no_reward(adapter: Any, value: Any) -> None:
     weights = tiny(dtype=BF16).state_dict()
     policy, other = tiny(dtype=F32), tiny(dtype=F32, seed=7)
     policy.load_state_dict(weights)
     other.load_state_dict(weights)
     # as it is loaded: the type of the weights, and rotary frequencies in float32
     for p in other.parameters():
-        p.data = p.data.to(given)
+        p.data = p.data.to(value)
     engine = build_policy(policy, dtype=BF16, lora=adapter)
     reference = build_reference(engine, fresh_adapter=False, model=other, name="another")
     batch = plain_batch(sequences())
@@ -92,14 +92,14 @@ def test_an_adapters_own_dropout_stays() -> None:
 
 def test_a_continued_adapter_trains_without_dropout(tmp_path: Path) -> None:
     """Which nobody has asked for here."""
-    made = build_policy(tiny(dtype=F32), dtype=F32, lora=lora(dropout=0.5))
-    for name, p in made.named_parameters():
+    actual = build_policy(tiny(dtype=F32), dtype=F32, lora=lora(dropout=0.5))
+    for name, p in actual.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.3)
-    made.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    actual.model.save_pretrained(tmp_path)  # type: ignore[operator]
     with pytest.warns(UserWarning, match=re.escape(str(tmp_path))) as warned:
         engine = build_policy(tiny(dtype=F32), dtype=F32, adapter=str(tmp_path))
-    assert sum(str(tmp_path) in str(each.message) for each in warned) == 1
+    assert sum(str(tmp_path) in str(item.message) for item in warned) == 1
     assert engine.packs
     assert engine.training
     batch = plain_batch([torch.arange(1, 9)])
@@ -116,8 +116,8 @@ def test_an_adapter_for_another_base_is_warned_of(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         tiny(dtype=F32).save_pretrained(folder)  # type: ignore[operator]
-    made = build_policy(load_model(str(folders[0]), dtype=F32), dtype=F32, lora=lora())
-    made.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
+    engine = build_policy(load_model(str(folders[0]), dtype=F32), dtype=F32, lora=lora())
+    engine.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
     names = ".*".join(re.escape(str(folder)) for folder in folders)
     with pytest.warns(UserWarning, match=names):
         build_policy(

@@ -122,10 +122,10 @@ def test_another_scale_of_the_same_adapter_is_another_reference() -> None:
 def test_the_same_answer_behind_another_prompt_is_another_entry(tmp_path: Path) -> None:
     policy, reference = policy_and_reference()
     cached = CachedReference(reference, tmp_path)
-    made = objective("apo_zero_unpaired", policy, cached)
+    actual = objective("apo_zero_unpaired", policy, cached)
     rows = units("judgement", 2)
-    made.run([rows[0]], backward=False)
-    made.run(
+    actual.run([rows[0]], backward=False)
+    actual.run(
         [replace(rows[0], prompt_ids=rows[1].prompt_ids, prompt_mask=rows[1].prompt_mask)],
         backward=False,
     )
@@ -199,14 +199,14 @@ def test_a_micro_batch_partly_known_is_computed_whole_and_the_known_part_stays(
     moved = Counted(reference, plus=1.0)
     mixed = CachedReference(moved, tmp_path)
     batch = batch_of(rows)
-    found = mixed(batch)
+    result = mixed(batch)
     assert (mixed.hits, mixed.misses, moved.asked) == (2, 2, 1)
     known = batch.sequence_ids < 2
-    torch.testing.assert_close(found[known], first, rtol=0, atol=0)
+    torch.testing.assert_close(result[known], first, rtol=0, atol=0)
     torch.testing.assert_close(
-        found[~known], (reference(batch) + batch.loss_mask)[~known], rtol=0, atol=0
+        result[~known], (reference(batch) + batch.loss_mask)[~known], rtol=0, atol=0
     )
-    assert torch.equal(CachedReference(moved, tmp_path)(batch), found)
+    assert torch.equal(CachedReference(moved, tmp_path)(batch), result)
 
 
 def test_a_run_that_was_killed_finds_what_it_would_have_computed(tmp_path: Path) -> None:
@@ -216,13 +216,13 @@ def test_a_run_that_was_killed_finds_what_it_would_have_computed(tmp_path: Path)
     reference = FrozenReference(PolicyModel(tiny(dtype=torch.float32)))
     rows = units("judgement", 12)
     steps = [batch_of(part) for part in (rows[:5], rows[3:9], rows[::2], rows[6:], rows)]
-    whole = CachedReference(reference, tmp_path / "cache")
-    values = [whole(batch) for batch in steps]
+    full = CachedReference(reference, tmp_path / "cache")
+    values = [full(batch) for batch in steps]
     for done in range(len(steps)):
         again = CachedReference(reference, tmp_path / "cache")
         assert all(
-            torch.equal(again(batch), found)
-            for batch, found in zip(steps[done:], values[done:], strict=True)
+            torch.equal(again(batch), result)
+            for batch, result in zip(steps[done:], values[done:], strict=True)
         )
     (index,) = (tmp_path / "cache").rglob("*.index")
     raw = index.read_bytes()
@@ -231,7 +231,7 @@ def test_a_run_that_was_killed_finds_what_it_would_have_computed(tmp_path: Path)
         shutil.copytree(tmp_path / "cache", tmp_path / f"cache{rows_left}")
         again = CachedReference(reference, tmp_path / f"cache{rows_left}")
         assert all(
-            torch.equal(again(batch), found) for batch, found in zip(steps, values, strict=True)
+            torch.equal(again(batch), result) for batch, result in zip(steps, values, strict=True)
         )
 
 
@@ -279,7 +279,7 @@ def test_values_of_another_version_are_tried_first(
 ) -> None:
     _, reference = policy_and_reference()
     batch = batch_of(units("judgement", 3))
-    kept = CachedReference(reference, tmp_path)(batch)
+    remaining = CachedReference(reference, tmp_path)(batch)
     monkeypatch.setattr(cache, "environment", lambda: "a later version")
     live = Counted(reference, plus)
     cached = CachedReference(live, tmp_path)
@@ -288,7 +288,7 @@ def test_values_of_another_version_are_tried_first(
             cached(batch)
         return
     for _ in range(3):
-        assert torch.equal(cached(batch), kept)
+        assert torch.equal(cached(batch), remaining)
     assert live.asked == 1
 
 

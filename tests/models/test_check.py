@@ -31,7 +31,7 @@ ALONE = {
 
 def codes(warned: pytest.WarningsRecorder) -> list[str]:
     """Why models run one sequence at a time."""
-    return [each.message.code for each in warned if isinstance(each.message, PackingWarning)]
+    return [item.message.code for item in warned if isinstance(item.message, PackingWarning)]
 
 
 @pytest.mark.parametrize("kind", ALONE)
@@ -81,9 +81,9 @@ class Leaky(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         out = self.inner(hidden)
-        told = torch.zeros(out.shape[1], 1, dtype=out.dtype)
-        told[FIRST_END + 6 : FIRST_END + 10] = self.share
-        return out + told * out[:, PROMPT_END + 2, None]
+        messages = torch.zeros(out.shape[1], 1, dtype=out.dtype)
+        messages[FIRST_END + 6 : FIRST_END + 10] = self.share
+        return out + messages * out[:, PROMPT_END + 2, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,13 +113,13 @@ def test_the_check_works_where_gradients_are_off() -> None:
 
 
 def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = KeyValueMemory.__call__
+    remaining = KeyValueMemory.__call__
 
     def shuffled(self: KeyValueMemory, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_reading:
             key_, value_ = self.layers[self.next_layer]
             self.layers[self.next_layer] = key_.flip(2), value_
-        return kept(self, key, value)
+        return remaining(self, key, value)
 
     monkeypatch.setattr(KeyValueMemory, "__call__", shuffled)
     with pytest.warns(PackingWarning) as warned:

@@ -47,11 +47,11 @@ def offloading(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def policy(
-    kind: str, how: Any, *, dtype: torch.dtype = torch.float32, lora: Any = None
+    kind: str, mode: Any, *, dtype: torch.dtype = torch.float32, lora: Any = None
 ) -> PolicyModel:
     layers = {"n_layer": LAYERS} if kind == "gpt2" else {"num_hidden_layers": LAYERS}
     model = tiny(kind, dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **layers)
-    return build_policy(model, dtype=dtype, lora=lora, checkpointing=how)
+    return build_policy(model, dtype=dtype, lora=lora, checkpointing=mode)
 
 
 def measured(engine: PolicyModel) -> tuple[Tensor, dict[str, Tensor]]:
@@ -72,8 +72,8 @@ def measured(engine: PolicyModel) -> tuple[Tensor, dict[str, Tensor]]:
         ("llama", torch.float64, None),
         ("llama", torch.bfloat16, 0.3),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
+            pytest.param(*item, marks=pytest.mark.slow)
+            for item in (
                 ("llama", torch.float64, 0.3),
                 ("llama", torch.bfloat16, None),
                 ("llama", torch.bfloat16, 0.0),
@@ -95,18 +95,20 @@ def test_values_and_gradients_are_those_without(
         if dropout is None
         else SimpleNamespace(rank=3, alpha=None, dropout=dropout, targets="all-linear")
     )
-    found = {how: measured(policy(kind, how, dtype=dtype, lora=lora)) for how in RECOMPUTED}
-    values, gradients = found.pop("off")
+    results = {
+        options: measured(policy(kind, options, dtype=dtype, lora=lora)) for options in RECOMPUTED
+    }
+    values, gradients = results.pop("off")
     assert gradients
-    for how, (others, slopes) in found.items():
-        assert torch.equal(values, others), how
-        assert gradients.keys() == slopes.keys(), how
-        assert all(torch.equal(gradients[name], slopes[name]) for name in gradients), how
+    for mode, (others, slopes) in results.items():
+        assert torch.equal(values, others), mode
+        assert gradients.keys() == slopes.keys(), mode
+        assert all(torch.equal(gradients[name], slopes[name]) for name in gradients), mode
 
 
-@pytest.mark.parametrize("how", RECOMPUTED)
-def test_the_layers_that_are_said_run_again(how: str, offloading: list[Tensor]) -> None:
-    engine = policy("llama", how)
+@pytest.mark.parametrize("mode", RECOMPUTED)
+def test_the_layers_that_are_said_run_again(mode: str, offloading: list[Tensor]) -> None:
+    engine = policy("llama", mode)
     runs = [0] * LAYERS
 
     def count(i: int, *_: Any) -> None:
@@ -115,23 +117,23 @@ def test_the_layers_that_are_said_run_again(how: str, offloading: list[Tensor]) 
     for i, layer in enumerate(engine.causal.model.layers):
         layer.mlp.register_forward_pre_hook(partial(count, i))
     measured(engine)
-    assert runs == [1 + (i in RECOMPUTED[how]) for i in range(LAYERS)]
+    assert runs == [1 + (i in RECOMPUTED[mode]) for i in range(LAYERS)]
     runs[:] = [0] * LAYERS
     with torch.no_grad():
         engine(plain_batch(ROWS))
     assert runs == [1] * LAYERS
     # PyTorch 2.11 also keeps empty ones
     moved = [tensor for tensor in offloading if tensor.numel()]
-    assert len(moved) == (LAYERS if how == "offloaded" else 0)
+    assert len(moved) == (LAYERS if mode == "offloaded" else 0)
     filled = -(-len(plain_batch(ROWS).tokens) // CPU_TOKEN_MULTIPLE) * CPU_TOKEN_MULTIPLE
     # the input of a layer, and nothing else
     assert all(tensor.shape == (1, filled, 32) for tensor in moved)
 
 
 def test_less_is_kept_the_more_is_computed_again() -> None:
-    kept: list[int] = []
-    for how in ("off", "selective", "full"):
-        engine, sizes = policy("llama", how), {}
+    remaining: list[int] = []
+    for mode in ("off", "selective", "full"):
+        engine, sizes = policy("llama", mode), {}
 
         def note(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
             sizes[tensor.data_ptr()] = tensor.numel()
@@ -139,12 +141,12 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
 
         with saved_tensors_hooks(note, lambda tensor: tensor):
             logp = engine(plain_batch(ROWS)).logp
-        kept.append(
+        remaining.append(
             sum(sizes.values())
             - sum(p.numel() for p in engine.parameters() if p.data_ptr() in sizes)
         )
         del logp
-    off, selective, full = kept
+    off, selective, full = remaining
     assert full < 0.4 * off
     assert selective < 0.75 * off
 
@@ -173,17 +175,17 @@ def test_a_model_without_layers_to_recompute_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_offloaded_inputs_come_back_from_the_host() -> None:
-    found: list[tuple[Tensor, dict[str, Tensor]]] = []
-    for how in ("full", "offloaded"):
+    results: list[tuple[Tensor, dict[str, Tensor]]] = []
+    for mode in ("full", "offloaded"):
         model = tiny(dtype=torch.float32).cuda().train()
-        recompute_layers(model, how, torch.device("cuda"))
+        recompute_layers(model, mode, torch.device("cuda"))
         logits = model(input_ids=ROWS[2][None].cuda(), use_cache=False).logits
         logits.logsumexp(-1).sum().backward()
-        found.append(
+        results.append(
             (
                 logits.detach(),
                 {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
             )
         )
-    assert torch.equal(found[0][0], found[1][0])
-    assert all(torch.equal(slope, found[1][1][name]) for name, slope in found[0][1].items())
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(slope, results[1][1][name]) for name, slope in results[0][1].items())

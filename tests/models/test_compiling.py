@@ -41,9 +41,9 @@ def test_attention_is_not_run_again_in_the_backward_pass(monkeypatch: pytest.Mon
     assert compile_layers(engine)
     batch = plain_batch([torch.arange(1, 41), torch.arange(2, 25)])
     engine(batch).logp.sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         engine(batch).logp.sum().backward()
-    count = {event.key: event.count for event in seen.key_averages()}
+    count = {event.key: event.count for event in profiler.key_averages()}
     layers = engine.causal.config.num_hidden_layers
     assert count["valence::prefix_tree_attention_backward"] == layers
     assert count["valence::prefix_tree_attention"] == layers
@@ -65,16 +65,16 @@ def test_a_layer_that_runs_again_runs_the_same_program(
 
     def engine() -> PolicyModel:
         torch.manual_seed(0)
-        made = build_policy(
+        actual = build_policy(
             tiny("qwen3", dtype=torch.float32),
             dtype=torch.bfloat16,
             lora=lora,
             checkpointing=checkpointing,
         )
-        for name, p in made.named_parameters():
+        for name, p in actual.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(p, std=0.1)
-        return made
+        return actual
 
     plain, compiled = engine(), engine()
     compiled_program.cache_clear()
@@ -83,12 +83,12 @@ def test_a_layer_that_runs_again_runs_the_same_program(
         assert compile_layers(compiled)
     for batch in batches:
         runs = [
-            (each(batch).logp, [p for p in each.parameters() if p.requires_grad])
-            for each in (plain, compiled)
+            (item(batch).logp, [p for p in item.parameters() if p.requires_grad])
+            for item in (plain, compiled)
         ]
-        wanted, found = (torch.autograd.grad(logp.sum(), weights) for logp, weights in runs)
+        wanted, result = (torch.autograd.grad(logp.sum(), weights) for logp, weights in runs)
         torch.testing.assert_close(runs[1][0], runs[0][0], rtol=0.02, atol=0.02)
-        for theirs, ours in zip(wanted, found, strict=True):
+        for theirs, ours in zip(wanted, result, strict=True):
             torch.testing.assert_close(
                 ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max())
             )
@@ -108,14 +108,14 @@ def test_sampling_from_compiled_layers_makes_no_program(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     tokenizer = tiny_tokenizer()
     engine = build_policy(tiny(vocab_size=len(tokenizer), dtype=torch.float32), dtype=torch.float32)
-    made: Any = engine.model
-    how = Sampling(max_new_tokens=6)
+    result: Any = engine.model
+    mode = Sampling(max_new_tokens=6)
     with engine.stock():
-        wanted = HFGenerator(made, tokenizer).generate([(5, 6, 7)], 2, how)
+        wanted = HFGenerator(result, tokenizer).generate([(5, 6, 7)], 2, mode)
     assert compile_layers(engine)
     graphs = counters["stats"]["unique_graphs"]
     with engine.sampling():
-        assert HFGenerator(made, tokenizer).generate([(5, 6, 7)], 2, how) == wanted
+        assert HFGenerator(result, tokenizer).generate([(5, 6, 7)], 2, mode) == wanted
     assert counters["stats"]["unique_graphs"] == graphs > 0
 
 
@@ -138,8 +138,8 @@ def test_layers_are_compiled_around_the_attention_of_cuda() -> None:
     assert compile_layers(engine)
     engine(batches[-1])
     with torch.compiler.set_stance("fail_on_recompile"):
-        found = [engine(batch).logp for batch in batches]
-    for ours, theirs in zip(found, wanted, strict=True):
+        results = [engine(batch).logp for batch in batches]
+    for ours, theirs in zip(results, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -162,5 +162,5 @@ def test_rounding_is_told_from_another_computation(monkeypatch: pytest.MonkeyPat
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             assert compile_layers(engine) is fine
-        assert [each.category for each in heard] == ([] if fine else [UserWarning])
-        assert all("0.4" in str(each.message) for each in heard)
+        assert [item.category for item in heard] == ([] if fine else [UserWarning])
+        assert all("0.4" in str(item.message) for item in heard)

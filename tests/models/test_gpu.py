@@ -60,11 +60,11 @@ def moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def measured(
-    engine: PolicyModel, batch: MicroBatch, along: int
+    engine: PolicyModel, batch: MicroBatch, extra: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and the norm of the gradient of their sum over what trains, on the CPU."""
     engine.zero_grad()
-    engine.max_joint_rows = along
+    engine.max_joint_rows = extra
     logp = engine(batch).logp
     logp.sum().backward()
     norm = torch.stack(
@@ -73,22 +73,22 @@ def measured(
     return logp.detach().cpu().double(), norm.cpu()
 
 
-@pytest.mark.parametrize("along", [0, 10_000])
+@pytest.mark.parametrize("extra", [0, 10_000])
 @pytest.mark.parametrize("trains", PATTERNS[:2])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.3)])
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients_agree(
-    name: str, dtype: torch.dtype, tolerance: float, trains: tuple[bool, ...], along: int
+    name: str, dtype: torch.dtype, tolerance: float, trains: tuple[bool, ...], extra: int
 ) -> None:
     batch = forest_of(conversations(), trains)
-    found = []
+    results = []
     for device in (torch.device("cpu"), CUDA):
         engine = PolicyModel(wide(name, dtype=dtype).to(device))
         check_layout(engine)
         assert engine.packs
-        found.append(measured(engine, moved(batch, device), along))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=max(tolerance, 0.02), atol=1e-3)
+        results.append(measured(engine, moved(batch, device), extra))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=max(tolerance, 0.02), atol=1e-3)
 
 
 @torch.no_grad()
@@ -107,9 +107,9 @@ def test_compiled_layers_are_the_same_computation(name: str) -> None:
     engine = build_policy(wide(name).to(CUDA), dtype=torch.float32)
     plain = measured(engine, batch, engine.max_joint_rows)
     assert compile_layers(engine)
-    found = measured(engine, batch, engine.max_joint_rows)
-    torch.testing.assert_close(found[0], plain[0], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(found[1], plain[1], rtol=1e-3, atol=1e-3)
+    result = measured(engine, batch, engine.max_joint_rows)
+    torch.testing.assert_close(result[0], plain[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(result[1], plain[1], rtol=1e-3, atol=1e-3)
 
 
 def test_no_more_rows_are_filled_in_than_the_model_has_positions() -> None:
@@ -124,10 +124,10 @@ def test_no_more_rows_are_filled_in_than_the_model_has_positions() -> None:
 def test_sums_are_those_of_the_cpu_and_always_the_same() -> None:
     """A run that is taken up is to end bit for bit as it would have."""
     values, place = torch.randn(2, 100_000), torch.randint(0, 7, (100_000,))
-    found = sum_by_index(values.to(CUDA), place.to(CUDA), 7)
+    result = sum_by_index(values.to(CUDA), place.to(CUDA), 7)
     torch.testing.assert_close(
-        found.cpu().double(), sum_by_index(values.double(), place, 7), rtol=1e-4, atol=1e-2
+        result.cpu().double(), sum_by_index(values.double(), place, 7), rtol=1e-4, atol=1e-2
     )
     assert all(
-        torch.equal(found, sum_by_index(values.to(CUDA), place.to(CUDA), 7)) for _ in range(5)
+        torch.equal(result, sum_by_index(values.to(CUDA), place.to(CUDA), 7)) for _ in range(5)
     )

@@ -26,11 +26,11 @@ def pair(
 ) -> tuple[nn.Embedding, nn.Embedding]:
     """PyTorch's own and ours, with the same weights."""
     torch.manual_seed(0)
-    own = nn.Embedding(ROWS, WIDTH, padding_idx=padding, dtype=dtype)
+    actual = nn.Embedding(ROWS, WIDTH, padding_idx=padding, dtype=dtype)
     ours = nn.Embedding(ROWS, WIDTH, padding_idx=padding, dtype=dtype)
-    ours.load_state_dict(own.state_dict())
+    ours.load_state_dict(actual.state_dict())
     ours.__class__ = Embedding
-    return own, ours
+    return actual, ours
 
 
 def value(table: nn.Embedding, ids: Tensor = IDS) -> Tensor:
@@ -42,56 +42,56 @@ def value(table: nn.Embedding, ids: Tensor = IDS) -> Tensor:
 def test_the_gradient_of_an_embedding_is_pytorchs_and_adds_up(
     padding: int | None, dtype: torch.dtype
 ) -> None:
-    own, ours = pair(padding, dtype)
+    actual, ours = pair(padding, dtype)
     for ids in (IDS, IDS.flip(0), torch.tensor([3])):
-        assert torch.equal(ours(ids), own(ids))
-        value(own, ids).backward()
+        assert torch.equal(ours(ids), actual(ids))
+        value(actual, ids).backward()
         value(ours, ids).backward()
         torch.testing.assert_close(
             ours.weight.grad,
-            own.weight.grad,
+            actual.weight.grad,
             rtol=1e-6 if dtype == torch.float32 else 1e-12,
             atol=1e-12,
         )
     with torch.no_grad():
-        assert torch.equal(ours(IDS), own(IDS))
+        assert torch.equal(ours(IDS), actual(IDS))
 
 
-@pytest.mark.parametrize("how", ["grad", "hook", "after"])
-def test_it_is_handed_over_where_somebody_waits_for_it(how: str) -> None:
-    own, ours = pair()
-    value(own).backward()
-    seen: list[Any] = []
-    if how == "grad":
-        seen += torch.autograd.grad(value(ours), [ours.weight])
+@pytest.mark.parametrize("mode", ["grad", "hook", "after"])
+def test_it_is_handed_over_where_somebody_waits_for_it(mode: str) -> None:
+    actual, ours = pair()
+    value(actual).backward()
+    observed: list[Any] = []
+    if mode == "grad":
+        observed += torch.autograd.grad(value(ours), [ours.weight])
         assert ours.weight.grad is None
     else:
         wait = (
             ours.weight.register_hook
-            if how == "hook"
+            if mode == "hook"
             else ours.weight.register_post_accumulate_grad_hook
         )
         wait(
-            (lambda slope: seen.append(slope.clone()))
-            if how == "hook"
-            else (lambda weight: seen.append(weight.grad))
+            (lambda slope: observed.append(slope.clone()))
+            if mode == "hook"
+            else (lambda weight: observed.append(weight.grad))
         )
         value(ours).backward()
-    torch.testing.assert_close(seen[0], own.weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(observed[0], actual.weight.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_memory_is_used_again_and_its_content_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "LARGE", 0)
-    own, ours = pair()
+    actual, ours = pair()
     value(ours).backward()
     first: Any = ours.weight.grad
     first.fill_(torch.nan)
     clear(ours.parameters())
     assert ours.weight.grad is None
-    value(own, IDS[:1]).backward()
+    value(actual, IDS[:1]).backward()
     value(ours, IDS[:1]).backward()
     assert ours.weight.grad is first
-    torch.testing.assert_close(first, own.weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(first, actual.weight.grad, rtol=1e-12, atol=1e-12)
     clear(ours.parameters())
     clear(ours.parameters())  # without a backward pass in between
     value(ours).backward()
@@ -162,17 +162,17 @@ def test_tables_that_do_more_than_look_up_are_left_alone(architecture: str, plai
     "method", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "sft"))]
 )
 def test_steps_are_the_same_to_the_last_bit(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for large in (0, 2**60):
         monkeypatch.setattr(gradients, "LARGE", large)
         policy, reference = models_for(method)
-        made = objective(method, policy, reference, budget=40)
+        actual = objective(method, policy, reference, budget=40)
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
         for seed in range(3):
             optimizer_step(
-                made, optimizer, units_for(method, 6, seed), iter(units_for(method, 3, 9)), 1.0
+                actual, optimizer, units_for(method, 6, seed), iter(units_for(method, 3, 9)), 1.0
             )
-        kept = [p for p in policy.parameters() if MEMORY in vars(p)]
-        assert bool(kept) == (large == 0)
-        found.append([p.detach() for p in policy.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        remaining = [p for p in policy.parameters() if MEMORY in vars(p)]
+        assert bool(remaining) == (large == 0)
+        results.append([p.detach() for p in policy.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

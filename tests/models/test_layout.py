@@ -29,13 +29,13 @@ windows = st.sampled_from([0, 1, 2, 5, 30])
 def covered(segments: SegmentTable, window: int) -> Tensor:
     """How often each query (row) sees each key (column), by the blocks."""
     keys = max(end for _, end, _, _ in segments)
-    queries = sum(end - start for start, end, _, it in segments if it)
-    found = torch.zeros(queries, keys, dtype=torch.long)
+    queries = sum(end - start for start, end, _, flag in segments if flag)
+    result = torch.zeros(queries, keys, dtype=torch.long)
     for block in make_blocks(segments, CPU):
         (count, n), length = block.queries.shape, block.keys.shape[1]
         unseen = hidden_keys(block, window)
-        whole = torch.zeros(count, 1, n, length, dtype=torch.bool)
-        whole[..., length - unseen.shape[3] :] = unseen
+        full = torch.zeros(count, 1, n, length, dtype=torch.bool)
+        full[..., length - unseen.shape[3] :] = unseen
         real = torch.ones(count, n, dtype=torch.bool) if block.is_query is None else block.is_query
         rows_of_keys = (
             block.keys if block.key_range is None else torch.arange(*block.key_range)[None]
@@ -43,10 +43,10 @@ def covered(segments: SegmentTable, window: int) -> Tensor:
         assert rows_of_keys.shape == block.keys.shape
         for r in range(count):
             for i in torch.nonzero(real[r]).flatten().tolist():
-                found[block.queries[r, i]] += torch.bincount(
-                    rows_of_keys[r][~whole[r, 0, i]], minlength=keys
+                result[block.queries[r, i]] += torch.bincount(
+                    rows_of_keys[r][~full[r, 0, i]], minlength=keys
                 )
-    return found
+    return result
 
 
 @given(forests(), windows, st.sampled_from([(1 << 18, 25_000), (60, 0), (200, 10**9)]))
@@ -59,17 +59,17 @@ def test_blocks_cover_what_is_seen_exactly_once(
         patch.setattr(layout, "MAX_RUN_SCORES", sizes[0])
         patch.setattr(layout, "BLOCK_COST", sizes[1])
         make_blocks.cache_clear()
-        found = covered(segments_of(segment_table(segments)), window)
+        result = covered(segments_of(segment_table(segments)), window)
         make_blocks.cache_clear()
-    assert torch.equal(found, seen(segments, window).long())
+    assert torch.equal(result, seen(segments, window).long())
 
 
 @given(forests())
 def test_every_query_is_in_one_run_over_the_rows_of_its_path(segments: Segments) -> None:
-    found = make_runs(segments_of(segment_table(segments)))
-    assert sorted(row for run in found for row in run.queries) == list(range(segments[-1][1]))
+    result = make_runs(segments_of(segment_table(segments)))
+    assert sorted(row for run in result for row in run.queries) == list(range(segments[-1][1]))
     wanted = seen(segments)
-    for run in found:
+    for run in result:
         assert run.keys[run.num_prefix_keys :] == run.queries
         for i, row in enumerate(run.queries):
             assert (
@@ -81,12 +81,12 @@ def test_every_query_is_in_one_run_over_the_rows_of_its_path(segments: Segments)
 @given(forests())
 def test_a_chain_of_segments_is_one_run(segments: Segments) -> None:
     """As many runs as there are segments that do not follow their parent."""
-    apart = [
+    separate = [
         k
         for k, (start, _, parent) in enumerate(segments)
         if parent < 0 or segments[parent][1] != start
     ]
-    assert len(make_runs(segments_of(segment_table(segments)))) == len(apart)
+    assert len(make_runs(segments_of(segment_table(segments)))) == len(separate)
 
 
 @given(forests(), windows, st.randoms(use_true_random=False))
@@ -99,7 +99,7 @@ def test_two_passes_see_what_one_sees(segments: Segments, window: int, draw: Ran
     wanted = seen(segments, window).long()
     order = torch.cat([split.grad_rows, split.no_grad_rows])
     with_gradient = {
-        row for k, it in zip(leaves, trains, strict=True) if it for row in rows(segments, k)
+        row for k, flag in zip(leaves, trains, strict=True) if flag for row in rows(segments, k)
     }
     assert sorted(order.tolist()) == list(range(segments[-1][1]))
     assert set(split.grad_rows.tolist()) == with_gradient
@@ -135,14 +135,14 @@ def test_padding_is_little(lengths: list[int]) -> None:
     rounding lengths up costs.
     """
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    found = make_blocks(
+    result = make_blocks(
         segments_of(
             segment_table([(end - n, end, -1) for n, end in zip(lengths, ends, strict=True)])
         ),
         CPU,
     )
-    computed = sum(block.queries.numel() * block.keys.shape[1] for block in found)
+    computed = sum(block.queries.numel() * block.keys.shape[1] for block in result)
     assert computed <= sum(
         (n + layout.LENGTH_MULTIPLE) ** 2 for n in lengths
     ) + layout.BLOCK_COST * len(lengths)
-    assert len(found) <= len(lengths) + sum(n // layout.MIN_QUERIES for n in lengths)
+    assert len(result) <= len(lengths) + sum(n // layout.MIN_QUERIES for n in lengths)

@@ -24,16 +24,16 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Addresses that were asked for, none of which answers."""
     import httpx
 
-    asked: list[str] = []
+    queries: list[str] = []
 
     def head(url: str, **_: object) -> None:
-        asked.append(url)
+        queries.append(url)
         raise httpx.ConnectError("refused")
 
     monkeypatch.setattr(httpx, "head", head)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     network.hub_problem.cache_clear()
-    yield asked
+    yield queries
     network.hub_problem.cache_clear()
 
 

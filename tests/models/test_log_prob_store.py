@@ -54,15 +54,15 @@ def values(i: int) -> np.ndarray:
 
 
 def filled(folder: Path, count: int = 3) -> LogProbStore:
-    found = opened(folder)
-    found.add({key(i): values(i) for i in range(count)})
-    return found
+    result = opened(folder)
+    result.add({key(i): values(i) for i in range(count)})
+    return result
 
 
 def read(folder: Path, count: int = 3) -> dict[int, list[float]]:
     """What a new process would find."""
-    found = {i: opened(folder).get(key(i)) for i in range(count)}
-    return {i: entry.tolist() for i, entry in found.items() if entry is not None}
+    results = {i: opened(folder).get(key(i)) for i in range(count)}
+    return {i: entry.tolist() for i, entry in results.items() if entry is not None}
 
 
 RIGHT = {i: values(i).tolist() for i in range(3)}
@@ -77,9 +77,9 @@ def writer(folder: Path, first: int, last: int) -> subprocess.Popen[str]:
     return process
 
 
-def pipe(found: IO[str] | None) -> IO[str]:
-    assert found is not None
-    return found
+def pipe(result: IO[str] | None) -> IO[str]:
+    assert result is not None
+    return result
 
 
 def go(process: subprocess.Popen[str]) -> None:
@@ -123,8 +123,8 @@ def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
     warnings.simplefilter("error", UserWarning)
     for length in (*range(0, HEADER_SIZE, 97), *range(HEADER_SIZE, len(raw) + 1)):
         path.write_bytes(raw[:length])
-        kept = max(0, length - HEADER_SIZE) // ROW.itemsize
-        assert read(tmp_path / "whole") == {i: RIGHT[i] for i in range(kept)}
+        remaining = max(0, length - HEADER_SIZE) // ROW.itemsize
+        assert read(tmp_path / "whole") == {i: RIGHT[i] for i in range(remaining)}
 
 
 def test_a_flipped_byte_anywhere_is_seen_and_named(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_a_flipped_byte_anywhere_is_seen_and_named(tmp_path: Path) -> None:
         for at in (*range(0, min(HEADER_SIZE, len(raw)), 41), *range(HEADER_SIZE, len(raw))):
             path.write_bytes(raw[:at] + bytes([raw[at] ^ 16]) + raw[at + 1 :])
             with pytest.warns(UserWarning, match=path.name):
-                found = read(tmp_path)
-            assert found.items() < RIGHT.items()
+                result = read(tmp_path)
+            assert result.items() < RIGHT.items()
         path.write_bytes(raw)
 
 
@@ -200,9 +200,9 @@ def test_many_entries_open_at_once_without_reading_their_numbers(tmp_path: Path)
     store.add({key(i): values(i) for i in range(count)})
     (path,) = tmp_path.glob("*.values")
     os.truncate(path, 4)  # only the first number is left
-    found = opened(tmp_path)
-    assert len(found) == count
-    assert found.get(key(0)).tolist() == [0.0]  # type: ignore[union-attr]
+    result = opened(tmp_path)
+    assert len(result) == count
+    assert result.get(key(0)).tolist() == [0.0]  # type: ignore[union-attr]
 
 
 def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     for _ in range(2):
         assert all(np.array_equal(store.get(key(i)), values(i)) for i in range(len(store)))  # type: ignore[arg-type]
         if DESCRIPTORS.is_dir():
-            paths = [os.readlink(each) for each in DESCRIPTORS.iterdir() if os.path.islink(each)]
+            paths = [os.readlink(item) for item in DESCRIPTORS.iterdir() if os.path.islink(item)]
             assert sum(path.startswith(str(tmp_path)) for path in paths) == module.OPEN_FILES
 
 
@@ -239,14 +239,14 @@ def test_no_room_is_said_once_and_harms_nothing(suffix: str, tmp_path: Path) -> 
         largest_file(path.stat().st_size + 5),
     ):
         store.add({key(2): values(2)})
-    assert [each.category for each in warned if each.category is not ResourceWarning] == [
+    assert [item.category for item in warned if item.category is not ResourceWarning] == [
         UserWarning
     ]
     warnings.simplefilter("error", UserWarning)
     store.add({key(2): values(2), key(1): values(9)})
-    kept = store.get(key(2))
-    assert kept is not None
-    assert kept.tolist() == RIGHT[2]
+    remaining = store.get(key(2))
+    assert remaining is not None
+    assert remaining.tolist() == RIGHT[2]
     assert read(tmp_path) == {i: RIGHT[i] for i in range(2)}
     store.sync()  # there is room again
     store.add({key(3): values(3)})

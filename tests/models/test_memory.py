@@ -32,10 +32,10 @@ def predicted(shape: Any = SHAPE, **changes: Any) -> Memory:
 
 def test_masters_and_their_copy_are_float32_whatever_the_computation() -> None:
     head = SHAPE.vocabulary * SHAPE.hidden
-    found = predicted(width=2, frozen_copy=True)
-    assert found.weights == 6 * SHAPE.parameters  # and copies in the type of the products
-    assert found.reference == predicted().weights == 4 * SHAPE.parameters
-    assert found.gradient == 4 * SHAPE.parameters
+    result = predicted(width=2, frozen_copy=True)
+    assert result.weights == 6 * SHAPE.parameters  # and copies in the type of the products
+    assert result.reference == predicted().weights == 4 * SHAPE.parameters
+    assert result.gradient == 4 * SHAPE.parameters
     # where that of a matrix of the vocabulary is not written in place
     elsewhere = predicted(width=2, device=torch.device("mps"))
     assert elsewhere.gradient == 4 * (SHAPE.parameters + head)
@@ -47,10 +47,10 @@ def test_compiled_layers_keep_less() -> None:
 
 
 def test_under_an_adapter_only_what_trains_has_a_gradient() -> None:
-    found = predicted(ADAPTED, width=2, frozen_copy=True)
-    assert found.weights == 2 * SHAPE.parameters + 4 * 1000
-    assert found.reference == 2 * SHAPE.parameters
-    assert (found.gradient, found.optimizer) == (4000, 8000)
+    result = predicted(ADAPTED, width=2, frozen_copy=True)
+    assert result.weights == 2 * SHAPE.parameters + 4 * 1000
+    assert result.reference == 2 * SHAPE.parameters
+    assert (result.gradient, result.optimizer) == (4000, 8000)
 
 
 def test_moments_of_8_bits_take_a_quarter() -> None:
@@ -61,22 +61,24 @@ def test_moments_of_8_bits_take_a_quarter() -> None:
 
 def test_matrices_may_have_an_optimizer_of_their_own() -> None:
     shape = replace(SHAPE, matrices=SHAPE.trained - 100)
-    found = predicted(shape, moments=8.0, moments_of_matrices=0.0)
-    assert (predicted(shape).optimizer, found.optimizer) == (8 * SHAPE.trained, 800)
+    result = predicted(shape, moments=8.0, moments_of_matrices=0.0)
+    assert (predicted(shape).optimizer, result.optimizer) == (8 * SHAPE.trained, 800)
     assert predicted(shape, width=8, moments_of_matrices=4.0).optimizer == 8 * shape.matrices + 1600
 
 
 def test_the_more_is_computed_again_the_less_a_token_takes() -> None:
     modes = ("off", "selective", "full", "offloaded")
-    found = [predicted(replace(SHAPE, layers=8), checkpointing=how).per_token for how in modes]
-    assert found == sorted(found, reverse=True)
-    assert found[2] < 0.3 * found[0]
+    results = [
+        predicted(replace(SHAPE, layers=8), checkpointing=options).per_token for options in modes
+    ]
+    assert results == sorted(results, reverse=True)
+    assert results[2] < 0.3 * results[0]
 
 
 def test_a_token_more_takes_what_a_token_takes() -> None:
-    found = predicted()
-    assert found.total(100) - found.total(99) == found.per_token
-    assert found.total(0) > found.program + found.weights + found.gradient + found.optimizer
+    result = predicted()
+    assert result.total(100) - result.total(99) == result.per_token
+    assert result.total(0) > result.program + result.weights + result.gradient + result.optimizer
 
 
 def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
@@ -84,17 +86,17 @@ def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
     their copies.
     """
     large = replace(SHAPE, layers=8)
-    whole, quarter = (
+    full, quarter = (
         predicted(large, width=2, frozen_copy=True, split=split) for split in (Split(), Split(4))
     )
     assert quarter.weights == quarter.reference == SHAPE.parameters  # 4 bytes each, for 4 processes
-    assert (quarter.optimizer, whole.gathered) == (whole.optimizer // 4, 0)
+    assert (quarter.optimizer, full.gathered) == (full.optimizer // 4, 0)
     assert quarter.gathered == 2 * 2 * SHAPE.largest + 6 * SHAPE.outside
     head = 4 * SHAPE.vocabulary * SHAPE.hidden
     assert quarter.gradient == SHAPE.parameters + 4 * (2 * SHAPE.largest + SHAPE.outside) + head
-    assert quarter.per_token == whole.per_token
-    assert quarter.total(0) - whole.total(0) == quarter.gathered + sum(
-        getattr(quarter, part) - getattr(whole, part)
+    assert quarter.per_token == full.per_token
+    assert quarter.total(0) - full.total(0) == quarter.gathered + sum(
+        getattr(quarter, part) - getattr(full, part)
         for part in ("weights", "reference", "gradient", "optimizer")
     )
 
@@ -102,8 +104,8 @@ def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
 def test_settings_of_a_split_cost_what_they_cost() -> None:
     base = predicted(split=Split(4))
     changes = {"reshard": False}, {"sync_every_micro_batch": False}, {"offload": True}
-    kept, once, away = (predicted(split=Split(4, **change)) for change in changes)
-    assert kept.gathered - base.gathered == 4 * (
+    remaining, once, away = (predicted(split=Split(4, **change)) for change in changes)
+    assert remaining.gathered - base.gathered == 4 * (
         SHAPE.parameters - SHAPE.outside - 2 * SHAPE.largest
     )
     assert once.gradient == base.gradient + 4 * (
@@ -114,60 +116,60 @@ def test_settings_of_a_split_cost_what_they_cost() -> None:
 
 
 def test_processes_that_share_each_layer_have_a_part_of_it() -> None:
-    whole, half, quarter = (
+    full, half, quarter = (
         predicted(split=split, device=torch.device("mps"))
         for split in (Split(), Split(1, 2), Split(2, 2))
     )
     assert (2 * half.weights, 2 * half.gradient, 2 * half.optimizer) == (
-        whole.weights,
-        whole.gradient,
-        whole.optimizer,
+        full.weights,
+        full.gradient,
+        full.optimizer,
     )
-    assert half.per_token < whole.per_token
+    assert half.per_token < full.per_token
     assert half.gathered == 0 < quarter.gathered
     assert quarter.weights == half.weights // 2
 
 
 def test_a_value_model_is_a_policy_without_a_head() -> None:
-    whole = predicted(width=2)
-    found = add_value_model(whole, whole, SHAPE, 2)
+    full = predicted(width=2)
+    result = add_value_model(full, full, SHAPE, 2)
     decoder = SHAPE.parameters - SHAPE.vocabulary * SHAPE.hidden
-    assert found.value == pytest.approx((6 + 4 + 8) * decoder, abs=1)
-    assert found.per_token == 2 * whole.per_token
+    assert result.value == pytest.approx((6 + 4 + 8) * decoder, abs=1)
+    assert result.per_token == 2 * full.per_token
     tied = replace(SHAPE, outside=SHAPE.vocabulary * SHAPE.hidden)
-    assert add_value_model(whole, whole, tied, 2).value == (6 + 4 + 8) * SHAPE.parameters
+    assert add_value_model(full, full, tied, 2).value == (6 + 4 + 8) * SHAPE.parameters
 
 
 def test_a_value_model_under_an_adapter_is_another_adapter() -> None:
-    found = predicted(ADAPTED, width=2)
-    assert add_value_model(found, found, ADAPTED, 2).value == (4 + 4 + 8) * ADAPTED.trained
+    result = predicted(ADAPTED, width=2)
+    assert add_value_model(result, result, ADAPTED, 2).value == (4 + 4 + 8) * ADAPTED.trained
 
 
 def test_sampling_and_training_take_turns() -> None:
     """Two layers with 2 heads of 8 for keys and values."""
-    taken = sampling_bytes(SHAPE, rows=3, tokens=50, width=2)
-    assert taken == 3 * (2 * 2 * 16 * 50 * 2 + 4 * 4 * SHAPE.vocabulary)
-    found = predicted()
-    training = found.head + 100 * found.per_token
-    assert replace(found, sampling=training - 1).total(100) == found.total(100)
-    assert replace(found, sampling=training + 7).total(100) == found.total(100) + 7
-    assert replace(found, reward_models=5, value=6).total(100) == found.total(100) + 11
+    selected = sampling_bytes(SHAPE, rows=3, tokens=50, width=2)
+    assert selected == 3 * (2 * 2 * 16 * 50 * 2 + 4 * 4 * SHAPE.vocabulary)
+    result = predicted()
+    training = result.head + 100 * result.per_token
+    assert replace(result, sampling=training - 1).total(100) == result.total(100)
+    assert replace(result, sampling=training + 7).total(100) == result.total(100) + 7
+    assert replace(result, reward_models=5, value=6).total(100) == result.total(100) + 11
 
 
 def test_layers_and_what_is_outside_them_are_all_weights() -> None:
     for kind in ("llama", "gpt2", "opt", "qwen3_moe"):
         model = skeleton_of(tiny(kind))
-        found = shape_of(model)
-        assert found.largest == sum(p.numel() for p in decoder_layers(model)[0].parameters())
-        assert found.parameters == 2 * found.largest + found.outside
+        result = shape_of(model)
+        assert result.largest == sum(p.numel() for p in decoder_layers(model)[0].parameters())
+        assert result.parameters == 2 * result.largest + result.outside
 
 
 def test_free_memory_is_what_the_machine_has_left() -> None:
-    found = free_memory(torch.device("cpu"))
+    result = free_memory(torch.device("cpu"))
     if not Path("/proc/meminfo").exists():
         pytest.skip("nothing tells")
-    assert found is not None
-    assert 2**27 < found < 2**50
+    assert result is not None
+    assert 2**27 < result < 2**50
 
 
 @pytest.mark.parametrize(

@@ -34,25 +34,25 @@ def bfloat16_heads(
     return heads(segments[-1][1], groups * 2, 2, d, d_v or d, torch.bfloat16)
 
 
-def errors(given: list[Tensor], segments: Segments, window: int) -> tuple[list[float], list[float]]:
+def errors(value: list[Tensor], segments: Segments, window: int) -> tuple[list[float], list[float]]:
     """Of values and of gradients, relative to their norm: the kernel's, and those of PyTorch's
     products.
     """
-    scale = given[0].shape[-1] ** -0.5
-    exact = [x.detach().double().requires_grad_() for x in given]
+    scale = value[0].shape[-1] ** -0.5
+    exact = [x.detach().double().requires_grad_() for x in value]
     wanted = with_gradients(dense_attention(*exact, seen(segments, window), scale), exact)
 
     def run() -> list[float]:
-        found = with_gradients(
-            attend(*given, segment_table(segments), scale, window, 0.0)[0], given
+        result = with_gradients(
+            attend(*value, segment_table(segments), scale, window, 0.0)[0], value
         )
-        assert all(x.dtype == torch.bfloat16 for x in found)
+        assert all(x.dtype == torch.bfloat16 for x in result)
         return [
             float((a.double() - b).norm() / (b.norm() or 1.0))
-            for a, b in zip(found, wanted, strict=True)
+            for a, b in zip(result, wanted, strict=True)
         ]
 
-    assert native.attention_unsupported(given[0], given[2], 0.0) is None
+    assert native.attention_unsupported(value[0], value[2], 0.0) is None
     ours = run()
     with plain_products():
         return ours, run()
@@ -120,31 +120,33 @@ def test_what_a_softmax_needs_of_any_number_of_columns(
         torch.randn(33, width, dtype=torch.bfloat16),
         torch.randn(columns, width, dtype=dtype),
     )
-    target, found = torch.arange(33) - 1, torch.empty(4, 33)
-    kept = native.head_statistics(hidden, weight, target, found, 0.5, keep=True)
+    target, result = torch.arange(33) - 1, torch.empty(4, 33)
+    remaining = native.head_statistics(hidden, weight, target, result, 0.5, keep=True)
     logits = 0.5 * hidden.double() @ weight.bfloat16().double().t()
     top = logits.amax(1)
     far = logits - top[:, None]
     inside = (target >= 0) & (target < columns)
     hit = torch.where(inside, logits.gather(1, target.clamp(0, columns - 1)[:, None])[:, 0], 0)
     wanted = torch.stack([top, far.exp().sum(1), (far * far.exp()).sum(1), hit])
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(kept, far.exp().bfloat16(), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(remaining, far.exp().bfloat16(), rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("shared", [1, 2, 5])
 def test_the_number_of_threads_changes_no_bit(shared: int) -> None:
-    given = heads(335, 2 * shared, shared, 32, 32, torch.bfloat16)
+    inputs = heads(335, 2 * shared, shared, 32, 32, torch.bfloat16)
     before = torch.get_num_threads()
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     try:
         for threads in (1, 2, 5, 2):
             torch.set_num_threads(threads)
-            found.append(with_gradients(attend(*given, segment_table(TREE), 0.2, 0, 0.0)[0], given))
+            results.append(
+                with_gradients(attend(*inputs, segment_table(TREE), 0.2, 0, 0.0)[0], inputs)
+            )
     finally:
         torch.set_num_threads(before)
     assert all(
-        torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True)
+        torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True)
     )
 
 
@@ -152,60 +154,60 @@ def test_numbers_that_lie_apart_in_memory_are_found() -> None:
     """Queries, keys and values as slices of one product, as some models make them; and slopes of
     another layout.
     """
-    whole = torch.randn(1, 335, 8, 3 * 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    full = torch.randn(1, 335, 8, 3 * 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     slope = (
         torch.randn(1, 8, 335, 32, generator=torch.Generator().manual_seed(2))
         .bfloat16()
         .transpose(1, 2)
     )
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for parts in (
-        whole.transpose(1, 2).chunk(3, -1),
-        [x.contiguous() for x in whole.transpose(1, 2).chunk(3, -1)],
+        full.transpose(1, 2).chunk(3, -1),
+        [x.contiguous() for x in full.transpose(1, 2).chunk(3, -1)],
     ):
-        given = [x.detach().requires_grad_() for x in parts]
-        out = attend(*given, segment_table(TREE), 0.2, 0, 0.0)[0]
-        found.append(
-            [out, *torch.autograd.grad(out, given, slope if len(found) else slope.contiguous())]
+        inputs = [x.detach().requires_grad_() for x in parts]
+        out = attend(*inputs, segment_table(TREE), 0.2, 0, 0.0)[0]
+        results.append(
+            [out, *torch.autograd.grad(out, inputs, slope if len(results) else slope.contiguous())]
         )
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
     """A key that outweighs all others is the whole of its query's attention."""
     segments = [(0, 40, -1)]
-    given = [x.detach() for x in bfloat16_heads(segments, d=16)]
-    given[0].mul_(1e4)
-    given[1].mul_(1e4)
-    out = attend(*given, segment_table(segments), 1.0, 0, 0.0)[0]
-    exact = dense_attention(*(x.double() for x in given), seen(segments), 1.0)
+    inputs = [x.detach() for x in bfloat16_heads(segments, d=16)]
+    inputs[0].mul_(1e4)
+    inputs[1].mul_(1e4)
+    out = attend(*inputs, segment_table(segments), 1.0, 0, 0.0)[0]
+    exact = dense_attention(*(x.double() for x in inputs), seen(segments), 1.0)
     torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("window", [0, 4])
-def test_what_is_not_a_number_stays_one_in_its_own_sequence(which: int, window: int) -> None:
+def test_what_is_not_a_number_stays_one_in_its_own_sequence(index: int, window: int) -> None:
     segments = [(0, 20, -1), (20, 43, -1), (43, 50, -1), (50, 53, 2), (53, 57, 2)]
-    own = torch.arange(20, 43)
+    actual = torch.arange(20, 43)
     others = torch.tensor([r for r in range(57) if not 20 <= r < 43])
-    given = bfloat16_heads(segments, d=16)
-    right = with_gradients(attend(*given, segment_table(segments), 0.25, window, 0.0)[0], given)
+    inputs = bfloat16_heads(segments, d=16)
+    right = with_gradients(attend(*inputs, segment_table(segments), 0.25, window, 0.0)[0], inputs)
     with torch.no_grad():
-        given[which][:, :, 20, 3] = torch.nan
-    found = with_gradients(attend(*given, segment_table(segments), 0.25, window, 0.0)[0], given)
-    assert torch.equal(found[0][:, others], right[0][:, others])
-    seen_by = own[:1] if which == 0 else own[: window or len(own)]
-    assert found[0][:, seen_by].isnan().any(-1).all()
-    for ours, before in zip(found[1:], right[1:], strict=True):
+        inputs[index][:, :, 20, 3] = torch.nan
+    result = with_gradients(attend(*inputs, segment_table(segments), 0.25, window, 0.0)[0], inputs)
+    assert torch.equal(result[0][:, others], right[0][:, others])
+    seen_by = actual[:1] if index == 0 else actual[: window or len(actual)]
+    assert result[0][:, seen_by].isnan().any(-1).all()
+    for ours, before in zip(result[1:], right[1:], strict=True):
         assert torch.equal(ours[:, :, others], before[:, :, others])
 
 
 def test_an_infinite_score_is_not_a_number_unless_it_is_negative() -> None:
     segments = [(0, 20, -1)]
-    given = [x.detach() for x in bfloat16_heads(segments, d=16)]
-    given[1][:, :, 4, 2] = torch.inf
-    out = attend(*given, segment_table(segments), 1.0, 0, 0.0)[0]
-    exact = dense_attention(*(x.double() for x in given), seen(segments), 1.0)
+    inputs = [x.detach() for x in bfloat16_heads(segments, d=16)]
+    inputs[1][:, :, 4, 2] = torch.inf
+    out = attend(*inputs, segment_table(segments), 1.0, 0, 0.0)[0]
+    exact = dense_attention(*(x.double() for x in inputs), seen(segments), 1.0)
     assert torch.equal(out.isnan(), exact.isnan())
     assert 0 < out.isnan().sum() < out.numel()
     torch.testing.assert_close(out.double(), exact, rtol=0.05, atol=0.05, equal_nan=True)
@@ -238,6 +240,6 @@ def switched_off() -> None:
 
 @pytest.mark.slow
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    assert Program(said=said, main=switched_off, VALENCE_NATIVE="0").wait() == 0
-    assert said.read_text() == "None VALENCE_NATIVE=0 48.0\n"
+    message = tmp_path / "said"
+    assert Program(said=message, main=switched_off, VALENCE_NATIVE="0").wait() == 0
+    assert message.read_text() == "None VALENCE_NATIVE=0 48.0\n"

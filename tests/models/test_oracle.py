@@ -32,8 +32,8 @@ LENGTHS = (11, 2, 7, 16)
 
 
 def sequences(vocabulary: int = 97) -> list[Tensor]:
-    made = torch.Generator().manual_seed(1)
-    return [torch.randint(3, vocabulary, (n,), generator=made) for n in LENGTHS]
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocabulary, (n,), generator=generator) for n in LENGTHS]
 
 
 def oracle(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -52,16 +52,16 @@ def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
 
 def one_by_one(engine: PolicyModel, batch: MicroBatch) -> Tensor:
     """What the engine should answer [T], each sequence by itself."""
-    found = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    result = torch.zeros(len(batch.tokens), dtype=torch.float64)
     with engine.stock():
         for s in range(batch.sequences):
             rows = batch.rows(s)
             read = torch.nonzero(batch.loss_mask[rows] & (batch.sequence_ids[rows] == s)).squeeze(1)
             if len(read):
-                found = found.index_put(
+                result = result.index_put(
                     (rows[read],), oracle(engine.model, batch.tokens[rows])[read - 1]
                 )
-    return found
+    return result
 
 
 def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> None:
@@ -80,8 +80,8 @@ def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> N
         theirs = gradients(engine.model, (wanted * slopes)[trains].sum()) if trains.any() else {}
     measured = batch.part(requires_grad=False) if not all(batch.requires_grad) else None
     try:
-        for along in (0, 10_000):
-            engine.max_joint_rows = along
+        for extra in (0, 10_000):
+            engine.max_joint_rows = extra
             out = engine(batch).logp
             torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance * 10)
             assert out.requires_grad == any(batch.requires_grad)
@@ -97,10 +97,10 @@ def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> N
     finally:
         engine.max_joint_rows = type(engine).max_joint_rows
     if measured is not None:
-        apart = engine(measured).logp
-        assert not apart.requires_grad
+        separate = engine(measured).logp
+        assert not separate.requires_grad
         torch.testing.assert_close(
-            apart.double(), torch.where(trains, 0, wanted), rtol=tolerance, atol=tolerance * 10
+            separate.double(), torch.where(trains, 0, wanted), rtol=tolerance, atol=tolerance * 10
         )
 
 
@@ -110,19 +110,19 @@ def forest_of(units: list[TokenizedExample], trains: Sequence[bool] = ()) -> Mic
     return replace(batch, requires_grad=tuple(trains)) if trains else batch
 
 
-def policy(name: str, how: str = "full") -> PolicyModel:
+def policy(name: str, mode: str = "full") -> PolicyModel:
     # its grouped products refuse float64
     dtype = torch.float32 if name == "qwen3_moe" else torch.float64
     lora = (
         type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
-        if how == "lora"
+        if mode == "lora"
         else None
     )
     engine = build_policy(
         tiny(name, dtype=dtype),
         dtype=dtype,
         lora=lora,
-        checkpointing="full" if how == "checkpointed" else "off",
+        checkpointing="full" if mode == "checkpointed" else "off",
     )
     assert engine.packs
     for key, p in engine.named_parameters():
@@ -154,16 +154,16 @@ PATTERNS = (
 
 
 @pytest.mark.parametrize("name", named(list(ARCHITECTURES)))
-@pytest.mark.parametrize("how", ["full", "lora", "checkpointed", "sdpa"])
+@pytest.mark.parametrize("mode", ["full", "lora", "checkpointed", "sdpa"])
 def test_a_forest_equals_one_by_one_in_values_and_gradients(
-    name: str, how: str, monkeypatch: pytest.MonkeyPatch
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "MAX_COLUMNS", 5)  # so that several chunks are crossed
-    if how == "sdpa":  # as on devices other than a CPU
+    if mode == "sdpa":  # as on devices other than a CPU
         monkeypatch.setattr(
             attention, "_by_operator", lambda *args, backend: attention._by_sdpa(*args)
         )
-    engine = policy(name, how)
+    engine = policy(name, mode)
     for trains in PATTERNS:
         batch = forest_of(conversations(), trains)
         assert len(batch.tokens) == 60
@@ -231,22 +231,22 @@ def test_values_as_on_cuda(name: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("along", [0, 1000])
-def test_entropy_is_that_of_the_distribution(packed: bool, along: int) -> None:
+@pytest.mark.parametrize("extra", [0, 1000])
+def test_entropy_is_that_of_the_distribution(packed: bool, extra: int) -> None:
     engine = policy("llama")
     engine.lay_out(packed=packed)
-    engine.max_joint_rows = along
+    engine.max_joint_rows = extra
     batch = forest_of(conversations(), PATTERNS[1])
-    found = engine(batch, ["entropy"]).entropy
-    assert found is not None
-    assert (found[~batch.loss_mask] == 0).all()
+    result = engine(batch, ["entropy"]).entropy
+    assert result is not None
+    assert (result[~batch.loss_mask] == 0).all()
     for s in range(batch.sequences):
         rows = batch.rows(s)
         with engine.stock():
             p = torch.softmax(engine.causal(input_ids=batch.tokens[rows][None]).logits[0], -1)
         read = torch.nonzero(batch.loss_mask[rows] & (batch.sequence_ids[rows] == s)).squeeze(1)
         wanted = torch.distributions.Categorical(p[read - 1]).entropy()
-        torch.testing.assert_close(found[rows[read]], wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(result[rows[read]], wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_an_adapter_in_bfloat16_starts_at_its_reference_exactly(packed: bool) ->
     them.
     """
     lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
-    found: list[dict[str, Tensor]] = []
+    results: list[dict[str, Tensor]] = []
     for checkpointing in ("off", "full"):
         torch.manual_seed(0)
         policy = build_policy(
@@ -315,11 +315,11 @@ def test_an_adapter_in_bfloat16_starts_at_its_reference_exactly(packed: bool) ->
         logp = policy(batch).logp
         assert logp.dtype == torch.float32
         assert torch.equal(logp, build_reference(policy, fresh_adapter=True)(batch))
-        found.append(gradients(policy.model, logp.sum()))
-    assert found[0].keys() == found[1].keys()
-    assert {p.dtype for p in found[0].values()} == {torch.float32}
-    for key in found[0]:
-        torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-6, atol=1e-8, msg=key)
+        results.append(gradients(policy.model, logp.sum()))
+    assert results[0].keys() == results[1].keys()
+    assert {p.dtype for p in results[0].values()} == {torch.float32}
+    for key in results[0]:
+        torch.testing.assert_close(results[0][key], results[1][key], rtol=1e-6, atol=1e-8, msg=key)
 
 
 def test_bfloat16_over_float32_masters_keeps_float32_logits() -> None:
@@ -335,19 +335,19 @@ def test_bfloat16_over_float32_masters_keeps_float32_logits() -> None:
 
 
 def test_rounding_does_not_add_up_over_a_large_vocabulary() -> None:
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     logits, target = (
-        torch.randn(36, 49152, generator=made) * 4,
-        torch.randint(0, 49152, (36,), generator=made),
+        torch.randn(36, 49152, generator=generator) * 4,
+        torch.randint(0, 49152, (36,), generator=generator),
     )
     exact = torch.log_softmax(logits.double(), -1).gather(1, target[:, None]).squeeze(1)
-    found: Tensor = head.TargetLogProb.apply(logits, target)  # type: ignore[assignment]
-    assert abs((found.double() - exact).sum()) < 2e-5
+    result: Tensor = head.TargetLogProb.apply(logits, target)  # type: ignore[assignment]
+    assert abs((result.double() - exact).sum()) < 2e-5
 
 
 def test_the_slope_of_a_log_probability() -> None:
-    made = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 11, generator=made, dtype=torch.float64, requires_grad=True)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 11, generator=generator, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
         head.TargetLogProb.apply, (logits, torch.tensor([3, 0, 10, 3, 7]))
     )

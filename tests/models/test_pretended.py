@@ -59,8 +59,8 @@ def test_a_device_says_what_the_host_does(
         assert engine.device == CUDA
         assert engine.packs
         waits.clear()  # loading a model, and looking whether it packs
-        found = measured(engine, batch)
+        result = measured(engine, batch)
         assert waits == []
-        found = [each.cpu() for each in found]
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[1], wanted[1], rtol=1e-3, atol=1e-3)
+        result = [item.cpu() for item in result]
+    torch.testing.assert_close(result[0], wanted[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result[1], wanted[1], rtol=1e-3, atol=1e-3)

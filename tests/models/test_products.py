@@ -33,12 +33,12 @@ def test_it_is_as_before_when_all_threads_have_left(hasty: None) -> None:
     before, a = precision(), torch.ones(8, 8)
 
     def run(_: int) -> set[str]:
-        seen: set[str] = set()
+        observed: set[str] = set()
         for _ in range(1000):
             with bfloat16_operands(True):
                 a @ a
-                seen.add(precision())
-        return seen
+                observed.add(precision())
+        return observed
 
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(run, range(3))) == [{"bf16"}] * 3

@@ -84,7 +84,7 @@ def recipe(place: Path, tmp_path: Path, method: str = "kto", **sections: Any) ->
     rows = tmp_path / f"{method}.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[method]))
     model = {"name": str(place / "llama"), "quantize": "nf4", "lora": {"rank": 2}}
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "method": method,
         "model": model,
         "data": {"train": [{"path": str(rows)}]},
@@ -92,8 +92,8 @@ def recipe(place: Path, tmp_path: Path, method: str = "kto", **sections: Any) ->
         "run": {"dir": str(tmp_path / "run")},
     }
     for name, section in sections.items():
-        found[name] = {**found.get(name, {}), **section}
-    return found
+        results[name] = {**results.get(name, {}), **section}
+    return results
 
 
 def prepared(source: dict[str, Any]) -> Prepared:
@@ -123,13 +123,13 @@ def records(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["kto", "dpo"])
 def test_a_step_does_not_depend_on_how_it_is_cut(method: str, place: Path, tmp_path: Path) -> None:
-    found = []
+    results = []
     for cut in (4096, 24):
         sections = {"train": {"micro_batch_tokens": cut}, "run": {"dir": str(tmp_path / str(cut))}}
-        found.append(
+        results.append(
             weights(valence.train(recipe(place, tmp_path, method, **sections), quiet=True))
         )
-    ours, theirs = found
+    ours, theirs = results
     assert any(weight.abs().max() > 0.005 for name, weight in ours.items() if "lora_B" in name)
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, rtol=1e-3, atol=2e-4)
@@ -205,9 +205,9 @@ def test_only_linear_layers_are_quantized_and_nothing_casts_them(place: Path) ->
     wider = build_policy(loaded(place, dtype=torch.bfloat16), dtype=torch.float32, lora=lora).causal
     assert wider.lm_head.weight.dtype == torch.float32
     for name in narrow:
-        kept = wider.get_submodule(name).weight
+        remaining = wider.get_submodule(name).weight
         assert torch.equal(
-            kept.view(torch.uint8),
+            remaining.view(torch.uint8),
             before[f"{name.replace('.base_layer', '')}.weight"].view(torch.uint8),
         )
 
@@ -226,14 +226,16 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(
 
     sections: dict[str, Any] = {"train": {"epochs": 2}, "run": {"save_every": 2}}
     source = recipe(place, tmp_path, **sections)
-    whole = valence.train(
+    complete = valence.train(
         {**source, "run": {"dir": str(tmp_path / "whole"), "save_every": 2}}, quiet=True
     )
     with pytest.raises(KilledError):
         valence.train(source, quiet=True, callbacks=[kill])
     again = valence.train(source, quiet=True)
-    assert again.step == whole.step == 4
-    assert all(torch.equal(weight, weights(again)[name]) for name, weight in weights(whole).items())
+    assert again.step == complete.step == 4
+    assert all(
+        torch.equal(weight, weights(again)[name]) for name, weight in weights(complete).items()
+    )
     assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
@@ -246,7 +248,7 @@ def test_the_exported_model_is_the_whole_one_with_the_adapter(
     settings = json.loads((tmp_path / "run/model/config.json").read_text())
     assert "quantization_config" not in settings
     attributes = None if method == "dpo" else ("reward",)
-    found = load_model(
+    result = load_model(
         str(tmp_path / "run/model"), dtype=torch.float32, attributes=attributes
     ).state_dict()
     for name, base in (
@@ -259,12 +261,16 @@ def test_the_exported_model_is_the_whole_one_with_the_adapter(
         ]
         if halves:
             down, up = halves
-            torch.testing.assert_close(found[name], base + 2 * up @ down)  # alpha is twice the rank
-            assert not torch.equal(found[name], base)
+            torch.testing.assert_close(
+                result[name], base + 2 * up @ down
+            )  # alpha is twice the rank
+            assert not torch.equal(result[name], base)
         elif name == "score.weight":
-            assert torch.equal(found[name], next(w for key, w in trained.items() if "score" in key))
+            assert torch.equal(
+                result[name], next(w for key, w in trained.items() if "score" in key)
+            )
         else:
-            assert torch.equal(found[name], base)
+            assert torch.equal(result[name], base)
 
 
 @pytest.mark.slow
@@ -273,12 +279,12 @@ def test_a_run_is_measured_and_exported_afterwards(place: Path, tmp_path: Path) 
         recipe(place, tmp_path, "dpo", data={"eval": [{"path": str(tmp_path / "dpo.jsonl")}]}),
         quiet=True,
     )
-    found = restore(tmp_path / "run", quiet=True)
-    assert found.evaluate().metrics["loss"] == run.evaluate().metrics["loss"]
-    found.model_writer.write(tmp_path / "adapter", "adapter")
+    result = restore(tmp_path / "run", quiet=True)
+    assert result.evaluate().metrics["loss"] == run.evaluate().metrics["loss"]
+    result.model_writer.write(tmp_path / "adapter", "adapter")
     put_on = PeftModel.from_pretrained(loaded(place), str(tmp_path / "adapter"))
     theirs = said(put_on)
-    torch.testing.assert_close(theirs, found.policy.eval()(BATCH).logp)
+    torch.testing.assert_close(theirs, result.policy.eval()(BATCH).logp)
     merged = said(AutoModelForCausalLM.from_pretrained(tmp_path / "run/model"))
     rounding = (said(loaded(place)) - said(loaded(place, quantize=False))).abs().max()
     assert 0 < (merged - theirs).abs().max() <= 2 * rounding
@@ -308,8 +314,8 @@ def test_memory_is_planned(tmp_path: Path, place: Path) -> None:
         "Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": "all-linear"}
     )
     shape = shape_of(skeleton(str(tmp_path / "large")), lora=lora, quantize=True)
-    found: Any = load_model(str(tmp_path / "large"), dtype=torch.bfloat16, quantize=True)
-    held = sum(weight.nbytes for weight in found.state_dict().values())
+    result: Any = load_model(str(tmp_path / "large"), dtype=torch.bfloat16, quantize=True)
+    held = sum(weight.nbytes for weight in result.state_dict().values())
     memory = predict(shape, width=2, frozen_copy=True)
     assert memory.reference == pytest.approx(held, rel=0.05)
     assert memory.weights == memory.reference + 4 * shape.trained + 2 * 256 * 512
@@ -395,12 +401,12 @@ def test_split_over_processes_it_trains_as_on_one(place: Path, tmp_path: Path) -
     assert [rank.error for rank in ranks] == ["", ""]
     for dtype, near in NEAR.items():
         alone = everything[dtype]
-        for found in (rank.value[dtype] for rank in ranks):
-            assert found["lockstep"]
-            assert found["digest"] == alone["digest"]
-            assert found["held"] <= 0.51 * alone["held"]
+        for result in (rank.value[dtype] for rank in ranks):
+            assert result["lockstep"]
+            assert result["digest"] == alone["digest"]
+            assert result["held"] <= 0.51 * alone["held"]
             for name, weight in alone["weights"].items():
-                torch.testing.assert_close(found["weights"][name], weight, **near)
+                torch.testing.assert_close(result["weights"][name], weight, **near)
         one, two = (
             load_model(str(tmp_path / f"{dtype}-{n}/run/model"), dtype=torch.float32).state_dict()
             for n in (1, 2)
@@ -415,8 +421,8 @@ def test_split_over_processes_it_trains_as_on_one(place: Path, tmp_path: Path) -
 def test_it_says_the_same_on_a_gpu(dtype: torch.dtype, near: float, place: Path) -> None:
     model = loaded(place, dtype=dtype)
     assert model.device.type == "cuda"
-    found = said(model)
+    result = said(model)
     with torch.no_grad():
         hosted = PolicyModel(disable_cpu_repacking(loaded(place, dtype=dtype).to("cpu")).eval())
         batch = plain_batch([torch.arange(3, 20), torch.arange(30, 70)], torch.arange(5, 9))
-        torch.testing.assert_close(found.cpu(), hosted(batch).logp, rtol=near, atol=near)
+        torch.testing.assert_close(result.cpu(), hosted(batch).logp, rtol=near, atol=near)

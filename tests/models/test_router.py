@@ -77,8 +77,8 @@ def weights(engine: PolicyModel) -> list[torch.nn.Parameter]:
     return [p for p in engine.parameters() if p.requires_grad]
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative(result: Tensor, wanted: Tensor) -> float:
+    return float((result - wanted).norm() / wanted.norm())
 
 
 def step(
@@ -91,16 +91,16 @@ def step(
     shares: Any = (),
 ) -> tuple[Tensor, dict[str, float], Tensor, int]:
     """Loss, metrics, gradient and micro-batches of one step without a reference."""
-    made = objective(name, engine, None, budget=budget)
-    made.router_aux_loss = weight
+    actual = objective(name, engine, None, budget=budget)
+    actual.router_aux_loss = weight
     grads: list[Tensor] = []
     sgd = torch.optim.SGD(weights(engine), lr=0.0)
     sgd.register_step_pre_hook(lambda *_: grads.append(gradients(engine)))
-    outcome, _, applied = optimizer_step(made, sgd, units, (), None, shares)
+    outcome, _, applied = optimizer_step(actual, sgd, units, (), None, shares)
     assert applied
     meter = Meter()
     meter.pool(outcome.metrics)
-    return outcome.loss, meter.reduce(made.group), grads[0], outcome.micro_batches
+    return outcome.loss, meter.reduce(actual.group), grads[0], outcome.micro_batches
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -110,11 +110,11 @@ def test_the_value_is_that_of_transformers_on_one_sequence(packed: bool) -> None
     tokens = torch.randint(3, 97, (23,), generator=torch.Generator().manual_seed(1))
     with engine.stock():
         aux_loss = engine.causal(input_ids=tokens[None], output_router_logits=True).aux_loss
-    found = engine(plain_batch([tokens]), WANT).router_aux_loss
-    assert found is not None
-    assert found.item() == pytest.approx(aux_loss.item(), rel=1e-6)
+    result = engine(plain_batch([tokens]), WANT).router_aux_loss
+    assert result is not None
+    assert result.item() == pytest.approx(aux_loss.item(), rel=1e-6)
     # the load is not uniform, where any routing would have this value
-    assert abs(found.item() - 2) > 1e-3
+    assert abs(result.item() - 2) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -147,22 +147,22 @@ def test_a_shared_token_counts_once_for_every_sequence_that_trains() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("along", [0, 48])
-def test_sequences_without_gradient_do_not_count(packed: bool, along: int) -> None:
+@pytest.mark.parametrize("extra", [0, 48])
+def test_sequences_without_gradient_do_not_count(packed: bool, extra: int) -> None:
     """KTO's mismatched completions, in a pass of their own (along 0) or in that of the others."""
     engine = policy()
     engine.lay_out(packed=packed)
-    engine.max_joint_rows = along
+    engine.max_joint_rows = extra
     ours, measured = (
         UNPAIRED[:2],
         [unit("other", "judgement", PROMPT, (81, 82, 83, 84), label=True)] * 2,
     )
     batch: MicroBatch = make_micro_batch(ours, kl_pairs=measured)
     assert not all(batch.requires_grad)
-    found, alone = (engine(each, WANT).router_aux_loss for each in (batch, make_micro_batch(ours)))
-    assert found is not None
+    result, alone = (engine(item, WANT).router_aux_loss for item in (batch, make_micro_batch(ours)))
+    assert result is not None
     assert alone is not None
-    assert found.item() == pytest.approx(alone.item(), rel=1e-6)
+    assert result.item() == pytest.approx(alone.item(), rel=1e-6)
     assert num_trained_tokens(batch) == sum(row.tokens for row in ours)
 
 
@@ -191,9 +191,9 @@ def test_micro_batches_are_averaged_by_their_tokens() -> None:
     loss, _, gradient, _ = step(engine, 0.0, ROWS, budget=40)
     with_router, metrics, its_gradient, micro_batches = step(engine, WEIGHT, ROWS, budget=40)
     assert micro_batches > 1
-    made = objective("cpo", engine, None, budget=40)
+    actual = objective("cpo", engine, None, budget=40)
     parts = [
-        [ROWS[i] for i in sorted(set(batch.unit.tolist()))] for batch in made.divide(ROWS).local
+        [ROWS[i] for i in sorted(set(batch.unit.tolist()))] for batch in actual.divide(ROWS).local
     ]
     total = sum(row.tokens for row in ROWS)
     engine.zero_grad()
@@ -204,8 +204,8 @@ def test_micro_batches_are_averaged_by_their_tokens() -> None:
     assert metrics["router_aux_loss"] == pytest.approx(wanted.item(), rel=1e-6)
     assert float(with_router) == pytest.approx(float(loss) + WEIGHT * wanted.item(), rel=1e-6)
     assert relative(its_gradient - gradient, WEIGHT * gradients(engine)) < 1e-4
-    whole = plain_loss(engine, ROWS).item()
-    assert abs(wanted.item() - whole) > 1e-3  # it depends on how the step is cut
+    full = plain_loss(engine, ROWS).item()
+    assert abs(wanted.item() - full) > 1e-3  # it depends on how the step is cut
 
 
 def test_a_loss_over_all_micro_batches_together_has_the_term_too() -> None:
@@ -216,18 +216,18 @@ def test_a_loss_over_all_micro_batches_together_has_the_term_too() -> None:
         reference = build_reference(
             policy(), fresh_adapter=False, model=tiny("qwen3_moe", dtype=torch.float32, seed=5)
         )
-        made = objective("aot", engine, reference, budget=40)
-        made.router_aux_loss = weight
+        actual = objective("aot", engine, reference, budget=40)
+        actual.router_aux_loss = weight
         engine.zero_grad()
-        outcome = made.run(ROWS, backward=True)
+        outcome = actual.run(ROWS, backward=True)
         assert outcome.micro_batches > 1
         meter = Meter()
         meter.pool(outcome.metrics)
-        found = gradients(engine).clone()
+        result = gradients(engine).clone()
         return (
-            found,
+            result,
             torch.zeros(()) if outcome.router_aux_loss is None else outcome.router_aux_loss,
-            meter.reduce(made.group),
+            meter.reduce(actual.group),
         )
 
     gradient, nothing, _ = run(0.0)
@@ -273,18 +273,18 @@ def test_without_the_setting_no_router_logits_are_asked_for_and_nothing_changes(
     engine = policy()
     engine.lay_out(packed=packed)
     decoder = getattr(engine.causal, engine.causal.base_model_prefix)
-    asked: list[bool] = []
+    requests: list[bool] = []
     handle = decoder.register_forward_pre_hook(
-        lambda _module, _inputs, kwargs: asked.append(bool(kwargs.get("output_router_logits"))),
+        lambda _module, _inputs, kwargs: requests.append(bool(kwargs.get("output_router_logits"))),
         with_kwargs=True,
     )
     loss, metrics, gradient, _ = step(engine, 0.0, ROWS)
-    assert asked
-    assert not any(asked)
-    asked.clear()
+    assert requests
+    assert not any(requests)
+    requests.clear()
     with_router, more, _, _ = step(engine, 1e-30, ROWS)
     handle.remove()
-    assert all(asked)
+    assert all(requests)
     assert more.keys() - metrics.keys() == {"router_aux_loss"}
     assert {name: more[name] for name in metrics} == metrics
     assert torch.equal(with_router, loss)
@@ -294,9 +294,9 @@ def test_without_the_setting_no_router_logits_are_asked_for_and_nothing_changes(
 
 
 def test_an_evaluation_leaves_it_out() -> None:
-    made = objective("cpo", policy(), None)
-    made.router_aux_loss = WEIGHT
-    outcome = made.run(ROWS, backward=False)
+    actual = objective("cpo", policy(), None)
+    actual.router_aux_loss = WEIGHT
+    outcome = actual.run(ROWS, backward=False)
     assert outcome.router_aux_loss is None
     assert "router_aux_loss" not in outcome.metrics
 
@@ -311,9 +311,9 @@ def test_a_reward_model_has_it_too(packed: bool) -> None:
     engine = Scorer(model.float().eval())
     engine.lay_out(packed=packed)
     check_router(engine)
-    found = engine(make_micro_batch(ROWS), WANT).router_aux_loss
-    assert found is not None
-    assert found.item() == pytest.approx(plain_loss(policy(), ROWS).item(), rel=1e-6)
+    result = engine(make_micro_batch(ROWS), WANT).router_aux_loss
+    assert result is not None
+    assert result.item() == pytest.approx(plain_loss(policy(), ROWS).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])

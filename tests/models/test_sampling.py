@@ -39,21 +39,23 @@ def test_answers_come_from_the_products_of_training(
         if isinstance(module, nn.Linear) and module is not engine.causal.get_output_embeddings():
             module.register_forward_hook(lambda _module, _inputs, out: products.add(out.dtype))
 
-    def watched(cache: Any, which: torch.Tensor) -> None:
-        give_room(cache, which)
+    def watched(cache: Any, index: torch.Tensor) -> None:
+        give_room(cache, index)
         caches.append(cache)
 
     monkeypatch.setattr(kv, "select_rows", watched)
-    made: Any = engine.model
+    result: Any = engine.model
     with engine.sampling(), engine.autocast() if narrow else nullcontext():
-        rows = HFGenerator(made, tokenizer).generate(PROMPTS, 3, Sampling(max_new_tokens=12))
+        rows = HFGenerator(result, tokenizer).generate(PROMPTS, 3, Sampling(max_new_tokens=12))
     assert products == {torch.bfloat16 if narrow else torch.float32}
     roomy = [layer for layer in caches[0].layers if isinstance(layer, kv.PreallocatedLayer)]
     assert {part.dtype for layer in roomy for part in (layer.keys, layer.values)} == products
     for prompt, answers in zip(PROMPTS, rows, strict=True):
         for answer in answers:
-            found = engine(plain_batch([torch.tensor(prompt + answer.tokens)])).logp[len(prompt) :]
-            assert found.tolist() == pytest.approx(
+            outcome = engine(plain_batch([torch.tensor(prompt + answer.tokens)])).logp[
+                len(prompt) :
+            ]
+            assert outcome.tolist() == pytest.approx(
                 answer.logps, abs=0.02 if lora or not narrow else 0.1
             )
     assert all(

@@ -72,14 +72,14 @@ def reward_model(
 
 
 def scorer(
-    name: str = "llama", how: str = "full", *, dtype: torch.dtype = F64, **more: Any
+    name: str = "llama", mode: str = "full", *, dtype: torch.dtype = F64, **more: Any
 ) -> Scorer:
     model = reward_model(name, dtype=F32 if dtype == BF16 else dtype)
-    checkpointing: Any = "full" if how == "checkpointed" else "off"
+    checkpointing: Any = "full" if mode == "checkpointed" else "off"
     engine = build_policy(
         model,
         dtype=dtype,
-        lora=LORA if how == "lora" else None,
+        lora=LORA if mode == "lora" else None,
         checkpointing=checkpointing,
         **more,
     )
@@ -103,15 +103,15 @@ def stock_scores(engine: Scorer, batch: MicroBatch) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "how", ["full", "lora", pytest.param("checkpointed", marks=pytest.mark.slow)]
+    "mode", ["full", "lora", pytest.param("checkpointed", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
     "name",
     named([kind for kind in KINDS if kind not in WITHOUT_SCORES], ["llama", "gpt2", "gpt_neo"]),
 )
-def test_a_forest_scores_as_the_stock_model_one_by_one(name: str, how: str) -> None:
+def test_a_forest_scores_as_the_stock_model_one_by_one(name: str, mode: str) -> None:
     rough = name in ROUGH or name == "gpt_neo"  # whose attention is in float32
-    engine = scorer(name, how, dtype=F32 if name == "qwen3_moe" else F64)
+    engine = scorer(name, mode, dtype=F32 if name == "qwen3_moe" else F64)
     assert engine.packs is (name != "gpt_neo")
     for trains in PATTERNS:
         batch = forest_of(conversations(), trains)
@@ -129,12 +129,12 @@ def test_a_forest_scores_as_the_stock_model_one_by_one(name: str, how: str) -> N
         torch.testing.assert_close(
             out.score, wanted, rtol=1e-4 if rough else 1e-10, atol=1e-4 if rough else 1e-10
         )
-        found = gradients(engine.model, (out.score * slopes).sum())
-        assert found.keys() == theirs.keys()
-        assert any("score" in key for key in found)
-        for key in found:
+        result = gradients(engine.model, (out.score * slopes).sum())
+        assert result.keys() == theirs.keys()
+        assert any("score" in key for key in result)
+        for key in result:
             torch.testing.assert_close(
-                found[key], theirs[key], rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6
+                result[key], theirs[key], rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6
             )
 
 
@@ -170,25 +170,25 @@ def test_a_leak_is_seen_and_layers_run_one_by_one() -> None:
     assert not engine.packs
 
 
-@pytest.mark.parametrize("how", ["full", "lora"])
-def test_the_head_is_float32_over_bfloat16(how: str) -> None:
-    engine, exact = scorer(how=how, dtype=BF16), scorer(how=how, dtype=F32)
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_head_is_float32_over_bfloat16(mode: str) -> None:
+    engine, exact = scorer(mode=mode, dtype=BF16), scorer(mode=mode, dtype=F32)
     batch = forest_of(conversations())
-    found, wanted = engine(batch).score, exact(batch).score
-    assert found is not None
+    result, wanted = engine(batch).score, exact(batch).score
+    assert result is not None
     assert wanted is not None
-    assert found.dtype == F32
+    assert result.dtype == F32
     assert {p.dtype for p in engine.parameters() if p.requires_grad} == {F32}
-    assert 0 < (found - wanted).abs().max() < 0.2 * wanted.abs().max()
+    assert 0 < (result - wanted).abs().max() < 0.2 * wanted.abs().max()
 
 
 def test_the_base_of_an_adapter_stays_the_same_while_the_head_trains() -> None:
-    engine = scorer(how="lora")
-    before = [model_digest(engine, adapter=it) for it in (False, True)]
+    engine = scorer(mode="lora")
+    before = [model_digest(engine, adapter=flag) for flag in (False, True)]
     head = next(p for name, p in engine.named_parameters() if "score" in name and p.requires_grad)
     with torch.no_grad():
         head.add_(1)
-    after = [model_digest(engine, adapter=it) for it in (False, True)]
+    after = [model_digest(engine, adapter=flag) for flag in (False, True)]
     assert before[0] == after[0]
     assert before[1] != after[1]
 
@@ -258,10 +258,10 @@ def write(engine: Scorer, folder: Path, tokenizer: PreTrainedTokenizerBase, scor
         export(engine.model, tokenizer, folder, kind="auto", card="", config=config)
 
 
-@pytest.mark.parametrize("how", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize("name", named(["llama", "gemma2", "gpt2", "gpt_neox"], ["llama", "gpt2"]))
 def test_the_saved_folder_scores_the_same_in_padded_batches(
-    name: str, how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of a tokenizer that pads with the end of a turn, which sequences end with."""
     tokenizer = tiny_tokenizer()
@@ -271,7 +271,7 @@ def test_the_saved_folder_scores_the_same_in_padded_batches(
     path = saved(tmp_path / "causal", name, **vocabulary)
     torch.manual_seed(0)
     model = load_model(path, dtype=F32, attributes=("helpful", "honest"))
-    engine: Any = build_policy(model, dtype=F32, lora=LORA if how == "lora" else None)
+    engine: Any = build_policy(model, dtype=F32, lora=LORA if mode == "lora" else None)
     for key, p in engine.named_parameters():
         if "lora_B" in key or "score" in key:
             torch.nn.init.normal_(p, std=0.3)
@@ -292,9 +292,9 @@ def test_the_saved_folder_scores_the_same_in_padded_batches(
     )
     assert (padded["input_ids"][2, 2:] != end).all()
     with torch.no_grad():
-        found = again(**padded).logits
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert found.std() > 0.05
+        result = again(**padded).logits
+    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-4)
+    assert result.std() > 0.05
     config = json.loads((tmp_path / "reward" / "config.json").read_text())
     assert config["id2label"] == {"0": "helpful", "1": "honest"}
     assert config["reward_mean"] == pytest.approx(wanted.mean(0).tolist(), rel=1e-5)
@@ -322,10 +322,10 @@ def test_what_the_card_says_to_run_scores_as_trained(chat: bool, tmp_path: Path)
         with_padding(tokenizer, {end}, len(tokenizer)),
         torch.tensor([[1.0], [2.0]]),
     )
-    said: list[Any] = []
+    message: list[Any] = []
     code = usage(chat, reward_model=True)
-    exec(code.replace("path/to/this/folder", str(tmp_path / "reward")), {"print": said.append})
-    assert said[0] == {"helpful": pytest.approx((wanted - 1.5) / 0.5, rel=1e-3, abs=1e-3)}
+    exec(code.replace("path/to/this/folder", str(tmp_path / "reward")), {"print": message.append})
+    assert message[0] == {"helpful": pytest.approx((wanted - 1.5) / 0.5, rel=1e-3, abs=1e-3)}
 
 
 def test_levels_are_saved_with_the_model(tmp_path: Path) -> None:
@@ -349,17 +349,17 @@ def test_levels_are_saved_with_the_model(tmp_path: Path) -> None:
 
 
 def test_padding_is_no_token_that_sequences_end_with() -> None:
-    own = tiny_tokenizer()
-    ids = own.added_tokens_decoder
-    assert with_padding(own, {4}, 400).pad_token == "<pad>"
-    end: Any = own.convert_tokens_to_ids("<pad>")
-    assert with_padding(own, {end}, 400).pad_token not in ("<pad>", own.bos_token)
-    full = with_padding(own, set(ids), len(own))
+    actual = tiny_tokenizer()
+    ids = actual.added_tokens_decoder
+    assert with_padding(actual, {4}, 400).pad_token == "<pad>"
+    end: Any = actual.convert_tokens_to_ids("<pad>")
+    assert with_padding(actual, {end}, 400).pad_token not in ("<pad>", actual.bos_token)
+    full = with_padding(actual, set(ids), len(actual))
     assert full.pad_token_id is None
-    room = with_padding(own, set(ids), len(own) + 1)
-    assert (room.pad_token, room.pad_token_id) == ("<|pad|>", len(own))
-    assert own.pad_token == "<pad>"
-    assert len(own) == len(tiny_tokenizer())
+    room = with_padding(actual, set(ids), len(actual) + 1)
+    assert (room.pad_token, room.pad_token_id) == ("<|pad|>", len(actual))
+    assert actual.pad_token == "<pad>"
+    assert len(actual) == len(tiny_tokenizer())
     assert room.padding_side == "right"
 
 

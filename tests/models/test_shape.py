@@ -43,15 +43,15 @@ def test_the_weights_that_train_are_those_of_the_run(kind: str, lora: Any, tmp_p
             **vars(lora) | {"targets": ["c_proj" if kind == "gpt2" else "o_proj"]}
         )
     engine = build_policy(load_model(name, dtype=torch.float32), dtype=torch.float32, lora=lora)
-    found = shape(name, lora=lora)
-    assert found.trained == sum(p.numel() for p in engine.parameters() if p.requires_grad)
-    assert found.full is (lora is None)
+    result = shape(name, lora=lora)
+    assert result.trained == sum(p.numel() for p in engine.parameters() if p.requires_grad)
+    assert result.full is (lora is None)
 
 
 def test_an_adapter_to_continue_is_counted_as_it_is(tmp_path: Path) -> None:
     name = saved(tmp_path / "model", "llama")
-    made = build_policy(load_model(name, dtype=torch.float32), dtype=torch.float32, lora=LORA)
-    made.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
+    engine = build_policy(load_model(name, dtype=torch.float32), dtype=torch.float32, lora=LORA)
+    engine.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
     other = SimpleNamespace(**vars(LORA) | {"rank": 8})
     assert (
         shape(name, lora=other, adapter=str(tmp_path / "adapter")).trained
@@ -87,9 +87,9 @@ def test_operations_are_those_that_pytorch_counts(kind: str) -> None:
     forward = counted.get_total_flops()
     with FlopCounterMode(display=False) as counted:
         logits.sum().backward()
-    found, work = shape_of(skeleton_of(model)), Work(tokens, tokens, tokens**2)
-    assert speed.forward(found, work) == pytest.approx(forward, rel=0.03)
-    assert speed.step(found, work) == pytest.approx(forward + counted.get_total_flops(), rel=0.03)
+    result, work = shape_of(skeleton_of(model)), Work(tokens, tokens, tokens**2)
+    assert speed.forward(result, work) == pytest.approx(forward, rel=0.03)
+    assert speed.step(result, work) == pytest.approx(forward + counted.get_total_flops(), rel=0.03)
 
 
 def test_experts_count_as_often_as_a_token_is_sent_to_one() -> None:
@@ -104,19 +104,19 @@ def test_experts_count_as_often_as_a_token_is_sent_to_one() -> None:
 
 
 def test_what_is_done_again_or_beside_is_counted() -> None:
-    found = shape_of(skeleton_of(tiny()))
+    result = shape_of(skeleton_of(tiny()))
     adapted = shape_of(skeleton_of(tiny()), lora=LORA)
     trained, measured = Work(100, 40, 2000), Work(50, 30, 900)
-    ahead = speed.forward(found, trained)
-    alone = speed.step(found, trained)
+    ahead = speed.forward(result, trained)
+    alone = speed.step(result, trained)
     assert alone == 3 * ahead
     assert speed.step(adapted, trained) == 2 * ahead
-    assert speed.step(found, trained, measured, trained) == 4 * ahead + speed.forward(
-        found, measured
+    assert speed.step(result, trained, measured, trained) == 4 * ahead + speed.forward(
+        result, measured
     )
-    decoder = speed.forward(found, Work(100, 0, 2000))
-    assert speed.step(found, trained, checkpointing="full") == alone + decoder
-    assert speed.step(found, trained, checkpointing="selective") == alone + decoder / 2
+    decoder = speed.forward(result, Work(100, 0, 2000))
+    assert speed.step(result, trained, checkpointing="full") == alone + decoder
+    assert speed.step(result, trained, checkpointing="selective") == alone + decoder / 2
 
 
 def test_the_rate_is_measured() -> None:

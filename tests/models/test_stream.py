@@ -28,13 +28,13 @@ def saved(folder: Path, kind: str, size: str = "20KB", **changes: Any) -> str:
     return str(folder)
 
 
-def differences(found: nn.Module, wanted: nn.Module) -> list[str]:
+def differences(results: nn.Module, wanted: nn.Module) -> list[str]:
     """Weights and buffers, those that are in no file too, that do not have the same bits and
     type.
     """
     ours, theirs = (
         {**dict(m.named_parameters(remove_duplicate=False)), **dict(m.named_buffers())}
-        for m in (found, wanted)
+        for m in (results, wanted)
     )
     assert list(ours) == list(theirs)
     return [
@@ -62,12 +62,12 @@ def test_what_is_read_is_what_would_be_loaded(
     stream.move_to_meta(model)
     stream.load(model, CPU)
     assert differences(model, wanted) == []
-    found: Any = model
-    assert found.config.to_dict() == wanted.config.to_dict()
-    assert found.generation_config.to_dict() == wanted.generation_config.to_dict()
+    result: Any = model
+    assert result.config.to_dict() == wanted.config.to_dict()
+    assert result.generation_config.to_dict() == wanted.generation_config.to_dict()
     tied = [
-        each.get_input_embeddings().weight is each.get_output_embeddings().weight
-        for each in (found, wanted)
+        item.get_input_embeddings().weight is item.get_output_embeddings().weight
+        for item in (result, wanted)
     ]
     assert tied == [kind == "qwen2"] * 2
 
@@ -116,10 +116,10 @@ def test_a_stand_in_is_where_the_weight_will_be_and_takes_no_memory(tmp_path: Pa
     assert {p.is_meta for p in engine.parameters() if p.requires_grad} == {False}
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_the_head_of_a_reward_model_is_there_at_once(kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("remaining", [True, False])
+def test_the_head_of_a_reward_model_is_there_at_once(remaining: bool, tmp_path: Path) -> None:
     name = saved(tmp_path / "model", "llama")
-    if kept:
+    if remaining:
         scores: Any = load_model(name, dtype=F32, attributes=("good",))
         nn.init.normal_(scores.score.weight)
         name = str(tmp_path / "scores")
@@ -127,7 +127,7 @@ def test_the_head_of_a_reward_model_is_there_at_once(kept: bool, tmp_path: Path)
     model, stream = build_without_weights(name, dtype=F32, device=CPU, attributes=("good",))
     wanted: Any = load_model(name, dtype=F32, attributes=("good",))
     assert torch.equal(model.get_submodule("score").weight, wanted.score.weight)  # type: ignore[arg-type]
-    assert bool(wanted.score.weight.any()) is kept
+    assert bool(wanted.score.weight.any()) is remaining
     stream.load(model, CPU)
     assert differences(model, wanted) == []
 
@@ -206,15 +206,15 @@ def test_a_gguf_file_is_not_read_in_parts(tmp_path: Path) -> None:
     assert error.value.code == "weights-gguf"
 
 
-@pytest.mark.parametrize("what", ["file", "index", "part"])
-def test_a_damaged_or_missing_file_is_a_mistake_in_the_folder(what: str, tmp_path: Path) -> None:
-    name = saved(tmp_path, "llama", "1GB" if what == "file" else "20KB")
+@pytest.mark.parametrize("kind", ["file", "index", "part"])
+def test_a_damaged_or_missing_file_is_a_mistake_in_the_folder(kind: str, tmp_path: Path) -> None:
+    name = saved(tmp_path, "llama", "1GB" if kind == "file" else "20KB")
     index, part = tmp_path / "model.safetensors.index.json", min(tmp_path.glob("*.safetensors"))
     {
         "file": lambda: part.write_bytes(part.read_bytes()[:1000]),
         "index": lambda: index.write_text("{"),
         "part": part.unlink,
-    }[what]()
+    }[kind]()
     with raises_error("model-not-loadable", where="model") as raised:
         build_without_weights(name, dtype=F32, device=CPU)
     assert str(tmp_path) in raised.error.message
@@ -229,7 +229,7 @@ class Parted(SimpleNamespace):
     """
 
     def __init__(
-        self, whole: Tensor, sizes: list[int], place: list[int], cut: list[int | None]
+        self, full: Tensor, sizes: list[int], place: list[int], cut: list[int | None]
     ) -> None:
         mesh = SimpleNamespace(
             ndim=len(sizes), size=sizes.__getitem__, get_local_rank=place.__getitem__
@@ -237,14 +237,14 @@ class Parted(SimpleNamespace):
         kinds = [
             SimpleNamespace(dim=axis, is_replicate=lambda axis=axis: axis is None) for axis in cut
         ]
-        super().__init__(whole=whole, shape=whole.shape, device_mesh=mesh, placements=kinds)
+        super().__init__(full=full, shape=full.shape, device_mesh=mesh, placements=kinds)
 
     def detach(self) -> Parted:
         return self
 
     def to_local(self) -> Tensor:
         """As PyTorch cuts it: along the last axis of the mesh first."""
-        local = self.whole
+        local = self.full
         for axis in reversed(range(self.device_mesh.ndim)):
             dim = self.placements[axis].dim
             if dim is not None:
@@ -269,12 +269,12 @@ class Parted(SimpleNamespace):
     ],
 )
 def test_a_part_is_where_it_says(sizes: list[int], cut: list[int | None]) -> None:
-    whole = torch.arange(35).view(7, 5)
+    full = torch.arange(35).view(7, 5)
     for place in (
         torch.cartesian_prod(*(torch.arange(size) for size in sizes)).view(-1, len(sizes)).tolist()
     ):
-        local, rows = local_shard(Parted(whole, sizes, place, cut))
-        assert torch.equal(local, whole[rows])
+        local, rows = local_shard(Parted(full, sizes, place, cut))
+        assert torch.equal(local, full[rows])
 
 
 def test_a_weight_that_is_not_split_is_its_own_part() -> None:

@@ -26,7 +26,7 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Ten
     """logp, entropy and sum of squares [T] from the logits of the model's own forward, each
     sequence by itself.
     """
-    found = torch.zeros(3, len(batch.tokens), dtype=torch.float64)
+    result = torch.zeros(3, len(batch.tokens), dtype=torch.float64)
     with engine.stock():
         for s in range(batch.sequences):
             rows = batch.rows(s)
@@ -35,13 +35,15 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Ten
                 0, read - 1
             ]
             p = torch.softmax(logits / HEAT, -1)
-            told = (
+            message = (
                 p.gather(1, batch.tokens[rows][read, None])[:, 0].log(),
                 -(p * p.log()).sum(-1),
                 p.square().sum(-1),
             )
-            found = found.index_put((torch.arange(3)[:, None], rows[read][None]), torch.stack(told))
-    logp, entropy, squares = found
+            result = result.index_put(
+                (torch.arange(3)[:, None], rows[read][None]), torch.stack(message)
+            )
+    logp, entropy, squares = result
     return logp, entropy, squares
 
 
@@ -49,12 +51,12 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Ten
 @pytest.mark.parametrize(
     "name", named(["llama", "llama-tied", "gemma2", "cohere", "gpt2"], ["llama", "gemma2"])
 )
-@pytest.mark.parametrize("how", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["full", "lora"])
 def test_values_and_gradients_are_those_of_tempered_logits(
-    name: str, how: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, mode: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "MAX_COLUMNS", 5)
-    engine = policy(name, how)
+    engine = policy(name, mode)
     plain = engine(forest_of(conversations())).logp.detach()
     engine.temperature = HEAT
     engine.lay_out(packed=packed)
@@ -84,8 +86,8 @@ def test_values_and_gradients_are_those_of_tempered_logits(
         wanted = torch.autograd.grad(
             (logp * slopes[0] + entropy * slopes[1])[trains].sum(), weights
         )
-    found = torch.autograd.grad((out.logp * slopes[0] + out.entropy * slopes[1]).sum(), weights)
-    for one, other in zip(found, wanted, strict=True):
+    result = torch.autograd.grad((out.logp * slopes[0] + out.entropy * slopes[1]).sum(), weights)
+    for one, other in zip(result, wanted, strict=True):
         torch.testing.assert_close(
             one, other, rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6
         )
@@ -96,8 +98,8 @@ def test_references_are_computed_at_the_same_temperature_and_known_by_it() -> No
     same weights.
     """
     batch = forest_of(conversations())
-    for how in ("full", "lora"):
-        engine = policy("llama", how)
+    for mode in ("full", "lora"):
+        engine = policy("llama", mode)
         cold = build_reference(engine, fresh_adapter=False).digests().model
         engine.temperature = HEAT
         assert engine.computation.endswith("temperature 0.6")
@@ -107,6 +109,6 @@ def test_references_are_computed_at_the_same_temperature_and_known_by_it() -> No
             assert torch.equal(copied(batch), logp)
             assert copied.digests().model == model_digest(engine, adapter=True) != cold
     off = build_reference(engine, fresh_adapter=True)
-    own = build_reference(engine, fresh_adapter=True, model=tiny())
-    assert torch.equal(off(batch), own(batch))
+    actual = build_reference(engine, fresh_adapter=True, model=tiny())
+    assert torch.equal(off(batch), actual(batch))
     assert not torch.equal(off(batch), logp)

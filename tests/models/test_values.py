@@ -29,20 +29,20 @@ LORA = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "a
 
 
 def valued(
-    trunk: Literal["separate", "shared"], name: str = "llama", how: str = "full"
+    trunk: Literal["separate", "shared"], name: str = "llama", mode: str = "full"
 ) -> PolicyModel:
     """A policy with a critic that says something, and whose trunk has moved away from the
     policy's.
     """
-    engine = policy(name, how)
+    engine = policy(name, mode)
     add_values(engine, trunk=trunk)
     assert engine.critic is not None
-    made = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in engine.critic.parameters():
             if weight.requires_grad:
                 weight.add_(
-                    torch.randn(weight.shape, generator=made, dtype=weight.dtype), alpha=0.1
+                    torch.randn(weight.shape, generator=generator, dtype=weight.dtype), alpha=0.1
                 )
     return engine
 
@@ -54,7 +54,7 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> Tensor:
     assert engine.critic is not None
     reads = engine.critic.trunk or engine
     head = engine.critic.head
-    found = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    result = torch.zeros(len(batch.tokens), dtype=torch.float64)
     decoder = getattr(reads.causal, reads.causal.base_model_prefix)
     with reads.stock():
         for s in range(batch.sequences):
@@ -63,19 +63,21 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> Tensor:
             hidden = decoder(
                 input_ids=batch.tokens[rows][None], output_hidden_states=True
             ).hidden_states[-1][0]
-            found = found.index_put((rows[read],), hidden[read - 1] @ head.weight[0] + head.bias[0])
-    return found
+            result = result.index_put(
+                (rows[read],), hidden[read - 1] @ head.weight[0] + head.bias[0]
+            )
+    return result
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "mode"),
     [
         ("llama", "lora"),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
+            pytest.param(*item, marks=pytest.mark.slow)
+            for item in (
                 ("llama", "full"),
                 ("gemma2", "full"),
                 ("llama-tied", "checkpointed"),
@@ -86,12 +88,12 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> Tensor:
     ],
 )
 def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
-    name: str, how: str, packed: bool, trunk: Literal["separate", "shared"]
+    name: str, mode: str, packed: bool, trunk: Literal["separate", "shared"]
 ) -> None:
     """Together with the log-probabilities, which are those without a critic; only what trains has a
     gradient.
     """
-    engine = valued(trunk, name, how)
+    engine = valued(trunk, name, mode)
     engine.lay_out(packed=packed)
     batch = forest_of(conversations(), PATTERNS[1])
     trains = torch.tensor(batch.requires_grad)[batch.sequence_ids] & batch.loss_mask
@@ -100,18 +102,18 @@ def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
         len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64
     )
     weights = {key: p for key, p in engine.named_parameters() if p.requires_grad}
-    whole = (
+    full = (
         engine.critic.trunk
         if engine.critic is not None and engine.critic.trunk is not None
         else engine
     )
-    with whole.stock():
+    with full.stock():
         theirs = torch.autograd.grad(
             (wanted * slopes)[trains].sum(), list(weights.values()), allow_unused=True
         )
     rough = name == "gemma2"
-    for along in (0, 10_000):
-        whole.max_joint_rows = along
+    for extra in (0, 10_000):
+        full.max_joint_rows = extra
         out = engine(batch, ("value",))
         assert out.value is not None
         assert torch.equal(out.logp, engine(batch).logp)
@@ -130,19 +132,19 @@ def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
                 )
 
 
-@pytest.mark.parametrize("how", ["full", "lora", "checkpointed"])
-def test_with_a_trunk_of_its_own_a_critic_and_the_policy_do_not_touch_each_other(how: str) -> None:
-    engine, batch = valued("separate", how=how), forest_of(conversations())
+@pytest.mark.parametrize("mode", ["full", "lora", "checkpointed"])
+def test_with_a_trunk_of_its_own_a_critic_and_the_policy_do_not_touch_each_other(mode: str) -> None:
+    engine, batch = valued("separate", mode=mode), forest_of(conversations())
     out = engine(batch, ("value",))
     assert out.value is not None
     trained = {key: p for key, p in engine.named_parameters() if p.requires_grad}
-    for told, own in ((out.value, True), (out.logp, False)):
+    for message, actual in ((out.value, True), (out.logp, False)):
         slopes = torch.autograd.grad(
-            told.sum(), list(trained.values()), retain_graph=True, allow_unused=True
+            message.sum(), list(trained.values()), retain_graph=True, allow_unused=True
         )
         for key, slope in zip(trained, slopes, strict=True):
             assert (slope is not None and bool((slope != 0).any())) == (
-                key.startswith(PREFIX) is own
+                key.startswith(PREFIX) is actual
             ), key
 
 
@@ -168,9 +170,9 @@ def test_under_an_adapter_a_trunk_shares_all_weights_that_do_not_train() -> None
     after = {key: p.requires_grad for key, p in engine.named_parameters()}
     assert engine.critic is not None
     assert engine.critic.trunk is not None
-    own = {key.replace("critic.trunk.", "") for key in after if key.startswith("critic.trunk.")}
-    assert own == {key for key, trains in before.items() if trains}
-    assert after == before | {f"critic.trunk.{key}": True for key in own} | {
+    actual = {key.replace("critic.trunk.", "") for key in after if key.startswith("critic.trunk.")}
+    assert actual == {key for key, trains in before.items() if trains}
+    assert after == before | {f"critic.trunk.{key}": True for key in actual} | {
         "critic.head.weight": True,
         "critic.head.bias": True,
     }
@@ -185,14 +187,14 @@ def test_under_an_adapter_a_trunk_shares_all_weights_that_do_not_train() -> None
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-@pytest.mark.parametrize("how", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["full", "lora"])
 def test_a_critic_begins_at_zero_and_leaves_all_else_as_it_was(
-    trunk: Literal["separate", "shared"], how: str
+    trunk: Literal["separate", "shared"], mode: str
 ) -> None:
     """What is saved and sampled, what log-probabilities are, and the generator of random
     numbers.
     """
-    engine, batch = policy("llama", how), forest_of(conversations())
+    engine, batch = policy("llama", mode), forest_of(conversations())
     saved, logp, random = dict(engine.model.state_dict()), engine(batch).logp, torch.get_rng_state()
     digest = model_digest(engine, adapter=True)
     add_values(engine, trunk=trunk)
@@ -212,7 +214,7 @@ def test_a_critic_begins_at_zero_and_leaves_all_else_as_it_was(
 
 def test_a_trunk_of_its_own_starts_as_the_policys() -> None:
     """With the same head, both say the same."""
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for trunk in TRUNKS:
         engine = policy("llama", "lora")
         add_values(engine, trunk=trunk)
@@ -220,24 +222,24 @@ def test_a_trunk_of_its_own_starts_as_the_policys() -> None:
         torch.nn.init.normal_(engine.critic.head.weight, generator=torch.Generator().manual_seed(0))
         out = engine(forest_of(conversations()), ("value",))
         assert out.value is not None
-        found.append(out.value)
-    assert torch.equal(found[0], found[1])
-    assert found[0].std() > 0.1
+        results.append(out.value)
+    assert torch.equal(results[0], results[1])
+    assert results[0].std() > 0.1
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_what_trains_is_all_that_a_saved_state_needs(
-    trunk: Literal["separate", "shared"], how: str
+    trunk: Literal["separate", "shared"], mode: str
 ) -> None:
-    engine, batch = valued(trunk, how=how), forest_of(conversations())
+    engine, batch = valued(trunk, mode=mode), forest_of(conversations())
     saved = {key: p.detach().clone() for key, p in engine.named_parameters() if p.requires_grad}
-    other = policy("llama", how)
+    other = policy("llama", mode)
     add_values(other, trunk=trunk)
-    own = {key: p for key, p in other.named_parameters() if p.requires_grad}
-    assert own.keys() == saved.keys()
+    actual = {key: p for key, p in other.named_parameters() if p.requires_grad}
+    assert actual.keys() == saved.keys()
     with torch.no_grad():
-        for key, p in own.items():
+        for key, p in actual.items():
             p.copy_(saved[key])
     one, two = engine(batch, ("value",)).value, other(batch, ("value",)).value
     assert one is not None
@@ -246,28 +248,28 @@ def test_what_trains_is_all_that_a_saved_state_needs(
 
 
 @pytest.mark.parametrize(
-    ("how", "packed"),
+    ("mode", "packed"),
     [
         ("lora", True),
         ("full", False),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("full", True), ("lora", False))
+            pytest.param(*item, marks=pytest.mark.slow)
+            for item in (("full", True), ("lora", False))
         ),
     ],
 )
-def test_values_over_bfloat16_are_float32(how: str, packed: bool) -> None:
-    lora = LORA if how == "lora" else None
+def test_values_over_bfloat16_are_float32(mode: str, packed: bool) -> None:
+    lora = LORA if mode == "lora" else None
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16, lora=lora)
-    assert has_adapter(engine.model) is (how == "lora")
+    assert has_adapter(engine.model) is (mode == "lora")
     add_values(engine, trunk="separate")
     assert engine.critic is not None
     torch.nn.init.normal_(engine.critic.head.weight, generator=torch.Generator().manual_seed(0))
     engine.lay_out(packed=packed)
-    found = engine(forest_of(conversations()), ("value",)).value
-    assert found is not None
-    assert found.dtype == engine.critic.head.weight.dtype == torch.float32
-    assert not torch.equal(found, found.bfloat16().float())
+    result = engine(forest_of(conversations()), ("value",)).value
+    assert result is not None
+    assert result.dtype == engine.critic.head.weight.dtype == torch.float32
+    assert not torch.equal(result, result.bfloat16().float())
     exact = copy.deepcopy(engine)
     exact.float()
     for part in (exact, exact.critic.trunk if exact.critic else None):
@@ -275,14 +277,14 @@ def test_values_over_bfloat16_are_float32(how: str, packed: bool) -> None:
         part.compute = None
     wanted = exact(forest_of(conversations()), ("value",)).value
     assert wanted is not None
-    assert 0 < (found - wanted).abs().max() < 0.3
+    assert 0 < (result - wanted).abs().max() < 0.3
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_a_reference_has_no_critic_and_follows_the_policy_all_the_same(
     trunk: Literal["separate", "shared"],
 ) -> None:
-    engine, batch = valued(trunk, how="lora"), forest_of(conversations())
+    engine, batch = valued(trunk, mode="lora"), forest_of(conversations())
     critic = engine.critic
     frozen = build_reference(engine, fresh_adapter=False)
     following = build_reference(engine, fresh_adapter=False, follows=True)
@@ -293,9 +295,9 @@ def test_a_reference_has_no_critic_and_follows_the_policy_all_the_same(
         for p in engine.parameters():
             if p.requires_grad:
                 p.add_(0.05)
-    for made in (frozen, following):
-        assert made.engine.critic is None  # type: ignore[attr-defined]
-        assert torch.equal(made(batch), before)
+    for result in (frozen, following):
+        assert result.engine.critic is None  # type: ignore[attr-defined]
+        assert torch.equal(result(batch), before)
     following.follow({key: p.detach() for key, p in engine.named_parameters() if p.requires_grad})
     assert torch.equal(following(batch), engine(batch).logp.detach())
 

@@ -161,17 +161,17 @@ def compare(campaign: Campaign, fast: Sequence[Result], full: Candidates, bar: f
         flush=True,
     )
     results = campaign.run([r.mutant for r in missed], others, Progress(len(missed)), COMPARED_CAP)
-    found = [result for result in results if result.is_caught]
-    if found:
+    outcomes = [result for result in results if result.is_caught]
+    if outcomes:
         print("\ncaught by the full suite only")
-    for result in found:
+    for result in outcomes:
         mutant = result.mutant
         print(f"{PACKAGE}/{mutant.file}:{mutant.line}  {mutant.name}  {describe(result)}")
         print(f"    {shorten(mutant.before)}  ->  {shorten(mutant.after)}")
     caught = len(fast) - len(missed)
-    share = 100 * caught / max(caught + len(found), 1)
+    share = 100 * caught / max(caught + len(outcomes), 1)
     print(
-        f"\nthe full suite catches {caught + len(found)} of {len(fast)}; "
+        f"\nthe full suite catches {caught + len(outcomes)} of {len(fast)}; "
         f"the fast suite catches {caught} of these ({share:.1f} %, bar {bar:g} %)"
     )
     return share >= bar

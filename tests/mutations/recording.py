@@ -168,10 +168,10 @@ def mark_copy(tree: Path, package: str = PACKAGE) -> list[Block]:
     blocks: list[Block] = []
     for path in sorted((tree / package).rglob("*.py")):
         source, file = path.read_text(encoding="utf-8"), path.relative_to(tree / package).as_posix()
-        found = find_blocks(source, file)
-        if found and "triton" not in file:  # whose compiler reads the source of its kernels
+        result = find_blocks(source, file)
+        if result and "triton" not in file:  # whose compiler reads the source of its kernels
             path.write_text(add_marks(source, package, len(blocks)), encoding="utf-8")
-            blocks += found
+            blocks += result
     (tree / package / f"{MODULE}.py").write_text(
         marks_module(max(len(blocks), 1)), encoding="utf-8"
     )

@@ -177,5 +177,5 @@ def test_a_change_of_one_file_leaves_the_choice_in_others(package_mutants: list[
     assert 90 <= len(chosen) <= 110
     file = chosen[0].file
     others = [mutant for mutant in package_mutants if mutant.file != file]
-    kept = {mutant.name for mutant in chosen if mutant.file != file}
-    assert kept <= {mutant.name for mutant in choose(others, 100)}
+    remaining = {mutant.name for mutant in chosen if mutant.file != file}
+    assert remaining <= {mutant.name for mutant in choose(others, 100)}

@@ -57,9 +57,9 @@ class _Plugin:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         files = {file: place for place, file in enumerate(files_of(self._tests))}
         wanted = set(self._tests)
-        kept = [item for item in items if item.nodeid in wanted]
-        self.missing = sorted(wanted - {item.nodeid for item in kept})
-        items[:] = sorted(kept, key=lambda item: files[item.nodeid.partition("::")[0]])
+        remaining = [item for item in items if item.nodeid in wanted]
+        self.missing = sorted(wanted - {item.nodeid for item in remaining})
+        items[:] = sorted(remaining, key=lambda item: files[item.nodeid.partition("::")[0]])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and not self.failed:

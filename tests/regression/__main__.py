@@ -23,17 +23,17 @@ def main() -> None:
     arguments = _parser().parse_args()
     if arguments.command == "compare":
         sys.exit(0 if compare(arguments.first, arguments.second) else 1)
-    recipes = [each for each in RECIPES if not arguments.only or each.name in arguments.only]
+    recipes = [item for item in RECIPES if not arguments.only or item.name in arguments.only]
     with TemporaryDirectory() as name:
         scratch = Path(name)
         write_inputs(scratch / "inputs")
         if arguments.command == "record":
             sys.exit(_record(arguments.folder, arguments.tree, scratch / "inputs", recipes))
-        kept = arguments.keep or scratch
+        remaining = arguments.keep or scratch
         with worktree(arguments.revision, scratch / "tree") as tree:
-            _record(kept / "before", tree, scratch / "inputs", recipes)
-        _record(kept / "after", ROOT, scratch / "inputs", recipes)
-        sys.exit(0 if compare(kept / "before", kept / "after") else 1)
+            _record(remaining / "before", tree, scratch / "inputs", recipes)
+        _record(remaining / "after", ROOT, scratch / "inputs", recipes)
+        sys.exit(0 if compare(remaining / "before", remaining / "after") else 1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,9 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     against = commands.add_parser("against", help="compare this tree with a revision")
     against.add_argument("revision")
     against.add_argument("--keep", type=Path, help="a new folder for both recordings")
-    for each in (recording, against):
+    for item in (recording, against):
         names = [recipe.name for recipe in RECIPES]
-        each.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="recipes to run")
+        item.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="recipes to run")
     return parser
 
 

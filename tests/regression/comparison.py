@@ -49,7 +49,7 @@ class Comparison:
     def is_same(self) -> bool:
         """Nothing is missing, and no difference exceeds the tolerance."""
         every = (*self.metrics, *self.tensors)
-        return not self.problems and all(each.relative <= TOLERANCE for each in every)
+        return not self.problems and all(item.relative <= TOLERANCE for item in every)
 
     def lines(self) -> Iterator[str]:
         """What to print: the verdict, and what it rests on."""
@@ -58,11 +58,11 @@ class Comparison:
             return
         yield f"within {TOLERANCE:g}" if self.is_same else "DIFFERENT"
         yield from _shortened(self.problems)
-        for kind, found in (("metrics", self.metrics), ("tensors", self.tensors)):
-            if found:
-                largest = max(found, key=lambda difference: difference.relative)
-                yield f"{len(found)} {kind} differ, most of all {largest}"
-        first = next((each for each in self.metrics if each.relative > TOLERANCE), None)
+        for kind, result in (("metrics", self.metrics), ("tensors", self.tensors)):
+            if result:
+                largest = max(result, key=lambda difference: difference.relative)
+                yield f"{len(result)} {kind} differ, most of all {largest}"
+        first = next((metric for metric in self.metrics if metric.relative > TOLERANCE), None)
         if first:
             yield f"the first metric above {TOLERANCE:g} is {first}"
 
@@ -81,8 +81,8 @@ def compare(ours: Path, theirs: Path, say: Callable[[str], None] = print) -> boo
         say(f"{name:<20}{first}")
         for line in more:
             say(f"    {line}")
-    identical = sum(each.is_identical for each in comparisons.values())
-    same = sum(each.is_same for each in comparisons.values())
+    identical = sum(value.is_identical for value in comparisons.values())
+    same = sum(value.is_same for value in comparisons.values())
     say(
         f"{len(comparisons)} recipes: {identical} identical, {same - identical} within"
         f" {TOLERANCE:g}, {len(comparisons) - same} different"
@@ -93,9 +93,9 @@ def compare(ours: Path, theirs: Path, say: Callable[[str], None] = print) -> boo
 def compare_recipe(ours: Path, theirs: Path) -> Comparison:
     """Compare the recordings of one recipe."""
     problems = [
-        f"{'first' if folder is ours else 'second'} recording: {what}"
+        f"{'first' if folder is ours else 'second'} recording: {kind}"
         for folder in (ours, theirs)
-        if (what := _missing(folder))
+        if (kind := _missing(folder))
     ]
     if problems:
         return Comparison(problems)
@@ -162,7 +162,7 @@ def _compare_tensors(
     for name in sorted(ours.keys() & theirs.keys()):
         a, b = ours[name], theirs[name]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            kinds = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (a, b))
+            kinds = " and ".join(f"{item.dtype} {list(item.shape)}" for item in (a, b))
             problems.append(f"tensor {name} is {kinds}")
         elif not torch.equal(a, b):
             differences.append(_of_tensors(name, a.double(), b.double()))

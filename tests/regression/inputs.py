@@ -90,8 +90,8 @@ def _write_reward_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _text(draw: random.Random, least: int, most: int) -> str:
-    return " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
+def _text(draw: random.Random, minimum: int, maximum: int) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.randint(minimum, maximum)))
 
 
 def _chat(topic: int) -> list[dict[str, str]]:

@@ -58,7 +58,7 @@ def record(
         result = _drive(runs, tree, inputs, recipes, out / MESSAGES)
         for recipe in recipes:
             _keep(out / recipe.name, runs / recipe.name, result[recipe.name]["error"])
-    return {name: each["error"] for name, each in result.items() if each["error"]}
+    return {name: item["error"] for name, item in result.items() if item["error"]}
 
 
 def _drive(
@@ -95,8 +95,8 @@ def _keep(out: Path, run: Path, error: str | None) -> None:
         (out / ERROR).write_text(error, encoding="utf-8")
         return
     lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
-    kept = [_repeatable(json.loads(line)) for line in lines]
-    text = "".join(json.dumps(each) + "\n" for each in kept)
+    remaining = [_repeatable(json.loads(line)) for line in lines]
+    text = "".join(json.dumps(item) + "\n" for item in remaining)
     (out / METRICS).write_text(text, encoding="utf-8")
     save_file(_weights(run), out / WEIGHTS)
 

@@ -68,12 +68,12 @@ def test_a_changed_metric_is_named_with_its_step(ours: Path, tmp_path: Path) -> 
     log = changed_log(1, loss=0.4)
     log[2] = log[2] | {"loss": 0.5}
     theirs = write_recording(tmp_path / "theirs", log)
-    found = compare_recipe(ours / "second", theirs / "second")
-    assert [(each.where, each.relative) for each in found.metrics] == [
+    result = compare_recipe(ours / "second", theirs / "second")
+    assert [(metric.where, metric.relative) for metric in result.metrics] == [
         ("loss at step 1", pytest.approx(0.2)),
         ("loss at step 2", 0.5),
     ]
-    assert not found.tensors
+    assert not result.tensors
     agree, lines = verdicts(ours, theirs)
     assert not agree
     assert [line for line in lines if "loss at step 2" in line and "0.25 and 0.5" in line]
@@ -90,12 +90,12 @@ def test_a_metric_that_is_no_number_any_more_differs(ours: Path, tmp_path: Path)
 def test_a_changed_weight_is_named_with_its_relative_norm(ours: Path, tmp_path: Path) -> None:
     weights = TENSORS | {"model:head": torch.tensor([3.0, 4.5])}
     theirs = write_recording(tmp_path / "theirs", tensors=weights)
-    found = compare_recipe(ours / "second", theirs / "second")
+    result = compare_recipe(ours / "second", theirs / "second")
     norm = (3.0**2 + 4.5**2) ** 0.5
-    assert [(each.where, each.relative) for each in found.tensors] == [
+    assert [(tensor.where, tensor.relative) for tensor in result.tensors] == [
         ("model:head", pytest.approx(0.5 / norm)),
     ]
-    assert not found.metrics
+    assert not result.metrics
     assert not verdicts(ours, theirs)[0]
 
 
@@ -127,29 +127,29 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("what", MISSING)
+@pytest.mark.parametrize("kind", MISSING)
 def test_what_is_missing_in_either_recording_is_a_difference(
-    what: str, ours: Path, tmp_path: Path
+    kind: str, ours: Path, tmp_path: Path
 ) -> None:
-    theirs = write_recording(tmp_path / "theirs", **MISSING[what])
+    theirs = write_recording(tmp_path / "theirs", **MISSING[kind])
     assert not verdicts(ours, theirs)[0]
     assert not verdicts(theirs, ours)[0]
 
 
-@pytest.mark.parametrize("what", ["is missing", "failed", "failed in both"])
-def test_a_recipe_without_results_is_a_difference(what: str, ours: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["is missing", "failed", "failed in both"])
+def test_a_recipe_without_results_is_a_difference(kind: str, ours: Path, tmp_path: Path) -> None:
     theirs = write_recording(tmp_path / "theirs")
-    for folder in (ours, theirs) if what == "failed in both" else (theirs,):
+    for folder in (ours, theirs) if kind == "failed in both" else (theirs,):
         for path in (folder / "second").iterdir():
             path.unlink()
-        if what == "is missing":
+        if kind == "is missing":
             (folder / "second").rmdir()
         else:
             (folder / "second" / ERROR).write_text("Traceback\nValueError: why", encoding="utf-8")
     agree, lines = verdicts(ours, theirs)
     assert not agree
     assert lines[-1] == "2 recipes: 1 identical, 0 within 1e-06, 1 different"
-    assert what == "is missing" or any("ValueError: why" in line for line in lines)
+    assert kind == "is missing" or any("ValueError: why" in line for line in lines)
 
 
 def test_there_are_twenty_recipes_with_names_of_their_own() -> None:
@@ -228,7 +228,7 @@ def test_a_run_that_is_killed_and_resumed_is_recorded_twice_alike(tmp_path: Path
     recipes = [recipe for recipe in RECIPES if recipe.name == "resumed"]
     folders = [tmp_path / "first", tmp_path / "second"]
     assert [record(folder, ROOT, inputs, recipes) for folder in folders] == [{}, {}]
-    found = compare_recipe(*(folder / "resumed" for folder in folders))
-    assert found.is_identical
+    result = compare_recipe(*(folder / "resumed" for folder in folders))
+    assert result.is_identical
     log = (folders[0] / "resumed" / METRICS).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in log] == list(range(12))

@@ -56,13 +56,13 @@ def thumbs(step: int, rewards: Mapping[str, float] | None = None, **more: Any) -
     return {"step": step, "metrics": metrics, "rows": rows}
 
 
-def own(step: int, reward: float, kl: float, said: str = "An answer.") -> dict[str, Any]:
+def own(step: int, reward: float, kl: float, message: str = "An answer.") -> dict[str, Any]:
     row = {
         "origin": "prompts.jsonl:1",
         "stop": "end",
         "tokens": 3,
         "prompt": "Ask",
-        "completion": said,
+        "completion": message,
     }
     rows = [{"id": id, **row, "reward": worth} for id, worth in (("a", reward), ("b", 0.5))]
     return {
@@ -93,19 +93,19 @@ def a_run(
         }
         for s in (10, 20)
     ]
-    for found in evaluations:
-        (folder / f"eval/step-{found['step']}.json").write_text(json.dumps(found))
+    for result in evaluations:
+        (folder / f"eval/step-{result['step']}.json").write_text(json.dumps(result))
         log.append(
             {
-                "step": found["step"],
-                **{f"eval/{name}": value for name, value in found["metrics"].items()},
+                "step": result["step"],
+                **{f"eval/{name}": value for name, value in result["metrics"].items()},
             }
         )
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(r) + "\n" for r in sorted(log, key=lambda r: r["step"]))
     )
     versions = {"valence": "0.1.0", "torch": "2.13"}
-    told = {
+    message = {
         "status": "done",
         "method": "kto",
         "steps": 20,
@@ -114,7 +114,7 @@ def a_run(
         "versions": versions,
         **facts,
     }
-    (folder / "run.json").write_text(json.dumps(told))
+    (folder / "run.json").write_text(json.dumps(message))
     return folder
 
 

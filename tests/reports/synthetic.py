@@ -279,8 +279,8 @@ def write_run(
         metrics = {
             name[5:]: value for name, value in records[step].items() if name.startswith("eval/")
         }
-        found = {"step": step, "metrics": metrics, "rows": make(step / steps, rows)}
-        (folder / "eval" / f"step-{step}.json").write_text(json.dumps(found, indent=1))
+        results = {"step": step, "metrics": metrics, "rows": make(step / steps, rows)}
+        (folder / "eval" / f"step-{step}.json").write_text(json.dumps(results, indent=1))
     if kind != "own":
         trained = {"step": steps, "metrics": {}, "rows": make(1.2, rows, 1)}
         (folder / "eval" / "train.json").write_text(json.dumps(trained))

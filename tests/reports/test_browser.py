@@ -46,9 +46,9 @@ LONG = "Lorem" * 200
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as play:
-        found = play.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield found
-        found.close()
+        result = play.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield result
+        result.close()
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +65,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def poison(run: Path) -> None:
     for name in ("eval/step-60.json", "eval/train.json"):
-        found = json.loads((run / name).read_text())
-        for row in found["rows"]:
+        result = json.loads((run / name).read_text())
+        for row in result["rows"]:
             row |= {
                 "prompt": HOSTILE + LONG,
                 "completion": LONG + HOSTILE,
                 "origin": HOSTILE,
                 "source": HOSTILE,
             }
-        (run / name).write_text(json.dumps(found))
+        (run / name).write_text(json.dumps(result))
     facts = json.loads((run / "run.json").read_text())
     changed = [{"setting": LONG, "value": HOSTILE, "origin": HOSTILE}]
     (run / "run.json").write_text(
@@ -108,7 +108,9 @@ def opened(
     failed: list[str] = []
     page.on(
         "console",
-        lambda said: failed.append(said.text) if said.type in ("error", "warning") else None,
+        lambda message: (
+            failed.append(message.text) if message.type in ("error", "warning") else None
+        ),
     )
     page.on("pageerror", lambda error: failed.append(str(error)))
     page.on(
@@ -156,9 +158,9 @@ def draw_all(page: Page) -> None:
     )
 
 
-def rgb(said: str) -> tuple[float, ...]:
+def rgb(message: str) -> tuple[float, ...]:
     """Of a computed colour, 0 to 255."""
-    return tuple(float(part) for part in said[said.index("(") + 1 : -1].split(",")[:3])
+    return tuple(float(part) for part in message[message.index("(") + 1 : -1].split(",")[:3])
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def sections(card):
 
 def items(html):
     """The entries of lists."""
-    return [each.split("</li>")[0] for each in html.split("<li>")[1:]]
+    return [item.split("</li>")[0] for item in html.split("<li>")[1:]]
 
 
 def test_the_card_has_model_method_steps_settings_and_data():
@@ -171,19 +171,19 @@ def test_the_card_names_the_base_model_and_its_licence_where_that_is_known():
 
 
 def test_a_licence_with_a_name_of_its_own_is_passed_on():
-    said = {
+    message = {
         "license": "other",
         "license_name": "tiny-licence",
         "license_link": "https://example.org/licence",
     }
-    card = model_card(replace(FACTS, license=said))
-    assert ModelCard(card).data.to_dict() | said == ModelCard(card).data.to_dict()
+    card = model_card(replace(FACTS, license=message))
+    assert ModelCard(card).data.to_dict() | message == ModelCard(card).data.to_dict()
     shown = sections(card)[LICENCE]
     assert "tiny-licence" in shown
     assert "https://example.org/licence" in shown
 
 
-@pytest.mark.parametrize(("readme", "config", "found"), [
+@pytest.mark.parametrize(("readme", "config", "result"), [
     ("---\nlicense: mit\ntags: [a]\n---\n# Model\n", None, {"license": "mit"}),
     ("\ufeff---\r\nlicense: mit\r\n---\r\n", None, {"license": "mit"}),
     ("---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\n---", None,
@@ -198,12 +198,12 @@ def test_a_licence_with_a_name_of_its_own_is_passed_on():
     (None, None, {}),
 ])  # fmt: skip
 def test_the_licence_of_a_folder_is_that_of_its_card_or_configuration(
-    tmp_path, readme, config, found
+    tmp_path, readme, config, result
 ):
     for name, content in (("README.md", readme), ("config.json", config)):
         if content is not None:
             (tmp_path / name).write_bytes(content.encode())
-    assert license_of(str(tmp_path)) == found
+    assert license_of(str(tmp_path)) == result
 
 
 def test_a_model_that_was_exported_passes_its_licence_on(tmp_path):
@@ -213,10 +213,10 @@ def test_a_model_that_was_exported_passes_its_licence_on(tmp_path):
 
 def test_the_card_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
-    asked = []
+    requests = []
 
     def cached(model, name, **_):
-        asked.append((model, name))
+        requests.append((model, name))
         if model == "org/unreachable":
             raise OSError("no network")
         return str(tmp_path / name) if model == "org/kept" else None
@@ -226,7 +226,7 @@ def test_the_card_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):
     assert license_of("org/unknown") == {}
     assert license_of("org/unreachable") == {}
     assert license_of("./not/a/hub/id") == {}
-    assert asked == [
+    assert requests == [
         ("org/kept", "README.md"),
         ("org/unknown", "README.md"),
         ("org/unreachable", "README.md"),
@@ -280,7 +280,7 @@ def test_hostile_text_stays_text_and_tables_keep_their_columns():
     )
     assert f"<td>{shown}</td>\n<td>1</td>\n<td>2</td>\n<td>+1</td>\n</tr>" in out
     assert f"<td>{shown}</td>\n<td>1</td>\n</tr>" in out
-    assert any(each.endswith(shown) for each in items(out))
+    assert any(item.endswith(shown) for item in items(out))
 
 
 def test_distributions_of_the_audit_are_left_to_the_page():

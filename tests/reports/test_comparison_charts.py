@@ -115,12 +115,12 @@ def test_the_frontier_joins_evaluations_of_own_answers(tmp_path: Path) -> None:
         a_run(tmp_path / "x", own(0, 0.1, 0.0), own(10, 0.5, 2.0), own(20, 0.4, 1.0)),
         a_run(tmp_path / "y", thumbs(0), thumbs(20)),
     )
-    made = frontiers(runs)
-    _, figure = made["Reward against divergence"]
+    result = frontiers(runs)
+    _, figure = result["Reward against divergence"]
     [trace] = figure["data"]
     assert (trace["name"], trace["x"], trace["y"]) == ("x", [0, 2, 1], [0.1, 0.5, 0.4])
     assert trace["text"] == ["step 0", "step 10", "step 20"]
-    _, figure = made["Margin against drift"]
+    _, figure = result["Margin against drift"]
     [trace] = figure["data"]
     assert (trace["name"], trace["x"], trace["y"]) == ("y", [0, 1], [0, 3])
     assert trace["line"]["color"] == line_style(1)[0]

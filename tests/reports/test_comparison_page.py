@@ -55,13 +55,13 @@ class Page(HTMLParser):
 
 def poisoned(folder: Path) -> list[ComparedRun]:
     for name in ("x", "y"):
-        found = thumbs(20, {"a": 1.0 if name == "x" else 0.0, "b": 0.5}, **{HOSTILE: 1.0})
-        for row in found["rows"]:
+        result = thumbs(20, {"a": 1.0 if name == "x" else 0.0, "b": 0.5}, **{HOSTILE: 1.0})
+        for row in result["rows"]:
             row |= {"origin": HOSTILE, "prompt": HOSTILE, "completion": HOSTILE + name}
         run = a_run(
             folder / HOSTILE.replace("/", "").replace("\ud800", "") / name,
             thumbs(0, None, **{HOSTILE: 2.0}),
-            found,
+            result,
             versions={HOSTILE: HOSTILE + name},
         )
         (run / "config.yaml").write_text(json.dumps({"method": HOSTILE, HOSTILE: HOSTILE + name}))
@@ -147,13 +147,13 @@ def test_an_audit_of_another_program_in_markdown(tmp_path: Path) -> None:
     run = a_run(tmp_path / "one")
     before = report_markdown(read_run(run)).splitlines()
     (run / "audit.json").write_text('{"train": {"findings": ["none"]}}')
-    [told] = [
+    [messages] = [
         line
         for line in report_markdown(read_run(run)).splitlines()
         if line.startswith("- ") and line not in before
     ]
-    assert "train" in told
-    assert "audit.json" in told
+    assert "train" in messages
+    assert "audit.json" in messages
 
 
 def test_a_run_of_which_little_is_there_in_markdown(tmp_path: Path) -> None:
@@ -199,11 +199,11 @@ def browser() -> Iterator[Any]:
     if chromium is None:
         pytest.skip("chromium is not installed")
     with playwright.sync_playwright() as play:
-        found = play.chromium.launch(
+        result = play.chromium.launch(
             executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--no-first-run"]
         )
-        yield found
-        found.close()
+        yield result
+        result.close()
 
 
 @pytest.mark.slow
@@ -220,7 +220,11 @@ def test_the_page_works_in_a_browser(tmp_path: Path, browser: Any) -> None:
         failed: list[str] = []
         page.on(
             "console",
-            lambda said: failed.append(said.text) if said.type in ("error", "warning") else None,  # noqa: B023
+            lambda message: (
+                failed.append(message.text)  # noqa: B023
+                if message.type in ("error", "warning")
+                else None
+            ),
         )
         page.on("pageerror", lambda error: failed.append(str(error)))  # noqa: B023
         page.goto(path.as_uri())

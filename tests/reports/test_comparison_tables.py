@@ -35,8 +35,8 @@ from valence.reports.comparison import (
 def test_runs_are_found_once_in_the_order_given_and_by_name_within_a_folder(tmp_path: Path) -> None:
     for name in ("runs/b", "runs/a", "c"):
         a_run(tmp_path / name)
-    found = find_runs([tmp_path / "c", tmp_path / "runs", tmp_path / "runs/../c"])
-    assert [line.path.name for line in found] == ["c", "a", "b"]
+    result = find_runs([tmp_path / "c", tmp_path / "runs", tmp_path / "runs/../c"])
+    assert [line.path.name for line in result] == ["c", "a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_numbers_on_scales_of_their_own_are_not_marked_and_are_named(tmp_path: P
     cells = [dict(zip(part.header, row, strict=True)) for row in part.rows]
     assert cells[1]["eval/loss"] == "0.1"
     assert cells[1]["eval/rewards/auc"] == f"{BEST} 0.9"
-    [apart] = [note for note in part.notes if "eval/" in note]
-    assert re.findall(r"eval/[\w/]+", apart) == ["eval/rewards/margins", "eval/loss"]
+    [separate] = [note for note in part.notes if "eval/" in note]
+    assert re.findall(r"eval/[\w/]+", separate) == ["eval/rewards/margins", "eval/loss"]
 
 
 def test_rewards_that_are_not_the_same_are_not_ranked(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_settings_that_are_the_same_have_no_line(tmp_path: Path) -> None:
 
 
 def test_what_a_run_lacks_is_named_and_the_rest_compared(tmp_path: Path) -> None:
-    whole = a_run(tmp_path / "whole", thumbs(0), thumbs(20))
+    full = a_run(tmp_path / "whole", thumbs(0), thumbs(20))
     killed = a_run(tmp_path / "killed", thumbs(0), status="running", total_steps=50)
     torn = a_run(tmp_path / "torn", thumbs(20))
     with (torn / "metrics.jsonl").open("a") as log:
@@ -201,7 +201,7 @@ def test_what_a_run_lacks_is_named_and_the_rest_compared(tmp_path: Path) -> None
     bare.mkdir()
     (bare / "config.yaml").write_text(config())
     nan = a_run(tmp_path / "nan", thumbs(20, loss="nan"))
-    runs = read(whole, killed, torn, bare, nan)
+    runs = read(full, killed, torn, bare, nan)
     messages = gaps(runs)
     for run, *facts in (
         ("killed", "step 20", "50"),
@@ -213,9 +213,10 @@ def test_what_a_run_lacks_is_named_and_the_rest_compared(tmp_path: Path) -> None
         ("nan", "eval/loss is nan"),
     ):
         assert any(
-            each.startswith(f"{run}: ") and all(fact in each for fact in facts) for each in messages
+            message.startswith(f"{run}: ") and all(fact in message for fact in facts)
+            for message in messages
         ), (run, facts)
-    by_run = Counter(each.partition(":")[0] for each in messages)
+    by_run = Counter(message.partition(":")[0] for message in messages)
     assert by_run["bare"] == 3  # no run.json, no log, no evaluation
     assert by_run["torn"] == 5  # also that its settings are not compared
     assert by_run["whole"] == 0
@@ -224,7 +225,7 @@ def test_what_a_run_lacks_is_named_and_the_rest_compared(tmp_path: Path) -> None
     assert "(0, 20)" in steps
     cells = [dict(zip(summary(runs).header, row, strict=True)) for row in summary(runs).rows]
     # The trained ones are level, and do not win over one that was not measured after training.
-    assert untrained not in gaps(read(whole, nan))
+    assert untrained not in gaps(read(full, nan))
     assert [row["eval/rewards/auc"] for row in cells] == ["0.7", "0.5", "0.7", "", "0.7"]
     assert cells[4]["eval/loss"] == "nan"
     assert cells[1]["steps"] == "20 of 50"
@@ -236,15 +237,15 @@ def test_what_a_run_lacks_is_named_and_the_rest_compared(tmp_path: Path) -> None
 
 
 def test_rows_that_runs_place_differently_come_first(two: list[ComparedRun]) -> None:
-    found = disagreements(two)
-    assert [each.origin for each in found] == [
+    result = disagreements(two)
+    assert [item.origin for item in result] == [
         "held_out.jsonl:1",
         "held_out.jsonl:2",
         "held_out.jsonl:3",
     ]
-    assert found[0].places == {"first": (0.0, 0.1), "second": (1.0, 0.9)}
-    assert found[0].texts == {"prompt": "Ask a", "completion": "Yes."}
-    assert found[0].answers == {}
+    assert result[0].places == {"first": (0.0, 0.1), "second": (1.0, 0.9)}
+    assert result[0].texts == {"prompt": "Ask a", "completion": "Yes."}
+    assert result[0].answers == {}
 
 
 def test_places_are_among_a_runs_own_rows_whatever_the_scale_and_the_same_count_half(
@@ -254,13 +255,13 @@ def test_places_are_among_a_runs_own_rows_whatever_the_scale_and_the_same_count_
         a_run(tmp_path / "one", thumbs(20, {"a": 0.1, "b": 0.2, "c": 0.2})),
         a_run(tmp_path / "two", thumbs(20, {"c": 30.0, "a": -5.0, "b": 30.0, "d": 99.0})),
     )
-    found = disagreements(runs)
+    result = disagreements(runs)
     # both give a the smallest reward
-    assert [each.origin for each in found] == [
+    assert [item.origin for item in result] == [
         "held_out.jsonl:2",
         "held_out.jsonl:3",
     ]
-    assert [each.places for each in found] == [{"one": (0.75, 0.2), "two": (0.5, 30.0)}] * 2
+    assert [item.places for item in result] == [{"one": (0.75, 0.2), "two": (0.5, 30.0)}] * 2
 
 
 def test_own_answers_are_shown_of_each_run_and_cut(tmp_path: Path) -> None:
@@ -307,7 +308,7 @@ def test_of_pairs_the_gap_counts_and_of_several_answers_each(tmp_path: Path) -> 
         return {"step": 20, "metrics": {"loss": 1.0}, "rows": pairs}
 
     runs = read(a_run(tmp_path / "x", found(2.0, 4.0)), a_run(tmp_path / "y", found(9.0, -4.0)))
-    by_reward = {each.places["x"][1]: each for each in disagreements(runs)}
+    by_reward = {disagreement.places["x"][1]: disagreement for disagreement in disagreements(runs)}
     assert by_reward[1.0].places["y"][1] == 8.0
     assert by_reward[4.0].texts == {"prompt": "Several", "completion 0": "zero"}
 

@@ -183,11 +183,11 @@ def test_the_innermost_phase_is_the_one_that_is_shown() -> None:
 
 
 def test_warnings_are_the_last_ones_with_their_number() -> None:
-    said: list[str] = []
-    board = board_of(terminal(), warnings=lambda: said)
+    message: list[str] = []
+    board = board_of(terminal(), warnings=lambda: message)
     with board:
         before = screen(board)
-        said += [f"warning {n}\n\x1b[2J" for n in range(5)]
+        message += [f"warning {n}\n\x1b[2J" for n in range(5)]
         shown = "\n".join(screen(board))
     assert "warning" not in "\n".join(before)
     assert re.search(r"\b5\b", shown)
@@ -271,12 +271,12 @@ def test_elsewhere_it_is_plain_lines() -> None:
             ):
                 inner.update(1)
         assert isinstance(console.file, io.StringIO)
-        said = console.file.getvalue().splitlines()
-        assert said[:2] == [
+        message = console.file.getvalue().splitlines()
+        assert message[:2] == [
             "training 1/40  loss 0.25  margin 0.5  kl 0.001",
             "evaluating (eval) 1/2",
         ]
-        assert len(said) == 4
+        assert len(message) == 4
 
 
 def test_quiet_says_nothing() -> None:
@@ -322,7 +322,7 @@ def test_a_narrower_terminal_is_drawn_over_although_it_has_wrapped_the_lines() -
         console.print("second")
         up = console.file.getvalue()[start:].split("second")[0].count("\x1b[1A")
     assert lines[0] == 100
-    assert up == sum(max(1, -(-each // 60)) for each in lines) - 1
+    assert up == sum(max(1, -(-line // 60)) for line in lines) - 1
 
 
 def test_a_run_inside_a_run_is_a_phase_of_it() -> None:

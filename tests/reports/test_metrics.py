@@ -53,10 +53,10 @@ def together(*meters: Meter) -> dict[str, float]:
     for meter in meters:
         meter.reduce(alone := Several([]))
         sent.append(alone.mine)
-    found = [meter.reduce(Several(sent[:i] + sent[i + 1 :])) for i, meter in enumerate(meters)]
-    for other in found[1:]:
-        assert other == pytest.approx(found[0])
-    return found[0]
+    results = [meter.reduce(Several(sent[:i] + sent[i + 1 :])) for i, meter in enumerate(meters)]
+    for other in results[1:]:
+        assert other == pytest.approx(results[0])
+    return results[0]
 
 
 numbers = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=12)
@@ -65,10 +65,10 @@ numbers = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=12)
 @given(numbers, numbers)
 def test_auc_is_the_share_of_pairs_in_the_right_order(up: list[float], down: list[float]) -> None:
     """Against counting pairs, and against Mann and Whitney's U. Small integers: many ties."""
-    found = auc(column(*up, *down), torch.tensor([True] * len(up) + [False] * len(down)))
+    result = auc(column(*up, *down), torch.tensor([True] * len(up) + [False] * len(down)))
     wins = sum((a > b) + 0.5 * (a == b) for a in up for b in down)
-    assert found == pytest.approx(wins / (len(up) * len(down)))
-    assert found == pytest.approx(mannwhitneyu(up, down).statistic / (len(up) * len(down)))
+    assert result == pytest.approx(wins / (len(up) * len(down)))
+    assert result == pytest.approx(mannwhitneyu(up, down).statistic / (len(up) * len(down)))
 
 
 @pytest.mark.parametrize("positive", [[True, True], [False, False]])
@@ -104,9 +104,9 @@ def test_a_mean_over_nothing_is_left_out() -> None:
 def test_a_number_that_is_not_finite_is_seen() -> None:
     meter = Meter()
     meter.add({"x": mean(1.0, math.nan), "y": mean(1.0, math.inf)})
-    found = meter.reduce(SingleProcess())
-    assert math.isnan(found["x"])
-    assert found["y"] == math.inf
+    result = meter.reduce(SingleProcess())
+    assert math.isnan(result["x"])
+    assert result["y"] == math.inf
 
 
 def test_auc_ranks_all_micro_batches_together() -> None:
@@ -176,9 +176,9 @@ def test_nothing_added_is_nothing() -> None:
 def test_auc_of_what_is_not_a_number_is_not_a_number(at: int) -> None:
     values = column(1.0, 0.0, 2.0)
     values[at] = math.nan
-    found = auc(values, torch.tensor([True, False, True]))
-    assert found is not None
-    assert math.isnan(found)
+    result = auc(values, torch.tensor([True, False, True]))
+    assert result is not None
+    assert math.isnan(result)
 
 
 def test_a_process_may_have_measured_nothing_or_something_else() -> None:

@@ -28,8 +28,8 @@ def test_the_page_of_a_finished_run_has_everything(run_dir):
     assert re.search(r"kto .* 16 of org/tiny-chat.* 60 .* 3m12s", page.text)
     # Rows; lengths of prompts and answers.
     assert re.search(r"\b203\D+\b4\D+\b112\D+\b31\D+\b2\D+\b1,300\b", page.text)
-    train = [each for each in page.items if each.startswith("train: ")]
-    assert [each.split("(")[0].strip() for each in train[1:]] == [
+    train = [item for item in page.items if item.startswith("train: ")]
+    assert [item.split("(")[0].strip() for item in train[1:]] == [
         "train: contradictions",
         "train: length bias",
     ]
@@ -131,9 +131,9 @@ def test_a_step_that_is_logged_again_replaces_the_first(tmp_path):
 
 def test_an_auc_says_of_how_many_thumbs_it_is(run_dir):
     path = run_dir / "eval" / "step-100.json"
-    found = json.loads(path.read_text())
-    labels = [row["label"] for row in found["rows"]]
-    path.write_text(json.dumps(found | {"metrics": {"rewards/auc": 0.75}}))
+    result = json.loads(path.read_text())
+    labels = [row["label"] for row in result["rows"]]
+    path.write_text(json.dumps(result | {"metrics": {"rewards/auc": 0.75}}))
     assert (
         f"{labels.count(True)} up, {labels.count(False)} down; " in Page(write_page(run_dir)).text
     )
@@ -182,10 +182,10 @@ def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once
     path = write_page(folder)
     evaluations = sorted((folder / "eval").iterdir())
     assert path.stat().st_size < 8e6
-    assert sorted(each for each in read if each in evaluations) == evaluations
+    assert sorted(item for item in read if item in evaluations) == evaluations
     read.clear()
     write_page(folder)
-    again = [each.name for each in read if each in evaluations]
+    again = [item.name for item in read if item in evaluations]
     # Those between the first and the last are not read again.
     ends = ["step-0.json", f"step-{size['steps']}.json"]
     assert sorted(again) == (ends if kind == "own" else [*ends, "train.json"])
@@ -220,18 +220,18 @@ def test_answers_of_own_are_shown_beside_the_first_ones_the_largest_change_first
         row["id"]: row["reward"]
         for row in json.loads((folder / "eval/step-0.json").read_text())["rows"]
     }
-    most = max(rows, key=lambda row: abs(row["reward"] - first[row["id"]]))
+    largest = max(rows, key=lambda row: abs(row["reward"] - first[row["id"]]))
     _, answer, *_ = re.split(r"(?=Question \d+\?)", Page(write_page(folder)).section("Answers"))
-    assert answer.startswith(most["prompt"])
-    assert most["completion"] in answer
+    assert answer.startswith(largest["prompt"])
+    assert largest["completion"] in answer
 
 
 def test_long_texts_are_cut_where_the_page_is_full_with_the_number_of_characters(tmp_path):
     folder = write_run(tmp_path, "thumbs", rows=200)
-    found = json.loads((folder / "eval/step-60.json").read_text())
-    for row in found["rows"]:
+    result = json.loads((folder / "eval/step-60.json").read_text())
+    for row in result["rows"]:
         row["completion"] = "<" * 50_000
-    (folder / "eval/step-60.json").write_text(json.dumps(found))
+    (folder / "eval/step-60.json").write_text(json.dumps(result))
     path = write_page(folder)
     assert path.stat().st_size < 8e6
     assert re.search(r"\b42,000\D+eval/step-60.json", Page(path).text)

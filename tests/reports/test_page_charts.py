@@ -34,8 +34,8 @@ def test_values_that_are_not_finite_are_gaps_in_the_curve_and_a_warning(tmp_path
 
 
 def test_charts_hold_known_metrics_together_and_any_other_that_varies(run_dir):
-    made = curves(read_run(run_dir))
-    named = [t.get("name") for t in made["Learning"]["Rewards by class"]["data"]]
+    result = curves(read_run(run_dir))
+    named = [t.get("name") for t in result["Learning"]["Rewards by class"]["data"]]
     # each with the band of the evaluations' rows
     assert named == [
         "chosen",
@@ -43,33 +43,33 @@ def test_charts_hold_known_metrics_together_and_any_other_that_varies(run_dir):
         "rejected",
         None,
     ]
-    margin = made["Learning"]["Margin"]["data"]
+    margin = result["Learning"]["Margin"]["data"]
     assert [(t["name"], t["x"][:3]) for t in margin] == [
         ("margins", [1, 2, 3]),
         ("margins, held out", [20, 40, 60]),
     ]
-    assert {"padding", "auc"} == set(made["More"])
-    assert "Divergence from the reference" not in made["Learning"]  # kl is kto's reference point
+    assert {"padding", "auc"} == set(result["More"])
+    assert "Divergence from the reference" not in result["Learning"]  # kl is kto's reference point
 
 
 @pytest.mark.parametrize("kind", ["thumbs", "pairs", "own"])
 def test_every_chart_is_one_that_plotly_knows(tmp_path, kind):
     from plotly.graph_objects import Figure
 
-    found = charts(Page(write_page(write_run(tmp_path, kind))))
-    assert len(found) > 12
-    for chart in found.values():
+    result = charts(Page(write_page(write_run(tmp_path, kind))))
+    assert len(result) > 12
+    for chart in result.values():
         # raises for a name or a value that it does not know
         Figure(data=chart["data"], layout=chart["layout"])
 
 
 def test_the_reward_of_own_answers_and_its_divergence_have_charts(tmp_path):
-    made = curves(read_run(write_run(tmp_path, "own")))
-    reward = made["Learning"]["Reward of sampled answers"]
+    result = curves(read_run(write_run(tmp_path, "own")))
+    reward = result["Learning"]["Reward of sampled answers"]
     assert [t.get("fill") for t in reward["data"]] == [None, "toself", None]
     assert "band" in reward["note"]
-    assert made["Learning"]["Divergence from the reference"]["data"][0]["name"] == "kl"
-    assert "Drift on mismatched answers" not in made["Learning"]
+    assert result["Learning"]["Divergence from the reference"]["data"][0]["name"] == "kl"
+    assert "Drift on mismatched answers" not in result["Learning"]
 
 
 def test_a_band_goes_from_a_tenth_to_nine_tenths_of_the_rows():
@@ -146,7 +146,7 @@ def test_rewards_are_told_apart_by_length_and_by_source():
     held = by_length(rows)
     assert list(held) == ["0 to 1 tokens", "2 to 3 tokens", "4 to 5 tokens", "6 to 7 tokens"]
     assert held["2 to 3 tokens"] == {"thumbs up": [2.0, 3.0]}
-    assert {name: len(found["thumbs up"]) for name, found in by_source(rows).items()} == {
+    assert {name: len(result["thumbs up"]) for name, result in by_source(rows).items()} == {
         "b.jsonl": 5,
         "a.jsonl": 3,
     }
@@ -154,7 +154,7 @@ def test_rewards_are_told_apart_by_length_and_by_source():
         "_of_a_name_that_is_longer_than_what_is_shown.jsonl"  # the same end: none of them is lost
     )
     far = [{**row, "source": f"{'a' if i < 3 else 'b'}{ends}"} for i, row in enumerate(rows)]
-    assert {name: len(found["thumbs up"]) for name, found in by_source(far).items()} == {
+    assert {name: len(result["thumbs up"]) for name, result in by_source(far).items()} == {
         f"b{ends}": 5,
         f"a{ends}": 3,
     }
@@ -162,15 +162,15 @@ def test_rewards_are_told_apart_by_length_and_by_source():
 
 def test_histograms_count_every_row_once_and_leave_out_a_start_without_rewards(tmp_path):
     run = read_run(write_run(tmp_path, "thumbs"))
-    made = reward_histograms(run.first, run.last)
-    assert set(made) == {"By class", "By length of the answer", "By source"}
-    assert {sum(sum(t["y"]) for t in figure["data"]) for figure in made.values()} == {60}
-    own = read_run(write_run(tmp_path / "own", "own"))
+    result = reward_histograms(run.first, run.last)
+    assert set(result) == {"By class", "By length of the answer", "By source"}
+    assert {sum(sum(t["y"]) for t in figure["data"]) for figure in result.values()} == {60}
+    actual = read_run(write_run(tmp_path / "own", "own"))
     assert {
         "By class",
         "By length of the answer, step 0",
         "By length of the answer, step 60",
-    } <= set(reward_histograms(own.first, own.last))
+    } <= set(reward_histograms(actual.first, actual.last))
 
 
 def test_calibration_is_the_share_that_came_true_in_bins_of_equally_many_rows():

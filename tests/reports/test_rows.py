@@ -40,7 +40,7 @@ def test_thumbs_surprise_by_their_distance_from_the_midpoint_of_the_classes() ->
         {"id": str(i), "label": label, "reward": reward}
         for i, (label, reward) in enumerate(rewards)
     ]
-    assert [(row["id"], found) for row, found in surprise(rows)] == [
+    assert [(row["id"], result) for row, result in surprise(rows)] == [
         ("1", 1.5),
         ("3", 1.5),
         ("0", -2.5),
@@ -74,7 +74,7 @@ def test_pairs_the_wrong_way_round_are_the_most_surprising_ones(seed: int) -> No
     first = surprise(rows)[:20]
     # their spread is nearly as large as the gap
     assert len({int(row["id"], 16) for row, _ in first} & flipped) >= 6
-    assert [found for _, found in first] == sorted(
+    assert [result for _, result in first] == sorted(
         (-m for row in rows if (m := margin(row)) is not None), reverse=True
     )[:20]
 
@@ -83,7 +83,7 @@ def test_scores_surprise_by_the_distance_of_their_ranks() -> None:
     rows: list[Json] = [
         {"id": str(i), "scores": [i / 10], "target": t} for i, t in enumerate((5.0, 2.0, 3.0, 1.0))
     ]
-    assert [(row["id"], found) for row, found in surprise(rows)] == [
+    assert [(row["id"], result) for row, result in surprise(rows)] == [
         ("0", 1.0),
         ("3", 1.0),
         ("1", 0.0),
@@ -96,7 +96,7 @@ def test_several_answers_surprise_by_their_worst_inversion() -> None:
     wrong = {"id": "wrong", "reward_0": 2.0, "reward_1": 0.0, "reward_2": 5.0, "target": [3, 2, 1]}
     tied = {"id": "tied", "reward_0": 2.0, "reward_1": 1.0, "target": [1, 1]}
     lacking = {"id": "lacking", "reward_0": "nan", "reward_1": 1.0, "target": [1, 2]}
-    assert [(row["id"], found) for row, found in surprise([right, tied, lacking, wrong])] == [
+    assert [(row["id"], result) for row, result in surprise([right, tied, lacking, wrong])] == [
         ("wrong", 5.0),
         ("right", -1.0),
     ]
@@ -107,7 +107,7 @@ def test_demonstrations_surprise_by_nats_a_token() -> None:
         {"id": "long", "logp": -100.0, "tokens": 100},
         {"id": "odd", "logp": -30.0, "tokens": 10},
     ]
-    assert [(row["id"], found) for row, found in surprise(rows)] == [("odd", 3.0), ("long", 1.0)]
+    assert [(row["id"], result) for row, result in surprise(rows)] == [("odd", 3.0), ("long", 1.0)]
 
 
 def test_own_answers_and_rows_without_numbers_surprise_nobody() -> None:
@@ -151,7 +151,7 @@ def test_rows_move_by_the_change_of_what_they_are_worth() -> None:
 
 def test_lists_of_each_kind() -> None:
     def titles(after: list[Json], before: list[Json] | None = None) -> list[str]:
-        return [each.title for each in row_lists(after, before, 20)]
+        return [row_list.title for row_list in row_lists(after, before, 20)]
 
     thumbs = thumbs_rows(1.0, 60, 0, {3, 8})
     named = ["Most surprising", "Most moved", "Largest reward", "Smallest reward"]
@@ -170,13 +170,15 @@ def test_lists_of_each_kind() -> None:
         "Best",
     ]
     assert titles([]) == []
-    best = next(each for each in row_lists(thumbs, None, 5) if each.title == "Largest reward")
-    assert [found for _, found in best.rows] == sorted(
+    best = next(
+        row_list for row_list in row_lists(thumbs, None, 5) if row_list.title == "Largest reward"
+    )
+    assert [result for _, result in best.rows] == sorted(
         (row["reward"] for row in thumbs), reverse=True
     )[:5]
     surprising = row_lists(thumbs, None, 60)[0].rows
     assert 2 <= len(surprising) < 30  # what the model agrees with is left out
-    assert min(found for _, found in surprising) > 0
+    assert min(result for _, result in surprising) > 0
 
 
 def test_what_a_row_is_worth() -> None:
@@ -231,7 +233,7 @@ def test_small_statistics() -> None:
     assert wilson(0, 10)[0] == 0.0
     assert sigmoid(-800.0) == 0.0
     assert sigmoid(800.0) == 1.0
-    assert [finite(each) for each in (1, 1.5, True, "1", math.nan, math.inf, 10**400, None)] == [
+    assert [finite(item) for item in (1, 1.5, True, "1", math.nan, math.inf, 10**400, None)] == [
         True,
         True,
         *[False] * 6,

@@ -111,10 +111,10 @@ def test_states(tmp_path: Path, status: str, holder: Any, state: str) -> None:
 
 
 def test_the_holder_is_asked_for_the_folder_of_the_run(tmp_path: Path) -> None:
-    asked: list[Path] = []
+    requests: list[Path] = []
     a_run(tmp_path / "run", status="running")
-    listed(tmp_path, lambda path: asked.append(path))
-    assert asked == [tmp_path / "run"]
+    listed(tmp_path, lambda path: requests.append(path))
+    assert requests == [tmp_path / "run"]
 
 
 def test_what_is_known_of_a_running_run(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_no_damage_makes_the_list_fail(tmp_path: Path) -> None:
     torn = a_run(tmp_path / "torn", log=steps(1.0, 1.0), status="running", total_steps=4)
-    whole = (torn / "metrics.jsonl").read_bytes()
+    full = (torn / "metrics.jsonl").read_bytes()
     (torn / "metrics.jsonl").write_bytes(
-        b'\0\0\n[]\n{"step": "x"}\n\xff\xfe\n' + b"[" * 9999 + b"\n" + whole + b'{"step": 3, "los'
+        b'\0\0\n[]\n{"step": "x"}\n\xff\xfe\n' + b"[" * 9999 + b"\n" + full + b'{"step": 3, "los'
     )
     assert only(torn, somebody).step == 2
     for i, content in enumerate(
@@ -226,10 +226,10 @@ def test_a_folder_that_cannot_be_read_is_named(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", guarded)
-    found = {line.path.name: line for line in listed(tmp_path)}
-    assert found["run"].state == "done"
-    assert found["locked"].state == "unreadable"
-    assert "Permission denied" in str(found["locked"].problem)
+    results = {line.path.name: line for line in listed(tmp_path)}
+    assert results["run"].state == "done"
+    assert results["locked"].state == "unreadable"
+    assert "Permission denied" in str(results["locked"].problem)
 
 
 def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,11 @@ TOKENIZER = tiny_tokenizer()
 HOSTILE = "[bold red]x[/bold red] \x1b[31m \x07 \x9b \u202e \u200b \ud800 [/nothing]"
 
 
-def shown(what: RenderableType, *, colour: bool = False) -> str:
+def shown(kind: RenderableType, *, colour: bool = False) -> str:
     out = StringIO()
     Console(
         file=out, width=300, force_terminal=colour, color_system="standard" if colour else None
-    ).print(what)
+    ).print(kind)
     return out.getvalue()
 
 
@@ -131,7 +131,7 @@ def assert_tame(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
+    "kind",
     [
         show_row({HOSTILE: HOSTILE}, At(HOSTILE, 1)),
         show_row({"a": [{HOSTILE: HOSTILE}]}),
@@ -143,8 +143,8 @@ def assert_tame(text: str) -> None:
         ),
     ],
 )
-def test_data_cannot_steer_the_terminal(what: RenderableType):
-    assert_tame(shown(what))
+def test_data_cannot_steer_the_terminal(kind: RenderableType):
+    assert_tame(shown(kind))
 
 
 # Tokens

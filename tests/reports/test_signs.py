@@ -49,14 +49,14 @@ def ended(run: RunData, change: Callable[[Json], Json]) -> RunData:
 
 
 def only(run: RunData) -> Diagnosis:
-    found = diagnose(run)
-    assert len(found) == 1, found
-    assert found[0].advice
-    return found[0]
+    result = diagnose(run)
+    assert len(result) == 1, result
+    assert result[0].advice
+    return result[0]
 
 
 def numbers(text: str) -> list[float]:
-    return [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", text)]
+    return [float(item) for item in re.findall(r"-?\d+(?:\.\d+)?", text)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -315,15 +315,15 @@ def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, Run
     )
 
 
-@pytest.mark.parametrize("least", [0.0, 1e-6])
+@pytest.mark.parametrize("minimum", [0.0, 1e-6])
 def test_a_held_out_loss_that_went_to_nothing_and_stays_there_has_not_turned(
-    least: float, healthy: dict[str, RunData]
+    minimum: float, healthy: dict[str, RunData]
 ) -> None:
     """As that of a hinge, or of pairs that are all far apart."""
 
     def course(record: Json, at: float) -> Json:
         return {"loss": 0.5 * (1 - at)} | (
-            {"eval/loss": max(0.5 - 2 * at, least * (1 + at))} if "eval/loss" in record else {}
+            {"eval/loss": max(0.5 - 2 * at, minimum * (1 + at))} if "eval/loss" in record else {}
         )
 
     assert diagnose(logged(healthy["pairs"], course)) == []
@@ -342,7 +342,7 @@ def test_warnings_follow_the_answers(tmp_path: Path) -> None:
     page = write_page(folder).read_text(encoding="utf-8")
     [sign] = diagnose(read_run(folder))
     sections = re.split(r'<section id="s\d+">', page.split("<main>")[1])[1:]
-    assert [each.split("</h2>")[0] for each in sections[:3]] == [
+    assert [section.split("</h2>")[0] for section in sections[:3]] == [
         "<h2>Answers",
         "<h2>Warnings",
         "<h2>Metrics",
@@ -378,7 +378,7 @@ def test_markdown_has_the_warnings_of_the_page(run_dir: Path) -> None:
     assert run.audit_warnings
     page = letters_and_digits(write_page(run_dir).read_text(encoding="utf-8"))
     document = report_markdown(run)
-    wanted = [each for sign in diagnose(run) for each in (sign.message, sign.advice)]
+    wanted = [item for sign in diagnose(run) for item in (sign.message, sign.advice)]
     for text in (*wanted, *run.audit_warnings, *run.problems, *facts["warnings"]):
         assert letters_and_digits(text) in page
         assert letters_and_digits(text) in letters_and_digits(document)

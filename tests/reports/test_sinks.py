@@ -63,15 +63,17 @@ def test_a_second_sink_appends_after_whole_lines(tmp_path, recwarn):
     assert not recwarn
 
 
-@pytest.mark.parametrize(("before", "kept"), [('{"step": 1}\n{"st', '{"step": 1}\n'), ('{"st', "")])
-def test_a_torn_last_line_is_cut_off_with_a_warning(tmp_path, before, kept):
+@pytest.mark.parametrize(
+    ("before", "remaining"), [('{"step": 1}\n{"st', '{"step": 1}\n'), ('{"st', "")]
+)
+def test_a_torn_last_line_is_cut_off_with_a_warning(tmp_path, before, remaining):
     path = tmp_path / "m.jsonl"
     path.write_text(before)
     with pytest.warns(UserWarning, match=r"m\.jsonl: .* 4 "):
         sink = JsonlSink(path)
     sink.log({"step": 2})
     sink.close()
-    assert path.read_text() == kept + '{"step": 2}\n'
+    assert path.read_text() == remaining + '{"step": 2}\n'
 
 
 def test_a_value_that_is_no_number_and_no_text_is_refused_without_a_torn_line(tmp_path):
@@ -89,9 +91,9 @@ def test_a_log_that_cannot_be_opened_is_a_user_error(tmp_path):
 
 
 def test_an_optional_sink_that_fails_is_named_once_and_left_alone():
-    said = []
+    text = []
     required, good, bad = Memory(), Memory(), Memory(fail_at=2)
-    sinks = FanOut([required], [bad, good], warn=said.append)
+    sinks = FanOut([required], [bad, good], warn=text.append)
     for step in range(4):
         sinks.log({"step": step})
     sinks.close()
@@ -99,7 +101,7 @@ def test_an_optional_sink_that_fails_is_named_once_and_left_alone():
         [r["step"] for r in required.records] == [r["step"] for r in good.records] == [0, 1, 2, 3]
     )
     assert bad.calls == 2
-    [message] = said
+    [message] = text
     assert "Memory" in message
     assert "server gone" in message
     assert required.closed
@@ -132,9 +134,9 @@ class Whole(Memory):
 
 
 def test_methods_that_a_sink_has_are_called_and_the_others_are_not_missed(tmp_path):
-    said = []
-    plain, whole = Memory(), Whole()
-    sinks = FanOut([], [plain, whole], warn=said.append)
+    message = []
+    plain, full = Memory(), Whole()
+    sinks = FanOut([], [plain, full], warn=message.append)
     for _ in range(2):
         sinks.start({"a.b": 1}, tmp_path, True)
     rows = [
@@ -149,33 +151,33 @@ def test_methods_that_a_sink_has_are_called_and_the_others_are_not_missed(tmp_pa
     ] * 30
     sinks.table("eval/samples", 3, rows)
     sinks.close("interrupted")
-    start, (name, step, shown), status = whole.told
+    start, (name, step, shown), status = full.told
     assert start == ("start", {"a.b": 1}, tmp_path, True)
-    assert (name, step, status, said) == ("eval/samples", 3, "interrupted", [])
+    assert (name, step, status, message) == ("eval/samples", 3, "interrupted", [])
     assert len(shown) == 20
     assert list(shown[0]) == ["prompt", "chosen", "reward_chosen", "scores"]
     assert shown[0]["chosen"].endswith("b ... (4000 more characters)")
     assert shown[0]["scores"] == '{"a": 1}'
     assert plain.closed
-    assert whole.closed
+    assert full.closed
 
 
 @pytest.mark.parametrize("method", ["start", "log", "table", "end", "close"])
 def test_an_error_anywhere_is_reported_once_and_the_others_go_on(method, tmp_path):
-    said, good = [], Whole()
+    text, good = [], Whole()
     bad = Whole()
 
     def fails(*_):
         raise SystemError("no more")
 
     setattr(bad, method, fails)
-    sinks = FanOut([], [bad, good], warn=said.append)
+    sinks = FanOut([], [bad, good], warn=text.append)
     sinks.start({}, tmp_path, False)
     for step in range(2):
         sinks.table("eval/samples", step, [{"prompt": "p"}])
         sinks.log({"step": step})
     sinks.close()
-    [message] = said
+    [message] = text
     assert "Whole" in message
     assert "no more" in message
     assert [r["step"] for r in good.records] == [0, 1]
@@ -206,42 +208,42 @@ class Slow(Memory):
 
 
 def test_sinks_that_hang_at_the_end_are_left_together(monkeypatch):
-    said, required, slow = [], Memory(), Slow(monkeypatch, left=8, gets_on=False)
+    message, required, slow = [], Memory(), Slow(monkeypatch, left=8, gets_on=False)
 
     class Hangs(Memory):
         def close(self):
             slow.done.wait()
 
-    FanOut([required], [Hangs(), slow], warn=said.append).close()
+    FanOut([required], [Hangs(), slow], warn=message.append).close()
     assert slow.now < 3 * module.CLOSING
-    assert [name for line in said for name in ("Hangs", "Slow") if name in line] == [
+    assert [name for line in message for name in ("Hangs", "Slow") if name in line] == [
         "Hangs",
         "Slow",
     ]
-    assert all(f"{module.CLOSING:g}" in line for line in said)
+    assert all(f"{module.CLOSING:g}" in line for line in message)
     assert required.closed
     assert not slow.closed
     slow.done.set()
 
 
 def test_one_that_gets_on_has_longer(monkeypatch):
-    said, slow = [], Slow(monkeypatch, left=8)
-    FanOut([], [slow], warn=said.append).close()
+    message, slow = [], Slow(monkeypatch, left=8)
+    FanOut([], [slow], warn=message.append).close()
     assert slow.now > 5 * module.CLOSING
     assert slow.closed
-    assert said == []
+    assert message == []
 
 
 def test_one_that_gets_on_has_no_longer_than_six_times_that(monkeypatch):
-    said, slow = [], Slow(monkeypatch, left=100)
-    FanOut([], [slow], warn=said.append).close()
+    message, slow = [], Slow(monkeypatch, left=100)
+    FanOut([], [slow], warn=message.append).close()
     assert 6 * module.CLOSING <= slow.now < 7 * module.CLOSING
-    assert len(said) == 1
+    assert len(message) == 1
     slow.done.set()
 
 
 def test_what_belongs_to_its_thread_is_closed_there(tmp_path):
-    said = []
+    message = []
 
     class Database:
         def __init__(self):
@@ -255,9 +257,9 @@ def test_what_belongs_to_its_thread_is_closed_there(tmp_path):
             self.database.commit()
             self.database.close()
 
-    sinks = FanOut([], [Database()], warn=said.append)
+    sinks = FanOut([], [Database()], warn=message.append)
     sinks.log({"step": 3})
     sinks.close()
-    assert said == []
+    assert message == []
     with sqlite3.connect(tmp_path / "log.db") as database:
         assert database.execute("select step from log").fetchall() == [(3,)]

@@ -26,7 +26,7 @@ __all__ = ["home"]
 
 def steps_of(points: Counter[tuple[str, int]], name: str) -> list[int]:
     return sorted(
-        step for (each, step), times in points.items() for _ in range(times) if each == name
+        step for (item, step), times in points.items() for _ in range(times) if item == name
     )
 
 
@@ -80,26 +80,26 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     state = json.loads((run.folder / "trackers/mlflow.json").read_text())
     # its small package has no other registry
     client = MlflowClient(tracking_uri=state["uri"], registry_uri=state["uri"])
-    found = client.get_experiment_by_name("mine")
-    (each,) = client.search_runs([found.experiment_id])
-    assert (each.info.run_name, each.info.status, each.data.tags["tiny"]) == (
+    result = client.get_experiment_by_name("mine")
+    (item,) = client.search_runs([result.experiment_id])
+    assert (item.info.run_name, item.info.status, item.data.tags["tiny"]) == (
         "first",
         "FINISHED",
         "true",
     )
-    assert each.data.params["train.learning_rate"] == "1e-05"
+    assert item.data.params["train.learning_rate"] == "1e-05"
     points = Counter(
         (name, m.step)
-        for name in each.data.metrics
-        for m in client.get_metric_history(each.info.run_id, name)
+        for name in item.data.metrics
+        for m in client.get_metric_history(item.info.run_id, name)
     )
-    tables = [file.path for file in client.list_artifacts(each.info.run_id, "eval")]
+    tables = [file.path for file in client.list_artifacts(item.info.run_id, "eval")]
     points += Counter(
         ("eval.samples", int(path.removesuffix(".json").rsplit("-", 1)[1])) for path in tables
     )
     assert_whole(points, lambda name: name.replace("/", "."))
     table = json.loads(
-        Path(client.download_artifacts(each.info.run_id, f"{SAMPLES}-step-3.json")).read_text()
+        Path(client.download_artifacts(item.info.run_id, f"{SAMPLES}-step-3.json")).read_text()
     )
     assert table["columns"] == ["origin", "prompt", "completion", "label", "reward"]
     assert len(table["data"]) == 20
@@ -147,19 +147,20 @@ def history_of(folder: Path) -> tuple[Counter[tuple[str, int]], dict[str, Any], 
     points, summary, ids = Counter[tuple[str, int]](), dict[str, Any](), set[str]()
     for file in sorted(folder.rglob("*.wandb")):
         for raw in wandb_records(file.read_bytes()):
-            each = wandb_internal_pb2.Record()
-            each.ParseFromString(raw)
-            if each.HasField("run"):
-                ids.add(each.run.run_id)
-            if each.HasField("history"):
+            element = wandb_internal_pb2.Record()
+            element.ParseFromString(raw)
+            if element.HasField("run"):
+                ids.add(element.run.run_id)
+            if element.HasField("history"):
                 row = {
                     item.key or item.nested_key[0]: json.loads(item.value_json)
-                    for item in each.history.item
+                    for item in element.history.item
                 }
                 points += Counter((name, row["_step"]) for name in row if not name.startswith("_"))
-            if each.HasField("summary"):
+            if element.HasField("summary"):
                 summary |= {
-                    i.key or i.nested_key[0]: json.loads(i.value_json) for i in each.summary.update
+                    i.key or i.nested_key[0]: json.loads(i.value_json)
+                    for i in element.summary.update
                 }
     return points, summary, ids
 
@@ -209,11 +210,11 @@ def trains() -> None:
 
 def trained(place: Path, run_dir: str, kill: int, sinks: list[Any]) -> tuple[int, str]:
     """Status, and what was said."""
-    words, said = (str(place), run_dir, str(kill), json.dumps(sinks)), place / "said"
-    status = Program(*words, main=trains, said=said, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1").wait(
-        600
-    )
-    return status, said.read_text()
+    words, message = (str(place), run_dir, str(kill), json.dumps(sinks)), place / "said"
+    status = Program(
+        *words, main=trains, said=message, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"
+    ).wait(600)
+    return status, message.read_text()
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
@@ -242,10 +243,10 @@ def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(
         "mlflow",
     ]
     assert trained(tmp_path, "run", 5, kinds)[0] == -signal.SIGKILL
-    status, said = trained(tmp_path, "run", -1, kinds)
-    assert status == 0, said
-    assert not any(kind in said.lower() for kind in ("tensorboard", "wandb", "mlflow"))
-    assert "failed" not in said
+    status, message = trained(tmp_path, "run", -1, kinds)
+    assert status == 0, message
+    assert not any(kind in message.lower() for kind in ("tensorboard", "wandb", "mlflow"))
+    assert "failed" not in message
     run = tmp_path / "run"
     assert logged(run) == logged(tmp_path / "plain")
     wanted = Counter((name, row["step"]) for row in logged(run) for name in row if name != "step")

@@ -29,10 +29,10 @@ class Fake:
         run.save_state()
         return self
 
-    def _do(self, what: str, value: Any) -> None:
-        if what == self.at:
+    def _do(self, kind: str, value: Any) -> None:
+        if kind == self.at:
             self.does()
-        self.got.append((what, value))
+        self.got.append((kind, value))
 
     def has(self, name: str, step: int) -> bool:
         return False
@@ -60,9 +60,9 @@ def test_a_library_that_fails_is_reported_once(
     monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", Fake(at, fails))
     run = Killed(tmp_path)
     run.go(0, 5)
-    (said,) = run.said
-    assert "tensorboard" in said
-    assert "nobody there" in said
+    (message,) = run.said
+    assert "tensorboard" in message
+    assert "nobody there" in message
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
 
 
@@ -95,8 +95,8 @@ def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(
     run.go(0, 4)
     monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", fake := Fake())
     run.go(4, 6, keep=4)
-    assert [step for what, step in fake.got if what == "log"] == [0, 1, 2, 3, 4, 5, 6]
-    assert [step for what, step in fake.got if what == "table"] == [0, 3, 6]
+    assert [step for kind, step in fake.got if kind == "log"] == [0, 1, 2, 3, 4, 5, 6]
+    assert [step for kind, step in fake.got if kind == "table"] == [0, 3, 6]
     assert fake.got[-1] == ("close", "done")
 
 
@@ -114,4 +114,4 @@ def test_a_step_hands_its_record_over_at_once(
     assert tracker.waiting >= 49
     go_on.set()
     tracker.close()
-    assert [step for what, step in fake.got if what == "log"] == list(range(50))
+    assert [step for kind, step in fake.got if kind == "log"] == list(range(50))

@@ -56,8 +56,8 @@ def loaded(sinks: Any) -> Any:
         "data": {"train": []},
         "run": {"sinks": sinks},
     }
-    found = load_recipe(recipe, method_of=method_of, in_memory=["train"])
-    return [(sink.kind, sink.project, sink.tags) for sink in found.recipe.run.sinks]
+    result = load_recipe(recipe, method_of=method_of, in_memory=["train"])
+    return [(sink.kind, sink.project, sink.tags) for sink in result.recipe.run.sinks]
 
 
 def test_sinks_are_names_or_sections() -> None:

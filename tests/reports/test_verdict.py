@@ -39,25 +39,25 @@ def thumbs(ups: Sequence[float], downs: Sequence[float]) -> Rows:
 
 def pairs(margins: Sequence[float]) -> Rows:
     return [
-        {"id": str(i), "reward_chosen": each, "reward_rejected": 0.0}
-        for i, each in enumerate(margins)
+        {"id": str(i), "reward_chosen": item, "reward_rejected": 0.0}
+        for i, item in enumerate(margins)
     ]
 
 
 def completions(rewards: Sequence[float]) -> Rows:
-    return [{"id": str(i), "stop": "eos", "reward": each} for i, each in enumerate(rewards)]
+    return [{"id": str(i), "stop": "eos", "reward": item} for i, item in enumerate(rewards)]
 
 
 def demonstrations(logps: Sequence[float]) -> Rows:
-    return [{"id": str(i), "logp": each * 10, "tokens": 10} for i, each in enumerate(logps)]
+    return [{"id": str(i), "logp": item * 10, "tokens": 10} for i, item in enumerate(logps)]
 
 
 def test_thumbs_are_compared_with_chance() -> None:
     up, down = [i / 40 + 0.5 for i in range(40)], [i / 40 for i in range(40)]
-    found = verdict_of(thumbs(up, down))
-    assert found.state == "improved"
-    assert found.baseline == 0.5
-    assert found.value == pytest.approx(
+    result = verdict_of(thumbs(up, down))
+    assert result.state == "improved"
+    assert result.baseline == 0.5
+    assert result.value == pytest.approx(
         sum((a > b) + (a == b) / 2 for a in up for b in down) / 1600
     )
     assert verdict_of(thumbs(down, up)).state == "worse"
@@ -73,9 +73,9 @@ def test_thumbs_are_compared_with_the_first_evaluation() -> None:
 
 def test_the_sentence_has_the_numbers_in_percent() -> None:
     good = thumbs([1.0] * 30 + [-1.0] * 10, [-1.0] * 40)
-    found = verdict_of(good)
-    assert (found.value, found.low, found.high) == (0.875, *auc_interval(0.875, 40, 40))
-    assert numbers(found.sentence) == ["88", "95", "77", "93", "50", "0.88", "80"]
+    result = verdict_of(good)
+    assert (result.value, result.low, result.high) == (0.875, *auc_interval(0.875, 40, 40))
+    assert numbers(result.sentence) == ["88", "95", "77", "93", "50", "0.88", "80"]
     measured = verdict_of(good, thumbs([1.0] * 20 + [-1.0] * 20, [-1.0] * 40))
     assert measured.baseline == 0.75
     assert numbers(measured.sentence)[-1] == "75"
@@ -103,35 +103,40 @@ def test_the_advice_names_answers_only_where_there_are_some() -> None:
     assert setting in verdict_of(rows).advice
     last = {"rows": rows}
     assert setting not in held_out_verdict(last, last, has_answers=True).advice
-    own = verdict_of(completions([1.0, 2.0]), completions([0.0, 0.0]))
-    assert own.state == "improved"
-    assert setting not in own.advice  # its held-out rows are answers
+    actual = verdict_of(completions([1.0, 2.0]), completions([0.0, 0.0]))
+    assert actual.state == "improved"
+    assert setting not in actual.advice  # its held-out rows are answers
     is_reward_model = [{**row, "scores": [row["reward"]], "reward": None} for row in rows]
     assert verdict_of(is_reward_model).state == "improved"
     assert setting not in verdict_of(is_reward_model).advice  # a reward model gives no answers
 
 
 def test_pairs() -> None:
-    found = verdict_of(pairs([1.0] * 80 + [-1.0] * 20), pairs([0.0] * 100))
-    assert (found.state, found.value, found.baseline, found.count) == ("improved", 0.8, 0.5, 100)
+    result = verdict_of(pairs([1.0] * 80 + [-1.0] * 20), pairs([0.0] * 100))
+    assert (result.state, result.value, result.baseline, result.count) == (
+        "improved",
+        0.8,
+        0.5,
+        100,
+    )
     assert verdict_of(pairs([1.0, 1.0, -1.0])).state == "unclear"
     assert verdict_of(pairs([-1.0] * 50)).state == "worse"
 
 
 def test_rewards_of_completions_are_paired_by_prompt() -> None:
     before = [0.0, 5.0, 10.0, 15.0]
-    found = verdict_of(
-        completions([each + 0.5 + 0.01 * i for i, each in enumerate(before)]), completions(before)
+    result = verdict_of(
+        completions([item + 0.5 + 0.01 * i for i, item in enumerate(before)]), completions(before)
     )
-    assert found.state == "improved"
-    assert found.value == pytest.approx(0.515)
+    assert result.state == "improved"
+    assert result.value == pytest.approx(0.515)
     assert verdict_of(completions([1.0, 4.0, 11.0, 14.0]), completions(before)).state == "unclear"
 
 
 def test_demonstrations_are_paired_by_row() -> None:
-    found = verdict_of(demonstrations([-1.0, -2.1, -3.0]), demonstrations([-2.0, -3.0, -4.0]))
-    assert found.state == "improved"
-    assert found.value == pytest.approx((1.0 + 0.9 + 1.0) / 3)
+    result = verdict_of(demonstrations([-1.0, -2.1, -3.0]), demonstrations([-2.0, -3.0, -4.0]))
+    assert result.state == "improved"
+    assert result.value == pytest.approx((1.0 + 0.9 + 1.0) / 3)
 
 
 def test_scores_are_compared_by_rank() -> None:
@@ -142,9 +147,9 @@ def test_scores_are_compared_by_rank() -> None:
 
 @pytest.mark.parametrize("rows", [None, [], thumbs([1.0], [0.0]), demonstrations([-1.0, -2.0])])
 def test_what_cannot_be_measured_is_not_judged(rows: Rows | None) -> None:
-    found = verdict_of(rows)
-    assert (found.state, found.value) == ("unmeasured", None)
-    assert found.headline
+    result = verdict_of(rows)
+    assert (result.state, result.value) == ("unmeasured", None)
+    assert result.headline
 
 
 @pytest.mark.parametrize(("shift", "ups", "downs"), [(0.0, 10, 15), (1.5, 37, 50), (2.5, 8, 8)])
@@ -166,7 +171,7 @@ def test_intervals_of_extreme_values() -> None:
     low, high = auc_interval(1.0, 4, 4)
     assert (low < 0.7, high) == (True, pytest.approx(1.0))
     assert auc_interval(0.3, 20, 20) == pytest.approx(
-        tuple(1 - each for each in reversed(auc_interval(0.7, 20, 20)))
+        tuple(1 - item for item in reversed(auc_interval(0.7, 20, 20)))
     )
     assert auc([1.0, 2.0, 2.0], [2.0, 0.0]) == pytest.approx((0 + 1 + 0.5 + 1 + 0.5 + 1) / 6)
     assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.959964, 2 + 1.959964))

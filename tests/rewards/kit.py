@@ -44,34 +44,34 @@ def answers(number: int) -> list[Completion]:
     return [answer(f"a{i}") for i in range(number)]
 
 
-def entry(target: str, *, timeout: float = 5.0, retries: int = 0, **how: Any) -> RewardSettings:
+def entry(target: str, *, timeout: float = 5.0, retries: int = 0, **options: Any) -> RewardSettings:
     """An entry of a recipe's reward section, which gives up sooner than the defaults do."""
-    return RewardSettings(reward=target, timeout=timeout, retries=retries, **how)
+    return RewardSettings(reward=target, timeout=timeout, retries=retries, **options)
 
 
-def reward(target: str, **how: Any) -> Combined:
-    return reward_of([entry(target, **how)])
+def reward(target: str, **options: Any) -> Combined:
+    return reward_of([entry(target, **options)])
 
 
-def calls_of(made: Combined, part: int = 0) -> Calls:
-    found: Any = made.parts[part].reward
-    return getattr(found, "inner", found)
+def calls_of(result: Combined, part: int = 0) -> Calls:
+    outcome: Any = result.parts[part].reward
+    return getattr(outcome, "inner", outcome)
 
 
-def scores(made: Any, completions: Sequence[Completion]) -> list[Score]:
-    return score_all(made, completions)
+def scores(results: Any, completions: Sequence[Completion]) -> list[Score]:
+    return score_all(results, completions)
 
 
-def values(made: Any, completions: Sequence[Completion]) -> list[float | None]:
-    return [score.value for score in score_all(made, completions)]
+def values(results: Any, completions: Sequence[Completion]) -> list[float | None]:
+    return [score.value for score in score_all(results, completions)]
 
 
-def error(made: Any, completions: Sequence[Completion]) -> str:
+def error(result: Any, completions: Sequence[Completion]) -> str:
     """The error of all of them, none of which has a score."""
-    found = score_all(made, completions)
-    assert [score.value for score in found] == [None] * len(completions)
-    assert len({score.error for score in found}) == 1
-    return found[0].error
+    outcome = score_all(result, completions)
+    assert [score.value for score in outcome] == [None] * len(completions)
+    assert len({score.error for score in outcome}) == 1
+    return outcome[0].error
 
 
 def has_words(text: str, *words: object) -> bool:
@@ -143,19 +143,19 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        told = self.server
-        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with told.lock:
-            told.seen.append(given)
-            told.heads.append(dict(self.headers))
-            number, told.under_way = len(told.seen) - 1, told.under_way + 1
-            told.most = max(told.most, told.under_way)
+        actual = self.server
+        inputs = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with actual.lock:
+            actual.seen.append(inputs)
+            actual.heads.append(dict(self.headers))
+            number, actual.under_way = len(actual.seen) - 1, actual.under_way + 1
+            actual.most = max(actual.most, actual.under_way)
         try:
-            reply = told.script(given, number)
+            reply = actual.script(inputs, number)
             self._send(reply)
         finally:
-            with told.lock:
-                told.under_way -= 1
+            with actual.lock:
+                actual.under_way -= 1
 
     def _send(self, reply: Reply) -> None:
         if reply.hangs:
@@ -187,18 +187,18 @@ def server(script: Script | Reply | None = None, port: int = 0) -> Iterator[Told
 
     Without a script a reward is the number in the answer, as of ``answers``.
     """
-    given = (
+    inputs = (
         script
         if script is not None
         else lambda request, _: Reply([float(q.rpartition("a")[2]) for q in request["query"]])
     )
-    told = Told((lambda *_: given) if isinstance(given, Reply) else given, port)
-    thread = threading.Thread(target=told.serve_forever, args=(0.01,), daemon=True)
+    message = Told((lambda *_: inputs) if isinstance(inputs, Reply) else inputs, port)
+    thread = threading.Thread(target=message.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield told
+        yield message
     finally:
-        told.over.set()
-        told.shutdown()
-        told.server_close()
+        message.over.set()
+        message.shutdown()
+        message.server_close()
         thread.join()

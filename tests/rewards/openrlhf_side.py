@@ -79,10 +79,10 @@ class Policy:
         self.answer = answer
 
     async def generate(self, *_: Any, **__: Any) -> Any:
-        said = SimpleNamespace(
+        message = SimpleNamespace(
             token_ids=[*self.answer.encode(), END], finish_reason="stop", logprobs=None
         )
-        return SimpleNamespace(outputs=[said])
+        return SimpleNamespace(outputs=[message])
 
 
 def rollouts(agent: ModuleType, url: str) -> list[Any]:
@@ -100,8 +100,8 @@ def rollouts(agent: ModuleType, url: str) -> list[Any]:
             for prompt, label, answer in zip(PROMPTS, LABELS, answers, strict=True)
         ]
 
-    found = asyncio.run(all_of_them())
-    return [{name: each[name] for name in ("reward", "scores", "extra_logs")} for each in found]
+    result = asyncio.run(all_of_them())
+    return [{name: item[name] for name in ("reward", "scores", "extra_logs")} for item in result]
 
 
 def clients(urls: list[str], folders: list[str]) -> None:
@@ -114,18 +114,18 @@ def clients(urls: list[str], folders: list[str]) -> None:
 
 def asked(url: str, folders: list[str]) -> list[Any]:
     """What the client in each folder has."""
-    found: list[Any] = []
+    results: list[Any] = []
     for folder in folders:
         package(folder)
         try:
             if Path(folder, "utils", "remote_rm_utils.py").exists():
                 client = importlib.import_module("openrlhf.utils.remote_rm_utils")
-                found += [ask(url) for ask in _names_of(client)]
+                results += [ask(url) for ask in _names_of(client)]
             else:
-                found.append(rollouts(importlib.import_module("openrlhf.utils.agent"), url))
+                results.append(rollouts(importlib.import_module("openrlhf.utils.agent"), url))
         except Exception as error:  # its own clients raise no other
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            results.append(f"{type(error).__name__}: {error}")
+    return results
 
 
 # The server

@@ -43,15 +43,15 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def kept(target: str, folder: Path | None = Path("scores"), **how: Any) -> Any:
-    return reward_of([entry(target, deterministic=True, **how)], cache=folder)
+def kept(target: str, folder: Path | None = Path("scores"), **options: Any) -> Any:
+    return reward_of([entry(target, deterministic=True, **options)], cache=folder)
 
 
 def test_what_was_scored_is_not_scored_again(counting: Any) -> None:
-    made = kept(counting("counts"))
-    assert values(made, answers(3)) == [3.0] * 3
-    assert values(made, answers(5)) == [3.0] * 3 + [5.0] * 2
-    assert values(made, [*answers(3)[::-1], answer("a0")]) == [3.0] * 4
+    cached = kept(counting("counts"))
+    assert values(cached, answers(3)) == [3.0] * 3
+    assert values(cached, answers(5)) == [3.0] * 3 + [5.0] * 2
+    assert values(cached, [*answers(3)[::-1], answer("a0")]) == [3.0] * 4
     again = kept("counts:f")
     assert values(again, answers(5)) == [3.0] * 3 + [5.0] * 2
     assert (again.parts[0].reward.hits, again.parts[0].reward.misses) == (5, 0)
@@ -59,13 +59,13 @@ def test_what_was_scored_is_not_scored_again(counting: Any) -> None:
 
 
 def test_the_same_answer_twice_is_asked_once(counting: Any) -> None:
-    made = kept(counting("counts"))
-    assert values(made, [answer("x"), answer("y"), answer("x")]) == [2.0] * 3
+    cached = kept(counting("counts"))
+    assert values(cached, [answer("x"), answer("y"), answer("x")]) == [2.0] * 3
 
 
 def test_only_what_is_declared_to_be_the_same_is_kept(counting: Any) -> None:
-    made = reward(counting("counts"))
-    assert values(made, answers(1)) + values(made, answers(1)) == [1.0, 2.0]
+    combined = reward(counting("counts"))
+    assert values(combined, answers(1)) + values(combined, answers(1)) == [1.0, 2.0]
     assert not Path("scores").exists()
 
 
@@ -82,9 +82,9 @@ OTHERS: dict[str, Completion] = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_whatever_a_reward_may_read_tells_completions_apart(what: str) -> None:
-    assert cache_key(OTHERS[what]) != cache_key(BASE)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_whatever_a_reward_may_read_tells_completions_apart(kind: str) -> None:
+    assert cache_key(OTHERS[kind]) != cache_key(BASE)
 
 
 def test_who_sampled_it_and_when_does_not() -> None:
@@ -93,11 +93,11 @@ def test_who_sampled_it_and_when_does_not() -> None:
 
 
 def test_info_that_is_no_json_is_not_kept(counting: Any) -> None:
-    made = kept(counting("counts"))
+    cached = kept(counting("counts"))
     odd = [answer("x", blob=b"1"), answer("x", blob=b"2")]
     assert cache_key(odd[0]) is None
-    assert values(made, odd) == [2.0, 2.0]
-    assert values(made, odd) == [4.0, 4.0]
+    assert values(cached, odd) == [2.0, 2.0]
+    assert values(cached, odd) == [4.0, 4.0]
 
 
 def test_another_source_or_setting_is_another_reward(counting: Any) -> None:
@@ -106,39 +106,39 @@ def test_another_source_or_setting_is_another_reward(counting: Any) -> None:
     counting("counts", COUNTS + "\n# changed\n")
     assert values(kept("counts:f"), answers(1)) == [1.0]
     assert len(list(Path("scores").iterdir())) == 3
-    made = kept(counting("counts2"))
-    assert values(made, answers(1)) == [1.0]
+    cached = kept(counting("counts2"))
+    assert values(cached, answers(1)) == [1.0]
     assert len(list(Path("scores").iterdir())) == 4
 
 
 def test_failures_are_not_kept(tmp_path: Path) -> None:
-    with server(lambda _, n: Reply([None, 0.5]) if n == 0 else Reply([0.25])) as told:
-        made = kept(told.url, tmp_path)
-        assert values(made, answers(2)) == [None, 0.5]
-        assert values(made, answers(2)) == [0.25, 0.5]
-    assert [len(request["query"]) for request in told.seen] == [2, 1]
+    with server(lambda _, n: Reply([None, 0.5]) if n == 0 else Reply([0.25])) as stub:
+        cached = kept(stub.url, tmp_path)
+        assert values(cached, answers(2)) == [None, 0.5]
+        assert values(cached, answers(2)) == [0.25, 0.5]
+    assert [len(request["query"]) for request in stub.seen] == [2, 1]
 
 
 # How much is held
 
 
 def test_the_scores_that_were_used_last_are_held() -> None:
-    made = ScoreCache(None, {}, max_scores=3)
-    made.add(scores_of(3))
-    assert made.get("k0") == Score(0.0, {"p": 0.0})
-    made.add(scores_of(1, 3))
-    assert [made.get(f"k{i}") is not None for i in range(4)] == [True, False, True, True]
-    made.add(scores_of(100))
-    assert [key for key in scores_of(100) if made.get(key)] == ["k97", "k98", "k99"]
-    assert len(made) == 3
+    cache = ScoreCache(None, {}, max_scores=3)
+    cache.add(scores_of(3))
+    assert cache.get("k0") == Score(0.0, {"p": 0.0})
+    cache.add(scores_of(1, 3))
+    assert [cache.get(f"k{i}") is not None for i in range(4)] == [True, False, True, True]
+    cache.add(scores_of(100))
+    assert [key for key in scores_of(100) if cache.get(key)] == ["k97", "k98", "k99"]
+    assert len(cache) == 3
 
 
 def test_a_batch_that_is_larger_than_what_is_held_has_all_its_scores(counting: Any) -> None:
     counted = entry(counting("counts"), deterministic=True)
-    made = reward_of([counted], keep=2)
-    assert values(made, answers(5)) == [5.0] * 5
-    assert values(made, answers(5)) == [8.0] * 3 + [5.0] * 2
-    assert len(made.parts[0].reward.cache) == 2
+    result = reward_of([counted], keep=2)
+    assert values(result, answers(5)) == [5.0] * 5
+    assert values(result, answers(5)) == [8.0] * 3 + [5.0] * 2
+    assert len(result.parts[0].reward.cache) == 2
     none = reward_of([counted], cache=Path("scores"), keep=0)
     assert [values(none, [answer("x")]) for _ in range(2)] == [[9.0], [10.0]]
     assert not Path("scores").exists()
@@ -167,9 +167,9 @@ def test_a_file_that_is_larger_than_what_is_held_costs_no_memory(tmp_path: Path)
         peak_memory(lambda: ScoreCache(tmp_path, {}, max_scores=10)) < one.path.stat().st_size / 4
     )
     two.refresh()
-    for each in (one, two, ScoreCache(tmp_path, {}, max_scores=10)):
-        assert len(each) == 10
-        known = [each.get(f"k{i}") is not None for i in (0, 1989, 1990, 1999)]
+    for item in (one, two, ScoreCache(tmp_path, {}, max_scores=10)):
+        assert len(item) == 10
+        known = [item.get(f"k{i}") is not None for i in (0, 1989, 1990, 1999)]
         assert known == [False, False, True, True]
     one.add(scores_of(1))  # one that was forgotten is written again, and found
     two.refresh()
@@ -177,15 +177,15 @@ def test_a_file_that_is_larger_than_what_is_held_costs_no_memory(tmp_path: Path)
 
 
 def test_a_score_that_is_held_costs_little_memory() -> None:
-    made = ScoreCache(None, {}, max_scores=2000)
+    cache = ScoreCache(None, {}, max_scores=2000)
     tracemalloc.start()
     try:
         for i in range(0, 6000, 100):
-            made.add({digest(f"{k}"): Score(k / 7, {"f": k / 7}) for k in range(i, i + 100)})
-        held = tracemalloc.get_traced_memory()[0] / len(made)
+            cache.add({digest(f"{k}"): Score(k / 7, {"f": k / 7}) for k in range(i, i + 100)})
+        held = tracemalloc.get_traced_memory()[0] / len(cache)
     finally:
         tracemalloc.stop()
-    assert len(made) == 2000
+    assert len(cache) == 2000
     assert held * MAX_SCORES < 50e6
 
 
@@ -201,8 +201,8 @@ def test_what_a_killed_process_left_of_a_line_is_ignored(cut: int, tmp_path: Pat
     first = ScoreCache(tmp_path, {"a": 1})
     first.add(scores_of(3))
     assert first.path is not None
-    whole = first.path.read_bytes()
-    first.path.write_bytes(whole[:-cut])
+    full = first.path.read_bytes()
+    first.path.write_bytes(full[:-cut])
     second = ScoreCache(tmp_path, {"a": 1})
     # the last line counts with its line break
     assert len(second) == (3 if cut == 1 else 2) - (cut == 1)
@@ -224,46 +224,46 @@ def test_what_a_killed_process_left_of_a_line_is_ignored(cut: int, tmp_path: Pat
     'Infinity}}', '{"key": "x", "value": 1, "parts": [1]}', "\ufffd{", "[" * 10000,
 ])  # fmt: skip
 def test_a_line_that_is_no_score_is_none(line: str, tmp_path: Path) -> None:
-    made = ScoreCache(tmp_path, {})
-    assert made.path is not None
-    with made.path.open("a") as file:
+    cache = ScoreCache(tmp_path, {})
+    assert cache.path is not None
+    with cache.path.open("a") as file:
         file.write(f"\n{line}\n")
     assert len(ScoreCache(tmp_path, {})) == 0
 
 
 def test_no_bit_of_a_score_may_change(tmp_path: Path) -> None:
     """A score whose line has a flipped bit is computed again; it never has another value."""
-    made = ScoreCache(tmp_path, {"a": 1})
-    made.add(scores := scores_of(3))
-    assert made.path is not None
-    whole = made.path.read_bytes()
+    cache = ScoreCache(tmp_path, {"a": 1})
+    cache.add(scores := scores_of(3))
+    assert cache.path is not None
+    full = cache.path.read_bytes()
     wrong: list[str] = []
     silent = 0
-    for at in range(len(whole)):
+    for at in range(len(full)):
         for bit in (1, 4, 16):
-            made.path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
-            with warnings.catch_warnings(record=True) as told:
+            cache.path.write_bytes(full[:at] + bytes([full[at] ^ bit]) + full[at + 1 :])
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 again = ScoreCache(tmp_path, {"a": 1})
             known = {key: score for key in scores if (score := again.get(key)) is not None}
             wrong += [f"{at}: {key}" for key in known if known[key] != scores[key]]
-            silent += len(known) < len(scores) and not told and whole[at : at + 1] not in b"}\n"
+            silent += len(known) < len(scores) and not caught and full[at : at + 1] not in b"}\n"
     assert wrong == []
     assert silent == 0
 
 
 def test_a_damaged_line_is_named_once_and_replaced(tmp_path: Path) -> None:
-    made = ScoreCache(tmp_path, {"a": 1})
-    made.add(scores_of(3))
-    assert made.path is not None
-    made.path.write_text(
-        made.path.read_text()
+    cache = ScoreCache(tmp_path, {"a": 1})
+    cache.add(scores_of(3))
+    assert cache.path is not None
+    cache.path.write_text(
+        cache.path.read_text()
         .replace('"value": 1.0', '"value": 9.0')
         .replace('"value": 2.0', '"value": 8.0')
     )
-    with pytest.warns(UserWarning, match=f"^{re.escape(str(made.path))}:5: ") as told:
+    with pytest.warns(UserWarning, match=f"^{re.escape(str(cache.path))}:5: ") as caught:
         again = ScoreCache(tmp_path, {"a": 1})
-    assert len(told) == 1
+    assert len(caught) == 1
     assert [again.get(f"k{i}") is None for i in range(3)] == [False, True, True]
     again.add(scores_of(3))
     with pytest.warns(UserWarning, match=":5: "):
@@ -297,25 +297,25 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path), str(n)]) for n in range(3)
     ]
     assert [process.wait(60) for process in running] == [0, 0, 0]
-    found = ScoreCache(tmp_path, {})
-    assert len(found) == 3 * 200 * 3
-    assert found.get("2-199-2") == Score(199 / 7, {"part" * 20: 2 / 3})
+    cache = ScoreCache(tmp_path, {})
+    assert len(cache) == 3 * 200 * 3
+    assert cache.get("2-199-2") == Score(199 / 7, {"part" * 20: 2 / 3})
 
 
 def test_a_disk_that_is_full_costs_the_file_and_no_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = ScoreCache(tmp_path, {})
+    cache = ScoreCache(tmp_path, {})
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("valence.rewards.cache.open_file", full)
     with pytest.warns(UserWarning, match="No space left"):
-        made.add(scores_of(1))
-    made.add(scores_of(1, 5))
-    assert made.get("k0") is not None
-    assert "No space left" in made.trouble
+        cache.add(scores_of(1))
+    cache.add(scores_of(1, 5))
+    assert cache.get("k0") is not None
+    assert "No space left" in cache.trouble
     monkeypatch.undo()
     assert len(ScoreCache(tmp_path, {})) == 0
 
@@ -327,6 +327,6 @@ def test_a_folder_that_is_none_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_the_file_names_the_reward_whose_scores_they_are(tmp_path: Path) -> None:
-    made = ScoreCache(tmp_path, {"rule": "length"})
-    assert made.path is not None
-    assert json.loads(made.path.read_text())[HEADER] == {"rule": "length"}
+    cache = ScoreCache(tmp_path, {"rule": "length"})
+    assert cache.path is not None
+    assert json.loads(cache.path.read_text())[HEADER] == {"rule": "length"}

@@ -40,32 +40,32 @@ def test_the_sum_is_weighted_and_its_parts_are_kept() -> None:
     both = Combined(
         (RewardPart(fixed("a", 1.0, -2.0), 0.5), RewardPart(fixed("b", 3.0, 4.0), -2.0))
     )
-    found = scores(both, answers(2))
-    assert [score.value for score in found] == [0.5 - 6.0, -1.0 - 8.0]
-    assert [dict(score.parts) for score in found] == [{"a": 1.0, "b": 3.0}, {"a": -2.0, "b": 4.0}]
+    result = scores(both, answers(2))
+    assert [score.value for score in result] == [0.5 - 6.0, -1.0 - 8.0]
+    assert [dict(score.parts) for score in result] == [{"a": 1.0, "b": 3.0}, {"a": -2.0, "b": 4.0}]
     assert both.name == "a+b"
 
 
 def test_a_clip_acts_before_the_weight_and_shows_in_the_parts() -> None:
-    found = scores(
+    result = scores(
         Combined((RewardPart(fixed("a", 9.0, -9.0, 0.25), 2.0, clip=(-1.0, 0.5)),)), answers(3)
     )
-    assert [score.value for score in found] == [1.0, -2.0, 0.5]
-    assert [score.parts["a"] for score in found] == [0.5, -1.0, 0.25]
+    assert [score.value for score in result] == [1.0, -2.0, 0.5]
+    assert [score.parts["a"] for score in result] == [0.5, -1.0, 0.25]
 
 
 def test_below_a_gate_only_the_gate_counts() -> None:
     """Two gates: where both are shut, both count, and nothing else."""
-    made = Combined(
+    combined = Combined(
         (
             RewardPart(fixed("form", 1.0, 0.0, 1.0, 0.0), 0.5, gate=1.0),
             RewardPart(fixed("safe", 0.5, 0.5, -3.0, -3.0), 2.0, gate=0.0),
             RewardPart(fixed("good", 8.0, 8.0, 8.0, 8.0)),
         )
     )
-    found = scores(made, answers(4))
-    assert [score.value for score in found] == [0.5 + 1.0 + 8.0, 0.0, -6.0, -6.0]
-    assert [score.parts["good"] for score in found] == [8.0] * 4
+    result = scores(combined, answers(4))
+    assert [score.value for score in result] == [0.5 + 1.0 + 8.0, 0.0, -6.0, -6.0]
+    assert [score.parts["good"] for score in result] == [8.0] * 4
     at_the_gate = Combined(
         (RewardPart(fixed("a", 1.0), gate=1.0, clip=(0.0, 1.0)), RewardPart(fixed("b", 5.0)))
     )
@@ -73,24 +73,24 @@ def test_below_a_gate_only_the_gate_counts() -> None:
 
 
 def test_one_that_failed_fails_the_whole_and_is_named() -> None:
-    made = Combined(
+    combined = Combined(
         (RewardPart(fixed("a", 1.0, None, None)), RewardPart(fixed("b", 2.0, 3.0, None), 0.0))
     )
-    found = scores(made, answers(3))
-    assert [score.value for score in found] == [1.0, None, None]
-    assert [score.error for score in found] == ["", "a: broken", "a: broken; b: broken"]
-    assert found[1].parts == {"b": 3.0}
+    result = scores(combined, answers(3))
+    assert [score.value for score in result] == [1.0, None, None]
+    assert [score.error for score in result] == ["", "a: broken", "a: broken; b: broken"]
+    assert result[1].parts == {"b": 3.0}
 
 
 @pytest.mark.parametrize("weights", [(1e308, 1e308), (1e308, -1e308)])
 def test_a_sum_that_is_not_finite_is_an_error(weights: tuple[float, float]) -> None:
-    made = Combined(
+    combined = Combined(
         tuple(
             RewardPart(fixed(name, 10.0), weight)
             for name, weight in zip("ab", weights, strict=True)
         )
     )
-    score = scores(made, answers(1))[0]
+    score = scores(combined, answers(1))[0]
     assert score.value is None
     assert score.error
 
@@ -108,13 +108,13 @@ def test_it_is_the_formula_for_any_numbers() -> None:
         )
         for i, score in enumerate(scores(Combined(parts), answers(5))):
             clipped = [sorted((-1.5, numbers[k][i], 1.5))[1] for k in range(3)]
-            own = weights[1] * clipped[1]
-            whole = (
-                own
+            actual = weights[1] * clipped[1]
+            full = (
+                actual
                 if clipped[1] < gate
                 else sum(w * c for w, c in zip(weights, clipped, strict=True))
             )
-            assert score.value == pytest.approx(whole, abs=1e-12)
+            assert score.value == pytest.approx(full, abs=1e-12)
 
 
 def test_a_reward_that_gives_too_few_scores_is_a_defect() -> None:
@@ -154,7 +154,7 @@ def test_names_are_short() -> None:
         entry("org/judge-1b"),
         entry("x/y/", name="z"),
     ]
-    made = reward_of(entries, model=backend)
-    assert [part.reward.name for part in made.parts] == ["length", "10.0.0.1-80", "judge-1b", "z"]
-    assert [part.reward.deterministic for part in made.parts] == [True, False, True, True]
-    assert made.deterministic is False
+    result = reward_of(entries, model=backend)
+    assert [part.reward.name for part in result.parts] == ["length", "10.0.0.1-80", "judge-1b", "z"]
+    assert [part.reward.deterministic for part in result.parts] == [True, False, True, True]
+    assert result.deterministic is False

@@ -62,12 +62,12 @@ def test_a_function_gets_completions_and_settings(write: Any) -> None:
             assert context == {"other": "x"}
             return [scale * len(c.tokens) + len(c.prompt) + len(c.info["who"]) for c in completions]
     """)
-    made = reward(f"{module}:concise", settings={"scale": 2.0, "other": "x"})
-    assert values(made, [answer("one two", who="ab"), answer("one", "question", who="")]) == [
+    combined = reward(f"{module}:concise", settings={"scale": 2.0, "other": "x"})
+    assert values(combined, [answer("one two", who="ab"), answer("one", "question", who="")]) == [
         2 * 2 + 2 + 2,
         2 + 8,
     ]
-    assert made.name == "concise"
+    assert combined.name == "concise"
 
 
 def test_a_function_of_trl_gets_columns(write: Any) -> None:
@@ -80,12 +80,12 @@ def test_a_function_of_trl_gets_columns(write: Any) -> None:
             return [float(c == g) for c, g in zip(completions, ground_truth)]
     """)
     chat = ({"role": "user", "content": "hi"},)
-    given = [answer("a b", answer="x", level=1), answer("c", chat, answer="y")]
-    assert values(reward(f"{module}:f"), given) == [2.0, 1.0]
-    seen = sys.modules[module].f.seen
-    assert seen["prompts"] == ["q ", [{"role": "user", "content": "hi"}]]
-    assert seen["completions"] == ["a b", [{"role": "assistant", "content": "c"}]]
-    assert (seen["completion_ids"], seen["answer"], seen["columns"]) == (
+    inputs = [answer("a b", answer="x", level=1), answer("c", chat, answer="y")]
+    assert values(reward(f"{module}:f"), inputs) == [2.0, 1.0]
+    observed = sys.modules[module].f.seen
+    assert observed["prompts"] == ["q ", [{"role": "user", "content": "hi"}]]
+    assert observed["completions"] == ["a b", [{"role": "assistant", "content": "c"}]]
+    assert (observed["completion_ids"], observed["answer"], observed["columns"]) == (
         [[0, 1], [0]],
         ["x", "y"],
         {"level": [1, None]},
@@ -155,8 +155,8 @@ def test_what_a_function_changes_reaches_neither_the_rows_nor_other_completions(
 
 def test_columns_that_cannot_be_copied_are_named(write: Any) -> None:
     lock = Completion("p", (1,), (0.0,), "4", "eos", info={"lock": threading.Lock()})
-    given = reward(f"{write('def give(completions): return [1.0] * len(completions)')}:give")
-    assert has_words(error(given, [lock]), "TypeError")
+    inputs = reward(f"{write('def give(completions): return [1.0] * len(completions)')}:give")
+    assert has_words(error(inputs, [lock]), "TypeError")
 
 
 def test_asynchronous_functions_run_together_in_a_loop_that_stays(write: Any) -> None:
@@ -173,9 +173,9 @@ def test_asynchronous_functions_run_together_in_a_loop_that_stays(write: Any) ->
             running -= 1
             return [float(c.text[1:]) for c in completions]
     """)
-    made = reward(f"{module}:f", batch_size=2, concurrency=3)
+    combined = reward(f"{module}:f", batch_size=2, concurrency=3)
     for _ in range(2):
-        assert values(made, answers(11)) == [float(i) for i in range(11)]
+        assert values(combined, answers(11)) == [float(i) for i in range(11)]
     assert len(sys.modules[module].loops) == 1
     assert sys.modules[module].most == 3
 
@@ -190,9 +190,9 @@ def test_a_blocking_function_is_called_once_at_a_time(write: Any) -> None:
             lock.release()
             return [float(c.text[1:]) for c in completions]
     """)
-    made = reward(f"{module}:f", batch_size=2, concurrency=8)
-    assert calls_of(made).concurrency == 1
-    assert values(made, answers(9)) == [float(i) for i in range(9)]
+    combined = reward(f"{module}:f", batch_size=2, concurrency=8)
+    assert calls_of(combined).concurrency == 1
+    assert values(combined, answers(9)) == [float(i) for i in range(9)]
 
 
 def test_objects_partials_and_wrapped_functions_are_functions() -> None:
@@ -216,7 +216,7 @@ def test_objects_partials_and_wrapped_functions_are_functions() -> None:
 # What they give
 
 
-@pytest.mark.parametrize(("given", "words"), [
+@pytest.mark.parametrize(("value", "words"), [
     ("[1.0]", [1, 2]), ("[1.0, 2.0, 3.0]", [3, 2]), ("None", ["None", "return"]),
     ("1.0", ["float"]), ("'12'", ["str"]),
     ("{0: 1.0, 1: 2.0}", ["dict"]), ("(x for x in [1.0, 2.0])", ["generator"]),
@@ -227,18 +227,18 @@ def test_objects_partials_and_wrapped_functions_are_functions() -> None:
     ("__import__('torch').tensor(1.0)", ["float"]),
     ("__import__('numpy').array(['1', '1'])", ["'1'", "str"]),
 ])  # fmt: skip
-def test_what_is_no_score_is_an_error(given: str, words: list[object], write: Any) -> None:
-    module = write(f"def f(completions):\n    return {given}\n")
+def test_what_is_no_score_is_an_error(value: str, words: list[object], write: Any) -> None:
+    module = write(f"def f(completions):\n    return {value}\n")
     message = error(reward(f"{module}:f"), answers(2))
     assert message.startswith("f: ")
     assert has_words(message, f"{module}.py:1", *words)
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"), [("float('nan')", "nan"), ("float('inf')", "inf"), ("-1e400", "-inf")]
+    ("value", "shown"), [("float('nan')", "nan"), ("float('inf')", "inf"), ("-1e400", "-inf")]
 )
-def test_a_score_that_is_not_finite_is_an_error(given: str, shown: str, write: Any) -> None:
-    module = write(f"def f(completions):\n    return [{given}] * 2\n")
+def test_a_score_that_is_not_finite_is_an_error(value: str, shown: str, write: Any) -> None:
+    module = write(f"def f(completions):\n    return [{value}] * 2\n")
     message = error(reward(f"{module}:f"), answers(2))
     assert message.startswith("f: ")
     assert has_words(message, shown)
@@ -250,7 +250,7 @@ def test_one_answer_without_a_score_leaves_the_others_theirs(write: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         numpy.array([0.5, 2.0], numpy.float32),
         torch.tensor([0.5, 2.0]),
@@ -259,8 +259,8 @@ def test_one_answer_without_a_score_leaves_the_others_theirs(write: Any) -> None
         [Score(0.5), Score(numpy.float32(2.0))],
     ],
 )
-def test_arrays_and_tensors_are_lists(given: Any) -> None:
-    assert [score.value for score in parse_scores(given, 2, "f.py:1")] == [0.5, 2.0]
+def test_arrays_and_tensors_are_lists(value: Any) -> None:
+    assert [score.value for score in parse_scores(value, 2, "f.py:1")] == [0.5, 2.0]
 
 
 def test_parts_of_a_score_are_kept_and_a_bad_part_fails_it(write: Any) -> None:
@@ -271,12 +271,12 @@ def test_parts_of_a_score_are_kept_and_a_bad_part_fails_it(write: Any) -> None:
             good, bad = Score(1.0, {"grammar": 0.25}), Score(1.0, {"grammar": float("nan")})
             return [good, bad, Score(None, error="no judge"), Score(None)]
     """)
-    found = scores(reward(f"{module}:f"), answers(4))
-    assert (found[0].value, found[0].parts) == (1.0, {"f/grammar": 0.25, "f": 1.0})
-    assert [score.value for score in found[1:]] == [None] * 3
-    assert has_words(found[1].error, "grammar", "nan")
-    assert found[2].error == "f: no judge"
-    assert found[3].error.startswith("f: ")
+    result = scores(reward(f"{module}:f"), answers(4))
+    assert (result[0].value, result[0].parts) == (1.0, {"f/grammar": 0.25, "f": 1.0})
+    assert [score.value for score in result[1:]] == [None] * 3
+    assert has_words(result[1].error, "grammar", "nan")
+    assert result[2].error == "f: no judge"
+    assert result[3].error.startswith("f: ")
 
 
 # What goes wrong
@@ -301,14 +301,14 @@ def test_whatever_is_raised_is_an_error_with_its_line(
         def helper():
             raise {raised}
     """)
-    made = reward(f"{module}:f")
-    message = error(made, answers(3))
+    combined = reward(f"{module}:f")
+    message = error(combined, answers(3))
     name = raised.partition("(")[0]
     if name == "StopIteration":  # which asyncio cannot pass on
         assert has_words(message, "StopIteration") or has_words(message, "RuntimeError")
     else:
         assert has_words(message, name, f"{module}.py:7")
-    assert error(made, answers(3)) == message  # and it is called again
+    assert error(combined, answers(3)) == message  # and it is called again
 
 
 BROKEN = """
@@ -374,9 +374,9 @@ def test_a_function_that_changes_the_working_directory_does_not_move_the_program
             os.chdir("/usr")
             return [1.0] * len(completions)
     """)
-    made = reward(f"{module}:f")
+    combined = reward(f"{module}:f")
     assert os.getcwd() == str(tmp_path)
-    assert values(made, answers(2)) == [1.0, 1.0]
+    assert values(combined, answers(2)) == [1.0, 1.0]
     assert os.getcwd() == str(tmp_path)
 
 
@@ -402,8 +402,8 @@ def test_a_call_that_is_under_way_or_given_up_does_not_move_the_program(
             moved.set()
             return [1.0]
     """)
-    made = reward(f"{module}:f", timeout=0.3)
-    assert values(made, answers(1)) == [None]
+    combined = reward(f"{module}:f", timeout=0.3)
+    assert values(combined, answers(1)) == [None]
     loaded = sys.modules[module]
     assert loaded.moved.is_set()
     assert os.getcwd() == str(tmp_path)
@@ -424,11 +424,11 @@ def test_the_program_may_change_its_working_directory(
             seen.append(os.getcwd())
             return [1.0]
     """)
-    made = reward(f"{module}:f")
+    combined = reward(f"{module}:f")
     (tmp_path / "below").mkdir()
     for folder in (tmp_path, tmp_path / "below"):
         monkeypatch.chdir(folder)
-        assert values(made, answers(1)) == [1.0]
+        assert values(combined, answers(1)) == [1.0]
     assert sys.modules[module].seen == [str(tmp_path), str(tmp_path / "below")]
 
 
@@ -461,12 +461,12 @@ def test_a_call_that_hangs_is_given_up_and_the_next_one_made(
                 {wait}
             return [1.0] * len(completions)
     """)
-    made = reward(f"{module}:f", timeout=0.5, batch_size=1)
-    message = error(made, answers(1))
+    combined = reward(f"{module}:f", timeout=0.5, batch_size=1)
+    message = error(combined, answers(1))
     assert has_words(message, "0.5 s", f"{module}.py:4")
     assert has_words(message, "await") is blocks  # what to write instead
-    calls_of(made).backend.seconds = 30.0
-    assert values(made, answers(2)[1:]) == [1.0]
+    calls_of(combined).backend.seconds = 30.0
+    assert values(combined, answers(2)[1:]) == [1.0]
     sys.modules[module].over.set()
 
 
@@ -482,16 +482,16 @@ def test_a_function_that_never_returns_is_not_called_without_end(write: Any) -> 
             return [1.0]
     """)
     before = threading.active_count()
-    made = reward(f"{module}:f", timeout=0.02, batch_size=1)
-    found = scores(made, answers(MAX_ABANDONED + 5))
-    assert all(score.value is None for score in found)
+    combined = reward(f"{module}:f", timeout=0.02, batch_size=1)
+    result = scores(combined, answers(MAX_ABANDONED + 5))
+    assert all(score.value is None for score in result)
     assert sys.modules[module].called == MAX_ABANDONED
-    assert has_words(found[-1].error, MAX_ABANDONED, f"{module}.py:4")
-    assert not has_words(found[-1].error, "0.02 s")
+    assert has_words(result[-1].error, MAX_ABANDONED, f"{module}.py:4")
+    assert not has_words(result[-1].error, "0.02 s")
     sys.modules[module].over.set()
     wait_for(lambda: threading.active_count() <= before + 1)
-    calls_of(made).backend.seconds = 30.0
-    assert values(made, answers(1)) == [1.0]
+    calls_of(combined).backend.seconds = 30.0
+    assert values(combined, answers(1)) == [1.0]
 
 
 def test_connections_of_a_function_are_tried_again_and_its_mistakes_are_not(write: Any) -> None:
@@ -505,14 +505,14 @@ def test_connections_of_a_function_are_tried_again_and_its_mistakes_are_not(writ
             return [1.0]
     """)
     for kind, value, number in (("line", 1.0, 3), ("value", None, 1)):
-        made = reward(f"{module}:f", settings={"kind": kind}, retries=3)
+        combined = reward(f"{module}:f", settings={"kind": kind}, retries=3)
         pauses: list[float] = []
 
         async def sleep(seconds: float, pauses: list[float] = pauses) -> None:
             pauses.append(seconds)
 
-        calls_of(made).sleep = sleep
-        assert values(made, answers(1)) == [value]
+        calls_of(combined).sleep = sleep
+        assert values(combined, answers(1)) == [value]
         assert len(sys.modules[module].called) == number
         assert len(pauses) == number - 1
         sys.modules[module].called.clear()
@@ -534,10 +534,10 @@ def test_time_outs_of_a_function_are_tried_again_while_there_is_time(write: Any)
     """)
     for name, tries in (("hangs", 2), ("raises", 4)):
         timeout, clock = (0.1 if name == "hangs" else 60.0), count()
-        made = reward(f"{module}:{name}", timeout=timeout, retries=3)
-        calls_of(made).clock = lambda clock=clock: 0.1 * next(clock)
-        calls_of(made).sleep = lambda _: asyncio.sleep(0)
-        assert has_words(error(made, answers(1)), f"{tries} tries")
+        combined = reward(f"{module}:{name}", timeout=timeout, retries=3)
+        calls_of(combined).clock = lambda clock=clock: 0.1 * next(clock)
+        calls_of(combined).sleep = lambda _: asyncio.sleep(0)
+        assert has_words(error(combined, answers(1)), f"{tries} tries")
         assert len(sys.modules[module].called) == tries
         sys.modules[module].called.clear()
 

@@ -49,10 +49,10 @@ class Pauses(list[float]):
         self.append(seconds)
 
 
-def client(*urls: str, pauses: Any = None, **how: Any) -> Any:
-    made = reward(",".join(urls), **how)
-    calls_of(made).sleep = Pauses() if pauses is None else pauses
-    return made
+def client(*urls: str, pauses: Any = None, **options: Any) -> Any:
+    combined = reward(",".join(urls), **options)
+    calls_of(combined).sleep = Pauses() if pauses is None else pauses
+    return combined
 
 
 def free_port() -> int:
@@ -63,21 +63,21 @@ def free_port() -> int:
 
 def test_what_is_sent_and_what_comes_back() -> None:
     chat = ({"role": "user", "content": "hi"},)
-    given = [
+    inputs = [
         answer("yes", label="y"),
         answer("no", chat, rendered="<user>hi<assistant>", label=3),
         answer("", "q? "),
     ]
-    with server(Reply([1, -0.5, 2e3])) as told:
-        assert values(reward(told.url), given) == [1.0, -0.5, 2000.0]
-    assert told.seen == [
+    with server(Reply([1, -0.5, 2e3])) as stub:
+        assert values(reward(stub.url), inputs) == [1.0, -0.5, 2000.0]
+    assert stub.seen == [
         {
             "query": ["q yes", "<user>hi<assistant>no", "q? "],
             "prompts": ["q ", "<user>hi<assistant>", "q? "],
             "labels": ["y", 3, ""],
         }
     ]
-    assert "Authorization" not in told.heads[0]
+    assert "Authorization" not in stub.heads[0]
 
 
 def test_scores_is_another_name() -> None:
@@ -89,26 +89,26 @@ def test_scores_is_another_name() -> None:
 
 
 def test_the_column_of_labels_can_be_named() -> None:
-    with server(Reply([1.0])) as told:
-        found = scores(
-            reward(told.url, settings={"label": "solution"}),
+    with server(Reply([1.0])) as stub:
+        result = scores(
+            reward(stub.url, settings={"label": "solution"}),
             [answer("a", solution="4"), answer("b", label="4")],
         )
-    assert told.seen[0]["labels"] == ["4"]
-    assert found[0].value == 1.0
-    assert "'solution'" in found[1].error
+    assert stub.seen[0]["labels"] == ["4"]
+    assert result[0].value == 1.0
+    assert "'solution'" in result[1].error
 
 
 def test_what_cannot_be_sent_makes_no_request() -> None:
     chat = ({"role": "user", "content": "hi"},)
-    with server() as told:
-        assert values(reward(told.url), []) == []
-        assert "rendered" in error(reward(told.url), [answer("a", chat)])
+    with server() as stub:
+        assert values(reward(stub.url), []) == []
+        assert "rendered" in error(reward(stub.url), [answer("a", chat)])
         assert has_words(
-            error(reward(told.url), [answer("a", label=float("nan"))]), "label", "float"
+            error(reward(stub.url), [answer("a", label=float("nan"))]), "label", "float"
         )
-        assert has_words(error(reward(told.url), [answer("a", label=object())]), "label", "object")
-    assert told.seen == []
+        assert has_words(error(reward(stub.url), [answer("a", label=object())]), "label", "object")
+    assert stub.seen == []
 
 
 def test_batches_are_in_order_never_empty_and_only_so_many_at_a_time() -> None:
@@ -122,23 +122,23 @@ def test_batches_are_in_order_never_empty_and_only_so_many_at_a_time() -> None:
         replied[number].set()
         return Reply([float(q.rpartition("a")[2]) for q in request["query"]])
 
-    with server(backwards) as told:
-        made = reward(told.url, batch_size=3, concurrency=4)
-        assert values(made, answers(47)) == [float(i) for i in range(47)]
-    assert sorted(len(request["query"]) for request in told.seen) == [2] + [3] * 15
-    assert told.most == 4
+    with server(backwards) as stub:
+        combined = reward(stub.url, batch_size=3, concurrency=4)
+        assert values(combined, answers(47)) == [float(i) for i in range(47)]
+    assert sorted(len(request["query"]) for request in stub.seen) == [2] + [3] * 15
+    assert stub.most == 4
 
 
 def test_a_token_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN_OF_TEST", "s3cret")
-    with server() as told:
-        made = reward(told.url, token_env="TOKEN_OF_TEST")
-        assert values(made, answers(1)) == [0.0]
-    assert told.heads[0]["Authorization"] == "Bearer s3cret"
-    assert "s3cret" not in repr(calls_of(made).backend)
+    with server() as stub:
+        combined = reward(stub.url, token_env="TOKEN_OF_TEST")
+        assert values(combined, answers(1)) == [0.0]
+    assert stub.heads[0]["Authorization"] == "Bearer s3cret"
+    assert "s3cret" not in repr(calls_of(combined).backend)
     monkeypatch.delenv("TOKEN_OF_TEST")
     with raises_error("environment-variable-missing", where="reward.0.token_env") as raised:
-        reward(told.url, token_env="TOKEN_OF_TEST")
+        reward(stub.url, token_env="TOKEN_OF_TEST")
     assert "TOKEN_OF_TEST" in raised.error.message
 
 
@@ -158,11 +158,11 @@ def test_a_token_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     (b'{"rewards": [1.0, 2.0, 3.0]}', [3, 2]),
 ])  # fmt: skip
 def test_a_reply_that_is_none_fails_the_whole_call(body: bytes, words: list[object]) -> None:
-    with server(Reply(raw=body)) as told:
-        message = error(client(told.url, retries=2), answers(2))
-    _, _, reason = message.partition(f"{told.url}: ")
+    with server(Reply(raw=body)) as stub:
+        message = error(client(stub.url, retries=2), answers(2))
+    _, _, reason = message.partition(f"{stub.url}: ")
     assert has_words(reason, *words)
-    assert len(told.seen) == 1  # it would be the same again
+    assert len(stub.seen) == 1  # it would be the same again
 
 
 @pytest.mark.parametrize(("value", "words"), [
@@ -172,17 +172,17 @@ def test_a_reply_that_is_none_fails_the_whole_call(body: bytes, words: list[obje
     ("1" + "0" * 400, ["large"]),
 ])  # fmt: skip
 def test_a_number_that_is_none_fails_its_answer_alone(value: str, words: list[str]) -> None:
-    with server(Reply(raw=f'{{"rewards": [0.25, {value}]}}'.encode())) as told:
-        found = scores(client(told.url), answers(2))
-    assert [score.value for score in found] == [0.25, None]
-    assert has_words(found[1].error, *words)
+    with server(Reply(raw=f'{{"rewards": [0.25, {value}]}}'.encode())) as stub:
+        result = scores(client(stub.url), answers(2))
+    assert [score.value for score in result] == [0.25, None]
+    assert has_words(result[1].error, *words)
 
 
 def test_a_server_may_say_why_it_has_no_number() -> None:
-    with server(Reply(raw=b'{"rewards": [null, 1], "errors": ["it is too long", null]}')) as told:
-        found = scores(client(told.url), answers(2))
-    assert found[0].error.endswith(": it is too long")
-    assert found[1].value == 1.0
+    with server(Reply(raw=b'{"rewards": [null, 1], "errors": ["it is too long", null]}')) as stub:
+        result = scores(client(stub.url), answers(2))
+    assert result[0].error.endswith(": it is too long")
+    assert result[1].value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -209,42 +209,42 @@ def test_only_failures_that_may_pass_are_tried_again(
     again: bool,
 ) -> None:
     pauses = Pauses()
-    with server(reply) as told:
-        found = error(client(told.url, retries=2, pauses=pauses), answers(2))
-    assert has_words(found, told.url, *words)
-    assert len(told.seen) == (3 if again else 1)
+    with server(reply) as stub:
+        result = error(client(stub.url, retries=2, pauses=pauses), answers(2))
+    assert has_words(result, stub.url, *words)
+    assert len(stub.seen) == (3 if again else 1)
     assert len(pauses) == (2 if again else 0)
-    assert has_words(found, "3 tries") is again
+    assert has_words(result, "3 tries") is again
 
 
 def test_a_failure_that_passes_leaves_no_trace() -> None:
-    with server(lambda request, n: Reply([0.0], status=500) if n < 2 else Reply([7.0])) as told:
-        assert values(client(told.url, retries=2), [answer("x")]) == [7.0]
+    with server(lambda request, n: Reply([0.0], status=500) if n < 2 else Reply([7.0])) as stub:
+        assert values(client(stub.url, retries=2), [answer("x")]) == [7.0]
 
 
 def test_a_server_in_trouble_is_warned_of_once() -> None:
-    with server(lambda request, n: Reply([0.0], status=500) if n < 2 else Reply([7.0])) as told:
-        with pytest.warns(UserWarning, match=f"{told.url}: .*500") as warned:
-            assert values(client(told.url, retries=2), [answer("x")]) == [7.0]
+    with server(lambda request, n: Reply([0.0], status=500) if n < 2 else Reply([7.0])) as stub:
+        with pytest.warns(UserWarning, match=f"{stub.url}: .*500") as warned:
+            assert values(client(stub.url, retries=2), [answer("x")]) == [7.0]
         # Others may be of what earlier tests left behind.
-        assert sum(told.url in str(each.message) for each in warned) == 1
+        assert sum(stub.url in str(item.message) for item in warned) == 1
 
 
 @pytest.mark.parametrize("reply", [Reply([1.0], hangs=True), Reply([1.0], drip=0.1)])
 def test_a_server_that_hangs_or_trickles_has_a_deadline(reply: Reply) -> None:
-    with server(reply) as told:
+    with server(reply) as stub:
         assert has_words(
-            error(client(told.url, timeout=0.2, retries=1), answers(1)), told.url, "0.2 s"
+            error(client(stub.url, timeout=0.2, retries=1), answers(1)), stub.url, "0.2 s"
         )
-    assert len(told.seen) <= 2
+    assert len(stub.seen) <= 2
 
 
 def test_a_server_that_hangs_is_given_two_time_outs_however_many_retries() -> None:
-    with server(Reply([1.0], hangs=True)) as told:
-        made, clock = client(told.url, timeout=0.3, retries=9), count()
-        calls_of(made).clock = lambda: 0.3 * next(clock)
-        assert has_words(error(made, answers(1)), "0.3 s", "2 tries")
-    assert len(told.seen) == 2
+    with server(Reply([1.0], hangs=True)) as stub:
+        result, clock = client(stub.url, timeout=0.3, retries=9), count()
+        calls_of(result).clock = lambda: 0.3 * next(clock)
+        assert has_words(error(result, answers(1)), "0.3 s", "2 tries")
+    assert len(stub.seen) == 2
 
 
 @pytest.mark.parametrize(
@@ -266,18 +266,18 @@ def test_only_time_outs_use_up_the_time(statuses: list[int], seconds: float, tri
         now[0] += seconds
         return Reply(status=statuses[number])
 
-    with server(slow) as told:
-        made = client(told.url, timeout=60.0, retries=len(statuses) - 1)
-        calls_of(made).clock = lambda: now[0]
-        assert has_words(error(made, answers(1)), f"{tries} tries")
-    assert len(told.seen) == tries
+    with server(slow) as stub:
+        http_client = client(stub.url, timeout=60.0, retries=len(statuses) - 1)
+        calls_of(http_client).clock = lambda: now[0]
+        assert has_words(error(http_client, answers(1)), f"{tries} tries")
+    assert len(stub.seen) == tries
 
 
 def test_a_reply_without_end_is_cut() -> None:
-    with server(Reply(raw=b'{"rewards": [' + b" " * 5000 + b"1.0]}")) as told:
-        made = client(told.url)
-        calls_of(made).backend.http.max_bytes = 1000
-        assert has_words(error(made, answers(1)), 1000)
+    with server(Reply(raw=b'{"rewards": [' + b" " * 5000 + b"1.0]}")) as stub:
+        http_client = client(stub.url)
+        calls_of(http_client).backend.http.max_bytes = 1000
+        assert has_words(error(http_client, answers(1)), 1000)
 
 
 def test_nobody_listens() -> None:
@@ -290,16 +290,16 @@ def test_pauses_grow_are_drawn_and_end_growing() -> None:
     assert backoff(3, 0.5, 30.0, lambda: 0.5) == pytest.approx(0.5 * 8 * 0.75)
     assert backoff(1000, 0.5, 30.0, lambda: 1.0) == 30.0
     assert [backoff(n, 1.0, 30.0) for n in (0, 1, 2, 9)] == [1.0, 2.0, 4.0, 30.0]
-    with server(Reply(status=500)) as told:
+    with server(Reply(status=500)) as stub:
         before, pauses = random.getstate(), [Pauses(), Pauses()]
-        for each in pauses:
-            error(client(told.url, retries=5, pauses=each), answers(1))
+        for pause in pauses:
+            error(client(stub.url, retries=5, pauses=pause), answers(1))
     assert random.getstate() == before
     assert pauses[0] != pauses[1]
     assert all(
         FIRST_PAUSE * 2**n / 2 <= seconds <= FIRST_PAUSE * 2**n
-        for each in pauses
-        for n, seconds in enumerate(each)
+        for item in pauses
+        for n, seconds in enumerate(item)
     )
 
 
@@ -312,14 +312,14 @@ def test_retry_after_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
         Reply([1.0]),
     ]
     pauses = Pauses()
-    with server(lambda _, n: replies[n]) as told:
-        assert values(client(told.url, retries=3, pauses=pauses), [answer("x")]) == [1.0]
+    with server(lambda _, n: replies[n]) as stub:
+        assert values(client(stub.url, retries=3, pauses=pauses), [answer("x")]) == [1.0]
     assert 7 < pauses[0] <= 7 + FIRST_PAUSE
     assert 60 < pauses[1] <= 60 + 2 * FIRST_PAUSE
     assert pauses[2] <= 4 * FIRST_PAUSE
-    with server(Reply(status=503, headers={"Retry-After": "3600"})) as told:
-        assert has_words(error(client(told.url, retries=3), answers(1)), 503)
-    assert len(told.seen) == 1  # an hour is not waited for
+    with server(Reply(status=503, headers={"Retry-After": "3600"})) as stub:
+        assert has_words(error(client(stub.url, retries=3), answers(1)), 503)
+    assert len(stub.seen) == 1  # an hour is not waited for
 
 
 # Scores of some answers
@@ -340,15 +340,15 @@ ONE_FAILED, TWO_SCORED = (
 
 def test_scores_of_some_answers_are_taken_by_their_index() -> None:
     pauses = Pauses()
-    given = [answer("x", ({"role": "user", "content": "not rendered"},)), *answers(3)]
-    with server(in_part(ONE_FAILED, TWO_SCORED)) as told, server(Reply([9.0] * 3)) as other:
-        made = client(told.url, other.url, retries=3, pauses=pauses)
-        found = [scores(made, given) for _ in range(2)]
-    for each in found:
-        assert [score.value for score in each] == [None, -1.0, None, 2.5]
-        assert "rendered" in each[0].error
-        assert each[2].error.endswith(": too long")
-    assert (len(told.seen), len(other.seen), pauses) == (2, 0, [])  # it did not rest
+    inputs = [answer("x", ({"role": "user", "content": "not rendered"},)), *answers(3)]
+    with server(in_part(ONE_FAILED, TWO_SCORED)) as stub, server(Reply([9.0] * 3)) as other:
+        http_client = client(stub.url, other.url, retries=3, pauses=pauses)
+        results = [scores(http_client, inputs) for _ in range(2)]
+    for item in results:
+        assert [score.value for score in item] == [None, -1.0, None, 2.5]
+        assert "rendered" in item[0].error
+        assert item[2].error.endswith(": too long")
+    assert (len(stub.seen), len(other.seen), pauses) == (2, 0, [])  # it did not rest
 
 
 @pytest.mark.parametrize("reply", [
@@ -375,19 +375,19 @@ def test_scores_of_some_answers_are_taken_by_their_index() -> None:
     in_part([], [{"index": i, "reward": 1.0} for i in range(2)]),
 ])  # fmt: skip
 def test_a_reply_that_does_not_have_each_answer_once_has_no_scores(reply: Reply) -> None:
-    with server(reply) as told:
-        assert has_words(error(client(told.url, retries=1), answers(3)), reply.status)
-    assert len(told.seen) == 2
+    with server(reply) as stub:
+        assert has_words(error(client(stub.url, retries=1), answers(3)), reply.status)
+    assert len(stub.seen) == 2
 
 
 def test_that_all_have_failed_is_an_answer_too() -> None:
-    with server(in_part([{"index": i, "error": f"no {i}" * 999} for i in (1, 0)], [])) as told:
-        found = scores(client(told.url, retries=3), answers(2))
-    assert [score.value for score in found] == [None, None]
-    assert "no 0" in found[0].error
-    assert "no 1" in found[1].error
-    assert len(found[0].error) < 600
-    assert len(told.seen) == 1
+    with server(in_part([{"index": i, "error": f"no {i}" * 999} for i in (1, 0)], [])) as stub:
+        result = scores(client(stub.url, retries=3), answers(2))
+    assert [score.value for score in result] == [None, None]
+    assert "no 0" in result[0].error
+    assert "no 1" in result[1].error
+    assert len(result[0].error) < 600
+    assert len(stub.seen) == 1
 
 
 def test_our_own_server_and_client_agree_on_what_failed() -> None:
@@ -398,13 +398,13 @@ def test_our_own_server_and_client_agree_on_what_failed() -> None:
             else Score(number(completion.text))
         )
 
-    with served(Numbers(judge)) as made:
-        found = scores(client(f"{made.url}/get_reward", batch_size=3, retries=3), answers(6))
-        assert made.statuses == {500: 2}
-    assert [score.value for score in found] == [
+    with served(Numbers(judge)) as actual:
+        result = scores(client(f"{actual.url}/get_reward", batch_size=3, retries=3), answers(6))
+        assert actual.statuses == {500: 2}
+    assert [score.value for score in result] == [
         None if i in (1, 4) else number(f"a{i}") for i in range(6)
     ]
-    assert [score.error.endswith(": it says so") for score in found] == [
+    assert [score.error.endswith(": it says so") for score in result] == [
         i in (1, 4) for i in range(6)
     ]
 
@@ -421,18 +421,18 @@ def test_the_others_take_over_and_one_that_recovers_is_asked_again() -> None:
 
     pauses = Pauses()
     with server(first) as one, server(Reply([2.0])) as two:
-        made = client(one.url, two.url, pauses=pauses)
-        calls_of(made).backend.clock = lambda: clock[0]
-        assert [values(made, [answer("x")]) for _ in range(4)] == [[2.0]] * 4
+        http_client = client(one.url, two.url, pauses=pauses)
+        calls_of(http_client).backend.clock = lambda: clock[0]
+        assert [values(http_client, [answer("x")]) for _ in range(4)] == [[2.0]] * 4
         assert (len(one.seen), len(two.seen), pauses) == (1, 4, [])  # it rests meanwhile
         clock[0] += module.FIRST_REST + 0.1
-        assert values(made, [answer("x")]) == [2.0]
+        assert values(http_client, [answer("x")]) == [2.0]
         assert (len(one.seen), len(two.seen)) == (2, 5)
         broken = False
         clock[0] += module.FIRST_REST + 0.1
-        assert values(made, [answer("x")]) == [2.0]  # a second failure makes the rest longer
+        assert values(http_client, [answer("x")]) == [2.0]  # a second failure makes the rest longer
         clock[0] += module.FIRST_REST + 0.1
-        assert [values(made, [answer("x")]) for _ in range(3)] == [[1.0]] * 3
+        assert [values(http_client, [answer("x")]) for _ in range(3)] == [[1.0]] * 3
 
 
 def test_servers_share_the_calls() -> None:
@@ -447,14 +447,14 @@ def test_servers_share_the_calls() -> None:
             values(client(one.url, two.url, batch_size=1, concurrency=4), answers(12)) == [1.0] * 12
         )
     assert min(len(one.seen), len(two.seen)) >= 4
-    assert all(len(request["query"]) == 1 for told in (one, two) for request in told.seen)
+    assert all(len(request["query"]) == 1 for messages in (one, two) for request in messages.seen)
 
 
 def test_a_server_that_hangs_costs_one_deadline() -> None:
     with server(Reply([1.0], hangs=True)) as one, server(Reply([2.0])) as two:
-        made = client(one.url, two.url, timeout=1.0)
-        calls_of(made).backend.clock = lambda: 0.0  # it rests as long as this takes
-        assert [values(made, [answer("x")]) for _ in range(5)] == [[2.0]] * 5
+        http_client = client(one.url, two.url, timeout=1.0)
+        calls_of(http_client).backend.clock = lambda: 0.0  # it rests as long as this takes
+        assert [values(http_client, [answer("x")]) for _ in range(5)] == [[2.0]] * 5
     assert (len(one.seen), len(two.seen)) == (1, 5)
 
 

@@ -62,48 +62,48 @@ GIVEN = [
 
 
 def expected(
-    model: Any, given: Sequence[Completion] = GIVEN, *, as_chat: bool = True
+    model: Any, value: Sequence[Completion] = GIVEN, *, as_chat: bool = True
 ) -> torch.Tensor:
     """[answers, attributes], by the library alone. as_chat: a text prompt is a user message, as the
     tokenizer has a template.
     """
     tokenizer: Any = tiny_tokenizer()
-    found: list[torch.Tensor] = []
-    for each in given:
-        if isinstance(each.prompt, str) and not as_chat:
+    results: list[torch.Tensor] = []
+    for item in value:
+        if isinstance(item.prompt, str) and not as_chat:
             ids = [
-                *tokenizer(each.prompt).input_ids,
-                *tokenizer(each.text).input_ids,
+                *tokenizer(item.prompt).input_ids,
+                *tokenizer(item.text).input_ids,
                 tokenizer.eos_token_id,
             ]
         else:
-            asked = (
-                [{"role": "user", "content": each.prompt}]
-                if isinstance(each.prompt, str)
-                else each.prompt
+            request = (
+                [{"role": "user", "content": item.prompt}]
+                if isinstance(item.prompt, str)
+                else item.prompt
             )
-            turns = [*asked, {"role": "assistant", "content": each.text}]
+            turns = [*request, {"role": "assistant", "content": item.text}]
             text = tokenizer.apply_chat_template(turns, tokenize=False).rstrip("\n")
             ids = tokenizer(text, add_special_tokens=False).input_ids
         with torch.no_grad():
-            found.append(model(torch.tensor([ids])).logits[0])
-    return torch.stack(found).double()
+            results.append(model(torch.tensor([ids])).logits[0])
+    return torch.stack(results).double()
 
 
 def test_its_scores_are_those_of_the_library(judge: Callable[..., Any], tmp_path: Path) -> None:
     model = judge("reward")
     wanted = expected(model)[:, 0].tolist()
-    made = of(cache=tmp_path / "kept")
-    assert values(made, GIVEN) == pytest.approx(wanted, abs=1e-4)
+    cached = of(cache=tmp_path / "kept")
+    assert values(cached, GIVEN) == pytest.approx(wanted, abs=1e-4)
     assert values(of(batch_size=1, tokens=1), GIVEN) == pytest.approx(wanted, abs=1e-4)
     as_text = expected(model, as_chat=False)[:, 0].tolist()
     assert values(of(as_chat=False), GIVEN) == pytest.approx(as_text, abs=1e-4)
     assert values(of(normalised=True), GIVEN) == pytest.approx(
         [(value - 0.5) / 2 for value in wanted], abs=1e-4
     )
-    assert made.deterministic
+    assert cached.deterministic
     again: Any = of(cache=tmp_path / "kept").parts[0].reward
-    assert values(again, GIVEN) == values(made, GIVEN)
+    assert values(again, GIVEN) == values(cached, GIVEN)
     assert again.misses == 0
     judge("reward")
     with torch.no_grad():
@@ -132,19 +132,19 @@ def test_the_tools_of_a_prompt_are_read(judge: Callable[..., Any]) -> None:
 def test_attributes_are_chosen_or_weighted_and_kept_as_parts(judge: Callable[..., Any]) -> None:
     wanted = expected(judge("clear", "kind"))
     assert values(of(attribute="kind"), GIVEN) == pytest.approx(wanted[:, 1].tolist(), abs=1e-4)
-    found = scores(of(attribute={"clear": 2.0, "kind": -1.0}), GIVEN)
-    assert [score.value for score in found] == pytest.approx(
+    result = scores(of(attribute={"clear": 2.0, "kind": -1.0}), GIVEN)
+    assert [score.value for score in result] == pytest.approx(
         (2 * wanted[:, 0] - wanted[:, 1]).tolist(), abs=1e-4
     )
-    assert found[0].parts["judge/clear"] == pytest.approx(wanted[0, 0].item(), abs=1e-4)
+    assert result[0].parts["judge/clear"] == pytest.approx(wanted[0, 0].item(), abs=1e-4)
 
 
 def test_what_it_cannot_read_is_an_error(judge: Callable[..., Any]) -> None:
     judge("reward")
-    found = scores(of(max_length=24), [*GIVEN, answer(" word" * 50, "x")])
-    assert found[0].value is not None
-    assert found[3].value is None
-    assert has_words(found[3].error, 24)
+    result = scores(of(max_length=24), [*GIVEN, answer(" word" * 50, "x")])
+    assert result[0].value is not None
+    assert result[3].value is None
+    assert has_words(result[3].error, 24)
 
 
 def test_an_answer_that_ended_at_once_has_a_score(judge: Callable[..., Any]) -> None:

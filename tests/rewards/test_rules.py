@@ -25,8 +25,10 @@ def one(
     tokens: int | None = None,
     **info: Any,
 ) -> float | None:
-    made = reward(rule, settings=settings or {})
-    return values(made, [answer(text, tokens=None if tokens is None else range(tokens), **info)])[0]
+    combined = reward(rule, settings=settings or {})
+    return values(
+        combined, [answer(text, tokens=None if tokens is None else range(tokens), **info)]
+    )[0]
 
 
 @pytest.mark.parametrize(("rule", "settings", "text", "info", "value"), [
@@ -110,10 +112,10 @@ MATHS = [
 
 
 def test_formulas_are_compared_by_what_they_mean() -> None:
-    found = values(
+    result = values(
         reward("maths", timeout=60.0), [answer(text, answer=right) for text, right, _ in MATHS]
     )
-    assert found == [value for *_, value in MATHS]
+    assert result == [value for *_, value in MATHS]
 
 
 def test_an_answer_that_no_computer_gets_done_with_is_an_error_and_the_next_one_is_judged() -> None:
@@ -122,13 +124,13 @@ def test_an_answer_that_no_computer_gets_done_with_is_an_error_and_the_next_one_
         answer("#5 is 5", solution="long #### 5"),
         answer("5", solution="x #### "),
     )
-    made = reward(
+    combined = reward(
         "maths", timeout=60.0, settings={"seconds": 1.5, "answer": "solution", "after": "####"}
     )
-    found = scores(made, [answer(endless, solution="#### 3"), good, unknown])
-    assert [score.value for score in found] == [None, 1.0, None]
-    assert has_words(found[0].error, "1.5 s", "solution", "' 3'")
-    assert has_words(found[2].error, "solution", "' '")
+    result = scores(combined, [answer(endless, solution="#### 3"), good, unknown])
+    assert [score.value for score in result] == [None, 1.0, None]
+    assert has_words(result[0].error, "1.5 s", "solution", "' 3'")
+    assert has_words(result[2].error, "solution", "' '")
 
 
 def test_a_row_that_does_not_say_what_is_right_is_an_error() -> None:

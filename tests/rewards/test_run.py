@@ -45,7 +45,7 @@ def backwards() -> Numbers:
     async def before(first: int) -> None:
         ended[first].clear()
         await asyncio.sleep(0)  # the others begin
-        for later in [each for each in ended if each > first]:
+        for later in [item for item in ended if item > first]:
             await ended[later].wait()
         ended[first].set()
 
@@ -53,19 +53,19 @@ def backwards() -> Numbers:
 
 
 def test_scores_are_in_order_whatever_comes_first() -> None:
-    made = backwards()
-    assert values(made, answers(9)) == [float(i) for i in range(9)]
-    assert sorted(made.seen) == [1, 2, 2, 2, 2]
+    result = backwards()
+    assert values(result, answers(9)) == [float(i) for i in range(9)]
+    assert sorted(result.seen) == [1, 2, 2, 2, 2]
     assert values(backwards(), []) == []
 
 
 def test_progress_adds_up_and_comes_in_the_calling_thread() -> None:
-    told: list[int] = []
+    events: list[int] = []
     threads: set[int] = set()
     first_news = threading.Event()
 
     def progress(news: int) -> None:
-        told.append(news)
+        events.append(news)
         threads.add(threading.get_ident())
         first_news.set()
 
@@ -74,9 +74,9 @@ def test_progress_adds_up_and_comes_in_the_calling_thread() -> None:
             await asyncio.to_thread(first_news.wait, 30)
 
     score_all(Numbers(before), answers(9), progress=progress)
-    assert sum(told) == 9
-    assert len(told) > 1
-    assert min(told) > 0
+    assert sum(events) == 9
+    assert len(events) > 1
+    assert min(events) > 0
     assert threads == {threading.get_ident()}
 
 
@@ -124,50 +124,53 @@ def test_a_defect_comes_through_as_it_is_and_ends_the_others() -> None:
 
 
 def test_it_works_inside_and_beside_running_event_loops() -> None:
-    found: list[Any] = []
+    results: list[Any] = []
 
     async def program() -> None:
-        found.append(values(backwards(), answers(3)))  # which blocks this loop, as a caller may
+        results.append(values(backwards(), answers(3)))  # which blocks this loop, as a caller may
 
     asyncio.run(program())
-    with server() as told:
-        made = reward(told.url, batch_size=2)
+    with server() as stub:
+        combined = reward(stub.url, batch_size=2)
 
         async def other() -> None:
             await asyncio.sleep(0)
-            found.append(await asyncio.to_thread(values, made, answers(7)))
+            results.append(await asyncio.to_thread(values, combined, answers(7)))
 
         threads = [threading.Thread(target=lambda: asyncio.run(other())) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert found[0] == [0.0, 1.0, 2.0]
-    assert found[1:] == [[float(i) for i in range(7)]] * 4
+    assert results[0] == [0.0, 1.0, 2.0]
+    assert results[1:] == [[float(i) for i in range(7)]] * 4
 
 
 def test_connections_are_kept_and_closed() -> None:
-    with server() as told:
-        made = reward(told.url)
+    with server() as stub:
+        combined = reward(stub.url)
         for _ in range(3):
-            values(made, answers(1))
-        assert (told.connections, told.open) == (1, 1)
-        close(made)
-        wait_for(lambda: not told.open)
-        assert values(made, answers(2)) == [0.0, 1.0]
-        assert told.connections == 2
-        close(made)
+            values(combined, answers(1))
+        assert (stub.connections, stub.open) == (1, 1)
+        close(combined)
+        wait_for(lambda: not stub.open)
+        assert values(combined, answers(2)) == [0.0, 1.0]
+        assert stub.connections == 2
+        close(combined)
 
 
 def test_a_reward_awaited_in_a_loop_of_its_own_works_as_well() -> None:
-    with server() as told:
-        made = reward(told.url, batch_size=1, concurrency=1)
+    with server() as stub:
+        combined = reward(stub.url, batch_size=1, concurrency=1)
 
         async def use() -> list[float | None]:
-            return [score.value for score in await made(answers(3))]
+            return [score.value for score in await combined(answers(3))]
 
         assert (
-            values(made, answers(3)) == asyncio.run(use()) == asyncio.run(use()) == [0.0, 1.0, 2.0]
+            values(combined, answers(3))
+            == asyncio.run(use())
+            == asyncio.run(use())
+            == [0.0, 1.0, 2.0]
         )
 
 
@@ -223,11 +226,11 @@ def test_a_reply_that_comes_late_reaches_nobody() -> None:
     call's.
     """
     late = threading.Event()
-    with server(lambda _, n: Reply([99.0] if n == 0 and late.wait(30) else [1.0])) as told:
-        made = reward(told.url, timeout=0.3)
-        backend: Any = calls_of(made).backend
-        assert values(made, answers(1)) == [None]
+    with server(lambda _, n: Reply([99.0] if n == 0 and late.wait(30) else [1.0])) as stub:
+        combined = reward(stub.url, timeout=0.3)
+        backend: Any = calls_of(combined).backend
+        assert values(combined, answers(1)) == [None]
         late.set()
-        wait_for(lambda: not told.under_way)
+        wait_for(lambda: not stub.under_way)
         backend.seconds = 30.0
-        assert values(made, answers(1)) == [1.0]
+        assert values(combined, answers(1)) == [1.0]

@@ -38,11 +38,11 @@ def plain() -> Iterator[Served]:
 
 def test_each_answer_has_its_own_score_in_order(plain: Served) -> None:
     texts = [f"answer {i}" for i in range(40)]
-    found = plain.post(
+    result = plain.post(
         query=[f"question {t}" for t in texts], prompts=["question "] * 40, labels=list(range(40))
     )
-    assert found.status_code == 200
-    assert found.json() == {
+    assert result.status_code == 200
+    assert result.json() == {
         "rewards": (expected := [number(t) for t in texts]),
         "scores": expected,
         "extra_logs": {},
@@ -60,16 +60,16 @@ def test_without_prompts_the_whole_query_is_the_answer(plain: Served) -> None:
 
 def test_no_answers_have_no_scores_and_the_reward_is_not_asked(plain: Served) -> None:
     before = len(plain.reward.calls)
-    found = plain.post(query=[], prompts=[], labels=[])
-    assert (found.status_code, found.json()["rewards"]) == (200, [])
+    result = plain.post(query=[], prompts=[], labels=[])
+    assert (result.status_code, result.json()["rewards"]) == (200, [])
     assert len(plain.reward.calls) == before
 
 
 def test_a_reward_is_given_prompt_answer_and_label(plain: Served) -> None:
     plain.post(query=["What? Paris</s>"], prompts=["What? "], labels=[{"answer": ["Paris", 1.5]}])
-    (given,) = plain.reward.calls[-1]
-    assert (given.prompt, given.rendered, given.text) == ("What? ", "What? ", "Paris")
-    assert given.info == {"label": {"answer": ["Paris", 1.5]}}
+    (inputs,) = plain.reward.calls[-1]
+    assert (inputs.prompt, inputs.rendered, inputs.text) == ("What? ", "What? ", "Paris")
+    assert inputs.info == {"label": {"answer": ["Paris", 1.5]}}
     plain.post(query=["x"])
     assert plain.reward.calls[-1][0].info == {}
 
@@ -78,8 +78,8 @@ def test_a_reward_of_whole_texts_is_given_the_query_as_it_is() -> None:
     with served(Numbers(), Limits(max_wait=0.0), reads_query=True) as server:
         query = "<s>What? Paris</s>"
         assert server.post(query=[query], prompts=["another"]).json()["rewards"] == [number(query)]
-        (given,) = server.reward.calls[-1]
-        assert (given.prompt, given.rendered, given.text) == ("", "", query)
+        (inputs,) = server.reward.calls[-1]
+        assert (inputs.prompt, inputs.rendered, inputs.text) == ("", "", query)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_the_answer_is_what_follows_the_prompt(query: str, prompt: str, answer: 
 def test_other_texts_may_end_an_answer() -> None:
     assert split_query("q a STOP", "q ", ("STOP",)) == "a "
     with served(Numbers(), Limits(max_wait=0.0), ends=("STOP",)) as server:
-        found = server.post(query=["q aSTOP", "q a</s>"], prompts=["q ", "q "]).json()
-    assert found["rewards"] == [number("a"), number("a</s>")]
+        result = server.post(query=["q aSTOP", "q a</s>"], prompts=["q ", "q "]).json()
+    assert result["rewards"] == [number("a"), number("a</s>")]
 
 
 def test_parts_that_all_answers_have_are_told() -> None:
@@ -133,8 +133,8 @@ def test_parts_that_all_answers_have_are_told() -> None:
 def test_numbers_arrive_as_they_are() -> None:
     values = [0.1 + 0.2, -1e-308, 1.7976931348623157e308, -0.0, 3]
     with served(Numbers(lambda c: Score(values[int(c.text)])), Limits(max_wait=0.0)) as server:
-        found = server.post(query=[str(i) for i in range(5)]).json()["rewards"]
-    assert list(map(repr, found)) == list(map(repr, map(float, values)))
+        result = server.post(query=[str(i) for i in range(5)]).json()["rewards"]
+    assert list(map(repr, result)) == list(map(repr, map(float, values)))
 
 
 # What is refused
@@ -160,17 +160,17 @@ def test_numbers_arrive_as_they_are() -> None:
     (b'{"query": ["ab", "xy"], "prompts": ["a", "a"]}', [1, 2]),
 ])  # fmt: skip
 def test_malformed_requests_have_no_scores(plain: Served, body: bytes, words: list[object]) -> None:
-    asked = len(plain.reward.calls)
-    found = http_post(f"{plain.url}/get_reward", content=body, headers=JSON)
-    assert found.status_code == 422
-    assert has_words(found.json()["error"], *words)
-    assert len(plain.reward.calls) == asked
+    request = len(plain.reward.calls)
+    result = http_post(f"{plain.url}/get_reward", content=body, headers=JSON)
+    assert result.status_code == 422
+    assert has_words(result.json()["error"], *words)
+    assert len(plain.reward.calls) == request
     assert plain.post(query=["still there"]).json()["rewards"] == [number("still there")]
 
 
 def test_queries_without_their_prompt_are_named(plain: Served) -> None:
-    found = plain.post(query=["ab", "xy", "ac", "z"], prompts=["a"] * 4).json()
-    assert [each["index"] for each in found["failed"]] == [1, 3]
+    result = plain.post(query=["ab", "xy", "ac", "z"], prompts=["a"] * 4).json()
+    assert [item["index"] for item in result["failed"]] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -199,15 +199,15 @@ def test_other_paths_and_methods(plain: Served) -> None:
         ("POST", "/other", 404),
         ("PUT", "/health", 405),
     ):
-        found = http_request(method, plain.url + path)
-        assert (found.status_code, list(found.json())) == (status, ["error"])
+        result = http_request(method, plain.url + path)
+        assert (result.status_code, list(result.json())) == (status, ["error"])
 
 
 def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
     for size in (100_001, 1_000_000):
-        found = http_post(f"{plain.url}/get_reward", content=b"x" * size, headers=JSON)
-        assert found.status_code == 413
-        assert has_words(found.json()["error"], 100_000)
+        result = http_post(f"{plain.url}/get_reward", content=b"x" * size, headers=JSON)
+        assert result.status_code == 413
+        assert has_words(result.json()["error"], 100_000)
 
     sent = 0
 
@@ -240,17 +240,17 @@ def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
             )
             connection.sendall(head + b" " * 990)
         wait_for(lambda: server.service.num_body_bytes == 8 * 990)
-        found = http_post(f"{server.url}/get_reward", content=b" " * 500, headers=JSON)
-        assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+        result = http_post(f"{server.url}/get_reward", content=b" " * 500, headers=JSON)
+        assert (result.status_code, result.headers["retry-after"]) == (503, "1")
         for connection in begun:
             connection.close()
 
 
 def test_too_many_answers(plain: Served) -> None:
     assert plain.post(query=["a"] * 50).status_code == 200
-    found = plain.post(query=["a"] * 51)
-    assert found.status_code == 413
-    assert has_words(found.json()["error"], 51, 50)
+    result = plain.post(query=["a"] * 51)
+    assert result.status_code == 413
+    assert has_words(result.json()["error"], 51, 50)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
@@ -282,17 +282,17 @@ def test_a_client_has_its_share_of_requests() -> None:
 def test_too_many_requests_are_told_when_to_come_back() -> None:
     with served(Numbers(), Limits(max_wait=0.0, rate=1.0)) as server:
         assert server.post(query=["a"]).status_code == 200
-        found = server.post(query=["a"])
-        assert (found.status_code, found.headers["retry-after"]) == (429, "1")
+        result = server.post(query=["a"])
+        assert (result.status_code, result.headers["retry-after"]) == (429, "1")
         assert http_get(f"{server.url}/health").status_code == 200
 
 
 def test_only_so_many_answers_wait() -> None:
     gate = threading.Event()
     with served(Numbers(gate=gate), Limits(max_batch=1, max_wait=0.0, max_waiting=3)) as server:
-        found = list[httpx.Response]()
+        results = list[httpx.Response]()
         threads = [
-            threading.Thread(target=lambda: found.append(server.post(query=["a"] * 2)))
+            threading.Thread(target=lambda: results.append(server.post(query=["a"] * 2)))
             for _ in range(2)
         ]
         # the first answer is being scored
@@ -304,7 +304,7 @@ def test_only_so_many_answers_wait() -> None:
         gate.set()
         for thread in threads:
             thread.join()
-        assert [f.status_code for f in found] == [200, 200]
+        assert [f.status_code for f in results] == [200, 200]
 
 
 # Who is served
@@ -345,8 +345,8 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
         # never by a comparison that ends with the first difference
         assert {b for _, b in compared} == {right[7:]}
         assert status("/health", None) == status("/ready", None) == 200
-        found = http_post(f"{server.url}/get_reward", content=b"x" * 1000)
-        assert (found.status_code, found.headers["www-authenticate"]) == (401, "Bearer")
+        result = http_post(f"{server.url}/get_reward", content=b"x" * 1000)
+        assert (result.status_code, result.headers["www-authenticate"]) == (401, "Bearer")
         assert len(server.reward.calls) == 2
 
 
@@ -383,10 +383,10 @@ def test_health_and_metrics() -> None:
         server.post(query=["a", "bad"])
         server.post(query="malformed")
         assert http_get(f"{server.url}/health").json()["reward"] == "numbers"
-        found = http_get(f"{server.url}/metrics")
-        assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
+        result = http_get(f"{server.url}/metrics")
+        assert result.headers["content-type"].startswith("text/plain; version=0.0.4")
         sample = re.compile(r'[a-z_]+(?:\{[a-z]+="[^"]+"\})? [0-9.e+-]+')
-        lines = found.text.splitlines()
+        lines = result.text.splitlines()
         assert [
             line for line in lines if not line.startswith("# ") and not sample.fullmatch(line)
         ] == []
@@ -414,11 +414,11 @@ def test_it_prints_its_address_and_how_many_answers_it_scored() -> None:
 
 
 def test_the_schema_names_every_status(plain: Served) -> None:
-    found = http_get(f"{plain.url}/openapi.json").json()["paths"]["/get_reward"]["post"]
-    assert {int(code) for code in found["responses"]} == {
+    result = http_get(f"{plain.url}/openapi.json").json()["paths"]["/get_reward"]["post"]
+    assert {int(code) for code in result["responses"]} == {
         200, 400, 401, 408, 413, 415, 421, 422, 429, 431, 500, 503, 504,
     }  # fmt: skip
-    properties = found["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    properties = result["requestBody"]["content"]["application/json"]["schema"]["properties"]
     assert list(properties) == ["query", "prompts", "labels"]
 
 
@@ -441,16 +441,16 @@ def test_what_is_no_finite_number_is_never_sent() -> None:
 
     with served(Numbers(score), Limits(max_wait=0.0)) as server:
         for bad in values:
-            found = server.post(query=["a", bad, "b", bad])
-            assert found.status_code == 500
-            told = found.json()
-            assert [each["index"] for each in told["failed"]] == [1, 3]
-            assert told["scored"] == [
+            result = server.post(query=["a", bad, "b", bad])
+            assert result.status_code == 500
+            message = result.json()
+            assert [item["index"] for item in message["failed"]] == [1, 3]
+            assert message["scored"] == [
                 {"index": 0, "reward": number("a")},
                 {"index": 2, "reward": number("b")},
             ]
-            assert not {"rewards", "scores"} & set(told)
-            assert has_words(told["error"], 2, 4)
+            assert not {"rewards", "scores"} & set(message)
+            assert has_words(message["error"], 2, 4)
             assert has_words(server.lines[-1], "HTTP 500", 2, 4)
         assert server.post(query=["a", "b"]).json()["rewards"] == [number("a"), number("b")]
 
@@ -460,8 +460,8 @@ class Broken:
 
     name, deterministic = "broken", True
 
-    def __init__(self, how: str) -> None:
-        self.how = how
+    def __init__(self, mode: str) -> None:
+        self.how = mode
 
     async def __call__(self, completions: Sequence[Completion]) -> Any:
         scores = [Score(number(c.text)) for c in completions]
@@ -477,8 +477,8 @@ class Broken:
         pass
 
 
-@pytest.mark.parametrize("how", ["raises", "leaves", "fewer", "more", "none"])
-def test_a_call_that_fails_as_a_whole_concerns_only_its_request(how: str) -> None:
+@pytest.mark.parametrize("mode", ["raises", "leaves", "fewer", "more", "none"])
+def test_a_call_that_fails_as_a_whole_concerns_only_its_request(mode: str) -> None:
     """Three requests are scored in one call.
 
     That with the answer that breaks it fails; the others do not notice.
@@ -493,7 +493,7 @@ def test_a_call_that_fails_as_a_whole_concerns_only_its_request(how: str) -> Non
                 )
             )
 
-    with served(Broken(how), Limits(max_wait=0.3)) as server:
+    with served(Broken(mode), Limits(max_wait=0.3)) as server:
         first, second, third = asyncio.run(ask(server.url))
         assert server.post(query=["e"]).json()["rewards"] == [number("e")]
     assert [first.json()["rewards"], third.json()["rewards"]] == [
@@ -501,5 +501,5 @@ def test_a_call_that_fails_as_a_whole_concerns_only_its_request(how: str) -> Non
         [number("d")],
     ]
     assert second.status_code == 500
-    assert [each["index"] for each in second.json()["failed"]] == [0, 1]
+    assert [item["index"] for item in second.json()["failed"]] == [0, 1]
     assert "broken" in json.dumps(second.json())

@@ -22,7 +22,7 @@ def test_what_the_description_allows_and_what_it_does_not(valid: bool) -> None:
     schemathesis: Any = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     with served(Numbers(), Limits(max_wait=0.0, max_body=100_000, max_items=50)) as server:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-        operations = [found.ok() for found in schema.get_all_operations()]
+        operations = [result.ok() for result in schema.get_all_operations()]
         assert {operation.path for operation in operations} == {
             "/get_reward",
             "/health",

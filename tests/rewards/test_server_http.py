@@ -62,14 +62,16 @@ def still_serves(server: Served) -> None:
 # Heads that are too large
 
 
-def endless(server: Served, start: bytes, part: bytes, most: int = 50_000_000) -> tuple[int, bytes]:
+def endless(
+    server: Served, start: bytes, part: bytes, maximum: int = 50_000_000
+) -> tuple[int, bytes]:
     """Sends parts for as long as they are taken: how many bytes were, and the reply."""
     sent, reply = 0, b""
     with server.raw() as connection:
         connection.settimeout(20)
         with contextlib.suppress(ConnectionError):
             connection.sendall(start)
-            while sent < most:
+            while sent < maximum:
                 connection.sendall(part)
                 sent += len(part)
         with contextlib.suppress(ConnectionError):
@@ -244,7 +246,7 @@ def test_the_name_of_the_machine_is_one_of_the_server(monkeypatch: pytest.Monkey
 
 def test_requests_to_other_names_are_refused(plain: Served) -> None:
     """As a page does whose name was made to point to this machine."""
-    asked = len(plain.reward.calls)
+    query = len(plain.reward.calls)
     for path in ("/get_reward", "/health", "/ready", "/metrics", "/openapi.json", "/other"):
         reply = exchange(
             plain,
@@ -252,7 +254,7 @@ def test_requests_to_other_names_are_refused(plain: Served) -> None:
         )
         assert status(reply) == 421
         assert "--allowed-host" in json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
-    assert len(plain.reward.calls) == asked
+    assert len(plain.reward.calls) == query
     two = GOOD.replace(b"host: localhost\r\n", b"host: localhost\r\nhost: evil.example\r\n")
     assert status(exchange(plain, two)) in (400, 421)
     assert status(exchange(plain, GOOD.replace(b"host: localhost\r\n", b""))) == 400
@@ -316,9 +318,9 @@ def test_contradictory_heads_are_refused(plain: Served, head: bytes) -> None:
 
 def test_smuggled_requests_are_not_answered(plain: Served) -> None:
     """Two lengths that contradict each other: what is behind the body is no request."""
-    asked = len(plain.reward.calls)
+    request = len(plain.reward.calls)
     exchange(
         plain, POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GOOD
     )
-    assert len(plain.reward.calls) == asked
+    assert len(plain.reward.calls) == request
     assert http_get(f"{plain.url}/health").status_code == 200

@@ -79,15 +79,15 @@ def test_two_hundred_clients_at_a_time_have_their_own_scores() -> None:
         return await asyncio.gather(*(one(url, k) for k in range(CLIENTS)))
 
     with served(Numbers(score), Limits(concurrency=2)) as server:
-        found = asyncio.run(all_of_them(server.url))
+        result = asyncio.run(all_of_them(server.url))
         statuses = server.statuses
         num_scored = server.service.metrics.value("answers_total", outcome="scored")
     malformed = len(range(0, CLIENTS, 7))
     assert statuses[422] == malformed
-    assert sum(failed for _, failed in found) == statuses[500] + malformed
+    assert sum(failed for _, failed in result) == statuses[500] + malformed
     assert statuses[500] >= 60
     assert sum(statuses.values()) == 4 * CLIENTS
-    assert sum(good for good, _ in found) <= num_scored
+    assert sum(good for good, _ in result) <= num_scored
     calls = [len(call) for call in server.reward.calls]
     assert max(calls) <= 64
     assert len(calls) < 400  # of 771 requests with answers: several were scored together
@@ -146,14 +146,14 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
         )
         await batcher.start()
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
-        asked = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        found = await asyncio.gather(*(ask(batcher, numbers) for numbers in asked))
+        requests = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        outcome = await asyncio.gather(*(ask(batcher, numbers) for numbers in requests))
         await batcher.close()
         assert not batcher.waiting
-        return list(zip(asked, found, strict=True))
+        return list(zip(requests, outcome, strict=True))
 
-    for numbers, found in asyncio.run(run()):
-        scores = [score for score in found if score is not None]
+    for numbers, result in asyncio.run(run()):
+        scores = [score for score in result if score is not None]
         assert len(scores) == len(numbers)
         for n, score in zip(numbers, scores, strict=True):
             if n in bad or (fails != "failed scores" and bad & set(numbers)):
@@ -270,9 +270,9 @@ class Command:
         )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
-        found = re.search(r"http://\S+?/get_reward", self.line)
-        assert found, self.line + self.process.stdout.read()
-        self.url = found[0]
+        result = re.search(r"http://\S+?/get_reward", self.line)
+        assert result, self.line + self.process.stdout.read()
+        self.url = result[0]
 
     def end(self, number: int) -> tuple[int, str]:
         self.process.send_signal(number)
@@ -284,19 +284,19 @@ class Command:
 def test_a_signal_waits_for_requests_that_are_under_way(tmp_path: Path) -> None:
     server = Command("--port", "0", function="tests.rewards.served_functions:obeys")
     assert server.url.startswith("http://127.0.0.1:")
-    query, begun, found = (
+    query, begun, result = (
         [f"touch {tmp_path / 'begun'}", "wait 1"],
         tmp_path / "begun",
         list[httpx.Response](),
     )
     thread = threading.Thread(
-        target=lambda: found.append(http_post(server.url, json={"query": query}, timeout=30))
+        target=lambda: result.append(http_post(server.url, json={"query": query}, timeout=30))
     )
     thread.start()
     wait_for(begun.exists)
     status, rest = server.end(signal.SIGTERM)
     thread.join()
-    assert found[0].json()["rewards"] == list(map(number, query))
+    assert result[0].json()["rewards"] == list(map(number, query))
     assert status == -signal.SIGTERM
     assert re.findall(r"\d+", rest) == ["2", "0"]
     with pytest.raises(httpx.ConnectError):
@@ -320,10 +320,10 @@ def test_killed_in_mid_run_and_started_again_no_client_has_a_wrong_score() -> No
             assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
             killed.append(Command("--port", port, PAUSE="0.05"))
 
-    found = score_all(client, answers, progress=progress)
+    result = score_all(client, answers, progress=progress)
     assert killed
     assert killed[0].end(signal.SIGINT)[0] == 128 + signal.SIGINT
-    assert [score.value for score in found] == [number(c.text) for c in answers]
+    assert [score.value for score in result] == [number(c.text) for c in answers]
     assert scored == 800
 
 
@@ -405,8 +405,8 @@ def test_a_rule_reads_the_label() -> None:
             1.0,
         ]
         assert [
-            each["index"]
-            for each in server.post(**body, labels=["Paris", None, "4"]).json()["failed"]
+            item["index"]
+            for item in server.post(**body, labels=["Paris", None, "4"]).json()["failed"]
         ] == [1]
         # without labels there is nothing to compare with, and so no number
         assert server.post(**body).status_code == 500
@@ -446,13 +446,13 @@ def test_a_reward_model_reads_a_query_as_it_is(tmp_path: Path) -> None:
         served_as_command(str(tmp_path / "judge"), "settings.dtype=float32") as server,
         torch.no_grad(),
     ):
-        found = server.post(query=queries, prompts=["other"] * 4, labels=[None] * 4)
-        assert found.status_code == 200, found.text
+        result = server.post(query=queries, prompts=["other"] * 4, labels=[None] * 4)
+        assert result.status_code == 200, result.text
         refused = server.post(query=["", "word " * 3000]).json()
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in queries]
-    expected = [model(torch.tensor([each])).logits[0, 0].item() for each in ids]
-    assert found.json()["rewards"] == pytest.approx(expected, abs=1e-5)
+    expected = [model(torch.tensor([item])).logits[0, 0].item() for item in ids]
+    assert result.json()["rewards"] == pytest.approx(expected, abs=1e-5)
     assert len(set(expected)) == 4
-    assert [each["index"] for each in refused["failed"]] == [0, 1]
+    assert [item["index"] for item in refused["failed"]] == [0, 1]
     assert "2048" not in refused["failed"][0]["error"]  # it has no tokens
     assert "2048" in refused["failed"][1]["error"]  # longer texts have no score; none is cut

@@ -102,7 +102,7 @@ def test_its_clients_have_our_scores_or_none(aiohttp: str) -> None:
         served(Numbers(judged), Limits(max_wait=0.0)) as good,
         served(Numbers(fails), Limits(max_wait=0.0)) as bad,
     ):
-        found, failed = ask(aiohttp, f"{good.url}/get_reward", f"{bad.url}/get_reward")
+        result, failed = ask(aiohttp, f"{good.url}/get_reward", f"{bad.url}/get_reward")
         calls = [(c.prompt, c.text, dict(c.info)) for call in good.reward.calls for c in call]
         assert bad.statuses == {500: 4 * 5, 200: 2}
     answers = ("Paris", "Rome", "\U0001f600 ")
@@ -111,7 +111,7 @@ def test_its_clients_have_our_scores_or_none(aiohttp: str) -> None:
         for prompt, text, label in zip(PROMPTS, answers, LABELS, strict=True)
     ]
     assert calls == [("", query.removesuffix("<|im_end|>"), {}) for query in QUERIES] + known * 3
-    oldest, older, old, newest = found
+    oldest, older, old, newest = result
     assert oldest == [0.0, 0.0, 0.0]
     assert older == [1.0, 0.0, 1.0]
     assert old == [
@@ -127,8 +127,8 @@ def test_its_clients_have_our_scores_or_none(aiohttp: str) -> None:
     ]
     *others, newest = failed
     assert len(others) == 3
-    assert all(str(each).startswith("Exception: Request error for 5 times") for each in others)
-    assert [each["reward"] for each in newest] == [[1.0], None, [1.0]]
+    assert all(str(other).startswith("Exception: Request error for 5 times") for other in others)
+    assert [item["reward"] for item in newest] == [[1.0], None, [1.0]]
 
 
 @pytest.fixture
@@ -174,8 +174,10 @@ def test_our_client_has_the_scores_of_its_servers(theirs: dict[str, str]) -> Non
         for i in range(40)
     ]
     for version, url in theirs.items():
-        found = score_all(reward_of([load_reward(url, ["batch_size=7", "retries=0"])]), completions)
+        result = score_all(
+            reward_of([load_reward(url, ["batch_size=7", "retries=0"])]), completions
+        )
         end = len("</s>") if version == "0.5.7" else 0  # which that version puts behind a text
-        assert [score.value for score in found] == [
+        assert [score.value for score in result] == [
             len(c.rendered + c.text) + end for c in completions
         ]

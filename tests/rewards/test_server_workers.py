@@ -276,17 +276,17 @@ def test_what_a_function_prints_reaches_the_log_and_nothing_else(
     with served_as_command(f"{FUNCTIONS}:obeys") as server:
         assert server.post(query=["print"]).json()["rewards"] == [number("print")]
         (pid,) = server.post(query=["pid"]).json()["rewards"]
-        seen = ""
+        observed = ""
 
         def is_there() -> bool:
-            nonlocal seen
+            nonlocal observed
             shown = capfd.readouterr()
             assert shown.out == ""
-            seen += shown.err
-            return "by another program" in seen
+            observed += shown.err
+            return "by another program" in observed
 
         wait_for(is_there)
-    lines = seen.splitlines()
+    lines = observed.splitlines()
     assert f"worker {int(pid)}: this is printed" in lines
     assert f"worker {int(pid)}: by another program" in lines
     assert f"worker {int(pid)}: \u241b[31mand this" in lines

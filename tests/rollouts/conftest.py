@@ -35,6 +35,6 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def sampler(fake: Fake, tmp_path: Path, notes: list[str]) -> Iterator[VLLMGenerator]:
-    made = generator(fake.url, DiskTransfer(tmp_path / "weights"), log=notes.append)
-    yield made
-    made.close()
+    result = generator(fake.url, DiskTransfer(tmp_path / "weights"), log=notes.append)
+    yield result
+    result.close()

@@ -73,7 +73,9 @@ def test_completions_are_the_same_alone_and_together(kind: str) -> None:
         for prompt, samplings_of_prompt in added
         for sampling in samplings_of_prompt
     ]
-    assert [each.tokens for each in completions] == [each.tokens for each in expected]
+    assert [completion.tokens for completion in completions] == [
+        completion.tokens for completion in expected
+    ]
     for mine, alone in zip(completions, expected, strict=True):
         assert (mine.text, mine.stop, mine.prompt_id) == (alone.text, alone.stop, alone.prompt_id)
         assert mine.logps == pytest.approx(alone.logps, abs=1e-6)

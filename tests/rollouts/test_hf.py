@@ -306,12 +306,12 @@ def test_any_vocabulary_is_drawn_from_by_its_distribution(size: int) -> None:
     """Against the inverse of the distribution function in float64, in which most tokens have next
     to no probability.
     """
-    made = torch.Generator().manual_seed(size)
-    logits = (torch.randn(size, generator=made) * 4).masked_fill(
-        torch.rand(size, generator=made) < 0.3, -math.inf
+    rng = torch.Generator().manual_seed(size)
+    logits = (torch.randn(size, generator=rng) * 4).masked_fill(
+        torch.rand(size, generator=rng) < 0.3, -math.inf
     )
     n = 2000
-    uniform = torch.rand(n, generator=made)
+    uniform = torch.rand(n, generator=rng)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
     token, logp = draw(logits.expand(n, size).clone(), uniform, Sampling(temperature=0.7))
     p = (logits.double() / 0.7).softmax(0)
@@ -353,44 +353,44 @@ def test_keys_and_values_are_kept_where_they_belong(
 
 def test_a_token_is_written_behind_those_that_are_there_and_an_end_moves_one_row() -> None:
     grown = DynamicCache()
-    made = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(2, 3, 5, 4, generator=made) for _ in range(2))
+    rng = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2, 3, 5, 4, generator=rng) for _ in range(2))
     grown.update(first, second, 0)
-    which = torch.tensor([0, 0, 1, 1])
-    kv.select_rows(grown, which)
-    wanted = [first[which], second[which]]
+    index = torch.tensor([0, 0, 1, 1])
+    kv.select_rows(grown, index)
+    wanted = [first[index], second[index]]
     layer: Any = grown.layers[0]
     at = layer.keys.data_ptr()
-    new = torch.randn(2, 4, 3, 1, 4, generator=made)
-    found = grown.update(new[0], new[1], 0)
+    new = torch.randn(2, 4, 3, 1, 4, generator=rng)
+    result = grown.update(new[0], new[1], 0)
     wanted = [torch.cat(pair, 2) for pair in zip(wanted, new, strict=True)]
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(result, wanted, strict=True))
     (left,) = kv.remove_finished(grown, torch.tensor([1, 3]), (torch.arange(4),))
     assert left.tolist() == [3, 1]
     for part, other in zip((layer.keys, layer.values), wanted, strict=True):
         assert torch.equal(part, other[left])
     assert layer.keys.data_ptr() == at
     assert grown.get_seq_length() == 6
-    new = torch.randn(2, 2, 3, 70, 4, generator=made)
-    found = grown.update(new[0], new[1], 0)
+    new = torch.randn(2, 2, 3, 70, 4, generator=rng)
+    result = grown.update(new[0], new[1], 0)
     wanted = [torch.cat([one[left], other], 2) for one, other in zip(wanted, new, strict=True)]
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(result, wanted, strict=True))
 
 
 def test_slices_of_a_list_of_prompts_are_answered_as_the_whole() -> None:
     sample = generator(tiny())
-    whole = sample.generate(PROMPTS, 3, FREE)
+    full = sample.generate(PROMPTS, 3, FREE)
     for cut in range(1, len(PROMPTS)):
         parts = (
             sample.generate(PROMPTS[:cut], 3, FREE),
             sample.generate(PROMPTS[cut:], 3, FREE, first=cut),
         )
         assert [[a.tokens for a in row] for part in parts for row in part] == [
-            [a.tokens for a in row] for row in whole
+            [a.tokens for a in row] for row in full
         ]
     elsewhere = sample.generate(PROMPTS[1:], 3, FREE)
     assert [[a.tokens for a in row] for row in elsewhere] != [
-        [a.tokens for a in row] for row in whole[1:]
+        [a.tokens for a in row] for row in full[1:]
     ]
     same = sample.generate([PROMPTS[0]] * 2, 2, FREE)
     assert len({a.tokens for row in same for a in row}) == 4, (
@@ -410,15 +410,15 @@ def test_more_answers_or_longer_ones_begin_as_fewer_and_shorter_ones() -> None:
 def test_progress_is_told_of_every_answer_once_and_may_end_it() -> None:
     model = tiny()
     sample = generator(model, end_ids=ENDS, batch_size=8)
-    told: list[int] = []
-    answers = sample.generate(PROMPTS, 4, FREE, progress=told.append)
-    assert sum(told) == 16
+    events: list[int] = []
+    answers = sample.generate(PROMPTS, 4, FREE, progress=events.append)
+    assert sum(events) == 16
     ends = [
         max(len(a.tokens) for row in (answers[i] for i in pair) for a in row)
         for pair in ((1, 3), (0, 2))
     ]
-    assert len(told) == sum(ends), "after each token, in two batches"
-    assert 0 in told
+    assert len(events) == sum(ends), "after each token, in two batches"
+    assert 0 in events
 
     def stop(_: int) -> None:
         raise KeyboardInterrupt
@@ -429,18 +429,18 @@ def test_progress_is_told_of_every_answer_once_and_may_end_it() -> None:
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 9, 512])
+@pytest.mark.parametrize("maximum", [pytest.param(1, marks=pytest.mark.slow), 9, 512])
 def test_answers_are_measured_as_one_forward_measures_them(
-    model: Any, most: int, monkeypatch: pytest.MonkeyPatch
+    model: Any, maximum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf, "MAX_LOGITS", most)
+    monkeypatch.setattr(hf, "MAX_LOGITS", maximum)
     answers = [(7, 8, 9, 10), (), (11,), (12, 13, 14, 15, 16, 17)]
     pairs = list(zip(PROMPTS, answers, strict=True))
     for temperature in (1.0, 0.6):
-        found = generator(model).logps(pairs, temperature=temperature)
-        assert [len(each) for each in found] == [4, 0, 1, 6]
-        for (prompt, answer), each in zip(pairs, found, strict=True):
-            assert each == pytest.approx(
+        result = generator(model).logps(pairs, temperature=temperature)
+        assert [len(element) for element in result] == [4, 0, 1, 6]
+        for (prompt, answer), item in zip(pairs, result, strict=True):
+            assert item == pytest.approx(
                 oracle(model, prompt, answer, temperature) if answer else [], abs=2e-4
             )
     assert generator(model).logps([]) == []
@@ -453,6 +453,6 @@ def test_what_was_sampled_is_measured_as_it_was_sampled() -> None:
     for sampling in (FREE, GREEDY):
         rows = sample.generate(PROMPTS, 2, sampling)
         pairs = [(prompt, a.tokens) for prompt, row in zip(PROMPTS, rows, strict=True) for a in row]
-        found = sample.logps(pairs, temperature=sampling.temperature)
-        assert found == [pytest.approx(a.logps, abs=2e-4) for row in rows for a in row]
+        result = sample.logps(pairs, temperature=sampling.temperature)
+        assert result == [pytest.approx(a.logps, abs=2e-4) for row in rows for a in row]
     sample.close()

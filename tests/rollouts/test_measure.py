@@ -12,9 +12,9 @@ from valence.reports.stats import auc, auc_interval
 
 @pytest.mark.parametrize(("ups", "n"), [(0, 10), (3, 60), (37, 100), (60, 60)])
 def test_share_is_wilsons(ups: int, n: int) -> None:
-    found = share([True] * ups + [False] * (n - ups))
+    result = share([True] * ups + [False] * (n - ups))
     expected = stats.binomtest(ups, n).proportion_ci(method="wilson")
-    assert (found.value, found.low, found.high) == pytest.approx(
+    assert (result.value, result.low, result.high) == pytest.approx(
         (ups / n, expected.low, expected.high), abs=1e-6
     )
 
@@ -31,11 +31,11 @@ def test_auc_is_mann_whitneys_u() -> None:
 def test_auc_interval_covers() -> None:
     rng = np.random.default_rng(1)
     truth = stats.norm.cdf(1 / np.sqrt(2))
-    found = [
+    results = [
         auc_interval(auc(rng.normal(1, 1, 40).tolist(), rng.normal(0, 1, 50).tolist()), 40, 50)
         for _ in range(300)
     ]
-    covered = np.mean([low <= truth <= high for low, high in found])
+    covered = np.mean([low <= truth <= high for low, high in results])
     assert 0.9 <= covered <= 0.98
 
 

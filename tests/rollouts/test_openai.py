@@ -31,10 +31,10 @@ def test_answers(server: Completions) -> None:
     assert sampler.gives_tokens is server.speaks
     rows = sampler.generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1), progress=heard.append)
     assert sum(heard) == 6
-    asked = [body for path, body in server.asked if path == "/v1/completions"][1:]
-    assert {body["model"] for body in asked} == {"base"}
-    assert len({body["seed"] for body in asked}) == 6
-    assert {str(body["prompt"]) for body in asked} == (
+    requests = [body for path, body in server.asked if path == "/v1/completions"][1:]
+    assert {body["model"] for body in requests} == {"base"}
+    assert len({body["seed"] for body in requests}) == 6
+    assert {str(body["prompt"]) for body in requests} == (
         {"[5, 6, 7]", "[8, 9]"} if server.speaks else {"5 6 7", "8 9"}
     )
     for row in rows:
@@ -52,7 +52,7 @@ def test_answers(server: Completions) -> None:
     again = generator(server).generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1))
     assert [[a.tokens for a in row] for row in again] == [[a.tokens for a in row] for row in rows]
     if not server.speaks:
-        assert asked[0]["stop"] == ["3"]
+        assert requests[0]["stop"] == ["3"]
 
 
 def test_the_first_end_token_is_the_most_important(server: Completions) -> None:
@@ -62,19 +62,19 @@ def test_the_first_end_token_is_the_most_important(server: Completions) -> None:
     ends = [9, END, 6, 7, 5]
     sampler = OpenAIGenerator(server.url + "/v1", Words(), end_ids=ends, timeout=5.0)  # type: ignore[arg-type]
     rows = sampler.generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1))
-    asked = [body for path, body in server.asked if path == "/v1/completions"][-1]
+    requests = [body for path, body in server.asked if path == "/v1/completions"][-1]
     if server.speaks:
-        assert set(asked["stop_token_ids"]) == set(ends)
+        assert set(requests["stop_token_ids"]) == set(ends)
     else:
-        assert asked["stop"] == ["9", "3", "6", "7"]
+        assert requests["stop"] == ["9", "3", "6", "7"]
         assert {answer.tokens[-1] for row in rows for answer in row if answer.stop == "eos"} == {9}
 
 
 def test_a_text_begins_once(server: Completions) -> None:
     """The server, too, puts the first token before it."""
     generator(server, prefix=(1,)).generate([(1, 5, 6), (5, 6)], 1, Sampling())
-    asked = [str(body["prompt"]) for path, body in server.asked if path == "/v1/completions"][1:]
-    assert sorted(asked) == (["[1, 5, 6]", "[5, 6]"] if server.speaks else ["5 6", "5 6"])
+    requests = [str(body["prompt"]) for path, body in server.asked if path == "/v1/completions"][1:]
+    assert sorted(requests) == (["[1, 5, 6]", "[5, 6]"] if server.speaks else ["5 6", "5 6"])
 
 
 def test_answers_where_an_event_loop_runs(server: Completions) -> None:

@@ -78,19 +78,19 @@ class Server:
 
 
 def test_a_check_asks_for_more_only_where_there_is_a_difference() -> None:
-    asked: list[float] = []
+    requests: list[float] = []
 
     def measure(pairs: Sequence[Any], temperature: float) -> list[list[float]]:
         assert pairs == [((4,), (7,))]
-        asked.append(temperature)
+        requests.append(temperature)
         return [[-1.0]]
 
     run = Sampling(temperature=0.7, top_p=0.5, max_new_tokens=100, seed=3)
     fine, far = Server(-1.05), Server(-2.0)
     assert check(fine, [(4,)], run, measure, 0.1) == pytest.approx(0.05)  # type: ignore[arg-type]
-    assert (fine.scored, asked) == (0, [0.7])
+    assert (fine.scored, requests) == (0, [0.7])
     # A part of the vocabulary would have other log-probabilities than the trainer's.
     assert (fine.asked[0].top_p, fine.asked[0].temperature) == (1.0, 0.7)
     with raises_error("rollout-logps-mismatch", fix="--no-enable-prefix-caching"):
         check(far, [(4,)], run, measure, 0.1)  # type: ignore[arg-type]
-    assert (far.scored, asked) == (1, [0.7, 0.7, 1.0])
+    assert (far.scored, requests) == (1, [0.7, 0.7, 1.0])

@@ -87,8 +87,8 @@ def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
         assert len(sampler.generate([(5,)], 1, Sampling())[0]) == 1
         assert len(revived) == 1
     finally:
-        for each in revived:
-            each.__exit__(None, None, None)
+        for item in revived:
+            item.__exit__(None, None, None)
         sampler.close()
 
 

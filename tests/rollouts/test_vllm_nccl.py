@@ -83,12 +83,12 @@ class Group:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    made = Group()
-    monkeypatch.setattr(torch.cuda, "nccl", made)
-    monkeypatch.setitem(sys.modules, "torch.cuda.nccl", made)
+    actual = Group()
+    monkeypatch.setattr(torch.cuda, "nccl", actual)
+    monkeypatch.setitem(sys.modules, "torch.cuda.nccl", actual)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.calls.append("wait"))
-    return made
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: actual.calls.append("wait"))
+    return actual
 
 
 def test_every_tensor_arrives_as_it_is_and_nobody_waits_for_ever(fake: Fake, group: Group) -> None:
@@ -138,7 +138,7 @@ def test_the_fields_are_those_that_vllm_knows() -> None:
     )
     fields = {
         node.name: {
-            ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)
+            ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)
         }
         for file in ("nccl_common.py", "nccl_engine.py")
         for node in ast.parse((source / file).read_text(encoding="utf-8")).body

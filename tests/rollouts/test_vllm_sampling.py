@@ -112,13 +112,13 @@ def test_answers_that_make_no_sense(fake: Fake, sampler: VLLMGenerator, change: 
 
 
 def test_an_aborted_answer_is_asked_for_again(fake: Fake, sampler: VLLMGenerator) -> None:
-    plain, given = fake.choice, []
+    plain, inputs = fake.choice, []
 
     def aborted(settings: Any, index: int) -> dict[str, Any]:
-        given.append(1)
+        inputs.append(1)
         return (
             plain(settings, index)
-            if len(given) > 1
+            if len(inputs) > 1
             else {**plain(settings, index), "finish_reason": "abort"}
         )
 

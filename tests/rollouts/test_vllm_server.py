@@ -133,8 +133,8 @@ class Shown(Server):
     for a CPU.
     """
 
-    def __init__(self, line: str, model: Path, **given: Any) -> None:
-        super().__init__(model, **given)
+    def __init__(self, line: str, model: Path, **args: Any) -> None:
+        super().__init__(model, **args)
         words = shlex.split(line.replace("MODEL", str(model)))
         at = words.index("vllm.entrypoints.openai.api_server")
         assert words[at - 2 : at] == ["python", "-m"]
@@ -148,10 +148,10 @@ class Shown(Server):
         ]
 
     def variables(self) -> dict[str, str]:
-        found = super().variables()
+        result = super().variables()
         return {
             name: value
-            for name, value in found.items()
+            for name, value in result.items()
             if name not in REQUIRED_VARIABLES or name in OFFLINE
         } | self.named
 
@@ -198,11 +198,15 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }
-        given: dict[str, Any] = {"folder": root / f"{name}-log", "python": HERE, "environment": few}
+        settings: dict[str, Any] = {
+            "folder": root / f"{name}-log",
+            "python": HERE,
+            "environment": few,
+        }
         if name in shown:
-            server = Shown(shown[name], root / name, **given)
+            server = Shown(shown[name], root / name, **settings)
         else:
-            server = Server(root / name, transport=name, rank=4, dtype="float32", **given)
+            server = Server(root / name, transport=name, rank=4, dtype="float32", **settings)
         server.environment["PYTHONPATH"] = f"{server.folder / 'plugin'}{os.pathsep}{FORKED}"
         return server.start()
 
@@ -297,10 +301,10 @@ def test_a_part_of_the_vocabulary(sides: dict[str, Side]) -> None:
             ]
             / 0.9
         )
-    kept = nucleus(logits.log_softmax(-1), 0.5).gather(1, torch.tensor(answer.tokens)[:, None])[
-        :, 0
-    ]
-    assert answer.logps == pytest.approx(kept.tolist(), abs=CLOSE)
+    remaining = nucleus(logits.log_softmax(-1), 0.5).gather(
+        1, torch.tensor(answer.tokens)[:, None]
+    )[:, 0]
+    assert answer.logps == pytest.approx(remaining.tolist(), abs=CLOSE)
 
 
 def test_greedy_answers_are_the_librarys(sides: dict[str, Side]) -> None:
@@ -336,11 +340,11 @@ def test_updates_in_the_middle_of_answers(
             assert list(versions) == sorted(versions)
             assert answer.version == versions[0]
             mixed += len(set(versions)) > 1
-            said = {
+            message = {
                 v: side.measure([(prompt, answer.tokens)], 1.0, models[v])[0] for v in set(versions)
             }
             assert answer.logps == pytest.approx(
-                [said[v][t] for t, v in enumerate(versions)], abs=CLOSE
+                [message[v][t] for t, v in enumerate(versions)], abs=CLOSE
             )
         if mixed:
             return

@@ -169,10 +169,10 @@ def test_what_a_server_is_told(
 
 
 def test_arguments_leave_room_for_the_adapter() -> None:
-    told = server_arguments("m", "lora", 12, "auto", None, is_cpu=False)
-    assert told[told.index("--max-lora-rank") + 1] == "16"
-    assert "--enforce-eager" not in told
-    assert "--weight-transfer-config" not in told
+    message = server_arguments("m", "lora", 12, "auto", None, is_cpu=False)
+    assert message[message.index("--max-lora-rank") + 1] == "16"
+    assert "--enforce-eager" not in message
+    assert "--weight-transfer-config" not in message
 
 
 def test_the_plugin_needs_nothing_of_valence(tmp_path: Path) -> None:

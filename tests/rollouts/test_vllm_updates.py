@@ -59,20 +59,20 @@ def test_answers_of_weights_that_were_not_sent_are_asked_for_again(
     fake: Fake, sampler: VLLMGenerator
 ) -> None:
     sampler.sync(1, weights)
-    plain, given = fake.choice, []
+    plain, inputs = fake.choice, []
 
     def other(settings: Any, index: int) -> dict[str, Any]:
-        given.append(1)
+        inputs.append(1)
         answer = plain(settings, index)
         return (
             answer
-            if len(given) > 1
+            if len(inputs) > 1
             else {**answer, "weight_versions": [{"version": "default", "start": 0, "end": 2}]}
         )
 
     fake.choice = other  # type: ignore[method-assign]
     assert sampler.generate([(5,)], 1, Sampling())[0][0].version == 1
-    assert len(given) == 2
+    assert len(inputs) == 2
 
 
 def test_a_failed_update_never_leaves_the_server_paused(fake: Fake, sampler: VLLMGenerator) -> None:
@@ -130,10 +130,10 @@ def test_an_update_waits_for_no_answer_and_no_answer_for_it(
     fake: Fake, sampler: VLLMGenerator
 ) -> None:
     sampler.sync(1, weights)
-    asked, updated = threading.Event(), threading.Event()
+    request, updated = threading.Event(), threading.Event()
 
     def answer_after_the_update(body: Any) -> None:
-        asked.set()
+        request.set()
         updated.wait(60)
 
     fake.on["/inference/v1/generate"] = answer_after_the_update
@@ -141,7 +141,7 @@ def test_an_update_waits_for_no_answer_and_no_answer_for_it(
     rows: list[Any] = []
     thread = threading.Thread(target=lambda: rows.extend(sampler.generate(PROMPTS, 1, Sampling())))
     thread.start()
-    assert asked.wait(60)
+    assert request.wait(60)
     sampler.sync(2, weights)
     assert not rows
     updated.set()

@@ -75,14 +75,14 @@ class Process:
 
 @pytest.fixture
 def started() -> Iterator[Any]:
-    made: list[Process] = []
+    results: list[Process] = []
 
     def start(folder: Path, code: str = TAKE) -> Process:
-        made.append(Process(folder, code))
-        return made[-1]
+        results.append(Process(folder, code))
+        return results[-1]
 
     yield start
-    for one in made:
+    for one in results:
         one.kill()
         for pipe in (one.process.stdin, one.process.stdout):
             assert pipe is not None

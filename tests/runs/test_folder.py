@@ -13,10 +13,10 @@ from valence.runs.folder import RunFolder
 def folder(tmp_path: Path) -> Path:
     """Of a run that ended before its first step."""
     path = tmp_path / "run"
-    made = RunFolder(path)
-    made.claim()
-    made.state(status="failed")
-    made.close()
+    actual = RunFolder(path)
+    actual.claim()
+    actual.state(status="failed")
+    actual.close()
     return path
 
 

@@ -119,9 +119,9 @@ def test_the_folder_may_be_moved_while_it_is_held(tmp_path: Path, started: Any) 
     ours.release()
     assert (aside / NAME).read_bytes() == b""
     assert started(aside).take() == "taken: None"
-    found = holder(old)
-    assert found is not None
-    assert found.pid == other.pid
+    result = holder(old)
+    assert result is not None
+    assert result.pid == other.pid
 
 
 def test_a_folder_that_is_moved_between_opening_and_locking_is_not_taken_for_the_new_one(
@@ -262,12 +262,12 @@ def test_looking_says_who_holds_a_folder_and_changes_nothing(tmp_path: Path, sta
     other = started(tmp_path)
     other.take()
     before = (tmp_path / NAME).read_bytes()
-    found = holder(tmp_path)
-    assert found is not None
-    assert (found.host, found.pid, found.alive) == (socket.gethostname(), other.pid, True)
-    assert found.started == json.loads(before)["started"]
+    result = holder(tmp_path)
+    assert result is not None
+    assert (result.host, result.pid, result.alive) == (socket.gethostname(), other.pid, True)
+    assert result.started == json.loads(before)["started"]
     other.kill()
-    found = holder(tmp_path)
-    assert found is not None
-    assert not found.alive
+    result = holder(tmp_path)
+    assert result is not None
+    assert not result.alive
     assert (tmp_path / NAME).read_bytes() == before

@@ -36,7 +36,7 @@ def without_flock(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOLCK) -
 
 def test_a_holder_on_another_host_that_touches_its_file_is_refused(tmp_path: Path) -> None:
     named(tmp_path, host="elsewhere", pid=7)
-    ended, said = threading.Event(), []
+    ended, message = threading.Event(), []
 
     def beat() -> None:
         while not ended.wait(0.05):
@@ -46,14 +46,14 @@ def test_a_holder_on_another_host_that_touches_its_file_is_refused(tmp_path: Pat
     thread.start()
     try:
         with raises_error("run-locked", where=str(tmp_path / NAME)) as refused:
-            Lock(tmp_path, **QUICK).take(said.append)
+            Lock(tmp_path, **QUICK).take(message.append)
     finally:
         ended.set()
         thread.join()
     assert "pid 7 on elsewhere" in refused.error.message
-    assert len(said) == 1
-    assert "pid 7 on elsewhere" in said[0]
-    assert " 0.4 s" in said[0]
+    assert len(message) == 1
+    assert "pid 7 on elsewhere" in message[0]
+    assert " 0.4 s" in message[0]
     assert json.loads((tmp_path / NAME).read_text())["pid"] == 7
 
 
@@ -82,9 +82,9 @@ def test_a_damaged_file_is_taken_after_it_was_watched(tmp_path: Path) -> None:
         b"\xff\n",
     ):
         (tmp_path / NAME).write_bytes(content)
-        found = holder(tmp_path)
-        assert found is not None
-        assert found.host == "an unknown host"
+        result = holder(tmp_path)
+        assert result is not None
+        assert result.host == "an unknown host"
         with Lock(tmp_path, **(QUICK | {"watch": 0.1})) as ours:
             assert ours.path.read_bytes().startswith(b'{"host"')
 
@@ -115,13 +115,13 @@ def test_what_another_host_has_taken_meanwhile_is_not_emptied(tmp_path: Path) ->
 
 def test_looking_at_another_host_goes_by_its_touches(tmp_path: Path) -> None:
     named(tmp_path, host="elsewhere")
-    found = holder(tmp_path)
-    assert found is not None
-    assert not found.alive
+    result = holder(tmp_path)
+    assert result is not None
+    assert not result.alive
     os.utime(tmp_path / NAME)
-    found = holder(tmp_path)
-    assert found is not None
-    assert found.alive
+    result = holder(tmp_path)
+    assert result is not None
+    assert result.alive
 
 
 # File systems without flock
@@ -137,9 +137,9 @@ def test_without_flock_a_living_process_is_refused(
     with raises_error("run-locked", where=str(tmp_path / NAME)) as refused:
         Lock(tmp_path, **QUICK).take()
     assert f"pid {other.pid} on" in refused.error.message
-    found = holder(tmp_path)
-    assert found is not None
-    assert found.alive
+    result = holder(tmp_path)
+    assert result is not None
+    assert result.alive
     os.kill(other.pid, signal.SIGKILL)
     # its parent has not asked how it ended
     wait_until(lambda: not getattr(holder(tmp_path), "alive", True))
@@ -170,9 +170,9 @@ def test_a_process_number_that_was_given_again_is_not_the_holder(
     if birth == 0:
         pytest.skip("the system does not say when a process was started")
     named(tmp_path, pid=other.pid, pid_started=birth - 1)
-    found = holder(tmp_path)
-    assert found is not None
-    assert not found.alive
+    result = holder(tmp_path)
+    assert result is not None
+    assert not result.alive
     assert f"(pid {other.pid} on" in (Lock(tmp_path, **QUICK).take() or "")
 
 

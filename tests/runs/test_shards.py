@@ -77,16 +77,16 @@ class Model:
 
     def numbers(self) -> dict[str, Tensor]:
         """All tensors, whole."""
-        found = {
+        results = {
             f"{kind} {name}": value
             for kind in HEAVY[:2]
             for name, value in _first(self.state()[kind]).items()
         }
         for i, of in self.optimizer.state_dict()["state"].items():
-            found |= {f"{i} {name}": value for name, value in of.items()}
+            results |= {f"{i} {name}": value for name, value in of.items()}
         return {
             name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()
-            for name, t in found.items()
+            for name, t in results.items()
         }
 
 
@@ -94,9 +94,9 @@ def _first(values: dict[str, Any]) -> dict[str, Any]:
     return next(iter(values.values()))
 
 
-def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    assert found.keys() == wanted.keys()
-    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+def differing(results: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    assert results.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(results[name], wanted[name])]
 
 
 @pytest.fixture(scope="module")
@@ -122,30 +122,30 @@ def saves(
     """
     model = Model(sharded=True)
     model.step()
-    kept = Checkpoints(Path(folder), 2, group, sharded_checkpoint.write)
-    kept.save(2, model.state(), {"rank": group.rank})
-    found: dict[str, Any] = {
+    remaining = Checkpoints(Path(folder), 2, group, sharded_checkpoint.write)
+    remaining.save(2, model.state(), {"rank": group.rank})
+    results: dict[str, Any] = {
         "numbers": model.numbers(),
-        "saved": (kept.failed, kept.take_messages(), kept.steps()),
+        "saved": (remaining.failed, remaining.take_messages(), remaining.steps()),
     }
     for rank, place, name in FAULTS:
         as_it_is = getattr(place, name)
         if group.rank == rank:
             setattr(place, name, _full)
-        kept.save(3, model.state(), {})
+        remaining.save(3, model.state(), {})
         setattr(place, name, as_it_is)
         group.barrier("failed")
-        found[name] = (
-            kept.failed,
-            kept.take_messages(),
+        results[name] = (
+            remaining.failed,
+            remaining.take_messages(),
             sorted(path.name for path in Path(folder).iterdir()),
         )
         group.barrier("seen")
     for step in (4, 5):
-        kept.save(step, model.state(), {}, add_files=_beside if step == 5 else None)
+        remaining.save(step, model.state(), {}, add_files=_beside if step == 5 else None)
     group.barrier("seen")
-    found["after"] = (kept.failed, kept.take_messages(), kept.steps())
-    return found | {"loaded": loads(group, other, numbers)}
+    results["after"] = (remaining.failed, remaining.take_messages(), remaining.steps())
+    return results | {"loaded": loads(group, other, numbers)}
 
 
 def _full(*_: Any, **__: Any) -> Any:
@@ -177,8 +177,8 @@ def saved(
     """What four processes have saved together, and what each of them found."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     ended = run(saves, 4, str(folder), str(alone[0]), alone[1])
-    assert [(each.error, each.code) for each in ended] == [("", 0)] * 4
-    return folder, [each.value for each in ended]
+    assert [(item.error, item.code) for item in ended] == [("", 0)] * 4
+    return folder, [item.value for item in ended]
 
 
 def loads(group: Group, folder: str, numbers: list[dict[str, Tensor]]) -> list[list[str]]:
@@ -189,13 +189,13 @@ def loads(group: Group, folder: str, numbers: list[dict[str, Tensor]]) -> list[l
     model.take(store.load(Path(folder), sharded_checkpoint.read, HEAVY))
     wrong = [differing(model.numbers(), numbers[0])]
     model.step()
-    found = model.numbers()
+    result = model.numbers()
     return [
         *wrong,
         [
             name
             for name, value in numbers[1].items()
-            if not torch.allclose(found[name], value, atol=1e-6)
+            if not torch.allclose(result[name], value, atol=1e-6)
         ],
     ]
 
@@ -240,22 +240,22 @@ def after(saved: tuple[Path, list[dict[str, Any]]]) -> tuple[str, list[dict[str,
 
 @slow
 def test_a_checkpoint_of_four_is_loaded_by_three(saved: tuple[Path, list[dict[str, Any]]]) -> None:
-    assert [each.value for each in run(loads, 3, *after(saved))] == [[[], []]] * 3
+    assert [item.value for item in run(loads, 3, *after(saved))] == [[[], []]] * 3
 
 
 @slow
 def test_a_checkpoint_of_four_is_loaded_by_two(exported: tuple[Path, Path, list[Any]]) -> None:
-    assert [each["loaded"] for each in exported[2]] == [[[], []]] * 2
+    assert [item["loaded"] for item in exported[2]] == [[[], []]] * 2
 
 
 def test_a_checkpoint_of_one_is_loaded_by_four(saved: tuple[Path, list[dict[str, Any]]]) -> None:
-    assert [each["loaded"] for each in saved[1]] == [[[], []]] * 4
+    assert [item["loaded"] for item in saved[1]] == [[[], []]] * 4
 
 
 def test_four_save_together_what_is_whole(saved: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, ranks = saved
-    assert [each["saved"] for each in ranks] == [(0, [], [2])] * 4
-    assert [each["after"] for each in ranks] == [(0, [], [4, 5])] * 4
+    assert [rank["saved"] for rank in ranks] == [(0, [], [2])] * 4
+    assert [rank["after"] for rank in ranks] == [(0, [], [4, 5])] * 4
     for step in (4, 5):
         there = check(folder / f"step-{step}")
         files = {
@@ -295,13 +295,13 @@ def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_the_earlier_on
     saved: tuple[Path, list[dict[str, Any]]], i: int
 ) -> None:
     rank, _, name = FAULTS[i]
-    failed, told, there = saved[1][0][name]
-    assert [each[name] for each in saved[1]] == [(failed, told, there)] * 4
+    failed, messages, there = saved[1][0][name]
+    assert [item[name] for item in saved[1]] == [(failed, messages, there)] * 4
     assert failed == i + 1
-    assert len(told) == 1
-    assert "step-3" in told[0]
-    assert f"rank {rank}" in told[0]
-    assert os.strerror(errno.ENOSPC) in told[0]
+    assert len(messages) == 1
+    assert "step-3" in messages[0]
+    assert f"rank {rank}" in messages[0]
+    assert os.strerror(errno.ENOSPC) in messages[0]
     assert there == ["step-2"]
 
 
@@ -338,21 +338,24 @@ class Case:
 
         from tests.tiny_models import tiny
 
-        made: Any = tiny(self.architecture, dtype=torch.bfloat16 if self.narrow else torch.float32)
+        result: Any = tiny(
+            self.architecture, dtype=torch.bfloat16 if self.narrow else torch.float32
+        )
         if scores := (self.lora or {}).get("task_type") == "SEQ_CLS":
-            made.config.num_labels = 2
-            scorer = AutoModelForSequenceClassification.from_config(made.config)
-            scorer.load_state_dict(made.state_dict(), strict=False)
-            made = scorer
+            result.config.num_labels = 2
+            scorer = AutoModelForSequenceClassification.from_config(result.config)
+            scorer.load_state_dict(result.state_dict(), strict=False)
+            result = scorer
         torch.manual_seed(3)
         if self.lora is not None:
-            made = get_peft_model(
-                made, LoraConfig(**{"r": 2, "lora_alpha": 3, "task_type": "CAUSAL_LM", **self.lora})
+            result = get_peft_model(
+                result,
+                LoraConfig(**{"r": 2, "lora_alpha": 3, "task_type": "CAUSAL_LM", **self.lora}),
             )
-            for name, p in made.named_parameters():
+            for name, p in result.named_parameters():
                 if "lora_B" in name or (scores and "score" in name):
                     nn.init.normal_(p)
-        return made
+        return result
 
     def sharded(self) -> Any:
         model = self.model()
@@ -388,7 +391,7 @@ def exports(
     from tests.tiny import tiny_tokenizer
     from valence.runs import export as exporting
 
-    tokenizer, said = tiny_tokenizer(), []
+    tokenizer, message = tiny_tokenizer(), []
     for name, case in CASES.items():
         exporting.export(case.sharded(), tokenizer, Path(folder, name), group=group, **case.options)
     for place in ("save_file", "fsync_path"):
@@ -405,9 +408,9 @@ def exports(
                 **CASES["tied"].options,
             )
         except UserError as error:
-            said.append(error.message)
+            message.append(error.message)
         setattr(where, place, as_it_is)
-    return {"said": said, "loaded": loads(group, saved, numbers)}
+    return {"said": message, "loaded": loads(group, saved, numbers)}
 
 
 @pytest.fixture(scope="module")
@@ -418,10 +421,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory, saved: Any) -> tuple[Path
 
     ours, theirs = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
     ended = run(exports, 2, str(ours), *after(saved), deadline=60.0)
-    assert [(each.error, each.code) for each in ended] == [("", 0)] * 2
+    assert [(item.error, item.code) for item in ended] == [("", 0)] * 2
     for name, case in CASES.items():
         export(case.model(), tiny_tokenizer(), theirs / name, **case.options)
-    return ours, theirs, [each.value for each in ended]
+    return ours, theirs, [item.value for item in ended]
 
 
 def loaded(name: str, folder: Path) -> dict[str, Tensor]:
@@ -437,8 +440,8 @@ def loaded(name: str, folder: Path) -> dict[str, Tensor]:
     auto: Any = (
         AutoModelForSequenceClassification if name == "reward model" else AutoModelForCausalLM
     )
-    model, found = auto.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model, result = auto.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(result[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.state_dict()
 
 
@@ -448,11 +451,11 @@ def test_two_processes_export_what_one_does(
     name: str, exported: tuple[Path, Path, list[Any]]
 ) -> None:
     ours, theirs = (folder / name for folder in exported[:2])
-    found, wanted = loaded(name, ours), loaded(name, theirs)
-    assert {key: value.dtype for key, value in found.items()} == {
+    result, wanted = loaded(name, ours), loaded(name, theirs)
+    assert {key: value.dtype for key, value in result.items()} == {
         key: value.dtype for key, value in wanted.items()
     }
-    assert differing(found, wanted) == []
+    assert differing(result, wanted) == []
     texts = {
         path.name
         for path in theirs.iterdir()
@@ -469,11 +472,11 @@ def test_two_processes_export_what_one_does(
 
 def said(file: Path) -> Any:
     """What a file says, in which the modules that an adapter is on have no order."""
-    found = file.read_text()
+    result = file.read_text()
     if file.name == "adapter_config.json":
-        found = json.loads(found)
-        found["target_modules"].sort()
-    return found
+        result = json.loads(result)
+        result["target_modules"].sort()
+    return result
 
 
 @slow
@@ -498,7 +501,7 @@ def test_an_export_that_fails_in_one_process_fails_in_all(
     first, other = exported[2]
     assert first == other
     assert len(first["said"]) == 2
-    assert all(os.strerror(errno.ENOSPC) in said for said in first["said"])
+    assert all(os.strerror(errno.ENOSPC) in message for message in first["said"])
     assert not list(exported[0].glob("*full*"))
 
 

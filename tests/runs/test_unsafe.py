@@ -131,8 +131,8 @@ def test_names_in_the_data_are_no_paths(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = set(tmp_path.rglob("*"))
     valence.train(settings, quiet=True)
-    made = set(tmp_path.rglob("*")) - before
-    assert made
+    result = set(tmp_path.rglob("*")) - before
+    assert result
     assert [
-        path for path in made if "evil" in path.name or not path.is_relative_to(tmp_path / "out")
+        path for path in result if "evil" in path.name or not path.is_relative_to(tmp_path / "out")
     ] == []

@@ -94,12 +94,12 @@ def opened(
             ),
         )
     page.on("pageerror", lambda error: failed.append(str(error)))
-    own = (f"http://127.0.0.1:{site.port}/", "data:")
+    actual = (f"http://127.0.0.1:{site.port}/", "data:")
     page.on(
         "request",
         lambda request: (
             failed.append(request.url)
-            if not request.url.startswith(own) or "token-of" in request.url
+            if not request.url.startswith(actual) or "token-of" in request.url
             else None
         ),
     )

@@ -161,8 +161,8 @@ def test_a_page_of_another_site_is_refused(serve: Serve, method_path: tuple[str,
             headers = {} if kind is None else {"content-type": kind}
             response = served.request(method, path, content=b"{}", token=None, headers=headers)
             assert response.status_code == 415
-    asked = {"origin": "http://evil.example", "access-control-request-method": method}
-    response = served.request("OPTIONS", path, token=None, headers=asked)
+    request = {"origin": "http://evil.example", "access-control-request-method": method}
+    response = served.request("OPTIONS", path, token=None, headers=request)
     assert response.status_code == 405
     assert not any(name.startswith("access-control") for name in response.headers)
 
@@ -298,15 +298,15 @@ def test_an_answer_is_streamed_and_rated(served: Served) -> None:
 
 
 def test_two_answers_are_compared(served: Served) -> None:
-    found = served.ask(compare=True)
+    result = served.ask(compare=True)
     texts = {
-        side: "".join(e["text"] for e in found if e.get("side") == side and "text" in e)
+        side: "".join(e["text"] for e in result if e.get("side") == side and "text" in e)
         for side in "ab"
     }
-    a, b = (served.store.answer(id) for id in found[-1]["done"].split("-"))
+    a, b = (served.store.answer(id) for id in result[-1]["done"].split("-"))
     assert texts == {"a": a.completion.text, "b": b.completion.text}
     assert a.completion.tokens != b.completion.tokens
-    vote = {"comparison": found[-1]["done"], "winner": "b", "comment": "clear"}
+    vote = {"comparison": result[-1]["done"], "winner": "b", "comment": "clear"}
     assert served.post("/api/compare", vote).json() == {"votes": 1, "models": []}
     (pair,) = served.rows("pairs")
     assert (pair["chosen"], pair["info"]["comment"]) == (b.completion.text, "clear")
@@ -413,20 +413,20 @@ def test_models_are_listed(served: Served) -> None:
 
 def test_a_completion_has_the_shape_of_openai(served: Served) -> None:
     response = complete(served, max_tokens=3, seed=5, user="u", frequency_penalty=0, stop=None)
-    found = response.json()
-    assert set(found) == {"id", "object", "created", "model", "choices", "usage"}
-    assert (found["object"], found["model"]) == ("chat.completion", "tiny")
-    (choice,) = found["choices"]
-    answer = served.store.answer(found["id"].removeprefix("chatcmpl-"))
+    result = response.json()
+    assert set(result) == {"id", "object", "created", "model", "choices", "usage"}
+    assert (result["object"], result["model"]) == ("chat.completion", "tiny")
+    (choice,) = result["choices"]
+    answer = served.store.answer(result["id"].removeprefix("chatcmpl-"))
     assert choice == {
         "index": 0,
-        "id": found["id"],
+        "id": result["id"],
         "message": {"role": "assistant", "content": answer.completion.text, "refusal": None},
         "logprobs": None,
         "finish_reason": "length",
     }
     prompt = len(answer.prompt_ids)
-    assert found["usage"] == {
+    assert result["usage"] == {
         "prompt_tokens": prompt,
         "completion_tokens": 3,
         "total_tokens": prompt + 3,
@@ -445,8 +445,8 @@ def test_a_seed_gives_the_same_completion(served: Served) -> None:
 
 def test_settings_of_a_request_are_used(served: Served) -> None:
     body = {"temperature": 0, "top_p": 0.5, "max_completion_tokens": 2, "max_tokens": 7}
-    found = complete(served, **body).json()
-    answer = served.store.answer(found["id"].removeprefix("chatcmpl-"))
+    result = complete(served, **body).json()
+    answer = served.store.answer(result["id"].removeprefix("chatcmpl-"))
     assert (answer.sampling.temperature, answer.sampling.top_p) == (0, 0.5)
     assert len(answer.completion.tokens) == 2
     defaults = complete(served).json()
@@ -454,14 +454,14 @@ def test_settings_of_a_request_are_used(served: Served) -> None:
 
 
 def test_several_choices_can_be_rated_one_by_one(served: Served) -> None:
-    found = complete(served, n=2, seed=1).json()
-    first, second = found["choices"]
+    result = complete(served, n=2, seed=1).json()
+    first, second = result["choices"]
     assert (first["index"], second["index"]) == (0, 1)
-    assert first["id"] == found["id"] != second["id"]
+    assert first["id"] == result["id"] != second["id"]
     assert first["message"] != second["message"]
     alone = complete(served, seed=1).json()["choices"][0]
     assert alone["message"] == first["message"]
-    assert found["usage"]["completion_tokens"] > alone_tokens(served, first)
+    assert result["usage"]["completion_tokens"] > alone_tokens(served, first)
     for choice, label in ((first, True), (second, False)):
         response = served.post("/feedback", {"id": choice["id"], "label": label})
         assert response.status_code == 200
@@ -476,18 +476,18 @@ def alone_tokens(served: Served, choice: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_streamed_completion_is_the_same(served: Served, n: int) -> None:
-    whole = complete(served, seed=7, n=n).json()
+    full = complete(served, seed=7, n=n).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, usage, end = events(complete(served, seed=7, n=n, **options))
     assert end == "[DONE]"
     assert usage["choices"] == []
-    assert usage["usage"] == whole["usage"]
+    assert usage["usage"] == full["usage"]
     keys = {"id", "object", "created", "model", "choices", "usage"}
     assert {(chunk["id"], chunk["object"]) for chunk in chunks} == {
         (usage["id"], "chat.completion.chunk")
     }
     assert all(set(chunk) == keys and chunk["usage"] is None for chunk in chunks)
-    for index, expected in enumerate(whole["choices"]):
+    for index, expected in enumerate(full["choices"]):
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
         assert (
@@ -499,13 +499,13 @@ def test_a_streamed_completion_is_the_same(served: Served, n: int) -> None:
         ]
         response = served.post("/feedback", {"id": mine[0]["id"], "label": True})
         assert response.status_code == 200
-    assert all("usage" not in each for each in events(complete(served, stream=True))[:-1])
+    assert all("usage" not in event for event in events(complete(served, stream=True))[:-1])
 
 
 def test_tools_reach_the_prompt_and_the_rows(served: Served) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    found = complete(served, tools=[tool], tool_choice="auto").json()
-    served.post("/feedback", {"id": found["id"], "label": True})
+    result = complete(served, tools=[tool], tool_choice="auto").json()
+    served.post("/feedback", {"id": result["id"], "label": True})
     assert served.rows()[0]["tools"] == [tool]
 
 

@@ -147,11 +147,13 @@ def test_requests_at_once_have_the_answers_that_they_have_alone(model: ChatModel
 
     async def together() -> list[Answer]:
         work = zip(texts, samplings, (0.0, 0.0, 0.005, 0.01, 0.01, 0.02), strict=True)
-        return await asyncio.gather(*(answer(*each) for each in work))
+        return await asyncio.gather(*(answer(*item) for item in work))
 
-    alone = [run(answer(*each)).completion for each in zip(texts, samplings, strict=True)]
+    alone = [run(answer(*item)).completion for item in zip(texts, samplings, strict=True)]
     completions = [answer.completion for answer in run(together())]
-    assert [each.tokens for each in completions] == [each.tokens for each in alone]
+    assert [completion.tokens for completion in completions] == [
+        completion.tokens for completion in alone
+    ]
     for mine, expected in zip(completions, alone, strict=True):
         assert mine.text == expected.text
         assert mine.logps == pytest.approx(expected.logps, abs=1e-5)
@@ -199,8 +201,8 @@ def test_an_adapter_run_answers_as_its_merged_model(tmp_path: Path) -> None:
         settings["eos_token_id"] = sorted(model.encoder.end_ids)
         mask = torch.ones_like(ids)
         expected, base = (
-            each.generate(input_ids=ids, attention_mask=mask, **settings)[0, ids.shape[1] :]
-            for each in (merged, plain)
+            item.generate(input_ids=ids, attention_mask=mask, **settings)[0, ids.shape[1] :]
+            for item in (merged, plain)
         )
         assert list(answer.completion.tokens) == expected.tolist()
         changed |= expected.tolist() != base.tolist()
@@ -308,8 +310,8 @@ def parts_until(
 @pytest.mark.parametrize("seed", range(6))
 def test_text_ends_before_a_stop_string(model: ChatModel, seed: int) -> None:
     sampling = Sampling(max_new_tokens=40, seed=seed, temperature=2.0)
-    _, whole = run(parts_of(model, sampling=sampling))
-    text = whole.completion.text
+    _, full = run(parts_of(model, sampling=sampling))
+    text = full.completion.text
     for size in (1, 2, 5):
         middle = len(text) // 2
         stop = text[middle : middle + size]
@@ -319,7 +321,7 @@ def test_text_ends_before_a_stop_string(model: ChatModel, seed: int) -> None:
         assert "".join(pieces) == answer.completion.text == text[: text.index(stop)]
         assert answer.completion.stop == "stop"
         tokens = answer.completion.tokens
-        assert tokens == whole.completion.tokens[: len(tokens)]
+        assert tokens == full.completion.tokens[: len(tokens)]
         decode: Any = trainer().prepared.tokenizer.decode
         assert stop in decode(list(tokens), skip_special_tokens=True)
         assert stop not in decode(list(tokens[:-1]), skip_special_tokens=True)

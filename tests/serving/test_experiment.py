@@ -143,14 +143,14 @@ def test_a_line_that_a_crash_has_cut_off_is_removed(tmp_path: Path) -> None:
             assignment = experiment.plan.assign(f"user/{number}")
             experiment.vote(assignment, str(number), "", True)
     path = tmp_path / "feedback.ab.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"completion": "4", "ra')
+    full = path.read_bytes()
+    path.write_bytes(full + b'{"completion": "4", "ra')
     result = read_result(path)
     assert result.a.thumbs_up + result.b.thumbs_up == 3
     with opened(tmp_path) as experiment:
         assert experiment.result == result
         experiment.vote(experiment.plan.assign("user/4"), "4", "", False)
-    assert path.read_bytes().startswith(whole)
+    assert path.read_bytes().startswith(full)
     assert len(path.read_text().splitlines()) == 5
     path.write_bytes(b'{"test"')  # killed as the test began
     with opened(tmp_path) as experiment:
@@ -161,8 +161,8 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path):
         pass
     path = tmp_path / "feedback.ab.jsonl"
-    whole = path.read_text()
-    for text in (whole.replace("0.5", "0.6"), whole + "{}\n", "[]\n", '{"a": 1}\n', "no JSON\n"):
+    full = path.read_text()
+    for text in (full.replace("0.5", "0.6"), full + "{}\n", "[]\n", '{"a": 1}\n', "no JSON\n"):
         path.write_text(text)
         with raises_error("output-line-foreign", where="feedback.ab.jsonl:"), opened(tmp_path):
             pass

@@ -53,10 +53,10 @@ def opened(out: Path) -> Iterator[Open]:
 
 def answers(store: FeedbackStore, number: int, **changes: Any) -> list[Answer]:
     """Answers to the same prompt, which the store has."""
-    found = [sample(seed=seed, **changes) for seed in range(number)]
-    for answer in found:
+    results = [sample(seed=seed, **changes) for seed in range(number)]
+    for answer in results:
         store.add(answer)
-    return found
+    return results
 
 
 def rows_of(store: FeedbackStore, kind: str = "") -> list[dict[str, Any]]:
@@ -194,11 +194,11 @@ def test_lines_that_a_crash_has_cut_off_are_removed(opened: Open, out: Path) -> 
     pending = out.with_suffix(".pending.jsonl").read_bytes()
     store.close()
     path = out.with_suffix(".answers.jsonl")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])  # without the end of the second answer
+    full = path.read_bytes()
+    path.write_bytes(full[:-1])  # without the end of the second answer
     out.with_suffix(".pending.jsonl").write_bytes(pending + pending[: len(pending) // 2])
     store = opened()
-    assert path.read_bytes() == whole.splitlines(keepends=True)[0]
+    assert path.read_bytes() == full.splitlines(keepends=True)[0]
     assert store.answer(first.id).id == first.id
     with pytest.raises(KeyError):
         store.answer(second.id)
@@ -429,7 +429,7 @@ def test_the_tokens_that_train_are_those_that_were_sampled(opened: Open, out: Pa
     store.flush()
 
     kto = prepared_rows("kto", out)
-    assert [(each.prompt_ids, each.answers[0].ids, each.label) for each in kto] == [
+    assert [(item.prompt_ids, item.answers[0].ids, item.label) for item in kto] == [
         (first.prompt_ids, first.completion.tokens, True),
         (empty.prompt_ids, empty.completion.tokens, False),
         (other.prompt_ids, other.completion.tokens, True),
@@ -466,10 +466,10 @@ def test_rows_hold_the_log_probabilities_exactly(opened: Open, out: Path) -> Non
 
 def test_two_threads_may_vote_at_once(opened: Open, out: Path) -> None:
     store = opened()
-    found = answers(store, 6)
+    result = answers(store, 6)
 
     def vote(rater: str) -> None:
-        for number, answer in enumerate(found):
+        for number, answer in enumerate(result):
             store.rate(answer, rater, label=number % 2 == 0)
 
     threads = [threading.Thread(target=vote, args=(rater,)) for rater in ("anna", "ben", "carl")]

@@ -26,29 +26,29 @@ def vote() -> None:
 
 
 def test_votes_and_rows_agree_after_kills(tmp_path: Path) -> None:
-    out, said = tmp_path / "feedback.jsonl", tmp_path / "said"
+    out, message = tmp_path / "feedback.jsonl", tmp_path / "said"
     random.seed(0)
     confirmed = 0
     for _ in range(10):
-        said.unlink(missing_ok=True)
-        program = Program(str(out), str(confirmed), main=vote, said=said)
-        while not (said.exists() and said.read_text().startswith("open\n")):
-            assert program.poll() is None, said.read_text()
+        message.unlink(missing_ok=True)
+        program = Program(str(out), str(confirmed), main=vote, said=message)
+        while not (message.exists() and message.read_text().startswith("open\n")):
+            assert program.poll() is None, message.read_text()
             time.sleep(0.01)
         time.sleep(random.uniform(0.05, 0.3))
         os.kill(program.pid, signal.SIGKILL)
         program.process.join()
-        lines = said.read_text().splitlines(keepends=True)[1:]
+        lines = message.read_text().splitlines(keepends=True)[1:]
         numbers = [int(line) for line in lines if line.endswith("\n")]
         assert numbers == list(range(confirmed, confirmed + len(numbers)))
         confirmed += len(numbers)
         with closing(FeedbackStore(out)) as store:
             store.flush()
-        found = {int(row["prompt"][0]["content"].split()[1]): row["label"] for row in rows(out)}
+        results = {int(row["prompt"][0]["content"].split()[1]): row["label"] for row in rows(out)}
         expected = {number: label_of(number) for number in range(confirmed)}
-        assert expected.items() <= found.items()
-        assert len(found) <= confirmed + 1  # at most one vote was not confirmed any more
-        assert len(rows(out)) == len(found)
-        assert len(rows(out.with_suffix(".votes.jsonl"))) == len(found)
+        assert expected.items() <= results.items()
+        assert len(results) <= confirmed + 1  # at most one vote was not confirmed any more
+        assert len(rows(out)) == len(results)
+        assert len(rows(out.with_suffix(".votes.jsonl"))) == len(results)
         assert not out.with_suffix(".pending.jsonl").exists()
     assert confirmed > 20

@@ -170,7 +170,7 @@ def test_log_probabilities_are_those_of_the_row(api: Api) -> None:
     assert [token["logprob"] for token in content] == api.rows()[0]["logps"]
     chunks = events(api.post("/v1/chat/completions", {**body, "stream": True}))[:-1]
     streamed = [c for chunk in chunks if (c := chunk["choices"][0]["logprobs"])]
-    assert [each["content"] for each in streamed] == [content]
+    assert [item["content"] for item in streamed] == [content]
     assert api.complete()["choices"][0]["logprobs"] is None
 
 
@@ -193,7 +193,7 @@ def test_choices_are_sampled_together(api: Api) -> None:
 def test_the_model_can_be_named(api: Api, model: str | None) -> None:
     completion = api.complete(**({} if model is None else {"model": model}))
     assert completion["model"] == "first"
-    assert [each["id"] for each in api.get("/v1/models").json()["data"]] == ["first"]
+    assert [item["id"] for item in api.get("/v1/models").json()["data"]] == ["first"]
 
 
 def test_an_unknown_model_is_refused(api: Api) -> None:
@@ -287,7 +287,7 @@ def test_each_user_gets_one_model_and_no_response_names_it(serve: Serve) -> None
         assert "second" not in json.dumps(completion)
         texts[user] = completion["choices"][0]["message"]["content"]
         api.post("/feedback", {"id": completion["id"], "label": True, "user": user})
-    assert [each["id"] for each in api.get("/v1/models").json()["data"]] == ["valence"]
+    assert [item["id"] for item in api.get("/v1/models").json()["data"]] == ["valence"]
     assert api.get("/health").json()["model"] == "valence"
     infos = info_of(api)
     sides = [info["side"] for info in infos]
@@ -402,7 +402,7 @@ def test_more_requests_than_can_wait_are_refused(api: Api, monkeypatch: pytest.M
             assert refused.json()["error"]["code"] == "server-busy"
             return [
                 refused.status_code,
-                *[each.status_code for each in await asyncio.gather(*busy)],
+                *[item.status_code for item in await asyncio.gather(*busy)],
             ]
 
     assert run(work()) == [503, 200, 200, 200]

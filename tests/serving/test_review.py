@@ -67,7 +67,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_rows_that_contradict_or_nearly_repeat_each_other_are_one_case(tmp_path: Path) -> None:
     result = audited(tmp_path / "rows.jsonl", thumbs())
     suspicions = find_suspicions(result)
-    assert {index: [each.reason for each in found] for index, found in suspicions.items()} == {
+    assert {index: [item.reason for item in outcome] for index, outcome in suspicions.items()} == {
         0: ["contradiction", "near_duplicate"],
         1: ["contradiction"],
         2: ["near_duplicate"],
@@ -82,8 +82,8 @@ def test_rows_that_the_model_contradicts_come_most_suspicious_first(tmp_path: Pa
     result = audited(tmp_path / "rows.jsonl", thumbs())
     predicted: RowAudit = replace(result, probabilities={0: 0.4, 1: 0.3, 3: 0.2, 5: 0.9})
     suspicions = find_suspicions(predicted)
-    assert [each.reason for each in suspicions[3]] == ["model"]
-    assert "model" not in [each.reason for each in suspicions[5]]
+    assert [suspicion.reason for suspicion in suspicions[3]] == ["model"]
+    assert "model" not in [suspicion.reason for suspicion in suspicions[5]]
     assert make_cases(predicted, suspicions) == [(1, 0, 2), (5, 4), (3,)]
 
 
@@ -123,13 +123,13 @@ def test_reviewed_rows_say_who_decided_what_and_others_stay_as_they_are(serve: S
     assert served.decide(4, "drop").status_code == 200
     rows = served.rows()
     assert rows[2:] == [thumbs()[2], thumbs()[3], thumbs()[5]]
-    flipped, kept = rows[:2]
-    assert (flipped["label"], kept["label"]) == (False, False)
+    flipped, remaining = rows[:2]
+    assert (flipped["label"], remaining["label"]) == (False, False)
     review = flipped["info"].pop("review")
     assert flipped["info"] == thumbs()[0]["info"]
     assert time.time() - 60 < _seconds(review.pop("at")) < time.time() + 60
     assert review == {"decision": "flip", "by": "anna", "was": True}
-    assert kept["info"]["review"]["by"] == "ben"
+    assert remaining["info"]["review"]["by"] == "ben"
     assert served.review.progress() == {
         "rows": 5, "keep": 1, "flip": 1, "drop": 1, "score": 0, "left": 2,
     }  # fmt: skip
@@ -543,7 +543,7 @@ def decide() -> None:
 
 @pytest.mark.slow
 def test_decisions_and_rows_agree_after_kills(tmp_path: Path) -> None:
-    said = tmp_path / "said"
+    message = tmp_path / "said"
     rows = [
         {"prompt": f"question {i // 2}", "completion": "same", "label": i % 2 == 0}
         for i in range(2 * NUM_PAIRS)
@@ -552,15 +552,15 @@ def test_decisions_and_rows_agree_after_kills(tmp_path: Path) -> None:
     random.seed(0)
     confirmed, expected = 0, dict[int, str]()
     for _ in range(8):
-        said.unlink(missing_ok=True)
-        program = Program(str(tmp_path), str(confirmed), main=decide, said=said)
-        while not (said.exists() and said.read_text().startswith("open\n")):
-            assert program.poll() is None, said.read_text()
+        message.unlink(missing_ok=True)
+        program = Program(str(tmp_path), str(confirmed), main=decide, said=message)
+        while not (message.exists() and message.read_text().startswith("open\n")):
+            assert program.poll() is None, message.read_text()
             time.sleep(0.01)
         time.sleep(random.uniform(0.02, 0.3))
         os.kill(program.pid, signal.SIGKILL)
         program.process.join()
-        numbers = [int(line) for line in said.read_text().splitlines(keepends=True)[1:]
+        numbers = [int(line) for line in message.read_text().splitlines(keepends=True)[1:]
                    if line.endswith("\n")]  # fmt: skip
         confirmed += len(numbers)
         expected |= {number % len(rows): choice_of(number) for number in numbers}
@@ -568,11 +568,11 @@ def test_decisions_and_rows_agree_after_kills(tmp_path: Path) -> None:
         assert all(isinstance(row, dict) for row in lines(tmp_path / "reviewed.jsonl"))
         out = tmp_path / "reviewed.jsonl"
         with closing(LabelReview(audited(tmp_path / "rows.jsonl"), out)) as review:
-            found = dict(enumerate(choices(review)))
-        changed = {index for index, choice in found.items() if choice != expected.get(index)}
+            result = dict(enumerate(choices(review)))
+        changed = {index for index, choice in result.items() if choice != expected.get(index)}
         assert changed <= {confirmed % len(rows)}  # it was not confirmed any more
         for index in changed:
-            expected[index] = str(found[index])
-        kept = [row for index, row in enumerate(rows) if expected.get(index) != "drop"]
-        assert [row["prompt"] for row in lines(out)] == [row["prompt"] for row in kept]
+            expected[index] = str(result[index])
+        remaining = [row for index, row in enumerate(rows) if expected.get(index) != "drop"]
+        assert [row["prompt"] for row in lines(out)] == [row["prompt"] for row in remaining]
     assert confirmed > 20

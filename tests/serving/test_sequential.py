@@ -52,7 +52,7 @@ def e_values(sides: list[int], labels: list[bool]) -> list[tuple[float, float]]:
             effect = ratio if better == 1 else -ratio
             odds = rate / (1 - rate)
             odds_of = (odds * math.exp(-effect * share), odds * math.exp(effect * (1 - share)))
-            p_a, p_b = (Fraction(each / (1 + each)) for each in odds_of)
+            p_a, p_b = (Fraction(item / (1 + item)) for item in odds_of)
             num_b = sum(sides[index] for index in block)
             p_0 = ((len(block) - num_b) * p_a + num_b * p_b) / len(block)
             for index in block:

@@ -54,9 +54,9 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def settings_for(folder: Path, place: Path) -> dict[str, Any]:
     """Twelve thumbs in steps of four, three times; a checkpoint after every second step."""
-    found = recipe(folder, place, model={"lora": {"rank": 2}}, train={"epochs": 3})
-    found["run"] |= {"save_every": 2, "log_every": 3}
-    return found
+    result = recipe(folder, place, model={"lora": {"rank": 2}}, train={"epochs": 3})
+    result["run"] |= {"save_every": 2, "log_every": 3}
+    return result
 
 
 @pytest.fixture

@@ -56,18 +56,21 @@ def sample(
     out: str = "answers.jsonl",
     target: str = "model",
     data: Sequence[str] = ("prompts.jsonl",),
-    **how: Any,
+    **options: Any,
 ) -> SampleCounts:
-    drawn = {name: how.pop(name) for name in Draws.__dataclass_fields__ if name in how}
+    drawn = {name: options.pop(name) for name in Draws.__dataclass_fields__ if name in options}
     draws = Draws(**{"n": 3, "max_new_tokens": 6, "at_once": 6, **drawn})
-    return sample_rows(target, Path(out), draws, data=data, quiet=True, **how)
+    return sample_rows(target, Path(out), draws, data=data, quiet=True, **options)
 
 
 def judge(
-    *rewards: str, out: str = "scored.jsonl", data: Sequence[str] = ("answers.jsonl",), **how: Any
+    *rewards: str,
+    out: str = "scored.jsonl",
+    data: Sequence[str] = ("answers.jsonl",),
+    **options: Any,
 ) -> Tally:
     return score_by_reward(
-        data, Path(out), rewards=rewards or ("rewards:short",), quiet=True, **how
+        data, Path(out), rewards=rewards or ("rewards:short",), quiet=True, **options
     )
 
 

@@ -43,8 +43,8 @@ def read(name: str = "out.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(name).read_text().splitlines()]
 
 
-def score(*data: str, target: str = "model", out: str = "out.jsonl", **how: Any) -> Tally:
-    return score_rows(target, data or ALL, Path(out), quiet=True, **how)
+def score(*data: str, target: str = "model", out: str = "out.jsonl", **options: Any) -> Tally:
+    return score_rows(target, data or ALL, Path(out), quiet=True, **options)
 
 
 def invoke(*words: str) -> None:

@@ -73,8 +73,8 @@ def recipe(model: str = "chat", rows: str = "pairs.jsonl", **data: Any) -> dict[
     }
 
 
-def prepared(**given: Any) -> Prepared:
-    return prepare(load_recipe(recipe(**given), method_of=method_of))
+def prepared(**args: Any) -> Prepared:
+    return prepare(load_recipe(recipe(**args), method_of=method_of))
 
 
 def asked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
@@ -118,13 +118,13 @@ def test_training_sampling_scoring_and_the_card_agree_on_plain_text(
 
 
 def test_without_a_template_plain_text_stays_and_chats_name_the_setting(place: Path) -> None:
-    found = prepared(model="base")
-    assert (found.encoder.as_chat, found.uses_template, found.recipe.data.as_chat) == (
+    result = prepared(model="base")
+    assert (result.encoder.as_chat, result.uses_template, result.recipe.data.as_chat) == (
         False,
         False,
         False,
     )
-    assert found.source.settings["data.as_chat"].is_automatic
+    assert result.source.settings["data.as_chat"].is_automatic
     with raises_error(
         "chat-template-missing",
         where="data.as_chat",
@@ -341,9 +341,9 @@ def test_every_end_token_is_used_everywhere(family: str, rows: str, place: Path)
     assert f"{end} ({last})" in _shown(run.prepared)
 
 
-def _shown(found: Prepared) -> str:
+def _shown(result: Prepared) -> str:
     console = Console(record=True, width=200)
-    show_audit(found, console)
+    show_audit(result, console)
     return console.export_text()
 
 
@@ -355,22 +355,22 @@ def test_an_answer_that_ends_at_any_of_them_is_finished(place: Path) -> None:
     model.save_pretrained("chat")
     run = build_run(recipe(), quiet=True)
     assert {*stops} <= {*run.prepared.encoder.end_ids}
-    found = run.sample(["question 0", "question 1"], Sampling(max_new_tokens=8, seed=1), 4)
-    answers = [answer for several in found for answer in several if answer.tokens[-1] in stops]
+    result = run.sample(["question 0", "question 1"], Sampling(max_new_tokens=8, seed=1), 4)
+    answers = [answer for several in result for answer in several if answer.tokens[-1] in stops]
     assert answers
     assert {answer.stop for answer in answers} == {"eos"}
-    given = valence.api.build_run(
+    inputs = valence.api.build_run(
         {**recipe(), "run": {"dir": "given"}}, model=model, tokenizer=tokenizer, quiet=True
     )
-    assert {*stops} <= {*given.prepared.encoder.end_ids}
+    assert {*stops} <= {*inputs.prepared.encoder.end_ids}
 
 
 def test_plain_text_ends_with_the_tokenizers_end_token(place: Path) -> None:
-    found = prepared(as_chat=False)
+    result = prepared(as_chat=False)
     eos = tiny_tokenizer().eos_token_id
-    assert found.encoder.end_ids[0] == eos
+    assert result.encoder.end_ids[0] == eos
     assert all(
-        answer.ids[-1] == eos for unit in found.corpora["train"].units for answer in unit.answers
+        answer.ids[-1] == eos for unit in result.corpora["train"].units for answer in unit.answers
     )
 
 

@@ -38,14 +38,14 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PolicyMode
     monkeypatch.chdir(tmp_path)
     for module in (building, plan):
         monkeypatch.setattr(module, "why_not", lambda device: None)
-    found: list[PolicyModel] = []
+    results: list[PolicyModel] = []
 
     def note(engine: PolicyModel) -> None:
         engine.compiled = True
-        found.append(engine)
+        results.append(engine)
 
     monkeypatch.setattr(building, "compile_layers", note)
-    return found
+    return results
 
 
 def build(*overrides: str, training: bool = True) -> list[PolicyModel]:

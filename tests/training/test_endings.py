@@ -115,10 +115,10 @@ def test_the_card_of_a_run_that_was_stopped_says_so(
     assert re.search(r"\bstopped\b.*\b6\b", card)
 
 
-@pytest.mark.parametrize(("where", "kept"), [("forward", ["step-2"]), ("update", [])])
+@pytest.mark.parametrize(("where", "remaining"), [("forward", ["step-2"]), ("update", [])])
 def test_a_state_is_saved_unless_the_weights_were_changing(
     where: str,
-    kept: list[str],
+    remaining: list[str],
     folder: Path,
     tmp_path: Path,
     monkeypatch: Any,
@@ -133,14 +133,14 @@ def test_a_state_is_saved_unless_the_weights_were_changing(
     target, name = calls[where].rsplit(".", 1)
     module, kind = target.rsplit(".", 1)
     owner = getattr(__import__(module, fromlist=[kind]), kind)
-    original, seen = getattr(owner, name), []
+    original, observed = getattr(owner, name), []
 
     def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(1)
-        if len(seen) == 3 and where == "forward":
+        observed.append(1)
+        if len(observed) == 3 and where == "forward":
             raise KeyboardInterrupt
         done = original(self, *args, **kwargs)
-        if len(seen) == 3:
+        if len(observed) == 3:
             raise KeyboardInterrupt
         return done
 
@@ -149,5 +149,5 @@ def test_a_state_is_saved_unless_the_weights_were_changing(
     del settings["data"]["eval"], settings["eval"]
     with pytest.raises(KeyboardInterrupt):
         valence.train(settings, quiet=True)
-    assert saved(tmp_path) == kept
+    assert saved(tmp_path) == remaining
     assert status(tmp_path) == "interrupted"

@@ -21,13 +21,13 @@ def measured(
     name: str, budget: int, *, backward: bool, entropy: bool = True
 ) -> tuple[dict[str, float], torch.Tensor]:
     policy, reference = models_for(name)
-    made = objective(name, policy, reference, budget=budget)
-    outcome = made.run(units_for(name), backward=backward, entropy=entropy)
+    actual = objective(name, policy, reference, budget=budget)
+    outcome = actual.run(units_for(name), backward=backward, entropy=entropy)
     assert (outcome.micro_batches > 1) == (budget < 1000)
     meter = Meter()
     meter.pool(outcome.metrics)
     gradient = [torch.zeros(1) if p.grad is None else p.grad.flatten() for p in policy.parameters()]
-    return meter.reduce(made.group), torch.cat(gradient)
+    return meter.reduce(actual.group), torch.cat(gradient)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_records_of_a_run_have_it(
     from valence.trainer import step
 
     make(tmp_path)
-    asked: list[bool] = []
+    requests: list[bool] = []
     run = step.Objective.run
 
-    def note(self: Any, *rest: Any, **how: Any) -> Any:
-        if how.get("backward"):
-            asked.append(how["entropy"])
-        return run(self, *rest, **how)
+    def note(self: Any, *rest: Any, **options: Any) -> Any:
+        if options.get("backward"):
+            requests.append(options["entropy"])
+        return run(self, *rest, **options)
 
     monkeypatch.setattr(step.Objective, "run", note)
     settings = recipe(
@@ -94,7 +94,7 @@ def test_records_of_a_run_have_it(
     records = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert asked == [False, False, True, False, True]
+    assert requests == [False, False, True, False, True]
     assert [(record["step"], 0 < record["entropy"] < 7) for record in records] == [
         (3, True),
         (5, True),

@@ -161,16 +161,16 @@ def test_a_resumed_run_keeps_the_step_from_which_the_smaller_number_holds(
 
     with monkeypatch.context() as patch:
         spy_on_objectives(patch, before=fail)
-        whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
+        full, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
         killed(settings, 6)
     again, _ = train(settings)
     assert (
         again.state.budget.state_dict()
-        == whole.state.budget.state_dict()
+        == full.state.budget.state_dict()
         == [[0, "evaluation", 60], [5, "training", 30]]
     )
     assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
 
 
 def test_memory_that_runs_out_again_ends_the_run_with_advice() -> None:

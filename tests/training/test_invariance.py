@@ -95,12 +95,12 @@ def related(kind: Kind) -> list[TokenizedExample]:
         return tuple(draw.randrange(3, 97) for _ in range(length))
 
     system = ids(18)
-    asked, talk, alike = system + ids(20), system + ids(17), system + ids(3)
-    prompts = [asked] * 4 + [alike] * 3 + [ids(5), ids(30)]
+    request, talk, alike = system + ids(20), system + ids(17), system + ids(3)
+    prompts = [request] * 4 + [alike] * 3 + [ids(5), ids(30)]
     for _ in range(5):
         prompts.append(talk)
         talk += ids(draw.randint(1, 18))
-    made: list[TokenizedExample] = []
+    results: list[TokenizedExample] = []
     for i, prompt in enumerate(prompts):
         after = next(
             (
@@ -112,7 +112,7 @@ def related(kind: Kind) -> list[TokenizedExample]:
         )
         first = after[len(prompt) : len(prompt) + 6] or ids(draw.randint(1, 9))
         sides = (first, ids(4))[: 2 if kind == "preference" else 1]
-        made.append(
+        results.append(
             unit(
                 f"row{i}",
                 kind,
@@ -122,7 +122,7 @@ def related(kind: Kind) -> list[TokenizedExample]:
                 weight=1.0 + i % 2,
             )
         )
-    return made
+    return results
 
 
 def step(
@@ -133,10 +133,12 @@ def step(
     """
     sampler = Sampler(tuple(rows), batch_size=len(rows))
     chosen, following = sampler.step(0)
-    made = objective(method, pair.policy, pair.reference, budget=budget, max_length=200, **settings)
+    actual = objective(
+        method, pair.policy, pair.reference, budget=budget, max_length=200, **settings
+    )
     stands_still = torch.optim.SGD(pair.policy.parameters(), lr=0.0)
     outcome, norm, applied = optimizer_step(
-        made, stands_still, [rows[i] for i in chosen], (rows[i] for i in following), clip_norm=1.0
+        actual, stands_still, [rows[i] for i in chosen], (rows[i] for i in following), clip_norm=1.0
     )
     assert applied
     meter = Meter()
@@ -144,7 +146,7 @@ def step(
         for part in outcome.metrics.get(name, []):
             meter.add({name: part})
     return {"loss": float(outcome.loss), "grad_norm": norm} | meter.reduce(
-        made.group
+        actual.group
     ), outcome.micro_batches
 
 
@@ -209,9 +211,9 @@ def test_a_step_is_the_same_however_it_is_run(
         pair.policy.max_joint_rows = way.along
         pair.lay_out(packed=way.packed)
         arriving = rows if way.order is None else random.Random(way.order).sample(rows, len(rows))
-        found, num_micro_batches = step(pair, method, arriving, budget)
+        result, num_micro_batches = step(pair, method, arriving, budget)
         assert num_micro_batches == num_micro_batches_of(rows, budget)
-        assert found == pytest.approx(expected, rel=TOLERANCE[dtype], abs=0), (way, budget)
+        assert result == pytest.approx(expected, rel=TOLERANCE[dtype], abs=0), (way, budget)
 
 
 @pytest.mark.parametrize("kind", ["judgement", "preference"])

@@ -38,8 +38,8 @@ def test_the_best_checkpoint_stays_and_is_found(settings: dict[str, Any], tmp_pa
     }
     best = min(margins, key=lambda step: margins[step])
     assert best != 9
-    kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert kept == sorted([f"step-{best}", "step-9"])
+    remaining = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert remaining == sorted([f"step-{best}", "step-9"])
     run = restore(tmp_path / "run", at="best", quiet=True)
     assert run.step == best
     assert run.evaluate().metrics["rewards/margins"] == pytest.approx(margins[best], rel=1e-4)
@@ -112,9 +112,9 @@ def test_a_run_that_no_longer_gets_better_ends_early_until_made_longer(
 ) -> None:
     settings["run"]["early_stop"] = NO_BETTER
     killed(settings, 4)
-    run, said = train(settings)
+    run, message = train(settings)
     assert run.step == 6  # the best is the first, at 2; those at 4 and 6 are no better
-    assert "step 6 of 9" in said
+    assert "step 6 of 9" in message
     facts = json.loads((tmp_path / "run/run.json").read_text())
     assert facts["status"] == "done"
     assert {"eval/loss", "2"} <= set(re.findall(r"[\w/]+", facts["ended_early"]))
@@ -123,8 +123,8 @@ def test_a_run_that_no_longer_gets_better_ends_early_until_made_longer(
     assert train(settings)[0].step == 6
     assert records(tmp_path / "run") == done
     settings["train"]["epochs"] = 4
-    run, said = train(settings)
-    assert {"12", "9"} <= set(re.findall(r"\d+", said))
+    run, message = train(settings)
+    assert {"12", "9"} <= set(re.findall(r"\d+", message))
     assert (run.step, run.total_steps) == (10, 12)  # two more evaluations that were no better
 
 
@@ -143,9 +143,9 @@ def test_a_run_that_is_killed_after_its_early_end_trains_no_further(
         patch.setattr(Trainer, "evaluate_training_rows", kill)
         with pytest.raises(Killed):
             train(settings, quiet=True)
-    run, said = train(settings)
+    run, message = train(settings)
     assert run.step == 6
-    assert "step 6 of 9" in said
+    assert "step 6 of 9" in message
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def test_a_run_that_was_made_longer_and_killed_at_once_is_still_longer(
     settings = shared_runs.copy(tmp_path, run={"early_stop": NO_BETTER})
     settings["train"]["epochs"] = 4
     killed(settings, 8)
-    run, said = train(settings)
-    assert "step 6 of 12" in said
+    run, message = train(settings)
+    assert "step 6 of 12" in message
     assert run.step == 10
 
 
@@ -189,7 +189,7 @@ def test_a_finished_run_of_models_alone_is_left_as_it_is(
         restore(tmp_path / "run", quiet=True)
 
 
-@pytest.mark.parametrize(("given", "code", "where"), [
+@pytest.mark.parametrize(("inputs", "code", "where"), [
     ({"max_time": "90"}, "setting-value", "run.max_time"),
     ({"max_time": "00:00:00"}, "setting-value", "run.max_time"),
     ({"max_time": "1:75:00"}, "setting-value", "run.max_time"),
@@ -198,11 +198,11 @@ def test_a_finished_run_of_models_alone_is_left_as_it_is(
     ({"keep": 0}, "setting-type", "run.keep"),
 ])  # fmt: skip
 def test_settings_that_cannot_be_are_refused(
-    given: dict[str, Any],
+    inputs: dict[str, Any],
     code: str,
     where: str,
     settings: dict[str, Any],
 ) -> None:
-    settings["run"] |= given
+    settings["run"] |= inputs
     with raises_error(code, where=where):
         train(settings)

@@ -32,10 +32,10 @@ CONTENT = b"x" * 10**4
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
     """A folder with a file that nobody may change."""
-    made = tmp_path / "outside"
-    made.mkdir()
-    (made / "file").write_bytes(CONTENT)
-    return made
+    result = tmp_path / "outside"
+    result.mkdir()
+    (result / "file").write_bytes(CONTENT)
+    return result
 
 
 def is_untouched(outside: Path) -> bool:
@@ -139,9 +139,9 @@ def test_caches_are_not_written_through_links(tmp_path: Path, outside: Path) -> 
     path = ScoreCache(tmp_path / "scores", identity).path
     assert path is not None
     put_link(path, outside / "file")
-    made = ScoreCache(tmp_path / "scores", identity)
+    cache = ScoreCache(tmp_path / "scores", identity)
     with raises_error("path-is-symlink", where=path.name):
-        made.add({"key": Score(1.0)})
+        cache.add({"key": Score(1.0)})
     put_link(tmp_path / "scores", outside)
     with raises_error("path-is-symlink", where="scores"):
         ScoreCache(tmp_path / "scores", identity)

@@ -42,13 +42,13 @@ def settings(name: str, folder: Path, place: Path, **run: Any) -> dict[str, Any]
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_killed_run_ends_as_an_undisturbed_one(name: str, folder: Path, tmp_path: Path) -> None:
-    (whole := tmp_path / "whole").mkdir()
+    (full := tmp_path / "whole").mkdir()
     (stopped := tmp_path / "stopped").mkdir()
-    run, _ = train(settings(name, folder, whole), quiet=True)
+    run, _ = train(settings(name, folder, full), quiet=True)
     killed(settings(name, folder, stopped), 6)
     resumed, _ = train(settings(name, folder, stopped), quiet=True)
     assert resumed_steps(stopped / "run") == [4]
-    Undisturbed(whole / "run", run).assert_same(resumed, stopped / "run")
+    Undisturbed(full / "run", run).assert_same(resumed, stopped / "run")
 
 
 @pytest.mark.parametrize("name", SOME)

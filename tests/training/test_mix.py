@@ -128,8 +128,8 @@ def test_a_mixed_method_trains_at_a_temperature_of_one() -> None:
     outcome, _, _ = optimizer_step(
         objective("kto", policy, reference), sgd, judged, (), None, [share]
     )
-    (found,) = outcome.metrics["sft/loss"]
-    assert float(found.total) == pytest.approx(wanted, rel=1e-12)
+    (result,) = outcome.metrics["sft/loss"]
+    assert float(result.total) == pytest.approx(wanted, rel=1e-12)
     assert policy.temperature == 0.5
 
 
@@ -228,10 +228,10 @@ def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None
             }
         ],
     }
-    whole = run_of(tmp_path, **sections)
-    whole.fit()
-    assert whole.state.objective.shift.steps == 3
-    assert whole.state.objective.shift.delta != 0 != whole.state.auxiliary[0][1].shift.delta
+    full = run_of(tmp_path, **sections)
+    full.fit()
+    assert full.state.objective.shift.steps == 3
+    assert full.state.objective.shift.delta != 0 != full.state.auxiliary[0][1].shift.delta
     first = run_of(tmp_path, "first", **sections)
     first.state.total_steps = 2
     first.fit()
@@ -240,16 +240,15 @@ def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None
     second = run_of(tmp_path, "second", **sections)
     second.load_state_dict(state)
     second.fit()
-    assert [o.shift for o in second.state.objectives] == [o.shift for o in whole.state.objectives]
+    assert [o.shift for o in second.state.objectives] == [o.shift for o in full.state.objectives]
     for one, other in zip(
-        whole.state.trained_weights.values(), second.state.trained_weights.values(), strict=True
+        full.state.trained_weights.values(), second.state.trained_weights.values(), strict=True
     ):
         assert torch.equal(one, other)
-    assert isinstance(whole.reference, SyncedReference)
+    assert isinstance(full.reference, SyncedReference)
     assert isinstance(second.reference, SyncedReference)
     assert all(
-        torch.equal(p, second.reference.weights[name])
-        for name, p in whole.reference.weights.items()
+        torch.equal(p, second.reference.weights[name]) for name, p in full.reference.weights.items()
     )
 
 
@@ -285,11 +284,11 @@ def test_settings_of_a_mixed_loss_are_checked_like_those_of_the_main_one(
 
 
 def test_all_turns_of_demonstrations_in_a_mix_may_train(tmp_path: Path) -> None:
-    made = recipe(
+    settings = recipe(
         tmp_path, mix=[{"method": "sft", "train": written(tmp_path / "shown.jsonl", SHOWN)}]
     )
-    made["data"]["train_on"] = "assistant"
-    assert load_recipe(made, method_of=method_of).recipe.data.train_on == "assistant"
+    settings["data"]["train_on"] = "assistant"
+    assert load_recipe(settings, method_of=method_of).recipe.data.train_on == "assistant"
 
 
 @pytest.mark.parametrize(

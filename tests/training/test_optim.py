@@ -30,13 +30,13 @@ MOMENTS = (
 def rates(kind: str, warmup: float, total: int, steps: int | None = None) -> list[float]:
     """The learning rate that each optimizer step is made with, at a peak of 1."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    made = schedule(optimizer, kind=kind, warmup=warmup, total=total)
-    found: list[float] = []
+    result = schedule(optimizer, kind=kind, warmup=warmup, total=total)
+    results: list[float] = []
     for _ in range(total if steps is None else steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        results.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        made.step()
-    return found
+        result.step()
+    return results
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_schedules_by_hand(kind: str, expected: list[float]) -> None:
     st.integers(1, 60),
 )
 def test_every_step_trains_and_none_above_the_peak(kind: str, warmup: float, total: int) -> None:
-    found = rates(kind, warmup, total)
-    assert all(0 < rate <= 1 + 1e-12 for rate in found)
+    result = rates(kind, warmup, total)
+    assert all(0 < rate <= 1 + 1e-12 for rate in result)
     rise = min(warmup_steps(warmup, total), total)
-    assert found[:rise] == sorted(found[:rise])
-    assert found[rise:] == sorted(found[rise:], reverse=True)
+    assert result[:rise] == sorted(result[:rise])
+    assert result[rise:] == sorted(result[rise:], reverse=True)
 
 
 @pytest.mark.parametrize(("kind", "last"), [("linear", 0.0), ("cosine", 0.0), ("constant", 1.0)])
@@ -96,9 +96,11 @@ def test_only_matrices_that_train_decay() -> None:
         {"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(2), "frozen": nn.Linear(2, 2)}
     )
     model["frozen"].requires_grad_(False)
-    made = adamw(model, learning_rate=0.1, weight_decay=0.5, betas=(0.8, 0.9))
-    found = {id(p): group["weight_decay"] for group in made.param_groups for p in group["params"]}
-    names = {name: found.get(id(p)) for name, p in model.named_parameters()}
+    result = adamw(model, learning_rate=0.1, weight_decay=0.5, betas=(0.8, 0.9))
+    results = {
+        id(p): group["weight_decay"] for group in result.param_groups for p in group["params"]
+    }
+    names = {name: results.get(id(p)) for name, p in model.named_parameters()}
     assert {name for name, decay in names.items() if decay == 0.5} == {"linear.weight"}
     assert {name for name, decay in names.items() if decay == 0} == {
         "linear.bias",
@@ -109,17 +111,17 @@ def test_only_matrices_that_train_decay() -> None:
         "frozen.weight",
         "frozen.bias",
     }
-    assert all(group["betas"] == (0.8, 0.9) and group["lr"] == 0.1 for group in made.param_groups)
+    assert all(group["betas"] == (0.8, 0.9) and group["lr"] == 0.1 for group in result.param_groups)
 
 
 def test_decay_is_decoupled_from_the_gradient() -> None:
     """With a gradient of zero, a matrix shrinks by lr * decay and a bias stays."""
     model = nn.Linear(2, 2)
     weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
-    made = adamw(model, learning_rate=0.1, weight_decay=0.5, betas=(0.9, 0.999))
+    result = adamw(model, learning_rate=0.1, weight_decay=0.5, betas=(0.9, 0.999))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    made.step()
+    result.step()
     torch.testing.assert_close(model.weight.detach(), weight * (1 - 0.1 * 0.5))
     assert torch.equal(model.bias.detach(), bias)
 
@@ -138,8 +140,8 @@ def test_a_model_with_matrices_alone_has_one_group() -> None:
 def test_a_critic_has_groups_and_a_rate_of_its_own_under_one_schedule() -> None:
     """The first group stays the policy's: its rate is the one that is logged."""
     model = nn.ModuleDict({"critic": nn.Linear(2, 1), "model": nn.Linear(3, 2)})
-    how: dict[str, Any] = {"learning_rate": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.99)}
-    made = adamw(model, **how, value_learning_rate=0.4)
+    options: dict[str, Any] = {"learning_rate": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.99)}
+    result = adamw(model, **options, value_learning_rate=0.4)
     wanted = [
         ("model.weight", 0.1, 0.5),
         ("model.bias", 0.1, 0.0),
@@ -148,16 +150,16 @@ def test_a_critic_has_groups_and_a_rate_of_its_own_under_one_schedule() -> None:
     ]
     names = {id(p): name for name, p in model.named_parameters()}
     assert [
-        (names[id(p)], g["lr"], g["weight_decay"]) for g in made.param_groups for p in g["params"]
+        (names[id(p)], g["lr"], g["weight_decay"]) for g in result.param_groups for p in g["params"]
     ] == wanted
-    assert [group["lr"] for group in adamw(model, **how).param_groups] == [0.1] * 4
-    falls = schedule(made, kind="linear", warmup=0, total=4)
-    found: list[list[float]] = []
+    assert [group["lr"] for group in adamw(model, **options).param_groups] == [0.1] * 4
+    falls = schedule(result, kind="linear", warmup=0, total=4)
+    results: list[list[float]] = []
     for _ in range(4):
-        found.append([group["lr"] for group in made.param_groups])
-        made.step()
+        results.append([group["lr"] for group in result.param_groups])
+        result.step()
         falls.step()
-    assert found == [
+    assert results == [
         pytest.approx([rate * part for _, rate, _ in wanted]) for part in (1, 0.75, 0.5, 0.25)
     ]
 
@@ -181,8 +183,8 @@ def test_the_state_of_an_optimizer_survives_its_file(
     other[0].load_state_dict(saved["weights"])
     other[1].load_state_dict(saved["optimizer"])
     _train(other, range(3, 5))
-    for wanted, found in zip(through[0].parameters(), other[0].parameters(), strict=True):
-        assert torch.equal(wanted, found)
+    for wanted, result in zip(through[0].parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(wanted, result)
     assert not torch.equal(next(through[0].parameters()), next(stopped[0].parameters()))
 
 
@@ -204,13 +206,13 @@ def _train(of: tuple[nn.Module, torch.optim.Optimizer], steps: range) -> None:
 
 
 def test_moments_of_8_bits_train_as_those_of_32_do() -> None:
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     sizes: list[int] = []
     for kind in ("adamw", "adamw_8bit"):
-        model, optimizer = made = _model_and_optimizer(kind)
+        model, optimizer = result = _model_and_optimizer(kind)
         before = next(model.parameters()).detach().clone()
-        _train(made, range(4))
-        found.append(next(model.parameters()).detach() - before)
+        _train(result, range(4))
+        results.append(next(model.parameters()).detach() - before)
         sizes.append(
             sum(
                 t.nbytes
@@ -218,7 +220,7 @@ def test_moments_of_8_bits_train_as_those_of_32_do() -> None:
                 if name in MOMENTS
             )
         )
-    assert 0 < (found[0] - found[1]).norm() < 0.1 * found[0].norm()
+    assert 0 < (results[0] - results[1]).norm() < 0.1 * results[0].norm()
     assert sizes[1] == sizes[0] // 4 > 0
 
 

@@ -46,15 +46,15 @@ FULL = {"model": {"lora": None}}
 
 
 def settings(name: str, folder: Path, place: Path, **sections: Any) -> dict[str, Any]:
-    found = settings_for(folder, place)
-    found["train"] |= {
+    result = settings_for(folder, place)
+    result["train"] |= {
         "optimizer": name.strip(),
         "optimizer_settings": OPTIMIZERS[name],
         "weight_decay": 0.1,
     }
     for section, values in sections.items():
-        found[section] = {**found.get(section, {}), **values}
-    return found
+        result[section] = {**result.get(section, {}), **values}
+    return result
 
 
 def train_section(**settings: Any) -> Recipe:
@@ -76,14 +76,14 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     name: str, sections: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     """Also one that is killed twice; evaluations come at steps that save and at others."""
-    (whole := tmp_path / "whole").mkdir()
+    (full := tmp_path / "whole").mkdir()
     (stopped := tmp_path / "stopped").mkdir()
-    run, _ = train(settings(name, folder, whole, **sections), quiet=True)
+    run, _ = train(settings(name, folder, full, **sections), quiet=True)
     for step in (3, 6):
         killed(settings(name, folder, stopped, **sections), step)
     resumed, _ = train(settings(name, folder, stopped, **sections), quiet=True)
     assert resumed_steps(stopped / "run") == [2, 4]
-    undisturbed = Undisturbed(whole / "run", run)
+    undisturbed = Undisturbed(full / "run", run)
     undisturbed.assert_same(resumed, stopped / "run")
     start = dict(tiny_weights(folder))
     trained = {n: p for n, p in run.state.trained_weights.items() if n in start}
@@ -116,8 +116,8 @@ def test_averaged_weights_are_measured_sampled_saved_and_exported(
     for exported in ("model", "checkpoints/step-9/model"):
         model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / exported)
         with torch.no_grad():
-            found = oracle(model, torch.arange(3, 40))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+            result = oracle(model, torch.arange(3, 40))
+        torch.testing.assert_close(result, wanted, rtol=0, atol=2e-5)
     assert torch.equal(_logps(run), trained)
     answers = [engine.ask("hi", max_new_tokens=8) for engine in (run, restored)]
     assert answers[0] == answers[1]
@@ -177,7 +177,7 @@ def test_a_combined_optimizer_makes_the_steps_of_its_parts() -> None:
     combined = recipe_optimizer(section, policies[0])
     matrices = hidden_matrices(policies[1])
     others = [p for name, p in policies[1].named_parameters() if name not in matrices]
-    apart = [
+    separate = [
         torch.optim.Muon(list(matrices.values()), lr=0.1, weight_decay=0.0),
         torch.optim.AdamW(others, lr=0.1, weight_decay=0.0),
     ]
@@ -190,7 +190,7 @@ def test_a_combined_optimizer_makes_the_steps_of_its_parts() -> None:
         if step == 2:
             policies[2].load_state_dict(policies[0].state_dict())
             continued.load_state_dict(copy.deepcopy(combined.state_dict()))
-        for optimizer in [combined, *apart, *([continued] if step >= 2 else [])]:
+        for optimizer in [combined, *separate, *([continued] if step >= 2 else [])]:
             optimizer.step()
     for policy, near in ((policies[1], 1e-6), (policies[2], 0.0)):
         for ours, theirs in zip(policies[0].parameters(), policy.parameters(), strict=True):

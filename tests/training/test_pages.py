@@ -33,39 +33,39 @@ class Clock:
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[str]]:
     """A clock, and what was written by it; each page takes two seconds."""
-    clock, found = Clock(), list[str]()
+    clock, actual = Clock(), list[str]()
 
     def write(path: Path, status: str) -> None:
-        found.append(status)
+        actual.append(status)
         clock.now += 2
 
     monkeypatch.setattr(page, "write_page", write)
-    return clock, found
+    return clock, actual
 
 
 def test_the_page_takes_a_small_share_of_the_time(written: tuple[Clock, list[str]]) -> None:
-    clock, found = written
-    ours = pages.Pages(Path("run"), found.append, clock)
+    clock, result = written
+    ours = pages.Pages(Path("run"), result.append, clock)
     while clock.now < 10_000:
         ours.update()
         clock.now += 1
-    most = 10_000 * pages.MAX_SHARE / 2
-    assert 10_000 / (2 / pages.MAX_SHARE + 4) - 1 < len(found) <= most
+    largest = 10_000 * pages.MAX_SHARE / 2
+    assert 10_000 / (2 / pages.MAX_SHARE + 4) - 1 < len(result) <= largest
 
 
 def test_a_short_run_writes_none_on_the_way(written: tuple[Clock, list[str]]) -> None:
-    clock, found = written
-    ours = pages.Pages(Path("run"), found.append, clock)
+    clock, result = written
+    ours = pages.Pages(Path("run"), result.append, clock)
     clock.now = pages.MIN_INTERVAL - 1
     ours.update()
-    assert found == []
+    assert result == []
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(OSError, match=r"report\.html"):
         write_atomically(tmp_path / "report.html", "page")
-    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+    assert [item.name for item in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_a_page_that_fails_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,28 +73,28 @@ def test_a_page_that_fails_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> N
         raise UserError("no", code="x", where="here", fix="mend it")
 
     monkeypatch.setattr(page, "write_page", fail)
-    said: list[str] = []
-    ours = pages.Pages(Path("run"), said.append)
+    message: list[str] = []
+    ours = pages.Pages(Path("run"), message.append)
     ours.write("running")
     ours.write("done")
-    assert len(said) == 1
+    assert len(message) == 1
 
 
 def test_training_rows_are_measured_after_training(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     valence.train(
         recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 5}}, quiet=True
     )
-    found = json.loads((tmp_path / "run" / "eval" / "train.json").read_text())
-    assert len(found["rows"]) == 5
-    assert {row["source"] for row in found["rows"]} == {str(tmp_path / "train.jsonl")}
+    result = json.loads((tmp_path / "run" / "eval" / "train.json").read_text())
+    assert len(result["rows"]) == 5
+    assert {row["source"] for row in result["rows"]} == {str(tmp_path / "train.jsonl")}
     texts = {row["completion"] for row in ROWS}
     assert all(
         row["completion"] in texts and {"reward", "label", "tokens"} <= row.keys()
-        for row in found["rows"]
+        for row in result["rows"]
     )
     run = restore(tmp_path / "run", quiet=True)
     rewards = {row["id"]: row["reward"] for row in run.evaluate(name="train").rows}
-    for row in found["rows"]:
+    for row in result["rows"]:
         assert row["reward"] == pytest.approx(rewards[row["id"]], abs=1e-6)
 
 
@@ -125,12 +125,12 @@ def test_the_log_tells_of_time_and_memory(shared_runs: SharedRuns, tmp_path: Pat
 
 def test_a_cpu_without_bfloat16_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    for knows, said in ((True, ""), (False, "bfloat16")):
+    for knows, message in ((True, ""), (False, "bfloat16")):
         monkeypatch.setattr(
             torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda knows=knows: knows
         )
-        assert said in speed.slow(cpu, torch.bfloat16)
-        assert bool(speed.slow(cpu, torch.bfloat16)) == bool(said)
+        assert message in speed.slow(cpu, torch.bfloat16)
+        assert bool(speed.slow(cpu, torch.bfloat16)) == bool(message)
         assert (
             speed.slow(cpu, torch.float32) == speed.slow(torch.device("cuda"), torch.bfloat16) == ""
         )

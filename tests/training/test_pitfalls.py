@@ -40,7 +40,7 @@ def rows(count: int, offset: int = 0) -> list[dict[str, Any]]:
 
 
 def train(
-    tmp_path: Path, given: list[dict[str, Any]], **sections: Any
+    tmp_path: Path, value: list[dict[str, Any]], **sections: Any
 ) -> tuple[Trainer, list[dict[str, Any]]]:
     """A run on a tiny model, and its log."""
     held_out = sections.pop("held_out", None)
@@ -53,7 +53,7 @@ def train(
         recipe | sections,
         model=tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32),
         tokenizer=tiny_tokenizer(),
-        train=given,
+        train=value,
         eval=held_out,
         quiet=True,
     )
@@ -98,9 +98,9 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
     step = units("judgement", 5)
 
     def run(name: str, group: SingleProcess) -> tuple[float, dict[str, float]]:
-        made = objective(name, policy, reference, budget=budget)
-        made.group = group
-        outcome = made.run(step, backward=True)
+        actual = objective(name, policy, reference, budget=budget)
+        actual.group = group
+        outcome = actual.run(step, backward=True)
         assert (outcome.micro_batches == 1) is (budget == 10_000)
         means = {key: parts[0] for key, parts in outcome.metrics.items() if key.startswith("kl")}
         return float(outcome.loss), {
@@ -116,31 +116,31 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
     )
     assert both["kl/raw"] == pytest.approx((alone["kl/raw"] * 5 + 30) / (5 + 3))
     assert both["kl"] == max(0.0, both["kl/raw"])
-    whole, _ = run("apo_zero_unpaired", SingleProcess())
+    full, _ = run("apo_zero_unpaired", SingleProcess())
     more, _ = run(
         "apo_zero_unpaired",
         WithAnother({(1,): torch.tensor([3]), (4,): torch.tensor([3.0, 0, 0, 0])}),
     )
-    assert more == pytest.approx(whole * 5 / (5 + 3) + 3)
+    assert more == pytest.approx(full * 5 / (5 + 3) + 3)
 
 
-@pytest.mark.parametrize(("budget", "along", "passes"), [
+@pytest.mark.parametrize(("budget", "extra", "passes"), [
     (10_000, 10_000, [True]),  # all in one pass
     (10_000, 0, [True, False]),  # over the keys and values of those that train
     (30, 0, [False] * 3 + [True] * 2),  # in passes of their own
 ])  # fmt: skip
-def test_mismatched_rows_run_without_a_graph(budget: int, along: int, passes: list[bool]) -> None:
+def test_mismatched_rows_run_without_a_graph(budget: int, extra: int, passes: list[bool]) -> None:
     """What has no gradient of its own is detached where it runs with the others: see the losses'
     contract.
     """
     policy, reference = policy_and_reference()
-    policy.max_joint_rows = along
-    made = objective("kto", policy, reference, budget=budget)
+    policy.max_joint_rows = extra
+    actual = objective("kto", policy, reference, budget=budget)
     with_grad: list[bool] = []
     policy.causal.model.register_forward_pre_hook(
         lambda *_: with_grad.append(torch.is_grad_enabled())
     )
-    made.run(units("judgement", 5), backward=True)
+    actual.run(units("judgement", 5), backward=True)
     assert with_grad == passes
 
 
@@ -157,22 +157,22 @@ def test_class_weights_and_the_reference_are_the_same_under_an_adapter() -> None
     copy = build_reference(policy, fresh_adapter=False, model=tiny())
     assert isinstance(copy, FrozenReference)
     settings: dict[str, Any] = {"desirable_weight": 1.3, "undesirable_weight": 0.4}
-    found: list[tuple[float, Tensor]] = []
+    results: list[tuple[float, Tensor]] = []
     for reference in (off, copy):
         policy.zero_grad()
         outcome = objective("kto", policy, reference, **settings).run(
             units("judgement"), backward=True
         )
-        found.append(
+        results.append(
             (
                 float(outcome.loss),
                 torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]),
             )
         )
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-9, atol=1e-12)
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-9, atol=1e-12)
     plain = objective("kto", policy, copy).run(units("judgement"), backward=False)
-    assert float(plain.loss) != pytest.approx(found[0][0], rel=1e-3)
+    assert float(plain.loss) != pytest.approx(results[0][0], rel=1e-3)
 
 
 # Averages
@@ -234,13 +234,13 @@ def test_a_row_counts_as_one_however_long_it_is() -> None:
     short, long = (
         unit("a", "judgement", (5,), ids, label=True) for ids in ((7, 8), tuple(range(10, 40)))
     )
-    made = _made("apo_zero_unpaired")
-    (batch,) = made.divide([short, long]).local
+    result = _made("apo_zero_unpaired")
+    (batch,) = result.divide([short, long]).local
     logp = torch.zeros(len(batch.tokens), dtype=torch.float64, requires_grad=True)
     view = seq_view(
         batch, token_columns(batch, PolicyOutput(logp), torch.zeros_like(logp.detach()))
     )
-    made.method.loss(view, made.settings).sum().backward()
+    result.method.loss(view, result.settings).sum().backward()
     assert logp.grad is not None
     assert len(set(logp.grad[batch.loss_mask].tolist())) == 1
 
@@ -260,9 +260,9 @@ def _made(name: str = "kto") -> Objective:
 def test_data_smaller_than_a_batch_is_trained_on(
     count: int, batch_size: int, epochs: int, steps: int, tmp_path: Path
 ) -> None:
-    given = rows(count)
+    inputs = rows(count)
     run, log = train(
-        tmp_path, given, method="apo_zero_unpaired",
+        tmp_path, inputs, method="apo_zero_unpaired",
         train={"batch_size": batch_size, "epochs": epochs, "learning_rate": 1e-2},
     )  # fmt: skip
     assert [record["step"] for record in log] == list(range(1, steps + 1))
@@ -277,7 +277,7 @@ def test_data_smaller_than_a_batch_is_trained_on(
 
 
 def test_warm_up_and_decay_follow_the_steps_of_the_run(tmp_path: Path) -> None:
-    given = rows(20)
+    inputs = rows(20)
     train_section = {
         "batch_size": 4,
         "epochs": 2,
@@ -285,7 +285,7 @@ def test_warm_up_and_decay_follow_the_steps_of_the_run(tmp_path: Path) -> None:
         "warmup": 0.2,
         "schedule": "linear",
     }
-    _, log = train(tmp_path, given, train=train_section)
+    _, log = train(tmp_path, inputs, train=train_section)
     assert [record["lr"] for record in log] == pytest.approx(
         [1e-3 * f for f in (0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8)]
     )
@@ -307,11 +307,11 @@ def test_evaluation_measures_every_held_out_row_once_and_no_other(
         held_out=held_out,
         train={"batch_size": 4, "micro_batch_tokens": 40, "max_steps": 1},
     )
-    found = run.evaluate()
-    assert [row["completion"] for row in found.rows] == [row["completion"] for row in held_out]
+    result = run.evaluate()
+    assert [row["completion"] for row in result.rows] == [row["completion"] for row in held_out]
     for name, label in (("chosen", True), ("rejected", False)):
-        rewards = [row["reward"] for row in found.rows if row["label"] is label]
-        assert found.metrics[f"rewards/{name}"] == pytest.approx(
+        rewards = [row["reward"] for row in result.rows if row["label"] is label]
+        assert result.metrics[f"rewards/{name}"] == pytest.approx(
             sum(rewards) / len(rewards), rel=1e-5
         )
 
@@ -338,14 +338,14 @@ def test_the_reference_stays_where_the_policy_started(tmp_path: Path) -> None:
     """At evaluation, after training too."""
     held_out = rows(6, offset=100)
     for name, model in (("full", {}), ("adapter", {"lora": {"rank": 4}})):
-        how = {"batch_size": 4, "learning_rate": 2e-2, "epochs": 1}
-        run, log = train(tmp_path / name, rows(8), held_out=held_out, model=model, train=how)
+        options = {"batch_size": 4, "learning_rate": 2e-2, "epochs": 1}
+        run, log = train(tmp_path / name, rows(8), held_out=held_out, model=model, train=options)
         assert log[0]["eval/rewards/chosen"] == pytest.approx(0, abs=1e-6)
         after = run.evaluate().rows
         untouched = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
         start = valence.logprobs(untouched, held_out, tokenizer=tiny_tokenizer(), kind="judgement")
         assert [row["ref"] for row in after] == pytest.approx(
-            [found.total for found in start], rel=1e-4
+            [result.total for result in start], rel=1e-4
         )
         assert any(abs(row["logp"] - row["ref"]) > 1e-2 for row in after)
 

@@ -57,33 +57,33 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def planned(recipe: dict[str, Any], *overrides: str, given: Mapping[str, Any] = GIVEN) -> Plan:
-    in_memory = [name for name, rows in given.items() if rows]
+def planned(recipe: dict[str, Any], *overrides: str, settings: Mapping[str, Any] = GIVEN) -> Plan:
+    in_memory = [name for name, rows in settings.items() if rows]
     return make_plan(
         prepare(
-            load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory), rows=given
+            load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory), rows=settings
         )
     )
 
 
 def test_as_many_tokens_run_at_once_as_fit_and_are_of_use(recipe: dict[str, Any]) -> None:
-    found = planned(recipe)
-    assert found.free is not None
-    most = MAX_TOKENS["cpu"]
+    result = planned(recipe)
+    assert result.free is not None
+    largest = MAX_TOKENS["cpu"]
     assert (
-        replace(found, free=None).micro_batch_tokens
-        == replace(found, free=2**50).micro_batch_tokens
-        == most
+        replace(result, free=None).micro_batch_tokens
+        == replace(result, free=2**50).micro_batch_tokens
+        == largest
     )
-    assert replace(found, free=1).micro_batch_tokens == MIN_TOKENS
-    just = int(found.memory.total(most) / MARGIN) + 1
-    assert replace(found, free=just).micro_batch_tokens == most
-    assert replace(found, free=just - 100).micro_batch_tokens == most // 2
+    assert replace(result, free=1).micro_batch_tokens == MIN_TOKENS
+    just = int(result.memory.total(largest) / MARGIN) + 1
+    assert replace(result, free=just).micro_batch_tokens == largest
+    assert replace(result, free=just - 100).micro_batch_tokens == largest // 2
 
 
 def test_a_number_in_the_recipe_is_taken(recipe: dict[str, Any]) -> None:
-    found = planned(recipe, "train.micro_batch_tokens=77")
-    assert replace(found, free=1).micro_batch_tokens == found.micro_batch_tokens == 77
+    result = planned(recipe, "train.micro_batch_tokens=77")
+    assert replace(result, free=1).micro_batch_tokens == result.micro_batch_tokens == 77
 
 
 def test_the_number_is_written_down_and_kept(
@@ -91,11 +91,11 @@ def test_the_number_is_written_down_and_kept(
 ) -> None:
     """By a run that is taken up, and by one that is brought back, whatever is free then."""
     run = build_run(recipe, rows=GIVEN, quiet=True)
-    most = MAX_TOKENS["cpu"]
+    largest = MAX_TOKENS["cpu"]
     assert (
         run.state.budget.at(0, "training")
         == run.model_writer.facts["micro_batch_tokens"][0][2]
-        == most
+        == largest
     )
     run.state.counters.step = 1
     run.save()
@@ -103,11 +103,11 @@ def test_the_number_is_written_down_and_kept(
     again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, rows=GIVEN, quiet=True)
     assert again.state.budget.at(0, "training") == MIN_TOKENS
     again.load_state_dict(store.load(tmp_path / "run/checkpoints/step-1"))
-    assert again.state.budget.at(0, "training") == most
-    assert restore(tmp_path / "run", quiet=True).state.budget.at(1, "evaluation") == most
+    assert again.state.budget.at(0, "training") == largest
+    assert restore(tmp_path / "run", quiet=True).state.budget.at(1, "evaluation") == largest
     resumed = build_run(recipe, rows=GIVEN, quiet=True)
     assert resumed.step == 1
-    assert resumed.state.budget.at(1, "training") == most
+    assert resumed.state.budget.at(1, "training") == largest
 
 
 OWN = {
@@ -119,12 +119,15 @@ OWN = {
 
 def own(recipe: dict[str, Any], *overrides: str) -> Plan:
     """Of a run that learns from its own answers."""
-    given = {"train": [{"prompt": f"question {i}", "answer": "x"} for i in range(12)], "eval": None}
+    settings = {
+        "train": [{"prompt": f"question {i}", "answer": "x"} for i in range(12)],
+        "eval": None,
+    }
     overrides = ("data.as_chat=false", *overrides)  # prompts of text alone, which are short
     return make_plan(
         prepare(
             load_recipe(recipe | OWN, overrides, method_of=method_of, in_memory=["train"]),
-            rows=given,
+            rows=settings,
         )
     )
 
@@ -136,10 +139,10 @@ def test_of_own_answers_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
 
 def test_all_answers_of_a_step_may_run_at_once(recipe: dict[str, Any]) -> None:
     """Of four prompts three answers each, behind prompts too short to be shared."""
-    found, more = own(recipe), own(recipe, "rollout.num_rollouts=6")
-    assert found.largest > 4 * 3 * 8
-    assert more.largest == 2 * found.largest
-    assert own(recipe, "rollout.num_rollouts=6", "rollout.steps=2").largest == found.largest
+    result, more = own(recipe), own(recipe, "rollout.num_rollouts=6")
+    assert result.largest > 4 * 3 * 8
+    assert more.largest == 2 * result.largest
+    assert own(recipe, "rollout.num_rollouts=6", "rollout.steps=2").largest == result.largest
     assert own(recipe, "train.micro_batch_tokens=50").largest == 50
 
 
@@ -147,23 +150,23 @@ def test_sampling_is_predicted_where_this_process_samples(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "seconds_per_weight", lambda *_: 1e-6)
-    found = own(recipe)
-    assert found.round_seconds is not None
-    assert found.prepared.rollouts is not None
-    rows, prompt, new = found.prepared.rollouts
+    result = own(recipe)
+    assert result.round_seconds is not None
+    assert result.prepared.rollouts is not None
+    rows, prompt, new = result.prepared.rollouts
     assert (rows, new) == (4 * 3, 8)
-    longest = len(found.prepared.tokenizer("question 11").input_ids)
+    longest = len(result.prepared.tokenizer("question 11").input_ids)
     assert prompt in (longest, longest + 1)
-    (line,) = [line for line in describe(found) if line.startswith("sampling:")]
-    assert duration(found.round_seconds) in line
+    (line,) = [line for line in describe(result) if line.startswith("sampling:")]
+    assert duration(result.round_seconds) in line
     assert " 8 " in line
-    assert own(recipe, "rollout.max_new_tokens=16").round_seconds > 2 * found.round_seconds  # type: ignore[operator]
+    assert own(recipe, "rollout.max_new_tokens=16").round_seconds > 2 * result.round_seconds  # type: ignore[operator]
     two_turns = own(recipe, "rollout.at_once=6").round_seconds
     assert two_turns is not None
-    assert two_turns > found.round_seconds  # two prompts' answers at once, of four
+    assert two_turns > result.round_seconds  # two prompts' answers at once, of four
     served = own(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
     assert served.round_seconds is None
-    assert served.memory.sampling == 0 < found.memory.sampling
+    assert served.memory.sampling == 0 < result.memory.sampling
 
 
 def test_own_answers_are_measured_once_in_a_round(
@@ -174,23 +177,23 @@ def test_own_answers_are_measured_once_in_a_round(
     """
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
 
-    def passes(found: Plan) -> float:
+    def passes(result: Plan) -> float:
         """How many forward passes over its answers a step takes."""
-        each = [part for step in found.work for part in step]
-        assert all(measured.tokens == 0 for _, _, measured in each)
-        forward = fmean(speed.forward(found.shape, trained) for _, trained, _ in each)
-        return found.seconds() * 1e9 * speed.EFFICIENCY[torch.float32] / forward
+        item = [part for step in result.work for part in step]
+        assert all(measured.tokens == 0 for _, _, measured in item)
+        forward = fmean(speed.forward(result.shape, trained) for _, trained, _ in item)
+        return result.seconds() * 1e9 * speed.EFFICIENCY[torch.float32] / forward
 
     assert passes(own(recipe, "rollout.measure_kl=false")) == pytest.approx(3)
     assert passes(own(recipe)) == pytest.approx(3)  # which costs no second model
     assert passes(own(recipe, "rollout.measure_kl=true")) == pytest.approx(4)
     assert own(recipe).seconds() == own(recipe).seconds(again=True)
     assert passes(own(recipe, "rollout.measure_kl=false", "rollout.epochs=2")) == pytest.approx(3.5)
-    shared, apart = (
+    shared, separate = (
         own(recipe, "method=ppo", f"value.trunk={trunk}") for trunk in ("shared", "separate")
     )
-    assert shared.memory.value == 0 < apart.memory.value
-    assert shared.seconds() < apart.seconds()
+    assert shared.memory.value == 0 < separate.memory.value
+    assert shared.seconds() < separate.seconds()
 
 
 def test_reward_models_are_counted(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -198,11 +201,11 @@ def test_reward_models_are_counted(recipe: dict[str, Any], tmp_path: Path) -> No
     config = AutoConfig.from_pretrained(recipe["model"]["name"], num_labels=1)
     judge: Any = AutoModelForSequenceClassification.from_config(config)
     judge.save_pretrained(tmp_path / "judge")
-    found = own(
+    result = own(
         recipe, f"reward.0.reward={tmp_path / 'judge'}", "reward.0.settings={dtype: float32}"
     )
-    assert found.memory.reward_models == 4 * sum(p.numel() for p in judge.parameters())
-    assert "reward models 0.00 GB" in "\n".join(describe(found))
+    assert result.memory.reward_models == 4 * sum(p.numel() for p in judge.parameters())
+    assert "reward models 0.00 GB" in "\n".join(describe(result))
     assert "reward models" not in "\n".join(describe(own(recipe)))
     assert own(recipe).memory.reward_models == 0
     (tmp_path / "judge/config.json").unlink()
@@ -215,12 +218,12 @@ def test_what_a_run_takes_is_printed_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
-    found = planned(recipe, "train.epochs=2")
-    lines = {line.split(":")[0]: line for line in describe(found)}
+    result = planned(recipe, "train.epochs=2")
+    lines = {line.split(":")[0]: line for line in describe(result)}
     assert list(lines) == ["steps", "tokens", "weights", "memory", "time"]
     assert re.findall(r"\d+", lines["steps"]) == ["6", "3", "12"]  # in all and per epoch, rows
     assert f"{MAX_TOKENS['cpu']:,} " in lines["tokens"]
-    assert re.findall(r"[\d,]*\d", lines["weights"]) == [f"{found.shape.parameters:,}"]
+    assert re.findall(r"[\d,]*\d", lines["weights"]) == [f"{result.shape.parameters:,}"]
     adapted = planned(recipe, "model.lora={rank: 2}")
     (weights,) = [line for line in describe(adapted) if line.startswith("weights")]
     assert re.findall(r"[\d,]*\d", weights) == [
@@ -228,12 +231,12 @@ def test_what_a_run_takes_is_printed_before_it(
         f"{adapted.shape.trained:,}",
     ]
     assert "KL pairs" not in lines["tokens"]
-    assert [line for line in describe(found, in_detail=True) if "KL pairs" in line]
-    assert f"{found.memory.total(found.largest) / 1e9:.2f} GB" in lines["memory"]
-    assert found.evaluation_seconds > 0  # of training rows, in the end
-    assert duration(found.total_seconds + found.evaluation_seconds) in lines["time"]
-    assert duration(found.evaluation_seconds) in lines["time"]
-    *same, more = describe(replace(found, free=1))
+    assert [line for line in describe(result, in_detail=True) if "KL pairs" in line]
+    assert f"{result.memory.total(result.largest) / 1e9:.2f} GB" in lines["memory"]
+    assert result.evaluation_seconds > 0  # of training rows, in the end
+    assert duration(result.total_seconds + result.evaluation_seconds) in lines["time"]
+    assert duration(result.evaluation_seconds) in lines["time"]
+    *same, more = describe(replace(result, free=1))
     assert len(same) == len(lines)
     assert "0.00 GB" in more  # are free
     console = Console(file=io.StringIO(), width=200)
@@ -256,13 +259,13 @@ def test_later_epochs_take_less_where_the_reference_is_kept(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
-    kept, computed = (
+    remaining, computed = (
         planned(recipe, f"reference.cache={cache}", "train.epochs=3") for cache in ("auto", "off")
     )
-    assert kept.seconds() == computed.seconds() == computed.seconds(again=True)
-    assert kept.seconds(again=True) < kept.seconds()
+    assert remaining.seconds() == computed.seconds() == computed.seconds(again=True)
+    assert remaining.seconds(again=True) < remaining.seconds()
     assert computed.total_seconds == 9 * computed.seconds()
-    assert kept.total_seconds == 3 * kept.seconds() + 6 * kept.seconds(again=True)
+    assert remaining.total_seconds == 3 * remaining.seconds() + 6 * remaining.seconds(again=True)
 
 
 HELD_OUT = {
@@ -284,13 +287,13 @@ HELD_OUT = {
 def test_evaluations_are_counted_as_the_run_makes_them(
     overrides: tuple[str, ...], recipe: dict[str, Any]
 ) -> None:
-    found = planned(recipe, "train.epochs=3", *overrides, given=HELD_OUT)
-    total = found.prepared.total_steps
+    result = planned(recipe, "train.epochs=3", *overrides, settings=HELD_OUT)
+    total = result.prepared.total_steps
     run: Any = SimpleNamespace(
-        prepared=found.prepared, recipe=found.prepared.recipe, total_steps=total, ended_early=""
+        prepared=result.prepared, recipe=result.prepared.recipe, total_steps=total, ended_early=""
     )
-    made = sum(Trainer._is_evaluated(run, step) for step in range(total + 1))
-    assert found.evaluations == made > 0
+    outcome = sum(Trainer._is_evaluated(run, step) for step in range(total + 1))
+    assert result.evaluations == outcome > 0
     assert planned(recipe).evaluations == 0
 
 
@@ -301,7 +304,7 @@ def test_evaluation_is_part_of_the_time(
 
     def seconds(*overrides: str) -> float:
         return planned(
-            recipe, "eval.train_examples=0", *overrides, given=HELD_OUT
+            recipe, "eval.train_examples=0", *overrides, settings=HELD_OUT
         ).evaluation_seconds
 
     once, off = seconds("eval.at_start=false"), "reference.cache=off"

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
     ids=[f"{dtype} {name} {'packed' if packed else 'one by one'}" for dtype, name, packed in CASES],
 )
 def test_differences_are_within_what_is_stated(dtype: torch.dtype, name: str, packed: bool) -> None:
-    found, counts = differences(name, dtype, packed=packed)
+    result, counts = differences(name, dtype, packed=packed)
     assert {1, 14} <= counts
-    assert not exceeded(found, dtype, packed), found
+    assert not exceeded(result, dtype, packed), result
 
 
 def test_bounds_tell_types_of_products_apart() -> None:
     """In bfloat16 the gradient depends on the cut by more than is stated of float32."""
-    found, _ = differences("dpo", torch.bfloat16)
-    assert exceeded(found, torch.float32, packed=True)
-    assert BOUNDS[torch.float32].gradient < found.gradient
+    result, _ = differences("dpo", torch.bfloat16)
+    assert exceeded(result, torch.float32, packed=True)
+    assert BOUNDS[torch.float32].gradient < result.gradient

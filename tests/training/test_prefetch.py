@@ -352,9 +352,9 @@ class Silent:
 
 @pytest.mark.parametrize("name", ["kto", "dpo", "aot", "grpo"])
 def test_planning_communicates_with_no_other_rank(name: str) -> None:
-    made = objective(name, *models_for(name), budget=60)
-    made.group = Silent()  # type: ignore[assignment]
-    plan = made.plan(units_for(name), (), backward=True)
+    actual = objective(name, *models_for(name), budget=60)
+    actual.group = Silent()  # type: ignore[assignment]
+    plan = actual.plan(units_for(name), (), backward=True)
     assert plan.batches.local
 
 
@@ -429,17 +429,17 @@ def test_a_prefetcher_raises_an_error_once_and_forgets_that_of_a_discarded_value
 
 def test_only_one_value_is_prepared_at_any_time() -> None:
     prefetcher = Prefetcher[None]()
-    num_running, most = 0, 0
+    num_running, largest = 0, 0
 
     def prepare() -> None:
-        nonlocal num_running, most
+        nonlocal num_running, largest
         num_running += 1
-        most = max(most, num_running)
+        largest = max(largest, num_running)
         time.sleep(0.02)
         num_running -= 1
 
     for key in range(5):
         prefetcher.start(key, prepare)
         prefetcher.take(key if key % 2 else "other", prepare)
-    assert most == 1
+    assert largest == 1
     prefetcher.close()

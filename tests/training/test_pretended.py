@@ -68,9 +68,9 @@ def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path
         assert run.policy.device == CUDA
         assert sum(line.startswith("step.py:optimizer_step:") for line in waits) == run.step
         assert restore(tmp_path / "there", quiet=True).policy.device == CUDA
-    found, wanted = (rig.logged(tmp_path, name) for name in ("there", "run"))
-    assert [row.keys() for row in found] == [row.keys() for row in wanted]
-    for row, other in zip(found, wanted, strict=True):
+    result, wanted = (rig.logged(tmp_path, name) for name in ("there", "run"))
+    assert [row.keys() for row in result] == [row.keys() for row in wanted]
+    for row, other in zip(result, wanted, strict=True):
         row.pop("rewards/auc", None)  # ranks what at first is rounding alone
         close = {"rel": 0.05, "abs": 0.05} if "bfloat16" in name else {"rel": 1e-3, "abs": 1e-4}
         assert row == {key: pytest.approx(other[key], **close) for key in row}

@@ -191,11 +191,11 @@ def test_a_start_that_fails_changes_nothing(
     settings: dict[str, Any],
     undisturbed: Undisturbed,
 ) -> None:
-    kept = {name: (killed_run / name).read_bytes() for name in ("config.yaml", "rows.safetensors")}
+    saved = {name: (killed_run / name).read_bytes() for name in ("config.yaml", "rows.safetensors")}
     wider = {**settings, "model": {**settings["model"], "lora": {"rank": 4}}}
     with raises_error("model-changed", where="checkpoint"):
         train(wider, allow=["model"])
-    assert {name: (killed_run / name).read_bytes() for name in kept} == kept
+    assert {name: (killed_run / name).read_bytes() for name in saved} == saved
     run, _ = train(settings)
     assert resumed_steps(killed_run) == [4]
     undisturbed.assert_same(run, killed_run)

@@ -315,9 +315,9 @@ def test_samples_of_prompts_that_are_gone_are_left_out_with_a_warning(
         )
         for warning in facts(tmp_path / "run")["warnings"]
     ] == [["2", "3"]]
-    (kept,) = json.loads((tmp_path / "run/samples.json").read_text())
-    assert kept["prompt"] == "question 2"
-    assert {"before", "after"} <= kept.keys()
+    (saved,) = json.loads((tmp_path / "run/samples.json").read_text())
+    assert saved["prompt"] == "question 2"
+    assert {"before", "after"} <= saved.keys()
 
 
 # Models and optimizers

@@ -98,22 +98,22 @@ def test_it_learns_and_stock_transformers_reads_the_same_scores(
     units = run.prepared.corpora["eval"].units[:4]
     sides = [(unit, answer) for unit in units for answer in unit.answers]
     texts = [tokenizer.decode([*unit.prompt_ids, *answer.ids]) for unit, answer in sides]
-    given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    assert [int(n) for n in given["attention_mask"].sum(1)] == [
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    assert [int(n) for n in inputs["attention_mask"].sum(1)] == [
         len(u.prompt_ids) + len(a.ids) for u, a in sides
     ]
     with torch.no_grad():
-        found = stock(**given).logits
+        result = stock(**inputs).logits
     rows = run.evaluate().rows[:4]
     names = ("_chosen", "_rejected") if case == "pairs" else ("",)
-    own = [
+    actual = [
         row[f"scores{n}"] if f"scores{n}" in row else [row[f"reward{n}"]]
         for row in rows
         for n in names
     ]
-    torch.testing.assert_close(found, torch.tensor(own), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, torch.tensor(actual), rtol=1e-4, atol=1e-4)
     config = json.loads((written / "config.json").read_text())
-    assert len(config["reward_mean"]) == len(config["reward_std"]) == found.shape[1]
+    assert len(config["reward_mean"]) == len(config["reward_std"]) == result.shape[1]
     assert list(config["id2label"].values()) == (
         ["help", "number"] if case == "attributes" else ["reward"]
     )
@@ -137,8 +137,8 @@ def test_a_run_is_taken_up_and_written_again(folder: Path, tmp_path: Path) -> No
     run = valence.train(settings, quiet=True)
     again = restore(tmp_path / "run", overrides=["data.train=[]"])
     assert again.evaluate().metrics == pytest.approx(run.evaluate().metrics, rel=1e-5)
-    found = CliRunner().invoke(cli.app, ["export", str(tmp_path / "run"), str(tmp_path / "copy")])
-    assert found.exit_code == 0, found.output
+    runner = CliRunner().invoke(cli.app, ["export", str(tmp_path / "run"), str(tmp_path / "copy")])
+    assert runner.exit_code == 0, runner.output
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "copy" / name).read_bytes() == (
             tmp_path / "run" / "model" / name
@@ -166,9 +166,9 @@ def test_one_verdict_is_learnt_of_rows_that_have_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(CASES, "both", ("pointwise", BOTH, loss, ""))
-    made = recipe(folder, tmp_path, "both")
-    made["train"] = {"batch_size": 8, "max_steps": 1}
-    run = valence.train(made, quiet=True)
+    settings = recipe(folder, tmp_path, "both")
+    settings["train"] = {"batch_size": 8, "max_steps": 1}
+    run = valence.train(settings, quiet=True)
     assert run.recipe.loss["verdict"] == verdict
     assert run.recipe.model.attributes == names
     assert all(len(unit.scores) == len(names) for unit in run.prepared.corpora["eval"].units)
@@ -214,11 +214,11 @@ def test_mistakes_are_named_before_a_model_is_loaded(
     monkeypatch.setattr(
         "valence.lifecycle.models.load_model", lambda *_, **__: pytest.fail("a model was loaded")
     )
-    made = recipe(folder, tmp_path, case)
+    settings = recipe(folder, tmp_path, case)
     for section, values in changes.items():
-        made[section] = (made[section] | values if values else {}) | (
+        settings[section] = (settings[section] | values if values else {}) | (
             {"name": str(folder)} if section == "model" else {}
         )
-    made["run"]["dir"] = str(tmp_path / "run")
+    settings["run"]["dir"] = str(tmp_path / "run")
     with raises_error(code, where=where, fix=fix):
-        valence.train(made, quiet=True)
+        valence.train(settings, quiet=True)

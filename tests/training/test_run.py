@@ -164,11 +164,11 @@ def test_measuring_leaves_a_model_as_it_was() -> None:
 
 def test_a_run_writes_what_each_held_out_row_measured(finished: FinishedRuns) -> None:
     out = finished("kto", True).directory
-    found = json.loads((out / "eval/step-6.json").read_text())
-    assert [row["origin"].rsplit(":", 1)[1] for row in found["rows"]] == ["1", "2", "3", "4", "5"]
-    for row, given in zip(found["rows"], ROWS, strict=False):
-        assert row["prompt"] == given["prompt"][0]["content"]
-        assert row["completion"] == given["completion"]
+    result = json.loads((out / "eval/step-6.json").read_text())
+    assert [row["origin"].rsplit(":", 1)[1] for row in result["rows"]] == ["1", "2", "3", "4", "5"]
+    for row, value in zip(result["rows"], ROWS, strict=False):
+        assert row["prompt"] == value["prompt"][0]["content"]
+        assert row["completion"] == value["completion"]
         assert row["reward"] == pytest.approx(0.1 * (row["logp"] - row["ref"]))
     assert "good answer 1" in (out / "eval/step-6.txt").read_text()
 
@@ -196,7 +196,7 @@ def test_one_continues_an_adapter_against_a_copy_of_it(folder: Path, tmp_path: P
 
 
 def test_objects_given_replace_those_of_the_recipe(folder: Path, tmp_path: Path) -> None:
-    seen: list[int] = []
+    observed: list[int] = []
     run = valence.train(
         {
             "method": "kto",
@@ -211,10 +211,10 @@ def test_objects_given_replace_those_of_the_recipe(folder: Path, tmp_path: Path)
         eval=ROWS[:4],
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
-        callbacks=[lambda _, record: seen.append(record["step"])],
+        callbacks=[lambda _, record: observed.append(record["step"])],
         quiet=True,
     )
-    assert seen == [0, 1, 2]
+    assert observed == [0, 1, 2]
     assert isinstance(run.state.optimizer, torch.optim.SGD)
     assert logged(tmp_path / "run")[0]["eval/logratio/chosen"] != 0
 

@@ -43,17 +43,17 @@ def facts_of(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("bit", [1, 2, 8, 64])
 def test_no_bit_of_an_object_or_of_a_text_may_change(bit: int) -> None:
     value = {"step": 3, "text": "é\n", "rows": [{"x": 1.5, "none": None}], "yes": True}
-    whole = json.dumps(add_checksum(value), indent=1).encode()
+    full = json.dumps(add_checksum(value), indent=1).encode()
     sealed = add_checksum_line("method: kto\ntrain:\n  seed: 7\n").encode()
     unseen: list[int] = []
-    for at in range(len(whole)):
+    for at in range(len(full)):
         try:
-            found = verify(
-                json.loads(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]), required=True
+            result = verify(
+                json.loads(full[:at] + bytes([full[at] ^ bit]) + full[at + 1 :]), required=True
             )
         except ValueError:
             continue
-        unseen += [at] if found != value else []
+        unseen += [at] if result != value else []
     for at in range(sealed.index(b"#")):
         changed = sealed[:at] + bytes([sealed[at] ^ bit]) + sealed[at + 1 :]
         with pytest.raises(ValueError):  # also of a text that is no UTF-8 any more
@@ -78,7 +78,7 @@ def test_run_json_does_not_override_a_checkpoint(
 ) -> None:
     """Neither damaged nor with a checksum that fits what it says."""
     shared_runs.copy(tmp_path / "whole")
-    whole = restore(tmp_path / "whole/run", quiet=True)
+    full = restore(tmp_path / "whole/run", quiet=True)
     settings = shared_runs.copy(tmp_path, killed_at=6)
     facts = facts_of(tmp_path / "run")
     ((_, _, tokens),) = facts["micro_batch_tokens"]
@@ -86,7 +86,7 @@ def test_run_json_does_not_override_a_checkpoint(
     (tmp_path / "run/run.json").write_text(json.dumps(write(other)))
     again, _ = train(settings)
     assert again.state.budget.at(9, "training") == tokens > 64
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
 
 
 def test_memory_that_ran_out_after_the_checkpoint_is_known_from_run_json(
@@ -113,26 +113,26 @@ def test_a_number_of_the_log_that_has_changed_is_named(
     settings = shared_runs.copy(tmp_path, killed_at=6)
     log = tmp_path / "run/metrics.jsonl"
     replace(log, '"step": 2', '"step": 1')
-    _, said = train(settings)
-    assert said.replace("\n", "").count(f"{log}:") == 1
+    _, message = train(settings)
+    assert message.replace("\n", "").count(f"{log}:") == 1
     assert [row["step"] for row in records(tmp_path / "run")][-1] == 9
 
 
 def test_the_log_says_which_line_has_changed(tmp_path: Path) -> None:
-    path, told = tmp_path / "m.jsonl", list[str]()
+    path, events = tmp_path / "m.jsonl", list[str]()
     sink = JsonlSink(path)
     for step in range(4):
         sink.log({"step": step})
     state = sink.state_dict()
     sink.close()
     replace(path, '{"step": 2}', "{'step': 2}")
-    again = JsonlSink(path, told.append)
+    again = JsonlSink(path, events.append)
     again.load_state_dict(state)
-    assert [re.match(r".*m.jsonl:3: ", each) is not None for each in told] == [True]
+    assert [re.match(r".*m.jsonl:3: ", item) is not None for item in events] == [True]
     again.log({"step": 4})
     again.load_state_dict(again.state_dict())
     again.close()
-    assert len(told) == 1
+    assert len(events) == 1
     assert path.read_text().count("\n") == 5
 
 
@@ -145,8 +145,8 @@ def test_completions_from_before_training_that_have_changed_are_not_compared(
     samples = tmp_path / "run/samples.json"
     before = json.loads(samples.read_text())[0]["before"]
     replace(samples, f'"before": {json.dumps(before, ensure_ascii=False)}', '"before": "another"')
-    _, said = train(settings)
-    assert said.count("samples.json") == 1
+    _, message = train(settings)
+    assert message.count("samples.json") == 1
     assert "another" not in samples.read_text() or "after" not in json.loads(samples.read_text())[0]
 
 
@@ -162,18 +162,18 @@ def finished(shared_runs: SharedRuns, tmp_path: Path) -> Path:
 def test_a_recipe_that_has_changed_is_refused(finished: Path, tmp_path: Path) -> None:
     """Other settings would make another model of the same weights."""
     config = finished / "config.yaml"
-    kept = config.read_text()
-    replace(config, "alpha: 4", "alpha: 5") if "alpha: 4" in kept else replace(
+    saved = config.read_text()
+    replace(config, "alpha: 4", "alpha: 5") if "alpha: 4" in saved else replace(
         config, "rank: 2", "rank: 3"
     )
     for words in (["export", "RUN", "OUT"], ["sample", "RUN", "--prompt", "a"], ["resume", "RUN"]):
-        given = [
+        inputs = [
             {"RUN": str(finished), "OUT": str(tmp_path / "out")}.get(word, word) for word in words
         ]
         with raises_error("recipe-damaged", where=str(config)):
-            invoke(*given)
+            invoke(*inputs)
     assert not (tmp_path / "out").exists()
-    config.write_text(kept)
+    config.write_text(saved)
     assert config_of(finished) == config
 
 

@@ -43,8 +43,8 @@ def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-def bytes_of(**how: Any) -> bytes:
-    sample("whole.jsonl", **how)
+def bytes_of(**options: Any) -> bytes:
+    sample("whole.jsonl", **options)
     return Path("whole.jsonl").read_bytes()
 
 
@@ -76,8 +76,8 @@ def test_a_row_holds_the_answer_as_it_was_drawn(place: Path) -> None:
     measured = valence.logprobs(
         load_model("model", dtype=torch.float32), rows, kind="demonstration"
     )
-    for row, found in zip(rows, measured, strict=True):
-        assert row["logps"] == pytest.approx(list(found.logps), abs=2e-4)
+    for row, result in zip(rows, measured, strict=True):
+        assert row["logps"] == pytest.approx(list(result.logps), abs=2e-4)
 
 
 def test_how_it_was_drawn_stands_in_the_row_and_beside(place: Path) -> None:
@@ -165,7 +165,7 @@ def in_processes(group: Group, place: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_several_processes_write_what_one_does(place: Path) -> None:
-    assert [each.error for each in together(in_processes, 2, place, deadline=60.0)] == ["", ""]
+    assert [item.error for item in together(in_processes, 2, place, deadline=60.0)] == ["", ""]
     assert Path("two.jsonl").read_bytes() == bytes_of()
     assert [row["score"] for row in read("scored.jsonl")] == [
         None if i // 3 == 1 else i % 3 for i in range(21)
@@ -201,15 +201,15 @@ def test_other_answers_of_the_same_model_are_added(place: Path) -> None:
 
 def test_nothing_is_added_to_what_is_not_complete(place: Path) -> None:
     sample()
-    whole = Path("answers.jsonl").read_bytes()
-    Path("answers.jsonl").write_bytes(whole[: len(whole) // 2])
+    full = Path("answers.jsonl").read_bytes()
+    Path("answers.jsonl").write_bytes(full[: len(full) // 2])
     with raises_error("output-lines-missing", where="answers.jsonl") as raised:
         sample(seed=1, append=True)
-    there = whole[: len(whole) // 2].count(b"\n")
+    there = full[: len(full) // 2].count(b"\n")
     assert re.findall(r"\d+", raised.error.message) == [f"{there}", "21"]
     sample()
     sample(seed=1, append=True)
-    Path("answers.jsonl").write_bytes(whole[: len(whole) // 2])
+    Path("answers.jsonl").write_bytes(full[: len(full) // 2])
     with raises_error("output-lines-missing", where="answers.jsonl") as raised:
         sample(seed=1, append=True)
     assert re.findall(r"\d+", raised.error.message) == [f"{21 - there}"]
@@ -231,7 +231,7 @@ def test_answers_of_another_model_do_not_mix(place: Path) -> None:
 
 def test_answers_that_were_drawn_otherwise_do_not_mix(place: Path) -> None:
     sample()
-    for how, setting in (
+    for mode, setting in (
         ({"seed": 1}, "seed"),
         ({"temperature": 0.5}, "temperature"),
         ({"n": 2}, "answers"),
@@ -239,8 +239,8 @@ def test_answers_that_were_drawn_otherwise_do_not_mix(place: Path) -> None:
     ):
         where = f"answers.jsonl ({setting})"
         with raises_error("output-settings-differ", where=where, fix="--append") as raised:
-            sample(**how)
-        assert str(how.popitem()[1]) in raised.error.message  # the value of this call
+            sample(**mode)
+        assert str(mode.popitem()[1]) in raised.error.message  # the value of this call
 
 
 def test_prompts_that_changed_are_seen(place: Path) -> None:
@@ -289,11 +289,11 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(
     expected = [row["completion_ids"] for row in map(json.loads, bytes_of().splitlines())]
     inner, calls = HFGenerator.generate, list[int]()
 
-    def fail(self: Any, asked: Any, *how: Any, **more: Any) -> Any:
+    def fail(self: Any, asked: Any, *mode: Any, **more: Any) -> Any:
         calls.append(len(asked))
         if len(calls) > 1:
             raise torch.OutOfMemoryError
-        return inner(self, asked, *how, **more)
+        return inner(self, asked, *mode, **more)
 
     monkeypatch.setattr(HFGenerator, "generate", fail)
     with raises_error("out-of-memory", where="prompts.jsonl:3", fix="--at-once"):
@@ -345,15 +345,15 @@ def test_answers_to_read_are_sampled_colder_and_shorter_than_rows(
     Path("recipe.yaml").write_text(REWARDED)
     used: list[Sampling] = []
 
-    def generate(self: Any, asked: Any, n: int, how: Sampling, **_: Any) -> list[list[Completion]]:
-        used.append(how)
-        tokens = (5,) * how.max_new_tokens
+    def generate(self: Any, asked: Any, n: int, mode: Sampling, **_: Any) -> list[list[Completion]]:
+        used.append(mode)
+        tokens = (5,) * mode.max_new_tokens
         cut = Completion("x", tokens, (0.0,) * len(tokens), "an answer", "length", 0)
         return [[cut] * n for _ in asked]
 
     monkeypatch.setattr(HFGenerator, "generate", generate)
     assert command("sample", *words, "--prompt", "hello") == 0
-    assert [(how.temperature, how.max_new_tokens, how.seed) for how in used] == [
+    assert [(mode.temperature, mode.max_new_tokens, mode.seed) for mode in used] == [
         (temperature, longest, 0)
     ]
     shown = capsys.readouterr().out

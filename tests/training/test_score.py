@@ -63,8 +63,8 @@ def train(recipe: str, run: str, *settings: str) -> Any:
 
 
 def counts(run: str) -> tuple[int, int]:
-    found = json.loads(Path(run, "run.json").read_text())["reference_cache"]
-    return found["hits"], found["misses"]
+    result = json.loads(Path(run, "run.json").read_text())["reference_cache"]
+    return result["hits"], result["misses"]
 
 
 def records(run: str) -> list[dict[str, Any]]:
@@ -150,8 +150,8 @@ def test_the_log_is_the_same_with_and_without_a_cache(method: str, place: Path) 
         train(f"{method}.yaml", f"runs/{run}", f"reference.cache={where}", "train.epochs=1")
     expected = records("runs/off")
     for run in ("runs/first", "runs/second"):
-        for found, line in zip(records(run), expected, strict=True):
-            assert found == pytest.approx(line, rel=1e-3, abs=1e-5)
+        for result, line in zip(records(run), expected, strict=True):
+            assert result == pytest.approx(line, rel=1e-3, abs=1e-5)
     assert "reference_cache" not in json.loads(Path("runs/off/run.json").read_text())
 
 
@@ -189,23 +189,23 @@ def test_a_copy_that_is_not_needed_is_let_go_of_and_comes_back(
     assert isinstance(run.reference.inner, LazyReference)
     rows = [row | {"chosen": "something new"} for row in PAIRS[:2]]
     expected = [(row["ref_chosen"], row["ref_rejected"]) for row in first.evaluate(rows).rows]
-    found = [(row["ref_chosen"], row["ref_rejected"]) for row in run.evaluate(rows).rows]
-    assert found == expected
+    results = [(row["ref_chosen"], row["ref_rejected"]) for row in run.evaluate(rows).rows]
+    assert results == expected
 
 
-@pytest.mark.parametrize(("method", "kept"), [
+@pytest.mark.parametrize(("method", "remaining"), [
     ("dpo", "auto"),
     pytest.param("kto", "kept", marks=pytest.mark.slow),
     pytest.param("kto", "auto", marks=pytest.mark.slow),
     pytest.param("dpo", "kept", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_run_whose_rows_were_scored_runs_no_reference(
-    method: str, kept: str, place: Path, request: pytest.FixtureRequest
+    method: str, remaining: str, place: Path, request: pytest.FixtureRequest
 ) -> None:
-    settings = (f"reference.cache={kept}", f"data.test={method}.jsonl")
+    settings = (f"reference.cache={remaining}", f"data.test={method}.jsonl")
     cached = score(f"{method}.yaml", [*settings, "run.dir=runs/1"], verify=6, quiet=True)
     assert cached.misses >= COUNT
-    assert Path("runs/1").exists() == (kept == "auto")
+    assert Path("runs/1").exists() == (remaining == "auto")
     request.getfixturevalue("forbidden")
     run = train(f"{method}.yaml", "runs/1", *settings)
     assert run.reference.misses == 0
@@ -241,16 +241,16 @@ def shared(group: Group, place: Path, settings: Sequence[str]) -> int:
 def test_two_processes_share_the_work(place: Path) -> None:
     """Together they score everything, and nothing twice."""
     settings = ("reference.cache=kept", "train.micro_batch_tokens=60")
-    whole = score("kto.yaml", ["reference.cache=alone", settings[1]], quiet=True).misses
+    full = score("kto.yaml", ["reference.cache=alone", settings[1]], quiet=True).misses
     ranks = together(shared, 2, place, settings, deadline=60.0)
-    assert [(rank.error, rank.value) for rank in ranks] == [("", whole)] * 2
+    assert [(rank.error, rank.value) for rank in ranks] == [("", full)] * 2
     assert score("kto.yaml", settings, quiet=True).misses == 0
 
 
 def test_scoring_that_was_stopped_goes_on_where_it_was(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = score(
+    full = score(
         "kto.yaml", ["reference.cache=whole", "train.micro_batch_tokens=60"], quiet=True
     ).misses
     computed: list[int] = []
@@ -268,7 +268,7 @@ def test_scoring_that_was_stopped_goes_on_where_it_was(
         score("kto.yaml", settings, quiet=True)
     monkeypatch.undo()
     monkeypatch.chdir(place)
-    assert score("kto.yaml", settings, quiet=True).misses == whole - sum(computed)
+    assert score("kto.yaml", settings, quiet=True).misses == full - sum(computed)
 
 
 @pytest.mark.slow
@@ -281,8 +281,8 @@ def test_the_command_survives_being_killed(place: Path) -> None:
     )
     assert program.kill() == -signal.SIGKILL
     assert Program(*words, "train.epochs=2", "--verify", "4", said="said").wait() == 0
-    said = Path("said").read_text()
-    assert re.search(r"\b4 sequences", said)  # what --verify asked for
+    message = Path("said").read_text()
+    assert re.search(r"\b4 sequences", message)  # what --verify asked for
     cached = score("kto.yaml", ["reference.cache=kept"], quiet=True)
     assert (cached.misses, cached.store.damaged) == (0, 0)
 
@@ -305,7 +305,7 @@ def test_a_cache_of_others_is_mentioned(place: Path) -> None:
     train("dpo.yaml", "runs/1", *settings)
     notes = json.loads(Path("runs/1/run.json").read_text())["notes"]
     words = [set(re.findall(r"[\w./]+", note)) for note in notes]
-    assert sum({"26", "./other", "float32"} <= found for found in words) == 1
+    assert sum({"26", "./other", "float32"} <= result for result in words) == 1
 
 
 @pytest.mark.parametrize(("recipe", "settings", "code", "where"), [
@@ -332,7 +332,7 @@ def test_a_loss_without_a_reference_loads_none(
     loaded: list[str] = []
     load = models.load_model
     monkeypatch.setattr(
-        models, "load_model", lambda name, **how: loaded.append(name) or load(name, **how)
+        models, "load_model", lambda name, **options: loaded.append(name) or load(name, **options)
     )
     (place / "sft.jsonl").write_text(
         "".join(

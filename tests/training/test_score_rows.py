@@ -32,24 +32,25 @@ def one_by_one(model: Any, kind: Any, row: dict[str, Any]) -> list[Any]:
 def test_every_answer_of_every_kind_has_the_numbers_it_has_alone(place: Path) -> None:
     score(overrides=["reference.model=./other"], beta=0.3, tokens=150)
     expected = [(kind, row) for kind, rows in FILES.items() for row in rows]
-    found = read()
+    result = read()
     policy, reference = (load_model(name, dtype=torch.float32) for name in ("model", "other"))
-    assert [len(line["valence"]["answers"]) for line in found] == [1] * 5 + [2] * 4 + [1] * 3 + [
+    assert [len(line["valence"]["answers"]) for line in result] == [1] * 5 + [2] * 4 + [1] * 3 + [
         3
     ] * 2 + [1] * 3
-    for line, (kind, row) in list(zip(found, expected, strict=True))[::3]:
+    for line, (kind, row) in list(zip(result, expected, strict=True))[::3]:
         assert list(line) == [*row, "valence"]
         assert {name: line[name] for name in row} == row
         alone = zip(one_by_one(policy, kind, row), one_by_one(reference, kind, row), strict=True)
-        for answer, (own, ref) in zip(line["valence"]["answers"], alone, strict=True):
-            assert answer["tokens"] == len(own.tokens)
+        for answer, (actual, ref) in zip(line["valence"]["answers"], alone, strict=True):
+            assert answer["tokens"] == len(actual.tokens)
             for name, value in {
-                "logp": own.total, "mean_logp": own.total / len(own.tokens), "ref": ref.total,
-                "logratio": own.total - ref.total, "reward": 0.3 * (own.total - ref.total),
+                "logp": actual.total, "ref": ref.total,
+                "mean_logp": actual.total / len(actual.tokens),
+                "logratio": actual.total - ref.total, "reward": 0.3 * (actual.total - ref.total),
             }.items():  # fmt: skip
                 assert answer[name] == pytest.approx(value, abs=2e-4), name
-    assert [a["answer"] for a in found[5]["valence"]["answers"]] == ["chosen", "rejected"]
-    assert found[6]["valence"]["origin"] == "preference.jsonl:2"
+    assert [a["answer"] for a in result[5]["valence"]["answers"]] == ["chosen", "rejected"]
+    assert result[6]["valence"]["origin"] == "preference.jsonl:2"
 
 
 def test_a_model_has_no_reward_against_itself(place: Path) -> None:

@@ -41,8 +41,8 @@ def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
         Path("out.jsonl").write_bytes(part)
         tally = score()
         assert Path("out.jsonl").read_bytes() == expected, share
-        kept = 17 if share == 1 else part.count(b"\n") // 4 * 4
-        assert (tally.rows, tally.earlier) == (17, kept), share
+        remaining = 17 if share == 1 else part.count(b"\n") // 4 * 4
+        assert (tally.rows, tally.earlier) == (17, remaining), share
 
 
 def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +104,11 @@ def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch
     lines: list[int] = []
     inner = OutputFile.write
 
-    def stopping(self: Any, made: Any) -> None:
+    def stopping(self: Any, result: Any) -> None:
         if len(lines) == 2:
             raise KeyboardInterrupt
-        lines.append(len(made))
-        inner(self, made)
+        lines.append(len(result))
+        inner(self, result)
 
     monkeypatch.setattr(OutputFile, "write", stopping)
     words = (
@@ -189,10 +189,10 @@ def test_lines_of_different_settings_do_not_mix(place: Path) -> None:
 
 
 def test_another_beta_is_another_reward(place: Path) -> None:
-    how: dict[str, Any] = {"overrides": ["reference.model=./other"]}
-    score("scored.jsonl", beta=0.2, **how)
+    options: dict[str, Any] = {"overrides": ["reference.model=./other"]}
+    score("scored.jsonl", beta=0.2, **options)
     with raises_error("output-settings-differ", where="out.jsonl (beta)") as raised:
-        score("scored.jsonl", **how)
+        score("scored.jsonl", **options)
     assert re.findall(r"\d\.\d", raised.error.message) == ["0.2", "0.1"]
     with raises_error("beta-needs-reference", where="--beta"):
         score("scored.jsonl", beta=0.2, out="new.jsonl")
@@ -270,24 +270,24 @@ def test_a_number_that_has_changed_is_refused_and_named(place: Path) -> None:
     """Also where the line is still one that this command could have written."""
     rows = write("rows.jsonl", FILES["judgement"] * 3)
     score(rows)
-    whole = Path("out.jsonl").read_bytes().split(b"\n")[:11]
-    lines = [*whole[:4], re.sub(rb'("logp": -?\d)', rb"\g<1>1", whole[4], count=1), *whole[5:]]
+    full = Path("out.jsonl").read_bytes().split(b"\n")[:11]
+    lines = [*full[:4], re.sub(rb'("logp": -?\d)', rb"\g<1>1", full[4], count=1), *full[5:]]
     Path("out.jsonl").write_bytes(b"\n".join(lines))
-    assert lines[4] != whole[4]
+    assert lines[4] != full[4]
     with raises_error("output-line-damaged", where="out.jsonl:5"):
         score(rows)
-    Path("out.jsonl").write_bytes(b"\n".join(whole[:4]) + b"\n")  # as the error advises
+    Path("out.jsonl").write_bytes(b"\n".join(full[:4]) + b"\n")  # as the error advises
     assert score(rows).rows == len(FILES["judgement"]) * 3
 
 
 def test_a_file_without_its_checksums_is_not_gone_on_with(place: Path) -> None:
     score("scored.jsonl")
     Path("out.jsonl.crc").unlink()
-    kept = Path("out.jsonl").read_bytes()
+    saved = Path("out.jsonl").read_bytes()
     with raises_error("output-foreign", where="out.jsonl", fix="--fresh") as raised:
         score("scored.jsonl")
     assert "out.jsonl.crc" in raised.error.message
-    assert Path("out.jsonl").read_bytes() == kept
+    assert Path("out.jsonl").read_bytes() == saved
 
 
 def test_facts_that_were_edited_are_refused(place: Path) -> None:
@@ -350,10 +350,10 @@ def test_facts_that_change_while_a_model_is_loaded_are_seen(
 ) -> None:
     inner = module.load_scorer
 
-    def slow(*how: Any, **more: Any) -> Any:
+    def slow(*mode: Any, **more: Any) -> Any:
         monkeypatch.setattr(module, "load_scorer", inner)
         score("scored.jsonl", target="other")
-        return inner(*how, **more)
+        return inner(*mode, **more)
 
     monkeypatch.setattr(module, "load_scorer", slow)
     with raises_error("output-settings-differ", where="out.jsonl (model)"):
@@ -366,8 +366,8 @@ def test_a_file_is_not_moved_aside_while_it_is_written(
 ) -> None:
     inner, refused = OutputFile.write, list[UserError]()
 
-    def meanwhile(self: Any, made: Any) -> None:
-        inner(self, made)
+    def meanwhile(self: Any, result: Any) -> None:
+        inner(self, result)
         monkeypatch.setattr(OutputFile, "write", inner)
         with raises_error("output-locked", where="out.jsonl") as raised:
             score(target="other", fresh=True)
@@ -385,10 +385,10 @@ def test_a_file_that_was_moved_aside_before_its_lock_is_not_written(
     score("scored.jsonl")
     flock = fcntl.flock
 
-    def late(file: Any, how: int) -> None:
+    def late(file: Any, mode: int) -> None:
         monkeypatch.setattr(fcntl, "flock", flock)
         Path("out.jsonl").rename("moved.jsonl")
-        flock(file, how)
+        flock(file, mode)
 
     monkeypatch.setattr(fcntl, "flock", late)
     with raises_error("output-locked", where="out.jsonl"):

@@ -364,19 +364,19 @@ def test_stored_log_probabilities_are_those_that_the_policy_is_compared_with(pla
     other probabilities they do.
     """
     judge("rewards:vowels")
-    rows, found = read("scored.jsonl"), list[float]()
+    rows, results = read("scored.jsonl"), list[float]()
     for change in (None, 0.0, 3.0):
         changed = [{**row, "logps": [p - (change or 0.0) for p in row["logps"]]} for row in rows]
-        bare = [{name: each for name, each in row.items() if name != "logps"} for row in rows]
+        bare = [{name: item for name, item in row.items() if name != "logps"} for row in rows]
         write("scored.jsonl", bare if change is None else changed)
         assert command("train", recipe("grpo"), "--quiet", f"run.dir=runs/{change}") == 0
-        found.append(
+        results.append(
             json.loads(Path(f"runs/{change}/metrics.jsonl").read_text().splitlines()[0])[
                 "grad_norm"
             ]
         )
-    assert found[1] == pytest.approx(found[0], rel=1e-3)
-    assert abs(found[2] - found[0]) > 0.05 * found[0]
+    assert results[1] == pytest.approx(results[0], rel=1e-3)
+    assert abs(results[2] - results[0]) > 0.05 * results[0]
 
 
 @pytest.mark.slow

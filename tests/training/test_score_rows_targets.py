@@ -106,10 +106,10 @@ def test_a_reward_model_scores_answers(named: tuple[str, ...], place: Path) -> N
                 tokenizer.apply_chat_template(turns, tokenize=False).rstrip("\n")
             ).input_ids
             expected = model(torch.tensor([ids])).logits[0].tolist()
-            found = (
+            result = (
                 [answer["score"]] if len(named) == 1 else [answer["score"][name] for name in named]
             )
-            assert found == pytest.approx(expected, abs=1e-4)
+            assert result == pytest.approx(expected, abs=1e-4)
             scaled = (
                 [answer["normalised"]]
                 if len(named) == 1

@@ -109,11 +109,11 @@ def lost(tmp_path: Path, name: str, spoilt: Any = lambda run: None) -> list[str]
     Snapshot(run.state_dict()).write(folder)
     other = made(tmp_path, name, "second")
     other.load_state_dict(load(folder))
-    found = walk(other)
+    result = walk(other)
     return [
         p
         for p in changed
-        if found.get(p) != after[p] and not any(re.search(pattern, p) for pattern in NOT_STATE)
+        if result.get(p) != after[p] and not any(re.search(pattern, p) for pattern in NOT_STATE)
     ]
 
 
@@ -147,9 +147,9 @@ def test_state_that_is_not_saved_is_found(place: str, tmp_path: Path) -> None:
 
         run.callbacks = (count,)
 
-    found = lost(tmp_path, "kto", spoilt)
-    assert found
-    assert all("remembered" in path for path in found)
+    result = lost(tmp_path, "kto", spoilt)
+    assert result
+    assert all("remembered" in path for path in result)
 
 
 def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -172,15 +172,15 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_parts_of_another_version_are_refused_before_anything_changes() -> None:
-    seen: list[Any] = []
+    observed: list[Any] = []
     registry = Registry()
-    registry.add("a", StateFunctions(lambda: 1, seen.append))
-    registry.add("b", StateFunctions(lambda: 2, seen.append))
+    registry.add("a", StateFunctions(lambda: 1, observed.append))
+    registry.add("b", StateFunctions(lambda: 2, observed.append))
     for state in ({"a": 1}, {"a": 1, "b": 2, "c": 3}):
         with raises_error("checkpoint-version", where="checkpoint"):
             registry.load_state_dict(state)
-    assert seen == []
+    assert observed == []
     registry.load_state_dict(registry.state_dict())
-    assert seen == [1, 2]
+    assert observed == [1, 2]
     with pytest.raises(ValueError, match=r"\ba\b"):
-        registry.add("a", StateFunctions(lambda: 1, seen.append))
+        registry.add("a", StateFunctions(lambda: 1, observed.append))

@@ -30,10 +30,10 @@ __all__ = ["folder"]
 def change(run: Path, **sections: Any) -> None:
     """Writes other settings into the recipe that a run keeps."""
     yaml = YAML(typ="safe", pure=True)
-    kept = yaml.load(run / "config.yaml")
+    remaining = yaml.load(run / "config.yaml")
     for name, section in sections.items():
-        kept[name] = {**kept[name], **section} if isinstance(section, dict) else section
-    yaml.dump(kept, run / "config.yaml")
+        remaining[name] = {**remaining[name], **section} if isinstance(section, dict) else section
+    yaml.dump(remaining, run / "config.yaml")
 
 
 @pytest.fixture(scope="module")

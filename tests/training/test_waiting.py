@@ -25,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 
 
 def moved(policy: Any, reference: Any) -> tuple[Any, Any]:
-    for each in [policy, *([reference.engine] if reference else [])]:
-        for engine in each.to(CUDA, non_blocking=True).modules():
+    for item in [policy, *([reference.engine] if reference else [])]:
+        for engine in item.to(CUDA, non_blocking=True).modules():
             engine.uses_flex_attention = True  # as on a device from the start
     return policy, reference
 
@@ -42,8 +42,8 @@ FAST = ("dpo", "ppo", "bradley_terry")
 def test_no_micro_batch_is_waited_for(name: str) -> None:
     with pretended() as waits:
         policy, reference = moved(*models_for(name))
-        made = objective(name, policy, reference, budget=30)
-        outcome = made.run(units_for(name), iter(units_for(name, 3, 9)), backward=True)
+        actual = objective(name, policy, reference, budget=30)
+        outcome = actual.run(units_for(name), iter(units_for(name, 3, 9)), backward=True)
         assert outcome.loss.device == CUDA
         assert outcome.micro_batches >= 3
         assert all(
@@ -57,10 +57,10 @@ def test_no_micro_batch_is_waited_for(name: str) -> None:
 def test_a_step_is_waited_for_once_when_all_of_it_has_been_handed_over() -> None:
     with pretended() as waits:
         policy, reference = moved(*models_for("kto"))
-        made = objective("kto", policy, reference, budget=30)
+        actual = objective("kto", policy, reference, budget=30)
         optimizer = torch.optim.AdamW(policy.parameters())
         _, _, applied = optimizer_step(
-            made, optimizer, units_for("kto"), iter(units_for("kto", 3, 9)), 1.0
+            actual, optimizer, units_for("kto"), iter(units_for("kto", 3, 9)), 1.0
         )
         assert applied
         assert len(waits) == 1
@@ -107,8 +107,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*WAITS, *REFUSED])
-def test_what_a_pretended_device_tells(what: str) -> None:
+@pytest.mark.parametrize("kind", [*WAITS, *REFUSED])
+def test_what_a_pretended_device_tells(kind: str) -> None:
     with pretended() as waits:
         x = sent(torch.ones(3), CUDA)
         assert x.device == CUDA
@@ -116,9 +116,9 @@ def test_what_a_pretended_device_tells(what: str) -> None:
         assert (x.sum() * torch.tensor(2.0)).is_cuda
         assert torch.ones(3)[torch.tensor([True, False, True])].tolist() == [1.0, 1.0]
         assert waits == []
-        if what in WAITS:
-            WAITS[what](x)
+        if kind in WAITS:
+            WAITS[kind](x)
             assert len(waits) == 1
         else:
             with pytest.raises(AssertionError):
-                REFUSED[what](x)
+                REFUSED[kind](x)

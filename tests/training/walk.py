@@ -31,20 +31,20 @@ def walk(root: object) -> dict[str, Any]:
     return dict(_walk(root, "", {}))
 
 
-def _walk(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+def _walk(value: Any, path: str, observed: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     if value is None or isinstance(value, str | bool | int | float | bytes):
         yield path, value
         return
     if isinstance(value, torch.Tensor | np.ndarray):
         yield path, _digest(value)
         return
-    if id(value) in seen or isinstance(
+    if id(value) in observed or isinstance(
         value, type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType
     ):
         return
-    seen[id(value)] = value  # kept alive: an id is not given to another object meanwhile
+    observed[id(value)] = value  # kept alive: an id is not given to another object meanwhile
     for name, inner in _parts(value):
-        yield from _walk(inner, f"{path}{name}", seen)
+        yield from _walk(inner, f"{path}{name}", observed)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -39,7 +39,7 @@ def structured(
 def flat(*responses: tuple[Any, str, str], **columns: Any) -> dict[str, Any]:
     """A flat record. responses: value, user and status of the question ``quality``."""
     names = ("quality.responses", "quality.responses.users", "quality.responses.status")
-    cells = {name: [each[i] for each in responses] or None for i, name in enumerate(names)}
+    cells = {name: [response[i] for response in responses] or None for i, name in enumerate(names)}
     return {"id": "r1", "status": "pending", **FIELDS, **cells, **columns}
 
 
@@ -70,9 +70,9 @@ def flat(*responses: tuple[Any, str, str], **columns: Any) -> dict[str, Any]:
     ],
 )
 def test_one_completion(tmp_path: Path, row: dict[str, Any], expected: list[Any]) -> None:
-    found = read_all(read, write_json(tmp_path / "records.json", [row]))
-    wanted = [each if isinstance(each, str) else (PROMPT, "Paris", each) for each in expected]
-    assert found == wanted
+    result = read_all(read, write_json(tmp_path / "records.json", [row]))
+    wanted = [item if isinstance(item, str) else (PROMPT, "Paris", item) for item in expected]
+    assert result == wanted
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_generations_of_distilabel_are_rated_one_by_one(tmp_path: Path) -> None:
     )
     path = write_json(tmp_path / "records.json", [row])
     votes = [vote for vote in read([path], ReadOptions()) if isinstance(vote, Vote)]
-    found = [(vote.completion["content"], vote.score, vote.scale, vote.comment) for vote in votes]
-    assert found == [("Paris", 5.0, (1.0, 5.0), "right"), ("Lyon", 2.0, (1.0, 5.0), "")]
+    results = [(vote.completion["content"], vote.score, vote.scale, vote.comment) for vote in votes]
+    assert results == [("Paris", 5.0, (1.0, 5.0), "right"), ("Lyon", 2.0, (1.0, 5.0), "")]
 
 
 def test_a_response_to_several_questions_is_one_vote(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_a_chat_field_is_a_prompt(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     chat.append({"role": "user", "content": "Bye"})
     row = structured({"chat": chat, "response": "See you"}, quality="good")
-    found = read_all(read, write_json(tmp_path / "records.json", [row]))
-    assert found == [("u: Hi | a: Yes? | u: Bye", "See you", True)]
+    result = read_all(read, write_json(tmp_path / "records.json", [row]))
+    assert result == [("u: Hi | a: Yes? | u: Bye", "See you", True)]
 
 
 def test_the_structured_export_that_argilla_wrote() -> None:

@@ -160,8 +160,8 @@ def test_one_of_several_metrics_must_be_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "output.jsonl", [evaluated(results)])
     with raises_error("import-score-name-missing", where=f"{path}:1"):
         read_all(read, path)
-    found = read_all(read, path, options=ReadOptions(score_names=("Style",)))
-    assert found == [(PROMPT, "Hello", False)]
+    result = read_all(read, path, options=ReadOptions(score_names=("Style",)))
+    assert result == [(PROMPT, "Hello", False)]
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

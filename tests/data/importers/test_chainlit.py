@@ -59,7 +59,7 @@ def feedback(target: str, value: Any = 1, **extra: Any) -> dict[str, Any]:
 
 def tables(*votes: dict[str, Any], **changes: Any) -> dict[str, list[dict[str, Any]]]:
     """The three tables. changes: of the step s2."""
-    steps = [each | changes if each["id"] == "s2" else each for each in STEPS]
+    steps = [item | changes if item["id"] == "s2" else item for item in STEPS]
     return {"feedbacks": list(votes), "steps": steps, "threads": [THREAD]}
 
 

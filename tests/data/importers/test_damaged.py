@@ -191,10 +191,10 @@ def test_damaged_rows(tmp_path: Path, name: str) -> None:
 def test_damaged_conversations_of_gradio(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     conversation = json.loads(json.dumps([*damaged(_gradio_chat())]))
-    for each in conversation:
+    for item in conversation:
         path.write_text(
             "conversation,index,value,flag,timestamp\n"
-            + ",".join(['"' + json.dumps(each).replace('"', '""') + '"', "1", "Like", "now"])
+            + ",".join(['"' + json.dumps(item).replace('"', '""') + '"', "1", "Like", "now"])
             + "\n",
             encoding="utf-8",
         )

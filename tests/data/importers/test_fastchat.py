@@ -97,9 +97,9 @@ def test_a_later_vote_on_the_same_turn_replaces_the_first(tmp_path: Path) -> Non
     rows = [single(), single("downvote") | {"tstamp": 1764000009.0}]
     path = write_jsonl(tmp_path / "conv.jsonl", rows)
     votes = [vote for vote in read([path], ReadOptions()) if isinstance(vote, Vote)]
-    made = make_rows(votes)
-    assert [row["label"] for row in made.rows["thumbs"]] == [False]
-    assert (made.num_replaced, made.rows["pairs"]) == (1, [])
+    result = make_rows(votes)
+    assert [row["label"] for row in result.rows["thumbs"]] == [False]
+    assert (result.num_replaced, result.rows["pairs"]) == (1, [])
 
 
 def test_regenerated_answers_with_opposite_thumbs_give_a_pair(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ LEFT = result("pairwise", selected="left")
     ],
 )
 def test_verdicts(tmp_path: Path, row: dict[str, Any], expected: list[Any]) -> None:
-    found = read_all(read, write_json(tmp_path / "tasks.json", [row]))
-    assert found == [(PROMPT, "Paris", verdict) for verdict in expected]
+    outcome = read_all(read, write_json(tmp_path / "tasks.json", [row]))
+    assert outcome == [(PROMPT, "Paris", verdict) for verdict in expected]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_reasons(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
 
 def test_predictions_are_no_votes(tmp_path: Path) -> None:
     row = task(PAIR, annotation(LEFT), predictions=[{"id": 1, "result": [LEFT]}])
-    found = read_all(read, write_json(tmp_path / "tasks.json", [row]))
-    assert found == ["machine", (PROMPT, "Paris", ("this", "Lyon"))]
+    outcome = read_all(read, write_json(tmp_path / "tasks.json", [row]))
+    assert outcome == ["machine", (PROMPT, "Paris", ("this", "Lyon"))]
 
 
 def test_everything_that_an_annotation_says_is_in_the_vote(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     data = {"chat": {"turns": [{"role": "user", "content": "Hi"}]}, "a": "Yo", "b": "No"}
     paths = {"prompt": "data.chat.turns", "left": "a", "right": "data.b"}
     path = write_json(tmp_path / "tasks.json", [task(data, annotation(LEFT))])
-    found = read_all(read, path, options=ReadOptions(paths=paths))
-    assert found == [("u: Hi", "Yo", ("this", "No"))]
+    outcome = read_all(read, path, options=ReadOptions(paths=paths))
+    assert outcome == [("u: Hi", "Yo", ("this", "No"))]
 
 
 def test_old_exports_call_annotations_completions(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def flat(**columns: Any) -> dict[str, Any]:
 )
 def test_flat_rows(tmp_path: Path, row: dict[str, Any], expected: object) -> None:
     options = ReadOptions(paths={"label": "response"}) if "_data_response" in row else ReadOptions()
-    found = read_all(read, write_json(tmp_path / "min.json", [row]), options=options)
-    assert found == [(PROMPT, "Paris", expected)]
+    outcome = read_all(read, write_json(tmp_path / "min.json", [row]), options=options)
+    assert outcome == [(PROMPT, "Paris", expected)]
 
 
 @pytest.mark.parametrize("name", ["label_studio_min.json", "label_studio.csv"])

@@ -129,9 +129,9 @@ def test_other_names_are_read_when_they_are_asked_for(export: Export) -> None:
     paths = export([score(name="helpful"), score()], [observation()])
     (skipped,) = [r for r in results(read, paths) if isinstance(r, Skipped)]
     assert (skipped.reason, skipped.example) == ("no_vote", "helpful: True")
-    found = results(read, paths, ReadOptions(score_names=("helpful",)))
-    assert [r.reason for r in found if isinstance(r, Skipped)] == ["no_vote"]
-    assert [r.origin.line for r in found if isinstance(r, Vote)] == [1]
+    result = results(read, paths, ReadOptions(score_names=("helpful",)))
+    assert [r.reason for r in result if isinstance(r, Skipped)] == ["no_vote"]
+    assert [r.origin.line for r in result if isinstance(r, Vote)] == [1]
 
 
 LABELS = ReadOptions(labels={"Good": True, "bad": False, "1": True, "0": False})
@@ -189,9 +189,9 @@ def test_a_vote_and_a_correction_of_one_rater_are_one(export: Export) -> None:
         "dataType": "CORRECTION",
         "stringValue": "Hey",
     }
-    found = only_vote(read, export([vote, corrected], [observation()]))
-    assert (found.label, found.correction) == (False, "Hey")
-    rows = make_rows([found]).rows
+    result = only_vote(read, export([vote, corrected], [observation()]))
+    assert (result.label, result.correction) == (False, "Hey")
+    rows = make_rows([result]).rows
     assert [len(rows[kind]) for kind in rows] == [1, 0, 1, 1]
 
 
@@ -200,9 +200,9 @@ def test_a_changed_vote_remains_two(export: Export) -> None:
     second = score(id="s2", authorUserId="a1", value=0, stringValue="False")
     votes = results(read, export([second, first], [observation()]))
     assert [vote.label for vote in votes if isinstance(vote, Vote)] == [True, False]
-    made = make_rows([vote for vote in votes if isinstance(vote, Vote)])
-    assert made.num_replaced == 1
-    assert [row["label"] for row in made.rows["thumbs"]] == [False]
+    result = make_rows([vote for vote in votes if isinstance(vote, Vote)])
+    assert result.num_replaced == 1
+    assert [row["label"] for row in result.rows["thumbs"]] == [False]
 
 
 SKIPPED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -276,9 +276,9 @@ def test_subjects_of_version_3(export: Export) -> None:
     for row in rows:
         del row["traceId"], row["observationId"]
     steps = [observation(), observation("g2", startTime=NOON)]
-    found = results(read, export(rows, steps))
-    assert [r.message for r in found if isinstance(r, Vote)] == ["g1", "g2"]
-    assert [r.reason for r in found if isinstance(r, Skipped)] == ["no_conversation"]
+    result = results(read, export(rows, steps))
+    assert [r.message for r in result if isinstance(r, Vote)] == ["g1", "g2"]
+    assert [r.reason for r in result if isinstance(r, Skipped)] == ["no_conversation"]
 
 
 def test_an_observation_of_version_3_may_have_no_trace(export: Export) -> None:
@@ -288,8 +288,8 @@ def test_an_observation_of_version_3_may_have_no_trace(export: Export) -> None:
 
 
 def test_a_trace_of_the_api_holds_its_observations(export: Export) -> None:
-    whole = trace(observations=[observation()], scores=[score()])
-    vote = only_vote(read, export([score(observationId=None)], [whole]))
+    full = trace(observations=[observation()], scores=[score()])
+    vote = only_vote(read, export([score(observationId=None)], [full]))
     assert (vote.message, vote.rater, vote.session) == ("g1", "u1", "c1")
 
 

@@ -272,8 +272,8 @@ def test_runs_of_a_group_are_compared(
 def test_three_runs_give_a_pair_for_each_two(export: Export) -> None:
     rows = compared({"a": 1, "b": 0.5, "c": 0})
     votes = results(read, export(rows, [single("a"), single("b"), single("c")]))
-    found = [(v.message, v.other_message, v.winner) for v in votes if isinstance(v, Vote)]
-    assert found == [("a", "b", "this"), ("a", "c", "this"), ("b", "c", "this")]
+    outcomes = [(v.message, v.other_message, v.winner) for v in votes if isinstance(v, Vote)]
+    assert outcomes == [("a", "b", "this"), ("a", "c", "this"), ("b", "c", "this")]
     pairs = make_rows([vote for vote in votes if isinstance(vote, Vote)]).rows["pairs"]
     assert [(row["chosen"], row["rejected"]) for row in pairs] == [
         ("Hello from a", "Hello from b"),

@@ -250,8 +250,8 @@ REASONS: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("case", REASONS)
 def test_why_there_is_no_exchange(case: str) -> None:
-    given, answer, reason = REASONS[case]
-    assert exchange_of(given, answer) == reason
+    inputs, answer, reason = REASONS[case]
+    assert exchange_of(inputs, answer) == reason
 
 
 def test_an_output_may_repeat_the_conversation_or_continue_it() -> None:
@@ -383,10 +383,10 @@ def test_messages_of_the_assistant_in_a_row_are_one_turn() -> None:
 def test_branches(message: str, parents: dict[str, str | None], expected: Any) -> None:
     messages = {name: {"name": name, "parent": parent} for name, parent in parents.items()}
     try:
-        found: object = [each["name"] for each in branch(messages, message, "parent")]
+        results: object = [item["name"] for item in branch(messages, message, "parent")]
     except UnusableVote as error:
-        found = error.reason
-    assert found == expected
+        results = error.reason
+    assert results == expected
 
 
 def test_an_empty_system_turn_is_left_out() -> None:

@@ -145,7 +145,7 @@ def test_reasoning_is_kept_on_request(tmp_path: Path) -> None:
 
 
 def text(*texts: str) -> dict[str, Any]:
-    return {"type": "message", "content": [{"type": "output_text", "text": each} for each in texts]}
+    return {"type": "message", "content": [{"type": "output_text", "text": item} for item in texts]}
 
 
 def called(name: str) -> dict[str, Any]:
@@ -312,9 +312,9 @@ def test_thumbs_on_both_answers(
         feedback(turns, first, arena=True),
         feedback(turns, second, id="f2", rated="m3", arena=True, time=1764000200),
     ]
-    made = import_votes(read([write_json(tmp_path / "f.json", rows)], ReadOptions()))
-    assert [row["label"] for row in made.rows["thumbs"]] == labels
-    assert [(row["chosen"], row.get("soft")) for row in made.rows["pairs"]] == pairs
+    outcome = import_votes(read([write_json(tmp_path / "f.json", rows)], ReadOptions()))
+    assert [row["label"] for row in outcome.rows["thumbs"]] == labels
+    assert [(row["chosen"], row.get("soft")) for row in outcome.rows["pairs"]] == pairs
 
 
 def test_regenerated_answers_with_opposite_thumbs_give_a_pair(tmp_path: Path) -> None:
@@ -335,8 +335,8 @@ def test_the_prompt_is_the_branch_of_the_rated_message(tmp_path: Path) -> None:
 def test_the_system_prompt_of_the_chat_comes_first(tmp_path: Path) -> None:
     row = feedback(messages())
     row["snapshot"] = {"chat": chat(messages(), params={"system": "Be brief."})}
-    (found,) = read_all(read, write_json(tmp_path / "f.json", [row]))
-    assert found == (f"s: Be brief. | {PROMPT}", "12 minutes", True)
+    (outcome,) = read_all(read, write_json(tmp_path / "f.json", [row]))
+    assert outcome == (f"s: Be brief. | {PROMPT}", "12 minutes", True)
 
 
 RATED = {"annotation": {"rating": -1, "reason": "being_lazy", "comment": "more"}}

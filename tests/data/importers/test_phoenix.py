@@ -207,8 +207,8 @@ def test_evaluators_are_read_when_they_are_asked_for(export: Export) -> None:
 
 def test_other_names_are_read_when_they_are_asked_for(export: Export) -> None:
     paths = export([annotation(name="correctness"), annotation()], [span()])
-    found = results(read, paths, ReadOptions(score_names=("correctness",)))
-    assert [(type(r), r.origin.line) for r in found] == [(Skipped, 2), (Vote, 1)]
+    result = results(read, paths, ReadOptions(score_names=("correctness",)))
+    assert [(type(r), r.origin.line) for r in result] == [(Skipped, 2), (Vote, 1)]
 
 
 def test_text_that_is_said_to_be_text_is_not_read_as_json(export: Export) -> None:

@@ -67,7 +67,7 @@ class Mock:
         return result if isinstance(result, Reply) else Reply(result)
 
     def paths(self) -> list[str]:
-        return [asked.path for asked in self.asked]
+        return [requests.path for requests in self.asked]
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def mock() -> Iterator[Mock]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             query = parse_qs(parts.query)
-            asked = Asked(self.command, unquote(parts.path), query, self.headers, body)
-            reply = mock.reply(asked)
+            request = Asked(self.command, unquote(parts.path), query, self.headers, body)
+            reply = mock.reply(request)
             if reply is None:
                 self.close_connection = True
                 return
@@ -159,7 +159,7 @@ def test_keys_are_sent_in_headers(source: str, header: str, value: str, mock: Mo
     with raises_error("import-not-found", where=mock.url):
         list(pull_rows(source, mock.url))
     assert mock.asked[0].headers[header] == value
-    assert all(SECRET not in f"{asked.path}{asked.query}" for asked in mock.asked)
+    assert all(SECRET not in f"{request.path}{request.query}" for request in mock.asked)
 
 
 @pytest.mark.parametrize("source", ["open_webui", "langfuse", "langsmith"])
@@ -315,8 +315,8 @@ def test_open_webui(mock: Mock) -> None:
     ]
     mock.answers[EXPORT] = lambda asked: rows
     counts: list[int] = []
-    found = webui(mock, since=150.0, progress=counts.append)
-    assert [row["id"] for row in found] == ["new", "undated"]
+    result = webui(mock, since=150.0, progress=counts.append)
+    assert [row["id"] for row in result] == ["new", "undated"]
     assert counts == [1, 2]
 
 
@@ -360,11 +360,11 @@ def numbered(rows: list[dict[str, Any]], size: int) -> Answer:
     """Pages of so many rows, whatever the limit, of one source."""
 
     def answer(asked: Asked) -> Any:
-        found = [row for row in rows if row["source"] == asked.one("source", row["source"])]
+        results = [row for row in rows if row["source"] == asked.one("source", row["source"])]
         page = int(asked.one("page", "1"))
-        pages = -(-len(found) // size)
-        meta = {"page": page, "limit": size, "totalItems": len(found), "totalPages": pages}
-        return {"data": found[(page - 1) * size : page * size], "meta": meta}
+        pages = -(-len(results) // size)
+        meta = {"page": page, "limit": size, "totalItems": len(results), "totalPages": pages}
+        return {"data": results[(page - 1) * size : page * size], "meta": meta}
 
     return answer
 
@@ -387,12 +387,12 @@ def test_langfuse(mock: Mock) -> None:
         score(8, traceId=None, sessionId="c1"),
     ]
     serve_langfuse(mock, rows)
-    found = list(pull("langfuse", mock.url, ReadOptions()))
-    votes = [record for record in found if isinstance(record, Vote)]
+    result = list(pull("langfuse", mock.url, ReadOptions()))
+    votes = [record for record in result if isinstance(record, Vote)]
     assert sorted(vote.id for vote in votes) == ["s0", "s1", "s2", "s3", "s4", "s5"]
     assert {vote.message for vote in votes} == {f"g-t{number}" for number in range(6)}
     assert {vote.origin.path for vote in votes} == {mock.url}
-    reasons = [record.reason for record in found if isinstance(record, Skipped)]
+    reasons = [record.reason for record in result if isinstance(record, Skipped)]
     assert reasons == ["no_conversation", "no_conversation"]
     pages = [
         (a.one("source"), a.one("page"), a.one("limit")) for a in mock.asked if "page" in a.query
@@ -406,8 +406,8 @@ def test_langfuse(mock: Mock) -> None:
 
 def test_scores_of_evaluators_are_pulled_when_they_are_asked_for(mock: Mock) -> None:
     serve_langfuse(mock, [score(1), score(2, source="EVAL")])
-    found = pull("langfuse", mock.url, ReadOptions(includes_machine=True))
-    assert [record.is_machine for record in found if isinstance(record, Vote)] == [False, True]
+    result = pull("langfuse", mock.url, ReadOptions(includes_machine=True))
+    assert [record.is_machine for record in result if isinstance(record, Vote)] == [False, True]
 
 
 def test_only_traces_of_new_scores_are_asked_for(mock: Mock) -> None:
@@ -418,8 +418,8 @@ def test_only_traces_of_new_scores_are_asked_for(mock: Mock) -> None:
     ]
     serve_langfuse(mock, rows)
     since = 1777636800.0  # 2026-05-01T12:00:00Z
-    found = list(pull_rows("langfuse", mock.url, since=since))
-    assert [row["id"] for row in found] == ["s2", "t2"]
+    result = list(pull_rows("langfuse", mock.url, since=since))
+    assert [row["id"] for row in result] == ["s2", "t2"]
     assert "/api/public/traces/t1" not in mock.paths()
 
 
@@ -508,20 +508,20 @@ def serve_phoenix(mock: Mock, project: str, filters_traces: bool = True) -> None
 
     def list_spans(asked: Asked) -> Any:
         wanted = asked.query.get("trace_id") if filters_traces else None
-        found = [s for s in spans if not wanted or s["context"]["trace_id"] in wanted]
+        results = [s for s in spans if not wanted or s["context"]["trace_id"] in wanted]
         start = int(asked.one("cursor", "0"))
-        cursor = str(start + 2) if start + 2 < len(found) else None
-        return {"data": found[start : start + 2], "next_cursor": cursor}
+        cursor = str(start + 2) if start + 2 < len(results) else None
+        return {"data": results[start : start + 2], "next_cursor": cursor}
 
     def of_spans(asked: Asked) -> Any:
         rows = [annotation(1, span_id="l1"), annotation(9, span_id="l9")]
-        found = [row for row in rows if row["span_id"] in asked.query["span_ids"]]
-        return {"data": found, "next_cursor": None}
+        results = [row for row in rows if row["span_id"] in asked.query["span_ids"]]
+        return {"data": results, "next_cursor": None}
 
     def of_traces(asked: Asked) -> Any:
         rows = [annotation(3, trace_id="t3", identifier="px-app:v1")]
-        found = [row for row in rows if row["trace_id"] in asked.query["trace_ids"]]
-        return {"data": found, "next_cursor": None}
+        results = [row for row in rows if row["trace_id"] in asked.query["trace_ids"]]
+        return {"data": results, "next_cursor": None}
 
     mock.answers[f"{base}/spans"] = list_spans
     mock.answers[f"{base}/span_annotations"] = of_spans
@@ -535,15 +535,15 @@ def test_phoenix(filters_traces: bool, mock: Mock) -> None:
     ids = [row.get("id") or row["context"]["span_id"] for row in rows]
     assert ids == ["a1", "a3", "l1", "l3"]
     votes = pull("phoenix", f"{mock.url}?project=my%20app", ReadOptions())
-    found = [(v.id, v.message, v.rater) for v in votes if isinstance(v, Vote)]
-    assert found == [("a1", "l1", ""), ("a3", "l3", "px-app:v1")]
+    results = [(v.id, v.message, v.rater) for v in votes if isinstance(v, Vote)]
+    assert results == [("a1", "l1", ""), ("a3", "l3", "px-app:v1")]
 
 
 def test_phoenix_before_annotations_of_traces(mock: Mock) -> None:
     serve_phoenix(mock, "default")
     del mock.answers["/v1/projects/default/trace_annotations"]
-    found = list(pull("phoenix", mock.url, ReadOptions()))
-    assert [record.id for record in found if isinstance(record, Vote)] == ["a1"]
+    result = list(pull("phoenix", mock.url, ReadOptions()))
+    assert [record.id for record in result if isinstance(record, Vote)] == ["a1"]
 
 
 def test_old_annotations_are_left_out(mock: Mock) -> None:
@@ -556,7 +556,9 @@ def test_ids_are_asked_for_in_batches(mock: Mock) -> None:
     many = [span(number) for number in range(120)]
     mock.answers["/v1/projects/default/spans"] = lambda asked: {"data": many, "next_cursor": None}
     list(pull_rows("phoenix", mock.url))
-    sizes = [len(asked.query["span_ids"]) for asked in mock.asked if "span_ids" in asked.query]
+    sizes = [
+        len(requests.query["span_ids"]) for requests in mock.asked if "span_ids" in requests.query
+    ]
     assert sizes == [50, 50, 20]
 
 
@@ -612,9 +614,11 @@ def test_langsmith(mock: Mock) -> None:
     serve_langsmith(mock, rows)
     votes = [v for v in pull("langsmith", mock.url, ReadOptions()) if isinstance(v, Vote)]
     assert [vote.message for vote in votes] == [f"r{number}" for number in range(102)]
-    offsets = [asked.one("offset") for asked in mock.asked if asked.path == "/api/v1/feedback"]
+    offsets = [
+        requests.one("offset") for requests in mock.asked if requests.path == "/api/v1/feedback"
+    ]
     assert offsets == ["0", "100"]
-    bodies = [asked.body for asked in mock.asked if asked.path == "/api/v1/runs/query"]
+    bodies = [requests.body for requests in mock.asked if requests.path == "/api/v1/runs/query"]
     assert bodies[0]["id"] == ["r101"]
     assert [body["trace"] for body in bodies[1:5]] == ["r0", "r0", "r1", "r1"]
     assert {"id", "inputs", "outputs", "run_type"} <= set(bodies[1]["select"])
@@ -644,7 +648,7 @@ def test_a_cursor_in_a_body_that_is_repeated(mock: Mock) -> None:
     mock.answers["/api/v1/runs/query"] = lambda asked: reply
     with raises_error("import-page-repeated", where="/api/v1/runs/query"):
         list(pull_rows("langsmith", mock.url))
-    assert [asked.body.get("cursor") for asked in mock.asked[1:]] == [None, "again"]
+    assert [requests.body.get("cursor") for requests in mock.asked[1:]] == [None, "again"]
 
 
 # Rows and files

@@ -40,11 +40,11 @@ def compared(id: str, winner: str, text: str = "A", other: str = "B", **fields: 
 
 def rows_of(kind: RowKind, *votes: Vote) -> list[dict[str, Any]]:
     """The rows of a kind without ``prompt`` and ``info``. There must be no others."""
-    made = make_rows(votes)
-    assert [name for name, rows in made.rows.items() if rows] in ([kind], [])
+    result = make_rows(votes)
+    assert [name for name, rows in result.rows.items() if rows] in ([kind], [])
     return [
         {name: value for name, value in row.items() if name not in ("prompt", "info")}
-        for row in made.rows[kind]
+        for row in result.rows[kind]
     ]
 
 
@@ -57,14 +57,14 @@ def test_the_latest_vote_of_a_rater_counts() -> None:
         vote("v2", label=False, updated_at=3.0, rater="r"),
         vote("v3", label=True, updated_at=1.0, rater="r"),
     ]
-    assert [each.id for each in latest_votes(votes)] == ["v2"]
+    assert [latest_vote.id for latest_vote in latest_votes(votes)] == ["v2"]
     assert make_rows(votes).num_replaced == 2
     assert rows_of("thumbs", *votes) == [{"completion": "Yo", "label": False}]
 
 
 def test_of_votes_with_one_time_the_later_one_counts() -> None:
     votes = [vote("v1", label=True, rater="r"), vote("v2", label=False, rater="r")]
-    assert [each.id for each in latest_votes(votes)] == ["v2"]
+    assert [latest_vote.id for latest_vote in latest_votes(votes)] == ["v2"]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_the_majority_of_several_raters_decides(
 
 def test_raters_that_are_divided_give_no_row() -> None:
     votes = [vote("v1", label=True), vote("v2", label=False)]
-    made = make_rows(votes)
-    assert not any(made.rows.values())
-    assert made.skipped == {"disagreement": 2}
-    assert made.num_disputed == 0
+    result = make_rows(votes)
+    assert not any(result.rows.values())
+    assert result.skipped == {"disagreement": 2}
+    assert result.num_disputed == 0
 
 
 def test_scores_of_several_raters_are_averaged() -> None:
@@ -132,9 +132,9 @@ def test_scores_of_several_raters_are_averaged() -> None:
 
 
 def test_a_vote_with_label_and_score_gives_both_rows() -> None:
-    made = make_rows([vote(label=True, score=4.0)])
-    assert [row["label"] for row in made.rows["thumbs"]] == [True]
-    assert [row["score"] for row in made.rows["scores"]] == [4.0]
+    result = make_rows([vote(label=True, score=4.0)])
+    assert [row["label"] for row in result.rows["thumbs"]] == [True]
+    assert [row["score"] for row in result.rows["scores"]] == [4.0]
 
 
 # Comparisons
@@ -187,9 +187,9 @@ def test_two_bad_completions_are_two_thumbs_down() -> None:
 
 
 def test_two_identical_completions_give_no_pair() -> None:
-    made = make_rows([compared("v1", "this", "A", "A")])
-    assert not any(made.rows.values())
-    assert made.skipped == {"identical": 1}
+    result = make_rows([compared("v1", "this", "A", "A")])
+    assert not any(result.rows.values())
+    assert result.skipped == {"identical": 1}
 
 
 # Siblings and corrections
@@ -203,13 +203,13 @@ def siblings(*labels: bool, **fields: Any) -> list[Vote]:
 
 
 def test_liked_and_disliked_siblings_give_a_pair() -> None:
-    made = make_rows(siblings(True, False, False))
-    assert len(made.rows["thumbs"]) == 3
-    assert [(row["chosen"], row["rejected"]) for row in made.rows["pairs"]] == [
+    result = make_rows(siblings(True, False, False))
+    assert len(result.rows["thumbs"]) == 3
+    assert [(row["chosen"], row["rejected"]) for row in result.rows["pairs"]] == [
         ("answer 0", "answer 1"),
         ("answer 0", "answer 2"),
     ]
-    assert made.rows["pairs"][0]["info"]["votes"] == ["v0", "v1"]
+    assert result.rows["pairs"][0]["info"]["votes"] == ["v0", "v1"]
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,9 @@ def test_liked_and_disliked_siblings_give_a_pair() -> None:
 )
 def test_completions_that_are_no_siblings_give_no_pair(changes: dict[str, Any]) -> None:
     first, second = siblings(True, False)
-    made = make_rows([replace(first, **changes), second])
-    assert made.rows["pairs"] == []
-    assert len(made.rows["thumbs"]) == 2
+    result = make_rows([replace(first, **changes), second])
+    assert result.rows["pairs"] == []
+    assert len(result.rows["thumbs"]) == 2
 
 
 def test_a_sibling_on_which_raters_are_divided_gives_no_pair() -> None:
@@ -237,17 +237,17 @@ def test_a_sibling_on_which_raters_are_divided_gives_no_pair() -> None:
 
 
 def test_a_correction_gives_a_demonstration_and_a_pair() -> None:
-    made = make_rows([vote(label=False, correction="Hello")])
-    assert [row["label"] for row in made.rows["thumbs"]] == [False]
-    assert [row["completion"] for row in made.rows["demonstrations"]] == ["Hello"]
-    (pair,) = made.rows["pairs"]
+    result = make_rows([vote(label=False, correction="Hello")])
+    assert [row["label"] for row in result.rows["thumbs"]] == [False]
+    assert [row["completion"] for row in result.rows["demonstrations"]] == ["Hello"]
+    (pair,) = result.rows["pairs"]
     assert (pair["chosen"], pair["rejected"]) == ("Hello", "Yo")
 
 
 def test_a_correction_without_a_change_gives_no_pair() -> None:
-    made = make_rows([vote(correction=" Yo\n")])
-    assert made.rows["pairs"] == []
-    assert len(made.rows["demonstrations"]) == 1
+    result = make_rows([vote(correction=" Yo\n")])
+    assert result.rows["pairs"] == []
+    assert len(result.rows["demonstrations"]) == 1
 
 
 # What rows hold
@@ -318,10 +318,10 @@ def test_rows_can_be_trained_on(rows: RowKind, kind: Kind) -> None:
         compared("v4", "tie"),
         compared("v5", "both_bad", "C", "D"),
     ]
-    made = make_rows(votes).rows[rows]
-    loaded = load([InMemory(made)], kind)
-    assert len(loaded.examples) == len(made) > 0
-    assert [example.info["source"] for example in loaded.examples] == ["tool"] * len(made)
+    result = make_rows(votes).rows[rows]
+    loaded = load([InMemory(result)], kind)
+    assert len(loaded.examples) == len(result) > 0
+    assert [example.info["source"] for example in loaded.examples] == ["tool"] * len(result)
 
 
 # The order of votes

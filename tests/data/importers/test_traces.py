@@ -16,8 +16,8 @@ def step(name: str, parent: str = "", **changes: Any) -> Step:
 
 
 def rated(steps: list[Step], step_id: str = "", trace_id: str = "t") -> str:
-    found = Traces(steps).rated_step(step_id, trace_id)
-    return found.id if isinstance(found, Step) else found
+    traces = Traces(steps).rated_step(step_id, trace_id)
+    return traces.id if isinstance(traces, Step) else traces
 
 
 def test_steps_may_come_in_any_order() -> None:
@@ -51,12 +51,12 @@ def test_a_trace_of_enclosing_steps_alone() -> None:
 
 def test_conversation_and_user_are_those_of_the_trace() -> None:
     trace = step("t", is_generation=False, session="c1", rater="u1")
-    found = Traces([trace, step("a")]).rated_step("a", "t")
-    assert isinstance(found, Step)
-    assert (found.session, found.rater) == ("c1", "u1")
+    traces = Traces([trace, step("a")]).rated_step("a", "t")
+    assert isinstance(traces, Step)
+    assert (traces.session, traces.rater) == ("c1", "u1")
 
 
-def vote(number: int, time: float, rater: str = "r", **said: Any) -> Vote:
+def vote(number: int, time: float, rater: str = "r", **message: Any) -> Vote:
     return Vote(
         source="test",
         id=f"v{number}",
@@ -66,13 +66,13 @@ def vote(number: int, time: float, rater: str = "r", **said: Any) -> Vote:
         completion=assistant("Hello"),
         message="m",
         origin=Origin("x", number),
-        **said,
+        **message,
     )
 
 
 def combined(*votes: Vote) -> list[tuple[bool | None, float | None, str | None]]:
-    found = [v for v in combine_votes(votes) if isinstance(v, Vote)]
-    return [(v.label, v.score, v.correction) for v in found]
+    results = [v for v in combine_votes(votes) if isinstance(v, Vote)]
+    return [(v.label, v.score, v.correction) for v in results]
 
 
 def test_a_changed_label_keeps_the_correction() -> None:

@@ -18,8 +18,8 @@ asked: list[str] = []
 def vowels(completions: Sequence[Completion], **_: Any) -> list[float]:
     """The share of vowels in the text."""
     return [
-        sum(letter in "aeiou" for letter in each.text) / max(1, len(each.text))
-        for each in completions
+        sum(letter in "aeiou" for letter in completion.text) / max(1, len(completion.text))
+        for completion in completions
     ]
 
 
@@ -30,7 +30,7 @@ def constant(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 def by_index(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Larger for those that were sampled later."""
-    return [each.index / 3 for each in completions]
+    return [completion.index / 3 for completion in completions]
 
 
 solved: list[int] = []
@@ -45,7 +45,7 @@ def solved_after(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 def different(completions: Sequence[Completion]) -> list[float]:
     """Rewards that are never equal in a group."""
-    return [each.index / 10 for each in completions]
+    return [completion.index / 10 for completion in completions]
 
 
 period = 3
@@ -62,8 +62,8 @@ def now_and_then(completions: Sequence[Completion], **_: Any) -> list[float]:
 def patchy(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Fails on the first answer to each prompt."""
     return [
-        math.nan if each.index == 0 else score
-        for each, score in zip(completions, vowels(completions), strict=True)
+        math.nan if item.index == 0 else score
+        for item, score in zip(completions, vowels(completions), strict=True)
     ]
 
 
@@ -74,17 +74,17 @@ def broken(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 def of_tools(completions: Sequence[Completion], **_: Any) -> list[float]:
     """How many tools the prompt has."""
-    return [float(len(each.tools)) for each in completions]
+    return [float(len(completion.tools)) for completion in completions]
 
 
 def of_info(completions: Sequence[Completion], **_: Any) -> list[float]:
     """1 where what comes with the prompt says so."""
-    return [float(each.info["wanted"] == each.index) for each in completions]
+    return [float(completion.info["wanted"] == completion.index) for completion in completions]
 
 
 def wanted(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Notes what comes with each prompt."""
-    asked.extend(str(each.info["wanted"]) for each in completions)
+    asked.extend(str(completion.info["wanted"]) for completion in completions)
     return vowels(completions)
 
 

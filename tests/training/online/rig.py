@@ -14,8 +14,8 @@ from tests.tiny_models import tiny
 
 VOWELS = "tests.training.online.rewards:vowels"
 PROMPTS = [
-    {"prompt": [{"role": "user", "content": f"say {what}"}], "wanted": k % 2}
-    for k, what in enumerate(
+    {"prompt": [{"role": "user", "content": f"say {kind}"}], "wanted": k % 2}
+    for k, kind in enumerate(
         ("hello", "moon", "sun and star", "Paris", "the earth", "what is 2 + 2?", "a capital")
     )
 ]
@@ -38,7 +38,7 @@ def recipe(place: Path, method: str = "grpo", **changes: dict[str, Any] | str) -
     """Seven prompts, three a round: three rounds an epoch. changes: sections to be added to, or
     replaced.
     """
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "method": method,
         "model": {"name": str(place / "model"), "lora": {"rank": 2}},
         "data": {
@@ -53,8 +53,8 @@ def recipe(place: Path, method: str = "grpo", **changes: dict[str, Any] | str) -
         "run": {"dir": str(place / "run"), "save_every": 1},
     }
     for name, change in changes.items():
-        found[name] = found.get(name, {}) | change if isinstance(change, dict) else change
-    return found
+        results[name] = results.get(name, {}) | change if isinstance(change, dict) else change
+    return results
 
 
 def recipe_without_eval(
@@ -63,8 +63,8 @@ def recipe_without_eval(
     **changes: dict[str, Any] | str,
 ) -> dict[str, Any]:
     """The same without held-out prompts."""
-    found = recipe(place, method, **changes)
-    return found | {"data": {**found["data"], "eval": []}, "eval": {}}
+    result = recipe(place, method, **changes)
+    return result | {"data": {**result["data"], "eval": []}, "eval": {}}
 
 
 def logged(place: Path, run: str = "run") -> list[dict[str, Any]]:

@@ -92,9 +92,9 @@ def test_fewer_prompts_than_a_round_are_asked_again(
     prompts(place, rows)
     settings = recipe_without_eval(place, train={"max_steps": 3}, rollout={"steps": 2, "epochs": 2})
     run, _ = train(settings)
-    whole = logged(place)[0]
-    assert whole["prompts"] == 3
-    assert whole["rollout/tied"] < 1
+    full = logged(place)[0]
+    assert full["prompts"] == 3
+    assert full["rollout/tied"] < 1
     assert all(torch.isfinite(p).all() for p in weights(run).values())
 
 
@@ -123,17 +123,17 @@ def test_the_sampler_agrees_with_the_policy_at_its_temperature(place: Path) -> N
 # ---------------------------------------------------------------------- one step by hand
 
 
-def _credit(method: str, rewards: torch.Tensor, apart: torch.Tensor) -> torch.Tensor:
+def _credit(method: str, rewards: torch.Tensor, separate: torch.Tensor) -> torch.Tensor:
     """The advantages of the answers to one prompt."""
     if method == "rloo":
-        worth = rewards - 0.05 * apart
-        return torch.stack([own - (worth.sum() - own) / (len(worth) - 1) for own in worth])
+        worth = rewards - 0.05 * separate
+        return torch.stack([actual - (worth.sum() - actual) / (len(worth) - 1) for actual in worth])
     centred = rewards - rewards.mean()
     return centred if method == "dr_grpo" else centred / (rewards.std() + 1e-4)
 
 
 def _gradient(
-    place: Path, method: str, groups: list[Any], how: dict[str, Any]
+    place: Path, method: str, groups: list[Any], options: dict[str, Any]
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient, prompt by prompt and answer by answer, by the papers' formulas."""
     model = AutoModelForCausalLM.from_pretrained(
@@ -144,14 +144,14 @@ def _gradient(
         logps = []
         for answer in answers:
             ids = torch.tensor([[*prompt, *answer.tokens]])
-            every = (model(input_ids=ids).logits[0] / how["temperature"]).log_softmax(-1)
+            every = (model(input_ids=ids).logits[0] / options["temperature"]).log_softmax(-1)
             logps.append(every[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0])
         # the reference is the policy, before the first step
-        apart = torch.zeros(len(answers), dtype=torch.float64)
+        separate = torch.zeros(len(answers), dtype=torch.float64)
         for logp, answer, adv in zip(
             logps,
             answers,
-            _credit(method, torch.tensor(worth, dtype=torch.float64), apart),
+            _credit(method, torch.tensor(worth, dtype=torch.float64), separate),
             strict=True,
         ):
             sampler = torch.tensor(answer.logps, dtype=torch.float64)
@@ -162,7 +162,7 @@ def _gradient(
             else:
                 terms.append(-(old - sampler).exp().clamp(max=2.0) * adv * (logp - old).exp())
     if method == "dr_grpo":
-        loss = torch.cat(terms).sum() / (len(terms) * how["max_new_tokens"])
+        loss = torch.cat(terms).sum() / (len(terms) * options["max_new_tokens"])
     elif method == "dapo":
         loss = torch.cat(terms).mean()
     else:
@@ -172,7 +172,7 @@ def _gradient(
 
 
 @pytest.mark.parametrize(
-    ("method", "how"),
+    ("method", "options"),
     [
         ("grpo", {"temperature": 1.0}),
         ("grpo", {"temperature": 0.7}),
@@ -183,27 +183,27 @@ def _gradient(
     ],
 )
 def test_the_first_gradient_is_that_of_the_formulas(
-    method: str, how: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, options: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows ask the same: their answers are two groups.
 
     The model norms its layers in float32, whatever its weights are.
     """
     prompts(place, [PROMPTS[0], PROMPTS[0], PROMPTS[1]])
-    seen: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
     group, learn = Collector.group, Objective.update_statistics
 
     def keep(self: Collector, asked: Any, answers: Any, scores: Any, tally: Any) -> Any:
-        worth = [[score.value for score in own] for own in scores]
-        seen["groups"] = [
-            (each.example.prompt_ids, own, own_worth)
-            for each, own, own_worth in zip(asked, answers, worth, strict=True)
+        worth = [[score.value for score in item] for item in scores]
+        observed["groups"] = [
+            (item.example.prompt_ids, computed, own_worth)
+            for item, computed, own_worth in zip(asked, answers, worth, strict=True)
         ]
         return group(self, asked, answers, scores, tally)
 
     def note(self: Objective, outcome: Any) -> None:
-        seen["loss"] = float(outcome.loss)
-        seen["gradient"] = {
+        observed["loss"] = float(outcome.loss)
+        observed["gradient"] = {
             name: p.grad.clone() for name, p in self.policy.named_parameters() if p.grad is not None
         }
         learn(self, outcome)
@@ -215,17 +215,17 @@ def test_the_first_gradient_is_that_of_the_formulas(
             place,
             method,
             model={"dtype": "float64", "lora": None},
-            rollout=how,
+            rollout=options,
             train={"max_steps": 1, "clip_norm": None},
         )
     )
-    loss, gradient = _gradient(place, method, seen["groups"], {"max_new_tokens": 6, **how})
-    assert seen["loss"] == pytest.approx(loss, rel=1e-7, abs=1e-7)
-    assert len(seen["groups"]) == 3
-    assert len(seen["gradient"]) == len(gradient)
-    for name, own in seen["gradient"].items():
-        (theirs,) = [grad for each, grad in gradient.items() if name.endswith(each)]
-        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-7)
+    loss, gradient = _gradient(place, method, observed["groups"], {"max_new_tokens": 6, **options})
+    assert observed["loss"] == pytest.approx(loss, rel=1e-7, abs=1e-7)
+    assert len(observed["groups"]) == 3
+    assert len(observed["gradient"]) == len(gradient)
+    for name, actual in observed["gradient"].items():
+        (theirs,) = [grad for item, grad in gradient.items() if name.endswith(item)]
+        torch.testing.assert_close(actual, theirs, rtol=1e-5, atol=1e-7)
 
 
 # ---------------------------------------------------------------------- killed and stopped
@@ -236,7 +236,7 @@ def test_more_steps_in_the_middle_of_a_round_go_on_with_its_answers(place: Path)
     """Seven of twelve steps end within the second round of four."""
     more: dict[str, Any] = {"rollout": {"epochs": 2, "steps": 2}}
     flat = {"schedule": "constant", "warmup": 0}
-    whole, _ = train(
+    full, _ = train(
         recipe_without_eval(
             place,
             **more,
@@ -246,7 +246,7 @@ def test_more_steps_in_the_middle_of_a_round_go_on_with_its_answers(place: Path)
     )
     train(recipe_without_eval(place, **more, train={"max_steps": 7, **flat}))
     again, _ = train(recipe_without_eval(place, **more, train={"max_steps": 12, **flat}))
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
     assert logged(place) == logged(place, "whole")
 
 

@@ -36,10 +36,10 @@ def place(tmp_path: Path) -> Path:
 
 def warned_at(place: Path, name: str) -> list[int]:
     """The steps with a warning that begins as the text of this sign does."""
-    (said,) = [sign.message for sign in diagnose(read_run(place / "run")) if sign.name == name]
+    (message,) = [sign.message for sign in diagnose(read_run(place / "run")) if sign.name == name]
     warnings = facts(place / "run")["warnings"]
-    words = re.compile(r"step (\d+): " + re.escape(said[:12]))
-    return [int(found[1]) for found in map(words.match, warnings) if found]
+    words = re.compile(r"step (\d+): " + re.escape(message[:12]))
+    return [int(result[1]) for result in map(words.match, warnings) if result]
 
 
 def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> None:
@@ -116,15 +116,17 @@ def test_steps_without_a_gradient_are_counted_in_a_row(
 
 @pytest.mark.slow
 def test_a_killed_run_ends_at_the_same_step(place: Path) -> None:
-    how = {"max_steps": 30, "max_zero_gradient_steps": 6}
-    whole, _ = train(recipe(place, reward=CONSTANT, train=how, run={"dir": str(place / "whole")}))
-    settings = recipe(place, reward=CONSTANT, train=how)
+    options = {"max_steps": 30, "max_zero_gradient_steps": 6}
+    full, _ = train(
+        recipe(place, reward=CONSTANT, train=options, run={"dir": str(place / "whole")})
+    )
+    settings = recipe(place, reward=CONSTANT, train=options)
     killed(settings, 5)
     again, _ = train(settings)
-    assert again.step == whole.step == 6
-    assert again.state.online_anomalies.state_dict() == whole.state.online_anomalies.state_dict()
+    assert again.step == full.step == 6
+    assert again.state.online_anomalies.state_dict() == full.state.online_anomalies.state_dict()
     assert logged(place) == logged(place, "whole")
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
 
 
 def test_a_run_that_ended_goes_on_when_it_is_told_to(place: Path) -> None:
@@ -168,9 +170,11 @@ def test_a_policy_that_only_repeats_itself_is_warned_of(
 ) -> None:
     plain = HFGenerator.generate
 
-    def generate(self: HFGenerator, *args: Any, **how: Any) -> list[list[Completion]]:
-        groups = plain(self, *args, **how)
-        return [[replace(c, tokens=(5,) * 12, logps=(-1.0,) * 12) for c in own] for own in groups]
+    def generate(self: HFGenerator, *args: Any, **options: Any) -> list[list[Completion]]:
+        groups = plain(self, *args, **options)
+        return [
+            [replace(c, tokens=(5,) * 12, logps=(-1.0,) * 12) for c in group] for group in groups
+        ]
 
     monkeypatch.setattr(HFGenerator, "generate", generate)
     train(recipe_without_eval(place, rollout={"max_new_tokens": 12}, train={"max_steps": 4}))

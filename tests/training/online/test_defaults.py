@@ -38,10 +38,10 @@ def loaded(place: Path, method: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("method", ["ppo", "grpo", "rejection", "online_dpo"])
 def test_only_ppo_makes_several_passes_by_default(method: str, place: Path) -> None:
-    found = loaded(place, method)
+    result = loaded(place, method)
     passes = 4 if method == "ppo" else 1
-    setting = found.settings["rollout.epochs"]
-    assert found.recipe.rollout.num_epochs == setting.value == passes
+    setting = result.settings["rollout.epochs"]
+    assert result.recipe.rollout.num_epochs == setting.value == passes
     assert setting.is_default
     assert setting.origin == f"default of {method}"
     assert loaded(place, method, rollout={"epochs": None}).recipe.rollout.num_epochs == passes
@@ -151,12 +151,12 @@ def test_masked_completions_have_no_loss_mask_and_keep_their_place_in_the_statis
 ) -> None:
     """The advantages of all completions are the same with and without."""
     masked, plain = examples(place, method, True), examples(place, method, False)
-    assert [each.answers[0].mask for each in plain] == [(True,) * 3] * 6
-    assert [any(each.answers[0].mask) for each in masked] == [False, True, True, True, False, True]
-    assert [each.answers[0].columns for each in masked] == [
-        each.answers[0].columns for each in plain
+    assert [item.answers[0].mask for item in plain] == [(True,) * 3] * 6
+    assert [any(item.answers[0].mask) for item in masked] == [False, True, True, True, False, True]
+    assert [item.answers[0].columns for item in masked] == [
+        item.answers[0].columns for item in plain
     ]
-    assert [each.answers[0].ids for each in masked] == [each.answers[0].ids for each in plain]
+    assert [item.answers[0].ids for item in masked] == [item.answers[0].ids for item in plain]
 
 
 @pytest.mark.parametrize("method", ["grpo", "rejection"])
@@ -174,14 +174,14 @@ def test_a_masked_run_is_the_same_in_any_micro_batches_and_after_a_kill(
     """Half of the completions are truncated, those of some prompts altogether."""
     plain = HFGenerator.generate
 
-    def generate(self: HFGenerator, *args: Any, **how: Any) -> list[list[Completion]]:
-        groups = plain(self, *args, **how)
+    def generate(self: HFGenerator, *args: Any, **options: Any) -> list[list[Completion]]:
+        groups = plain(self, *args, **options)
         return [
             [
                 replace(c, stop="length" if (i + sum(c.tokens)) % 2 or not k else "eos")
-                for i, c in enumerate(own)
+                for i, c in enumerate(actual)
             ]
-            for k, own in enumerate(groups)
+            for k, actual in enumerate(groups)
         ]
 
     monkeypatch.setattr(HFGenerator, "generate", generate)
@@ -191,18 +191,18 @@ def test_a_masked_run_is_the_same_in_any_micro_batches_and_after_a_kill(
     }  # fmt: skip
 
     def made(name: str, tokens: int) -> dict[str, Any]:
-        how = {"micro_batch_tokens": tokens, "max_steps": 2}
-        return recipe(place, method, **more, train=how, run={"dir": str(place / name)})
+        options = {"micro_batch_tokens": tokens, "max_steps": 2}
+        return recipe(place, method, **more, train=options, run={"dir": str(place / name)})
 
     train(made("small", 32))
-    whole, _ = train(made("large", 4096))
+    full, _ = train(made("large", 4096))
     for ours, theirs in zip(logged(place, "small"), logged(place, "large"), strict=True):
         for name in ours.keys() - {"micro_batches", "tokens", "tokens_seen", "waste"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-7, abs=1e-9), name
     killed(made("killed", 4096), 2)
     again, _ = train(made("killed", 4096))
     assert logged(place, "killed") == logged(place, "large")
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
     unmasked = made("unmasked", 4096)
     unmasked["rollout"] |= {"mask_truncated": False}
     train(unmasked)

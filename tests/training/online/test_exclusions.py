@@ -50,7 +50,7 @@ def imitated(
     return [unit.answers[0].ids[0] - 3 for unit in best_of_n(groups, top_n, min_reward, mask)]
 
 
-@pytest.mark.parametrize(("rewards", "how", "expected"), [
+@pytest.mark.parametrize(("rewards", "options", "expected"), [
     ((0, 0, 0), {}, []),  # a 0/1 verifier rejected all of them
     ((1, 1, 1), {}, []),  # nothing to be learned from the difference
     ((0, 1, 0, 1), {}, [1]), ((0, 1, 0, 1), {"top_n": 2}, [1, 3]),
@@ -60,9 +60,9 @@ def imitated(
     ((0.7,), {}, []), ((0.7,), {"min_reward": 0.6}, [0]), ((0.5,), {"min_reward": 0.6}, []),
 ])  # fmt: skip
 def test_only_completions_that_are_better_are_imitated(
-    rewards: tuple[float, ...], how: dict[str, Any], expected: list[int]
+    rewards: tuple[float, ...], options: dict[str, Any], expected: list[int]
 ) -> None:
-    assert imitated(group(*rewards), **how) == expected
+    assert imitated(group(*rewards), **options) == expected
 
 
 def test_truncated_completions_are_not_imitated_and_still_compared_with() -> None:
@@ -84,14 +84,14 @@ def ends(monkeypatch: pytest.MonkeyPatch, *truncated: int) -> None:
     """Let every sampled completion end by itself, but for those of these places in their group."""
     plain = HFGenerator.generate
 
-    def generate(self: HFGenerator, *args: Any, **how: Any) -> list[list[Completion]]:
-        groups = plain(self, *args, **how)
+    def generate(self: HFGenerator, *args: Any, **options: Any) -> list[list[Completion]]:
+        groups = plain(self, *args, **options)
         stops = (
             ["length" if i in truncated else "eos" for i in range(len(groups[0]))] if groups else []
         )
         return [
-            [replace(each, stop=stop) for each, stop in zip(own, stops, strict=True)]  # type: ignore[arg-type]
-            for own in groups
+            [replace(element, stop=stop) for element, stop in zip(item, stops, strict=True)]  # type: ignore[arg-type]
+            for item in groups
         ]
 
     monkeypatch.setattr(HFGenerator, "generate", generate)
@@ -156,18 +156,18 @@ def test_a_killed_run_counts_what_an_undisturbed_one_does(
 ) -> None:
     ends(monkeypatch, 3)
     more: dict[str, Any] = {"reward": BY_INDEX, "rollout": {"epochs": 2}}
-    whole, _ = train(
+    full, _ = train(
         recipe_without_eval(place, "rejection", **more, run={"dir": str(place / "whole")}),
     )
     settings = recipe_without_eval(place, "rejection", **more)
     killed(settings, 4)
     again, _ = train(settings)
-    assert whole.examples is not None
+    assert full.examples is not None
     assert again.examples is not None
-    assert again.examples.exclusions == whole.examples.exclusions
-    assert whole.examples.exclusions["truncated"] == 9
+    assert again.examples.exclusions == full.examples.exclusions
+    assert full.examples.exclusions["truncated"] == 9
     assert logged(place) == logged(place, "whole")
-    assert all((p == weights(again)[name]).all() for name, p in weights(whole).items())
+    assert all((p == weights(again)[name]).all() for name, p in weights(full).items())
 
 
 @pytest.mark.parametrize(("method", "rollout", "code", "setting"), [

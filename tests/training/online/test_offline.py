@@ -42,8 +42,8 @@ def test_a_round_gives_the_same_numbers_in_one_program_as_in_three(
 ) -> None:
     make(tmp_path)
     stored, data, more = CASES[method]
-    own = {"model": {"dtype": "float64"}, "train": {"batch_size": len(PROMPTS), "max_steps": 1}}
-    online = recipe_without_eval(tmp_path, method, **own, **more)
+    actual = {"model": {"dtype": "float64"}, "train": {"batch_size": len(PROMPTS), "max_steps": 1}}
+    online = recipe_without_eval(tmp_path, method, **actual, **more)
     run, _ = train(online)
     assert run.prepared.sampler is not None
     first = [PROMPTS[i] for i in run.prepared.sampler.epoch(0)]

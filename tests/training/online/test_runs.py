@@ -96,11 +96,11 @@ def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Pa
     more: dict[str, Any] = {"rollout": {"epochs": 2} | SHORT.get(method, {})}
     more |= {"loss": {"kl_target": 0.5}} if method == "ppo" else {}
     settings = recipe(place, method, **more)
-    whole, _ = train(recipe(place, method, **more, run={"dir": str(place / "whole")}))
+    full, _ = train(recipe(place, method, **more, run={"dir": str(place / "whole")}))
     killed(settings, step)
     again, _ = train(settings)
     assert resumed_steps(place / "run") == [step - 1]
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
     assert logged(place) == logged(place, "whole")
 
 
@@ -133,12 +133,15 @@ def test_an_edited_reward_is_one_warning(place: Path, monkeypatch: pytest.Monkey
 def test_a_run_goes_on_where_its_prompts_were(
     change: dict[str, Any], first: int, total: int, place: Path
 ) -> None:
-    how: dict[str, Any] = {"rollout": {"epochs": 2}, "train": {"max_steps": None, "epochs": 4.0}}
-    killed(recipe_without_eval(place, **how), 7)
+    options: dict[str, Any] = {
+        "rollout": {"epochs": 2},
+        "train": {"max_steps": None, "epochs": 4.0},
+    }
+    killed(recipe_without_eval(place, **options), 7)
     for section, values in change.items():
-        how[section] = how[section] | values
+        options[section] = options[section] | values
     (name,) = [f"{section}.{key}" for section, values in change.items() for key in values]
-    run, _ = train(recipe_without_eval(place, **how), allow=[name])
+    run, _ = train(recipe_without_eval(place, **options), allow=[name])
     assert (run.state.counters.first, run.total_steps) == (first, total)
 
 
@@ -159,7 +162,7 @@ def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.Mon
     sample = Collector.sample
 
     def spied(self: Collector, asked: Any, *args: Any, **options: Any) -> Any:
-        ids.extend(each.example.id for each in asked)
+        ids.extend(item.example.id for item in asked)
         return sample(self, asked, *args, **options)
 
     monkeypatch.setattr(Collector, "sample", spied)
@@ -204,21 +207,21 @@ def test_a_run_is_scored_at_a_temperature_of_one(
 ) -> None:
     """Whatever its answers were sampled at: of its model and its reference alike."""
     monkeypatch.chdir(place)
-    how = {"temperature": 0.5, "measure_kl": True}
-    train(recipe(place, model={"lora": None}, rollout=how, train={"max_steps": 1}))
+    options = {"temperature": 0.5, "measure_kl": True}
+    train(recipe(place, model={"lora": None}, rollout=options, train={"max_steps": 1}))
     write("rows.jsonl", FILES["preference"])
-    found: dict[str, list[dict[str, float]]] = {}
+    results: dict[str, list[dict[str, float]]] = {}
     for name in ("run", "run/model", "model"):
         score("rows.jsonl", target=name, out="out.jsonl")
-        found[name] = [
+        results[name] = [
             answer for line in read("out.jsonl") for answer in line["valence"]["answers"]
         ]
         Path("out.jsonl").unlink()
-    assert [a["logp"] for a in found["run"]] == pytest.approx(
-        [a["logp"] for a in found["run/model"]], abs=1e-3
+    assert [a["logp"] for a in results["run"]] == pytest.approx(
+        [a["logp"] for a in results["run/model"]], abs=1e-3
     )
-    assert [a["ref"] for a in found["run"]] == pytest.approx(
-        [a["logp"] for a in found["model"]], abs=1e-3
+    assert [a["ref"] for a in results["run"]] == pytest.approx(
+        [a["logp"] for a in results["model"]], abs=1e-3
     )
 
 
@@ -252,9 +255,11 @@ def test_micro_batches_change_no_number(method: str, place: Path) -> None:
     """Advantages and the averages' counts are those of the whole round and step."""
     runs = []
     for tokens in (64, 4096):
-        how: dict[str, Any] = {"rollout": {"epochs": 2}, "model": {"dtype": "float64"}}
-        how["train"] = {"micro_batch_tokens": tokens, "max_steps": 2}
-        train(recipe_without_eval(place, method, **how, run={"dir": str(place / f"run-{tokens}")}))
+        options: dict[str, Any] = {"rollout": {"epochs": 2}, "model": {"dtype": "float64"}}
+        options["train"] = {"micro_batch_tokens": tokens, "max_steps": 2}
+        train(
+            recipe_without_eval(place, method, **options, run={"dir": str(place / f"run-{tokens}")})
+        )
         runs.append(logged(place, f"run-{tokens}"))
     for ours, theirs in zip(*runs, strict=True):
         for name in ours.keys() - {"micro_batches", "tokens", "tokens_seen", "waste"}:
@@ -282,11 +287,11 @@ def test_answers_without_a_score_are_left_out_and_counted(place: Path) -> None:
 def test_an_answer_without_tokens_is_left_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = HFGenerator.generate
 
-    def generate(self: HFGenerator, *given: Any, **how: Any) -> list[list[Completion]]:
-        answers = plain(self, *given, **how)
+    def generate(self: HFGenerator, *args: Any, **options: Any) -> list[list[Completion]]:
+        answers = plain(self, *args, **options)
         return [
-            [replace(each[0], tokens=(), logps=(), text="", stop="length"), *each[1:]]
-            for each in answers
+            [replace(answer[0], tokens=(), logps=(), text="", stop="length"), *answer[1:]]
+            for answer in answers
         ]
 
     monkeypatch.setattr(HFGenerator, "generate", generate)
@@ -378,15 +383,15 @@ def test_the_tools_of_a_prompt_reach_the_reward(place: Path) -> None:
 
 def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
     run, _ = train(recipe(place, train={"max_steps": 1}))
-    found = run.evaluate()
-    assert len(found.rows) == 3
-    assert {"id", "origin", "prompt", "completion", "reward", "tokens", "stop"} <= found.rows[
+    result = run.evaluate()
+    assert len(result.rows) == 3
+    assert {"id", "origin", "prompt", "completion", "reward", "tokens", "stop"} <= result.rows[
         0
     ].keys()
-    assert found.metrics["reward/mean"] == pytest.approx(
-        sum(row["reward"] for row in found.rows) / 3
+    assert result.metrics["reward/mean"] == pytest.approx(
+        sum(row["reward"] for row in result.rows) / 3
     )
-    assert run.evaluate().rows == found.rows
+    assert run.evaluate().rows == result.rows
 
 
 @pytest.mark.parametrize(("changes", "code", "where"), [

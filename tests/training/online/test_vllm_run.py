@@ -28,7 +28,7 @@ def test_a_server_is_started_kept_up_to_date_and_stopped(
     monkeypatch.setattr(
         Collector,
         "sample_ahead",
-        lambda self, *given: (begun.append(self._state.step), begin(self, *given)),
+        lambda self, *args: (begun.append(self._state.step), begin(self, *args)),
     )
     run, _ = train(recipe(tmp_path, rollout=rollout))
     assert run.examples is not None
@@ -42,9 +42,9 @@ def test_a_server_is_started_kept_up_to_date_and_stopped(
     assert all(row["rollout/failed"] == 0 for row in rows)
     assert begun == [0, 1, 2, 3, 4]  # behind the sixth round comes no other
     assert not [
-        each
-        for each in os.listdir("/proc")
-        if each.isdigit() and _is_vllm(Path("/proc") / each, tmp_path)
+        item
+        for item in os.listdir("/proc")
+        if item.isdigit() and _is_vllm(Path("/proc") / item, tmp_path)
     ]
 
 
