@@ -104,7 +104,9 @@ def collecting(
     """The command as it runs, the links of its raters, and the file of what it prints."""
     message = Path("said")
     message.unlink(missing_ok=True)
-    program = Program("collect", saved_model().name, "--port", "0", *words, said=message, main=main)
+    program = Program(
+        "collect", saved_model().name, "--port", "0", *words, output=message, main=main
+    )
     try:
         until = time.monotonic() + 60
         while "stop with Ctrl-C" not in (message.read_text() if message.exists() else ""):

@@ -119,7 +119,7 @@ def serving(*words: str, token: str = "") -> Iterator[tuple[Program, str, Path]]
     output = Path("output")
     output.unlink(missing_ok=True)
     program = Program(
-        "serve", saved_model().name, *words, "--port", "0", said=output, TOKEN_OF_TEST=token
+        "serve", saved_model().name, *words, "--port", "0", output=output, TOKEN_OF_TEST=token
     )
     try:
         until = time.monotonic() + 60

@@ -14,7 +14,7 @@ from scipy.stats import mannwhitneyu
 from tests.command import command, command_error, place
 from tests.errors import raises_error
 from tests.evaluation.judge_server import JudgeServer, always_first, judge_server, longer, winners
-from tests.evaluation.test_compare import ASKED, REWARDS, write_prompts
+from tests.evaluation.test_compare import REWARDS, SAMPLING, write_prompts
 from tests.training.scoring import write
 from valence.evaluation.calibration import calibrate, read_labels, require_agreement
 from valence.evaluation.judges import LanguageModelJudge, RewardJudge
@@ -180,7 +180,7 @@ def test_a_judge_below_the_agreement_is_refused_unless_allowed(folder: Path) -> 
 def test_compare_measures_judges_before_models_answer(folder: Path) -> None:
     write_pairs(ANSWERS)
     with judge_server(lambda shown: winners("second")) as server:
-        words = ("compare", "model", "model", *ASKED, "--judge", entry(server))
+        words = ("compare", "model", "model", *SAMPLING, "--judge", entry(server))
         error = command_error(*words, "--labels", "pairs.jsonl")
         assert error.code == "judge-agreement-low"
         assert not list(Path("comparison").glob("answers*"))
@@ -194,12 +194,12 @@ def test_compare_measures_judges_before_models_answer(folder: Path) -> None:
 
 def test_a_judge_without_labels_is_noted(folder: Path) -> None:
     with judge_server(longer) as server:
-        words = ("compare", "model", "model", *ASKED, "--judge", entry(server))
+        words = ("compare", "model", "model", *SAMPLING, "--judge", entry(server))
         assert command(*words) == 0
         result = json.loads(Path("comparison/compare.json").read_text())
         assert len(result["notes"]) == 1
         labelled = entry(server, labels=write_pairs(ANSWERS), min_agreement=0.7)
-        words = ("compare", "model", "model", *ASKED, "--judge", labelled)
+        words = ("compare", "model", "model", *SAMPLING, "--judge", labelled)
         assert command_error(*words).code == "judge-agreement-low"
 
 

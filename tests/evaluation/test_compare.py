@@ -39,7 +39,7 @@ def slow(completions, **context):
     time.sleep(0.05 * len(completions))
     return long(completions)
 """
-ASKED = ("--prompts", "prompts.jsonl", "--max-new-tokens", "6")
+SAMPLING = ("--prompts", "prompts.jsonl", "--max-new-tokens", "6")
 
 
 def write_prompts(count: int = 8, name: str = "prompts.jsonl") -> None:
@@ -68,7 +68,7 @@ def folder(place: Path) -> Path:
 
 
 def compare(*words: str, judge: str = "my_rewards:long", status: int = 0) -> dict[str, Any]:
-    assert command("compare", "model", "other", *ASKED, "--judge", judge, *words) == status
+    assert command("compare", "model", "other", *SAMPLING, "--judge", judge, *words) == status
     return json.loads(Path("comparison/compare.json").read_text())
 
 
@@ -113,7 +113,7 @@ def test_the_same_command_again_answers_and_judges_nothing(folder: Path) -> None
 
 
 def test_a_model_against_itself_is_even_on_every_prompt(folder: Path) -> None:
-    words = ("compare", "model", "model", *ASKED, "--judge", "my_rewards:long")
+    words = ("compare", "model", "model", *SAMPLING, "--judge", "my_rewards:long")
     assert command(*words, "--at-least", "0.5") == 0
     result = json.loads(Path("comparison/compare.json").read_text())
     (judge,) = result["judges"]
@@ -125,7 +125,16 @@ def test_a_model_against_itself_is_even_on_every_prompt(folder: Path) -> None:
 
 def test_swapped_sides_have_the_rest(folder: Path) -> None:
     value = compare()["judges"][0]["win_rate"]["value"]
-    words = ("compare", "other", "model", *ASKED, "--judge", "my_rewards:long", "--out", "swapped")
+    words = (
+        "compare",
+        "other",
+        "model",
+        *SAMPLING,
+        "--judge",
+        "my_rewards:long",
+        "--out",
+        "swapped",
+    )
     assert command(*words) == 0
     (judge,) = json.loads(Path("swapped/compare.json").read_text())["judges"]
     assert judge["win_rate"]["value"] == pytest.approx(1 - value)
@@ -167,7 +176,7 @@ def test_missing_verdicts_are_no_numbers(folder: Path) -> None:
 
 
 def command_error_of(code: str, *words: str) -> None:
-    error = command_error("compare", "model", "other", *ASKED, *words)
+    error = command_error("compare", "model", "other", *SAMPLING, *words)
     assert error.code == code, error
 
 
@@ -213,7 +222,7 @@ def test_prompts_of_the_training_data_are_counted(
     rows = lines("prompts.jsonl")
     rows[1] = {"prompt": "question 3"}  # as text; the row has it as a user message
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("compare", "model", "runs/first", *ASKED, "--judge", "my_rewards:long")
+    words = ("compare", "model", "runs/first", *SAMPLING, "--judge", "my_rewards:long")
     assert command(*words) == 0
     result = json.loads(Path("comparison/compare.json").read_text())
     assert result["trained"] == {"candidate": 1}
@@ -227,7 +236,7 @@ def test_prompts_of_the_training_data_are_counted(
 
 def test_killed_while_judging_nothing_that_is_written_is_judged_again(folder: Path) -> None:
     write_prompts(80)
-    words = ("compare", "model", "other", *ASKED, "--judge", "my_rewards:slow")
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:slow")
     program, calls = Program(*words), Path("calls.jsonl")
 
     def has_verdicts() -> bool:
@@ -251,7 +260,7 @@ def test_killed_while_judging_nothing_that_is_written_is_judged_again(folder: Pa
 
 def test_killed_while_answering_no_prompt_is_answered_twice(folder: Path) -> None:
     write_prompts(60)
-    words = ("compare", "model", "other", *ASKED, "--judge", "my_rewards:long", "--at-once", "4")
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long", "--at-once", "4")
     program, path = Program(*words), Path("comparison/answers.candidate.jsonl")
     program.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= 8)
     assert program.kill() == -signal.SIGKILL
@@ -319,13 +328,13 @@ def test_a_judge_file_is_an_entry_of_a_reward_section(folder: Path) -> None:
         result = compare(judge="judge.yaml")
         assert "Be fair." in server.requests[0]["messages"][0]["content"]
     assert result["judges"][0]["judge"] == "mine"
-    assert command_error("compare", "model", "other", *ASKED, "--judge", "no.yaml").code
+    assert command_error("compare", "model", "other", *SAMPLING, "--judge", "no.yaml").code
 
 
 def test_killed_while_a_language_model_judges_no_reply_is_paid_for_twice(folder: Path) -> None:
     write_prompts(40)
     with judge_server(lambda shown: (0.02, longer(shown))) as server:
-        words = ("compare", "model", "other", *ASKED, "--judge", llm_judge(server))
+        words = ("compare", "model", "other", *SAMPLING, "--judge", llm_judge(server))
         program = Program(*words)
         program.wait_until(lambda: len(server.requests) >= 40)
         assert program.kill() == -signal.SIGKILL
@@ -343,7 +352,7 @@ def test_the_cost_limit_ends_a_comparison_which_a_larger_one_resumes(folder: Pat
     with judge_server(longer) as server:
         paid = {"prices": [1000, 0], "max_cost": 0.5}
         error = command_error(
-            "compare", "model", "other", *ASKED, "--judge", llm_judge(server, **paid)
+            "compare", "model", "other", *SAMPLING, "--judge", llm_judge(server, **paid)
         )
         assert error.code == "judge-cost-limit"
         assert 5 <= len(server.requests) <= 5 + 8

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.prefix_trees import Segments, dense_attention, forests, path, seen
+from tests.prefix_trees import Segments, dense_attention, forests, path, visible_mask
 from valence.models import attention, flex, layout, native
 from valence.models.attention import (
     ATTENTION_BACKENDS,
@@ -111,7 +111,7 @@ def test_each_backend_computes_the_formula(
             return
         pytest.skip(reason)
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    expected = dense_attention(*exact, seen(TREE, window), 0.125, softcap)
+    expected = dense_attention(*exact, visible_mask(TREE, window), 0.125, softcap)
     out = attend_by(backend, *inputs, segment_table(TREE), window, softcap, 0.125)
     results, references = [out], [expected]
     if inputs[0].requires_grad:
@@ -149,7 +149,7 @@ def test_random_trees(
         patch.setattr(attention, "MAX_SCORES", max_scores)
         out = attend_by(way, *inputs, segment_table(segments), window, softcap)
         results = with_gradients(out, inputs)
-    expected = dense_attention(*inputs, seen(segments, window), SCALE, softcap)
+    expected = dense_attention(*inputs, visible_mask(segments, window), SCALE, softcap)
     for result, reference in zip(results, with_gradients(expected, inputs), strict=True):
         torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-11)
 
@@ -195,7 +195,7 @@ def test_a_second_pass_over_what_the_first_one_kept(
     if not len(parts.no_grad_rows):
         return
     inputs = heads(segments[-1][1])
-    full = dense_attention(*inputs, seen(segments, window), SCALE)
+    full = dense_attention(*inputs, visible_mask(segments, window), SCALE)
     count = len(parts.grad_rows)
     more = fill(count) - count
     filled_up = (
@@ -244,7 +244,7 @@ def test_the_masks_for_cuda_say_what_is_seen(
         )
         for window, mask in visible.masks.items():
             assert mask.shape == (1, 1, len(queries), len(keys))
-            wanted = seen(segments, window)[queries][:, keys.clamp(min=0)] & (keys >= 0)
+            wanted = visible_mask(segments, window)[queries][:, keys.clamp(min=0)] & (keys >= 0)
             assert torch.equal(mask.mask_mod(zero, zero, rows, columns), wanted)
 
 
@@ -277,7 +277,7 @@ def test_no_block_is_left_out_in_which_something_is_seen(
     mask = Visible(segments_of(segment_table(segments)), (window,), torch.device("cpu")).masks[
         window
     ]
-    sees = seen(segments, window)
+    sees = visible_mask(segments, window)
     size = -(-end // BLOCK) * BLOCK
     real = torch.zeros(size, size, dtype=torch.bool)
     real[:end, :end] = sees
@@ -357,7 +357,7 @@ def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
     segments = [(0, 20, -1), (20, 33, 0), (33, 150, 0), (150, 155, 2)]
     q, k, v = (x.detach() for x in heads(155, d=16, d_v=16))
     visible = Visible(segments_of(segment_table(segments)), (0, 5), torch.device("cpu"))
-    wanted = dense_attention(q, k, v, seen(segments, window), SCALE, softcap)
+    wanted = dense_attention(q, k, v, visible_mask(segments, window), SCALE, softcap)
     torch.testing.assert_close(
         visible(q, k, v, SCALE, window, softcap).transpose(1, 2), wanted, rtol=1e-6, atol=1e-6
     )

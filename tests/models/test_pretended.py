@@ -20,8 +20,8 @@ from valence.models.build import build_policy
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch
 
-HOW: list[Any] = [("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
-HOW += [
+CASES: list[Any] = [("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
+CASES += [
     pytest.param(
         name, "off", PATTERNS[1], marks=[] if name in ("gemma2", "qwen3_moe") else pytest.mark.slow
     )
@@ -49,7 +49,7 @@ def measured(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     )
 
 
-@pytest.mark.parametrize(("name", "checkpointing", "trains"), HOW)
+@pytest.mark.parametrize(("name", "checkpointing", "trains"), CASES)
 def test_a_device_says_what_the_host_does(
     name: str, checkpointing: Any, trains: tuple[bool, ...]
 ) -> None:
