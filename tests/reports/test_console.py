@@ -143,6 +143,18 @@ def test_an_amount_said_twice_counts_once():
     assert lines(console)[1] == "train 1/10  0.5 it/s  18s left  loss 0.5"
 
 
+def test_items_are_counted_until_a_batch_has_counted_its_tokens():
+    console, clock = plain_console(), Clock()
+    with Progress(console, "sampling", 4, every=0.0, clock=clock) as progress:
+        for done, tokens in ((0, 0), (2, 0), (4, 100)):
+            clock.now += 2
+            progress.update(done, tokens=tokens)
+    assert lines(console)[1:] == [
+        "sampling 2/4  1 it/s  2.0s left",
+        "sampling 4/4  25 tok/s  6.0s",
+    ]
+
+
 def test_a_slow_first_step_does_not_spoil_the_time_left():
     console, clock = plain_console(), Clock()
     with Progress(console, "train", 102, start=0, every=0.0, clock=clock) as progress:

@@ -117,7 +117,11 @@ class ModelComparison:
             if num_broken is None:
                 failures.append("there are no assertions")
             elif num_broken > max_broken:
-                failures.append(f"{num_broken} assertions are broken, more than {max_broken}")
+                is_one = num_broken == 1
+                failures.append(
+                    f"{num_broken} {'assertion is' if is_one else 'assertions are'} broken, "
+                    f"more than {max_broken}"
+                )
         return failures
 
     def to_dict(self) -> dict[str, Any]:
