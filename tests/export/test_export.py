@@ -16,6 +16,7 @@ from tests.command import command, command_error
 from tests.errors import check_error, raises_error
 from tests.export.kit import byte_level, export_files, sentencepiece, train_place
 from tests.tiny import BOS, CHATML, INST, NO_END, tiny_tokenizer
+from valence.cli import export as export_command
 from valence.data.template import ChatTemplate
 from valence.export import artifacts, llama_cpp
 from valence.export.gguf_file import (
@@ -85,6 +86,23 @@ def test_without_llama_cpp_a_gguf_file_is_written_and_not_called_verified(
     assert lines[0] == "FROM ./named-q8_0.gguf"
     assert 'PARAMETER stop "<|im_end|>"' in lines
     assert "<|im_start|>" in (out / "Modelfile").read_text()
+
+
+def test_progress_without_a_terminal_is_printed_as_lines(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = str(place / "run")
+    assert command("export", run, str(tmp_path / "brief"), "--gguf", "f16") == 0
+    assert "of 14 prompts" not in capsys.readouterr().out
+    monkeypatch.setattr(export_command, "PLAIN_SECONDS", 0.0)
+    assert command("export", run, str(tmp_path / "long"), "--gguf", "f16") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for activity in ("loading ", "run: 14 of 14 prompts", "writing the model folder"):
+        assert any(line.startswith(activity) for line in lines), activity
+    assert any(line.startswith("long-f16.gguf: ") for line in lines)
 
 
 def test_types_of_llama_cpp_are_quantized_from_unrounded_weights(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from valence.distributed.process_group import Group
     from valence.export.artifacts import ReferenceRun
     from valence.export.verify import Verification
+
+PLAIN_SECONDS = 5.0
 
 DIFFERS = 3
 """Exit status if an exported file answers differently from the run."""
@@ -114,7 +117,9 @@ def export(
             _check_is_folder(to)
         else:
             run_on_first_rank(group, partial(_check_new_folder, to))
-        run = _open(run_dir, step, trust_remote_code, group)
+        with _progress(messages) as progress:
+            progress(f"loading {run_dir}")
+            run = _open(run_dir, step, trust_remote_code, group)
         _check_writes(run, run_dir, adapter, bool(types))
         notes: list[str] = []
         unverified = _reason_not_to_verify(run, group) if verify else None
@@ -221,12 +226,27 @@ def _evaluating(policy: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(messages: Terminal) -> Iterator[Any]:
-    """A line that shows what is being done, on a terminal."""
+def _progress(messages: Terminal) -> Iterator[Callable[[str], None]]:
+    """A function that shows the current activity: on a terminal as a line that changes, elsewhere
+    as a plain line at most every ``PLAIN_SECONDS`` seconds.
+    """
     from rich.text import Text
 
-    with messages.status("") as status:
-        yield lambda text: status.update(Text(text))
+    from valence.reports.console import can_draw
+
+    if can_draw(messages):
+        with messages.status("") as status:
+            yield lambda text: status.update(Text(text))
+        return
+    printed_at = time.monotonic()
+
+    def print_sometimes(text: str) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= PLAIN_SECONDS:
+            printed_at = time.monotonic()
+            print_message(messages, text)
+
+    yield print_sometimes
 
 
 def _write(
@@ -246,6 +266,7 @@ def _write(
         writer.write(to, "adapter" if adapter else "merged")
         return []
     with atomic_folder(to) as folder, _progress(messages) as progress:
+        progress("writing the model folder")
         writer.write(folder, "merged")
         return write_gguf_files(folder, to.resolve().name, types, encoder, llama, progress)
 
