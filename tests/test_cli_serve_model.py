@@ -156,7 +156,7 @@ def test_the_command_serves_with_the_token_of_the_environment() -> None:
         os.kill(program.pid, signal.SIGINT)
         program.process.join(60)
         assert program.poll() == 130
-        assert "1 votes in feedback.jsonl" in output.read_text()
+        assert "1 vote in feedback.jsonl" in output.read_text()
         assert "secret" not in output.read_text()
     assert [row["label"] for row in rows(Path("feedback.jsonl"))] == [True]
 
