@@ -198,7 +198,9 @@ def _devices() -> Iterator[Check]:
         )
     if torch.backends.mps.is_available():
         yield Check("devices", "mps", "ok", "Apple GPU")
-    cpu = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    unit = "thread" if num_threads == 1 else "threads"
+    cpu = f"{torch.backends.cpu.get_cpu_capability()}, {num_threads} {unit}"
     slow = speed.slow(torch.device("cpu"), torch.bfloat16)
     if slow:
         yield Check("devices", "cpu", "ok", f"{cpu}; {slow}")
