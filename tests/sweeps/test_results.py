@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from scipy import stats as scipy_stats
 
 from valence.reports.stats import student_interval, student_quantile, student_share
+from valence.reports.verdict import Verdict
+from valence.sweeps import results as sweep_results
 from valence.sweeps.results import (
     Difference,
     candidates,
@@ -171,6 +173,22 @@ def test_conclusions_name_what_is_known(tmp_path: Path) -> None:
     text = " ".join(conclusions(one, candidates(one)))
     assert "--seeds" in text
     assert "unknown" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "low", "high"), [("improved", 0.6, 0.9), ("unclear", 0.3, 0.9), ("worse", 0.1, 0.4)]
+)
+def test_a_best_configuration_that_does_not_improve_the_model_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, low: float, high: float
+) -> None:
+    verdict = Verdict(cast(Any, state), "", "", 0.5, low, high, 0.5, 24)
+    monkeypatch.setattr(sweep_results, "read_run", lambda folder: None)
+    monkeypatch.setattr(sweep_results, "run_verdict", lambda run: verdict)
+    results = compute_results(state_of(tmp_path, VALUES))
+    expected = {"low": low, "high": high, "rows": 24, "no_change": 0.5, "verdict": state}
+    assert results["held_out_interval"] == expected
+    warns = any("before training" in sentence for sentence in results["conclusions"])
+    assert warns == (state != "improved")
 
 
 def test_the_page_shows_everything_escaped(tmp_path: Path) -> None:

@@ -194,7 +194,13 @@ def _held_out_interval(state: SweepState, best: Candidate | None) -> dict[str, A
     verdict = run_verdict(read_run(run_dir)) if run_dir.is_dir() else None
     if verdict is None or verdict.low is None:
         return None
-    return {"low": verdict.low, "high": verdict.high, "rows": verdict.count}
+    return {
+        "low": verdict.low,
+        "high": verdict.high,
+        "rows": verdict.count,
+        "no_change": verdict.baseline,
+        "verdict": verdict.state,
+    }
 
 
 def _test_confirmation(state: SweepState, complete: Sequence[Candidate]) -> dict[str, Any] | None:
@@ -267,7 +273,17 @@ def conclusions(state: SweepState, ranked: Sequence[Candidate]) -> list[str]:
             f"rows, the 95 % interval of the best configuration with seed {best.trials[0].seed} is "
             f"{number(rows['low'])} to {number(rows['high'])}."
         )
+        if rows["verdict"] != "improved":
+            lines.append(_no_improvement(rows))
     return lines
+
+
+def _no_improvement(rows: Mapping[str, Any]) -> str:
+    position = "includes" if rows["verdict"] == "unclear" else "lies below"
+    return (
+        f"This interval {position} {number(rows['no_change'])}, the value before training: the "
+        "held-out rows do not show that any configuration improves the model."
+    )
 
 
 def _against_noise(differences: Sequence[tuple[Candidate, Difference]]) -> list[str]:
