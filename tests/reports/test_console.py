@@ -6,9 +6,11 @@ import re
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from valence.reports.console import Progress
 from valence.reports.formatting import as_tables, compare, duration, number, rate, text, visible
+from valence.terminal import Terminal, print_table
 
 
 class Clock:
@@ -244,3 +246,19 @@ def test_a_mapping_of_any_shape_becomes_tables():
         ("c", ["k"], [[1]]),
         ("d: e", ["", "g"], [["f", 3]]),
     ]
+
+
+@pytest.mark.parametrize("columns", [None, "40"])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_tables_in_a_pipe_have_complete_cells_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, columns: str | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    file = io.StringIO()
+    table = Table("run", "state", box=None)
+    path = "runs/" + 200 * "a"
+    table.add_row(path, "done")
+    print_table(Terminal(file=file, force_terminal=is_terminal), table)
+    assert (path in file.getvalue()) == (not is_terminal and columns is None)

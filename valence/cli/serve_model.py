@@ -26,7 +26,7 @@ from valence.cli.common import (
 )
 from valence.cli.serve import token_of
 from valence.errors import UserError
-from valence.terminal import escape_control, print_message, write_line
+from valence.terminal import escape_control, print_message, print_table, write_line
 
 if TYPE_CHECKING:
     from valence.serving.experiment import AbResult
@@ -213,7 +213,7 @@ def ab(
     if as_json:
         write_line(json.dumps(result.to_dict()))
         return
-    console.print(_table(result))
+    print_table(console, _table(result))
     print_message(console, result.verdict)
     if result.better is None:
         highest = max(result.e_values)
