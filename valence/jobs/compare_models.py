@@ -50,7 +50,7 @@ from valence.lifecycle.saved_models import At
 from valence.reports.console import Progress
 from valence.reports.rendering import write_atomically
 from valence.reports.win_rates import win_rate_page
-from valence.rewards.build import check_rewards, judge_settings
+from valence.rewards.build import check_rewards, judge_settings, reward_names
 from valence.rewards.cache import digest
 from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
@@ -177,14 +177,14 @@ def compare_models(
     """
     console = console or Terminal()
     specs = [list_rewards([_read_entry(judge)], None, ()) for judge in judges]
-    for entries in specs:
-        check_rewards(entries)
+    _check_judges(specs, has_votes=votes is not None)
     people = None if votes is None else read_votes(votes, baseline, candidate)
     benchmarks = [] if lm_eval is None else read_benchmarks(*lm_eval)
     questions = ComparisonPrompts()
     if prompts or assertions or (votes is None and lm_eval is None):
         questions = _read_prompts(candidate, prompts, assertions, overrides)
     questions.check_judges(bool(specs))
+    questions.check_tag(tag)
     trained, notes = _count_trained(
         dict(zip(SIDES, (baseline, candidate), strict=True)), questions.by_key, overrides
     )
@@ -253,6 +253,21 @@ def compare_models(
     )
     folder.write_result(result.to_dict())
     return result
+
+
+def _check_judges(specs: Sequence[Sequence[RewardSettings]], *, has_votes: bool) -> None:
+    """Raise UserError for a judge that does not exist, or that has the name of another one, which
+    results and gates could not distinguish.
+    """
+    entries = [entry for entries in specs for entry in entries]
+    check_rewards(entries)
+    if has_votes and PEOPLE in reward_names(entries):
+        raise UserError(
+            f"{PEOPLE} is the name of the votes",
+            code="reward-name-duplicate",
+            where="--judge",
+            fix="set another `name` for the judge",
+        )
 
 
 def _read_entry(judge: str) -> str:
@@ -329,6 +344,16 @@ class ComparisonPrompts:
             assertions = parse_assertions(value, str(example.origin))
             self.assertions[key] = [*self.assertions.get(key, []), *assertions]
         return key
+
+    def check_tag(self, column: str | None) -> None:
+        """Raise UserError for a column of tags that no prompt has."""
+        if column and self.by_key and not any(column in e.info for e in self.prompts):
+            raise UserError(
+                f"no prompt has a column {column!r}",
+                code="column-missing",
+                where="--tag",
+                fix="name a column of the prompts",
+            )
 
     def check_judges(self, has_judges: bool) -> None:
         """Raise UserError for prompts without a judge, or a judge without prompts."""
@@ -427,7 +452,8 @@ class ComparisonFolder:
                 where=f"--out {path}",
                 fix="set --out to a folder",
             )
-        if path.is_dir() and any(path.iterdir()) and not (path / PROMPTS).is_file():
+        names = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
+        if names - {_partial(path / PROMPTS).name} and PROMPTS not in names:
             raise UserError(
                 "this folder exists and was not written by `valence compare`",
                 code="path-exists",
@@ -532,7 +558,7 @@ class ComparisonFolder:
         path = self.verdicts_path(judge)
         with RowJob(path, (), window=judge.window, console=console, quiet=quiet) as job:
             job.check_facts({"judge": judge.identity})
-            transform = VerdictTransform(judge)
+            transform = VerdictTransform(judge, min(judge.window, len(pairs)))
             job.run(transform, pairs, len(pairs), "judging", {"judge": judge.name})
         lines = [json.loads(line) for line in path.read_bytes().splitlines()]
         return [verdict for line in lines if (verdict := PairVerdict.from_dict(line))]
@@ -550,14 +576,20 @@ def as_readable(content: Content) -> str:
 
 def _tags(example: Prompt, column: str | None) -> tuple[str, ...]:
     names = TAG_COLUMNS if column is None else (column,)
-    value = next((example.info[name] for name in names if example.info.get(name)), ())
+    columns = [example.info.get(name) for name in names]
+    value = next((value for value in columns if value not in (None, "", [], ())), ())
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(str(tag) for tag in values))
 
 
+def _partial(path: Path) -> Path:
+    """The file that is written to replace another one."""
+    return path.with_name(f".{path.name}.part")
+
+
 def _write(path: Path, content: str) -> None:
     """Replace a file in one step. Raises UserError."""
-    partial = path.with_name(f".{path.name}.part")
+    partial = _partial(path)
     try:
         partial.write_text(content, encoding="utf-8", errors="backslashreplace")
         partial.replace(path)
@@ -571,17 +603,21 @@ def _write(path: Path, content: str) -> None:
 
 
 class VerdictTransform:
-    """A pair becomes a line with both answers and the verdict."""
+    """A pair becomes a line with both answers and the verdict.
+
+    max_failures: pairs of a batch; if the judge fails on as many at once, it is broken.
+    """
 
     num_tokens = None
 
-    def __init__(self, judge: PairJudge) -> None:
-        self.pair_judge = judge
+    def __init__(self, judge: PairJudge, max_failures: int) -> None:
+        self.pair_judge, self.max_failures = judge, max_failures
 
     def compute(self, batch: Sequence[AnswerPair], advance: Callable[[int], None]) -> list[Line]:
-        """Raises UserError if the judge failed on all pairs of a batch, which is not written."""
+        """Raises UserError if the judge is broken. The batch is then not written."""
         verdicts = self.pair_judge.judge(batch, advance)
-        if all(verdict.preference is None for verdict in verdicts):
+        num_failures = sum(verdict.preference is None for verdict in verdicts)
+        if num_failures >= self.max_failures:  # the last batch may be smaller
             raise UserError(
                 f"{self.pair_judge.name} failed on all {len(batch)} prompts of a batch that "
                 f"starts here; the first error: {verdicts[0].error}",
