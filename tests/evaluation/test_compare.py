@@ -319,6 +319,23 @@ def test_killed_while_answering_no_prompt_is_answered_twice(folder: Path) -> Non
     assert undisturbed
 
 
+def test_two_comparisons_do_not_use_one_folder(folder: Path) -> None:
+    write_prompts(80)
+    words = ("compare", "model", "other", *ASKED, "--judge", "my_rewards:slow")
+    program = Program(*words)
+    program.wait_until(lambda: bool(list(Path("comparison").glob("verdicts.*.jsonl"))))
+    assert program.poll() is None
+    for more in ((), ("--fresh",)):
+        error = command_error(*words, *more)
+        assert (error.code, error.where) == ("run-locked", "comparison")
+    assert program.wait() == 0
+    assert not Path("comparison.1").exists()
+    assert len(verdicts()) == 80
+    result = json.loads(Path("comparison/compare.json").read_text())
+    assert command(*words) == 0
+    assert json.loads(Path("comparison/compare.json").read_text()) == result
+
+
 def test_the_reward_model_of_a_run_is_a_judge(folder: Path) -> None:
     words = ("method=pointwise", "model.lora=null", "run.dir=runs/judge", "train.max_steps=1")
     assert command("train", "recipe.yaml", *words) == 0

@@ -8,8 +8,8 @@ resumable jobs, so that no prompt is answered or judged twice.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -52,6 +52,8 @@ from valence.reports.rendering import write_atomically
 from valence.reports.win_rates import win_rate_page
 from valence.rewards.build import check_rewards, judge_settings, reward_names
 from valence.rewards.cache import digest
+from valence.runs.lock import NAME as LOCK_NAME
+from valence.runs.lock import Lock
 from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
 from valence.trainer.targets import is_run, load_target, with_files
@@ -188,71 +190,71 @@ def compare_models(
     trained, notes = _count_trained(
         dict(zip(SIDES, (baseline, candidate), strict=True)), questions.by_key, overrides
     )
-    folder = ComparisonFolder(out, fresh=fresh)
-    folder.write_prompts(questions.prompts)
-    calibrations: list[Calibration] = []
-    for entries in specs:
-        settings = judge_settings(entries[0], "judge")
-        files = labels or ([settings.labels] if settings and settings.labels else [])
-        if files:
-            if min_agreement is not None:
-                minimum = min_agreement
-            else:
-                minimum = settings.min_agreement if settings else MIN_AGREEMENT
-            is_allowed = allow_below or bool(settings and settings.allow_below)
-            calibrations.append(
-                folder.calibrate(entries, files, minimum, is_allowed, console, quiet)
+    with closing(ComparisonFolder(out, fresh=fresh)) as folder:
+        folder.write_prompts(questions.prompts)
+        calibrations: list[Calibration] = []
+        for entries in specs:
+            settings = judge_settings(entries[0], "judge")
+            files = labels or ([settings.labels] if settings and settings.labels else [])
+            if files:
+                if min_agreement is not None:
+                    minimum = min_agreement
+                else:
+                    minimum = settings.min_agreement if settings else MIN_AGREEMENT
+                is_allowed = allow_below or bool(settings and settings.allow_below)
+                calibrations.append(
+                    folder.calibrate(entries, files, minimum, is_allowed, console, quiet)
+                )
+            elif settings:
+                notes.append(f"{settings.model} was not measured against labels (--labels)")
+        for side, target in zip(SIDES, (baseline, candidate), strict=True):
+            if not questions.prompts:
+                break
+            sample_rows(
+                target,
+                folder.answers_path(side),
+                draws,
+                data=[str(folder.path / PROMPTS)],
+                overrides=overrides,
+                at=at if side == "baseline" else None,
+                console=console,
+                quiet=quiet,
+                command=command,
             )
-        elif settings:
-            notes.append(f"{settings.model} was not measured against labels (--labels)")
-    for side, target in zip(SIDES, (baseline, candidate), strict=True):
-        if not questions.prompts:
-            break
-        sample_rows(
-            target,
-            folder.answers_path(side),
-            draws,
-            data=[str(folder.path / PROMPTS)],
-            overrides=overrides,
-            at=at if side == "baseline" else None,
-            console=console,
-            quiet=quiet,
-            command=command,
+        all_pairs = folder.read_pairs(questions.prompts, tag)
+        results = check_assertions(all_pairs, questions.assertions)
+        pairs = [pair for pair in all_pairs if pair.prompt_key in questions.judged]
+        summaries: list[JudgeSummary] = []
+        if people is not None:
+            summaries.append(summarize(PEOPLE, *people, seed=draws.seed))
+            all_pairs = all_pairs or people[0]
+        for entries in specs:
+            with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
+                path = folder.verdicts_path(judge)
+                verdicts = folder.judge(judge, pairs, console=console, quiet=quiet)
+                cost = judge.cost
+            _check_failures(verdicts, max_failed, path)
+            summary = summarize(judge.name, pairs, verdicts, seed=draws.seed, cost=cost)
+            summaries.append(summary)
+        result = ModelComparison(
+            models=_model_names(baseline, candidate),
+            num_prompts=len(all_pairs),
+            answers={
+                side: _answer_facts([getattr(pair, side) for pair in all_pairs])
+                for side in SIDES
+                if all_pairs
+            },
+            judges=summaries,
+            duplicates=questions.duplicates,
+            trained=trained,
+            calibrations=calibrations,
+            assertions=count_assertions(results) if results else None,
+            benchmarks=benchmarks,
+            notes=notes,
+            folder=str(out),
         )
-    all_pairs = folder.read_pairs(questions.prompts, tag)
-    results = check_assertions(all_pairs, questions.assertions)
-    pairs = [pair for pair in all_pairs if pair.prompt_key in questions.judged]
-    summaries: list[JudgeSummary] = []
-    if people is not None:
-        summaries.append(summarize(PEOPLE, *people, seed=draws.seed))
-        all_pairs = all_pairs or people[0]
-    for entries in specs:
-        with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
-            path = folder.verdicts_path(judge)
-            verdicts = folder.judge(judge, pairs, console=console, quiet=quiet)
-            cost = judge.cost
-        _check_failures(verdicts, max_failed, path)
-        summary = summarize(judge.name, pairs, verdicts, seed=draws.seed, cost=cost)
-        summaries.append(summary)
-    result = ModelComparison(
-        models=_model_names(baseline, candidate),
-        num_prompts=len(all_pairs),
-        answers={
-            side: _answer_facts([getattr(pair, side) for pair in all_pairs])
-            for side in SIDES
-            if all_pairs
-        },
-        judges=summaries,
-        duplicates=questions.duplicates,
-        trained=trained,
-        calibrations=calibrations,
-        assertions=count_assertions(results) if results else None,
-        benchmarks=benchmarks,
-        notes=notes,
-        folder=str(out),
-    )
-    folder.write_result(result.to_dict())
-    return result
+        folder.write_result(result.to_dict())
+        return result
 
 
 def _check_judges(specs: Sequence[Sequence[RewardSettings]], *, has_votes: bool) -> None:
@@ -440,7 +442,10 @@ def _count_trained(
 
 
 class ComparisonFolder:
-    """The files of a comparison. Raises UserError for a folder that something else wrote."""
+    """The files of a comparison, which one process at a time uses until ``close``.
+
+    Raises UserError for a folder that something else wrote, or that another process uses.
+    """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         check_path(path)
@@ -453,25 +458,53 @@ class ComparisonFolder:
                 fix="set --out to a folder",
             )
         names = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
-        if names - {_partial(path / PROMPTS).name} and PROMPTS not in names:
+        if names - {_partial(path / PROMPTS).name, LOCK_NAME} and PROMPTS not in names:
             raise UserError(
                 "this folder exists and was not written by `valence compare`",
                 code="path-exists",
                 where=str(path),
                 fix="set --out to another folder",
             )
-        if fresh and (path / PROMPTS).is_file():
-            names = (path.with_name(f"{path.name}.{n}") for n in count(1))
-            path.rename(next(name for name in names if not name.exists()))
         try:
+            if fresh and PROMPTS in names:
+                with self._locked():  # the lock moves with the folder
+                    others = (path.with_name(f"{path.name}.{n}") for n in count(1))
+                    path.rename(next(other for other in others if not other.exists()))
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"the folder cannot be created ({error.strerror})",
+                f"the folder cannot be created or moved ({error.strerror})",
                 code="folder-not-writable",
                 where=str(path),
                 fix="set --out to a folder in which you have write permission",
             ) from error
+        self._use = ExitStack()
+        self._use.enter_context(self._locked())
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Inside the block, this process alone uses the folder. Raises UserError."""
+        lock = Lock(self.path)
+        try:
+            lock.take()
+        except UserError as error:
+            raise UserError(
+                error.message.replace("another run", "another comparison").replace(
+                    "run folder", "folder"
+                ),
+                code=error.code,
+                where=str(self.path),
+                fix="wait until it ends, or name another folder with --out"
+                if error.code == "run-locked"
+                else "make the folder writable, or name another folder with --out",
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def close(self) -> None:
+        self._use.close()
 
     def answers_path(self, side: str) -> Path:
         return self.path / f"answers.{side}.jsonl"
