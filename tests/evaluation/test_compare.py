@@ -321,7 +321,7 @@ def test_killed_while_answering_no_prompt_is_answered_twice(folder: Path) -> Non
 
 def test_two_comparisons_do_not_use_one_folder(folder: Path) -> None:
     write_prompts(80)
-    words = ("compare", "model", "other", *ASKED, "--judge", "my_rewards:slow")
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:slow")
     program = Program(*words)
     program.wait_until(lambda: bool(list(Path("comparison").glob("verdicts.*.jsonl"))))
     assert program.poll() is None
