@@ -76,6 +76,7 @@ REFUSED: list[tuple[list[str], str, str]] = [
     (["--max-new-tokens", "10000000"], "sampling-value", "max_new_tokens"),
     (["--out", "feedback.csv"], "output-not-jsonl", "feedback.csv"),
     (["--out", "foreign.jsonl"], "output-foreign", "foreign.jsonl"),
+    (["other", "--out", "test.ab.jsonl", "--overwrite"], "path-invalid-output", "--out"),
 ]
 
 

@@ -273,6 +273,10 @@ def test_malformed_and_huge_requests_are_refused(api: Api) -> None:
         assert api.request("POST", path, content=b"", headers=huge).status_code == 413
         assert api.request("POST", path, content=b"a=1").status_code == 415
         assert api.post(path, {}, host="evil.example").status_code == 421
+    fields = b'"messages": [{"role": "user", "content": "a"}]'
+    halves = b"{%b, %b}" % (fields, b'"metadata": {"conversation_id": "\\ud800"}')
+    path = "/v1/chat/completions"
+    assert api.request("POST", path, content=halves, headers=json_body).status_code == 422
     assert api.post("/feedback", {"id": "chatcmpl-0", "label": True}).status_code == 404
     assert api.rows() == []
 

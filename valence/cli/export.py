@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from valence.cli.common import (
 )
 from valence.cli.models import open_run_or_recipe
 from valence.errors import UserError
-from valence.files import check_path
+from valence.files import check_path, lock_file
 from valence.terminal import Terminal, print_message, write_line
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def export(
     messages = Terminal(stderr=True) if as_json else console
     types = list(dict.fromkeys(kind.lower() for kind in gguf or []))
     _check_options(adapter, types, push, dry_run, verify_only, verify)
-    with processes(nproc) as group:
+    with processes(nproc) as group, ExitStack() as stack:
         from valence.distributed.process_group import run_on_first_rank
         from valence.export.artifacts import check_types
         from valence.export.llama_cpp import find_llama_cpp
@@ -117,6 +117,7 @@ def export(
             _check_is_folder(to)
         else:
             run_on_first_rank(group, partial(_check_new_folder, to))
+            run_on_first_rank(group, lambda: stack.enter_context(_locked(to)))
         with _progress(messages) as progress:
             progress(f"loading {run_dir}")
             run = _open(run_dir, step, trust_remote_code, group)
@@ -386,6 +387,34 @@ def _check_is_folder(folder: Path) -> None:
         )
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Inside the block, no other export writes this folder. Raises UserError."""
+    path = folder.resolve()
+    with ExitStack() as stack:
+        try:
+            is_locked = stack.enter_context(lock_file(path.with_name(f".{path.name}.lock")))
+        except OSError as error:
+            raise _not_writable(folder, error) from error
+        if not is_locked:
+            raise UserError(
+                "another export is writing this folder",
+                code="output-locked",
+                where=str(folder),
+                fix="wait until it ends, or choose another folder",
+            )
+        yield
+
+
+def _not_writable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"the folder cannot be written ({error.strerror})",
+        code="folder-not-writable",
+        where=str(folder),
+        fix="free disk space, or choose a path where you have write permission",
+    )
+
+
 def _check_new_folder(folder: Path) -> None:
     check_path(folder)
     if folder.exists():
@@ -399,9 +428,4 @@ def _check_new_folder(folder: Path) -> None:
         folder.mkdir(parents=True)
         folder.rmdir()
     except OSError as error:
-        raise UserError(
-            f"the folder cannot be created ({error.strerror})",
-            code="folder-not-writable",
-            where=str(folder),
-            fix="choose a path where you have write permission",
-        ) from error
+        raise _not_writable(folder, error) from error

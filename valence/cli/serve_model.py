@@ -124,6 +124,13 @@ def serve(
         rival, overrides = None, [rival, *(overrides or [])]
     names = model_names(target, rival, step)
     check_share(share, has_rival=rival is not None)
+    if rival is not None and ab_path(out) == out:
+        raise UserError(
+            "names that end in .ab.jsonl are for the votes of an A/B test, not for rows",
+            code="path-invalid-output",
+            where="--out",
+            fix=f"use --out {out.name.removesuffix('.ab.jsonl') or 'feedback'}.jsonl",
+        )
     token = token_of(token_env)
     sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     allowed = allow_remote_code(trust_remote_code, overrides)

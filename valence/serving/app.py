@@ -144,7 +144,7 @@ class CompletionRequest(Body):
     stream_options: StreamOptions = StreamOptions()
     tools: Tools = []
     user: Annotated[str, Field(max_length=1000)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
 
     @property
     def stops(self) -> list[str]:
