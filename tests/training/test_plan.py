@@ -19,6 +19,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.errors import raises_error
+from tests.pretend import CUDA, pretended
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
@@ -152,8 +153,9 @@ def test_sampling_is_predicted_where_this_process_samples(
     monkeypatch.setattr(speed, "seconds_per_weight", lambda *_: 1e-6)
     result = own(recipe)
     assert result.round_seconds is not None
-    assert result.prepared.rollouts is not None
-    rows, prompt, new = result.prepared.rollouts
+    rollouts = result.prepared.rollouts(result.shape, result.device)
+    assert rollouts is not None
+    rows, prompt, new = rollouts
     assert (rows, new) == (4 * 3, 8)
     longest = len(result.prepared.tokenizer("question 11").input_ids)
     assert prompt in (longest, longest + 1)
@@ -167,6 +169,24 @@ def test_sampling_is_predicted_where_this_process_samples(
     served = own(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
     assert served.round_seconds is None
     assert served.memory.sampling == 0 < result.memory.sampling
+
+
+def test_a_gpu_samples_as_many_completions_at_once_as_its_memory_allows(
+    recipe: dict[str, Any],
+) -> None:
+    """A quarter of the pretended device's 80 GB, whatever is free at the moment."""
+    result = own(recipe)
+    prepared, small = result.prepared, result.shape
+    tokens = prepared.rollouts(small, result.device)[1] + 8  # type: ignore[index]
+    limit = 80 * 2**30 // 4
+    large = replace(small, layers=1, keys=limit // (2 * 150 * tokens * 4))  # 150 completions fit
+    with pretended():
+        assert prepared.completions_per_batch(small, CUDA) == 512
+        assert prepared.completions_per_batch(large, CUDA) == 128
+        assert prepared.completions_per_batch(replace(large, keys=10 * large.keys), CUDA) == 64
+        chosen = own(recipe, "rollout.at_once=6").prepared
+        assert chosen.completions_per_batch(small, CUDA) == 6
+    assert prepared.completions_per_batch(small, torch.device("cpu")) == 64
 
 
 def test_own_answers_are_measured_once_in_a_round(

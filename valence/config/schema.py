@@ -629,8 +629,9 @@ class Rollout(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample only from the smallest set of most likely tokens whose probability reaches this. Must
     be 1 for methods whose loss has a ratio of probabilities (grpo, ppo, rloo and others)."""
-    at_once: PositiveInt = 64
-    """Completions that engine hf samples in one batch."""
+    at_once: PositiveInt | None = None
+    """Completions that engine hf samples in one batch. null: 64, and on a GPU up to 512, as long as
+    their keys and values need at most a quarter of its memory."""
     overlong_buffer: NonNegativeInt = 0
     """Within the last N tokens before max_new_tokens the reward falls linearly, by up to 1 (arXiv
     2503.14476).

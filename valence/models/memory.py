@@ -22,6 +22,10 @@ COMPILED = 0.55  # fraction of them that a compiled layer saves, all in the dtyp
 RECOMPUTED = {"off": 0.0, "selective": 0.5, "full": 1.0, "offloaded": 1.0}  # fraction of a layer
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.04}
 """Bytes of the optimizer's state per trained weight in float32."""
+DEFAULT_COMPLETIONS = 64
+"""Completions that are sampled at once by default."""
+MAX_COMPLETIONS = 512
+"""Maximum of that default on CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +174,19 @@ def sampling_bytes(shape: Shape, rows: int, tokens: int, width: int) -> int:
     ``tokens`` tokens for each, prompt included, and a few copies of the logits in float32.
     """
     return rows * (2 * shape.layers * shape.keys * tokens * width + 4 * 4 * shape.vocabulary)
+
+
+def completions_per_batch(shape: Shape, tokens: int, width: int, device: torch.device) -> int:
+    """Return how many completions are sampled at once by default (see ``rollout.at_once``).
+
+    The size of the device decides, not its free memory: a resumed run samples in the same batches.
+    """
+    rows = DEFAULT_COMPLETIONS
+    if device.type == "cuda":
+        limit = torch.cuda.get_device_properties(device).total_memory // 4
+        while rows < MAX_COMPLETIONS and sampling_bytes(shape, 2 * rows, tokens, width) <= limit:
+            rows *= 2
+    return rows
 
 
 def _sharded(memory: Memory, shape: Shape, split: Split, width: int) -> Memory:

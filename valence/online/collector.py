@@ -205,7 +205,7 @@ class Collector:
                 self._check_stop()
 
             records: list[list[Any]] | None = None
-            with self._stop.deferred(), self._convert_errors(), self._unless_stopped():
+            with self._stop.deferred(), self._convert_errors(engine), self._unless_stopped():
                 completions = self._take_ahead(token_ids, n) if local and not held_out else None
                 if completions is None and local:
                     completions = engine.generate(
@@ -269,7 +269,7 @@ class Collector:
             raise self._stop.local.ended()
 
     @contextmanager
-    def _convert_errors(self) -> Iterator[None]:
+    def _convert_errors(self, engine: RolloutEngine) -> Iterator[None]:
         """Raise UserError for out of memory, and for logits that are not finite."""
         try:
             yield
@@ -281,7 +281,7 @@ class Collector:
             raise UserError(
                 "out of memory while sampling",
                 code="out-of-memory",
-                where=f"rollout.at_once: {self._rollout.at_once}",
+                where=f"rollout.at_once: {engine.at_once}",
                 fix="lower rollout.at_once or rollout.max_new_tokens",
             ) from error
 

@@ -16,6 +16,7 @@ import torch
 from valence.batching.micro_batches import make_micro_batches
 from valence.errors import UserError
 from valence.models.adapters import has_adapter, largest_rank, save_adapter
+from valence.models.shape import shape_of, skeleton_of
 from valence.rollouts import Sampling
 from valence.rollouts.protocol import Named, Pair, Served
 from valence.runs.messages import Messages
@@ -34,10 +35,14 @@ Completions = list[list[Completion]]
 class RolloutEngine(Protocol):
     """Samples completions of the prompts of a run.
 
-    is_server: rank 0 asks a server for all of them; else each process samples some.
+    is_server: rank 0 asks a server for all of them; else each process samples some. at_once:
+    completions per batch, if this process decides.
     """
 
     is_server: bool
+
+    @property
+    def at_once(self) -> int | None: ...
 
     def generate(
         self,
@@ -70,6 +75,7 @@ class ServerEngine:
     """
 
     is_server = True
+    at_once = None
 
     def __init__(
         self, prepared: Prepared, state: TrainState, messages: Messages, folder: Path | None
@@ -305,5 +311,7 @@ def make_policy_engine(prepared: Prepared, state: TrainState) -> PolicySampler:
         state.policy,
         prepared.encoder,
         version=lambda: state.step,
-        batch_size=prepared.recipe.rollout.at_once,
+        batch_size=prepared.completions_per_batch(
+            shape_of(skeleton_of(state.policy.causal)), state.policy.device
+        ),
     )

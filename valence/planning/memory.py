@@ -189,8 +189,8 @@ def memory_of(
     memory = estimate(compiled=compiled)
     if prepared.has_separate_value_model:
         memory = add_value_model(memory, estimate(), shape, width)
-    if prepared.rollouts:
-        rows, prompt, new = prepared.rollouts
+    if rollouts := prepared.rollouts(shape, device):
+        rows, prompt, new = rollouts
         memory = replace(
             memory,
             sampling=sampling_bytes(shape, rows, prompt + new, sampled_in(recipe, device).itemsize)

@@ -244,9 +244,10 @@ class Plan:
 
         None if a server samples them.
         """
-        if self.prepared.rollouts is None:
+        rollouts = self.prepared.rollouts(self.shape, self.device)
+        if rollouts is None:
             return None
-        rows, prompt, new = self.prepared.rollouts
+        rows, prompt, new = rollouts
         recipe = self.prepared.recipe
         batches = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * self.dealt))
         return batches * speed.sampling(
