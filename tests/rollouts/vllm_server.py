@@ -44,6 +44,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
+        self.dtype = "float32"
         self.paused = self.updating = False
         self.asked: list[tuple[str, Any]] = []
         self.on: dict[str, Callable[[Any], Reply | None]] = {}
@@ -72,7 +73,10 @@ class Fake:
                 200,
                 {
                     "vllm_config": {
-                        "model_config": {"dtype": "torch.float32", "logprobs_mode": self.mode}
+                        "model_config": {
+                            "dtype": f"torch.{self.dtype}",
+                            "logprobs_mode": self.mode,
+                        }
                     }
                 },
             ),

@@ -253,9 +253,10 @@ class ServerEngine:
                 if name == "lora"
                 else transports.DiskTransfer(folder)
             )
+        timeout, copies = self.rollout.timeout, self.rollout.ahead
         if name == "gloo":
-            return transports.GlooTransfer(self.rollout.timeout)
-        return transports.NcclTransfer(self.rollout.timeout, self._policy.device)
+            return transports.GlooTransfer(timeout, copies=copies)
+        return transports.NcclTransfer(timeout, self._policy.device, copies=copies)
 
     def _start(self, transport: str) -> Server:
         from valence.rollouts.servers import Server, absolute_model

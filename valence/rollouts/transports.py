@@ -186,22 +186,26 @@ class DiskTransfer(FullWeightTransfer):
             shutil.rmtree(self.current, ignore_errors=True)
 
 
-class BroadcastWeightTransfer(FullWeightTransfer):
-    """Weights that are broadcast to the server's workers.
+class StreamedWeightTransfer(FullWeightTransfer):
+    """Weights that are sent tensor by tensor: common part of gloo, nccl and ipc.
 
-    The newest version is copied to this host's memory.
+    copies: copy every version to this host's memory, because the policy is trained while the server
+    samples. Otherwise the policy's weights themselves are sent, again if the server lost them.
     """
 
-    weights: Sequence[tuple[str, Tensor]] = ()
     group: Any = None
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float, *, copies: bool = True) -> None:
+        self.timeout, self.copies = timeout, copies
+        self.weights: Callable[[], Named] = tuple
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
-        self.weights = [
-            (name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights()
-        ]
+        self.weights = weights
+        if self.copies:
+            host_copies = [(name, host_copy(tensor)) for name, tensor in weights()]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copies are complete
+            self.weights = host_copies.copy
 
     def disconnect(self) -> None:
         self.group = None
@@ -226,9 +230,8 @@ class BroadcastWeightTransfer(FullWeightTransfer):
             future.result()
 
     def transfer(self, client: ServerClient) -> None:
-        batches = list(shards(self.weights, SHARD))
-        for number, batch in enumerate(batches):
-            info = {
+        for batch, is_last in mark_last(shards(self.weights(), SHARD)):
+            info: dict[str, Any] = {
                 "names": [name for name, _ in batch],
                 DTYPES[self.backend]: [
                     str(tensor.dtype).removeprefix("torch.") for _, tensor in batch
@@ -236,7 +239,7 @@ class BroadcastWeightTransfer(FullWeightTransfer):
                 "shapes": [list(tensor.shape) for _, tensor in batch],
             }
             if self.backend == "gloo":
-                info["last"] = number == len(batches) - 1  # type: ignore[assignment]
+                info["last"] = is_last
             self.send_while(
                 client,
                 "/update_weights",
@@ -253,7 +256,7 @@ DTYPES = {"gloo": "dtypes", "nccl": "dtype_names"}
 """Name of the list of dtypes on the server."""
 
 
-class GlooTransfer(BroadcastWeightTransfer):
+class GlooTransfer(StreamedWeightTransfer):
     """A broadcast between the memories of hosts."""
 
     backend = "gloo"
@@ -286,7 +289,7 @@ class GlooTransfer(BroadcastWeightTransfer):
         self.group.broadcast(buffer, root=0).wait()
 
 
-class NcclTransfer(BroadcastWeightTransfer):
+class NcclTransfer(StreamedWeightTransfer):
     """A broadcast between CUDA devices, to vLLM's own transport of that name.
 
     device: the device of this process.
@@ -294,8 +297,8 @@ class NcclTransfer(BroadcastWeightTransfer):
 
     backend = "nccl"
 
-    def __init__(self, timeout: float, device: torch.device) -> None:
-        super().__init__(timeout)
+    def __init__(self, timeout: float, device: torch.device, *, copies: bool = True) -> None:
+        super().__init__(timeout, copies=copies)
         self.device = device
 
     def connect(self, client: ServerClient) -> None:
@@ -330,7 +333,8 @@ class NcclTransfer(BroadcastWeightTransfer):
 
         with torch.cuda.device(self.device):
             for _, tensor in batch:
-                nccl.broadcast([tensor.to(self.device)], root=0, comms=[self.group])
+                on_device = tensor.to(self.device, non_blocking=True)
+                nccl.broadcast([on_device], root=0, comms=[self.group])
             torch.cuda.synchronize(self.device)
 
 
@@ -405,6 +409,43 @@ def shards(
         size += tensor.nbytes
     if batch:
         yield batch
+
+
+def mark_last(batches: Iterable[list[tuple[str, Tensor]]]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last one."""
+    previous: list[tuple[str, Tensor]] | None = None
+    for batch in batches:
+        if previous is not None:
+            yield previous, False
+        previous = batch
+    if previous is not None:
+        yield previous, True
+
+
+def narrow(weights: Named, dtype: torch.dtype | None) -> Named:
+    """Cast matrices to the server's dtype if that has fewer bytes. None: it is unknown.
+
+    Vectors remain: they have few bytes, and servers compute with some of them in float32.
+    """
+    for name, tensor in weights:
+        is_wider = (
+            dtype is not None
+            and tensor.is_floating_point()
+            and tensor.ndim > 1
+            and tensor.itemsize > dtype.itemsize
+        )
+        yield name, tensor.detach().to(dtype) if is_wider else tensor.detach()
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in this host's memory.
+
+    Of a tensor on a CUDA device: pinned, and complete once the device is synchronized.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.detach().to("cpu", copy=True).contiguous()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+    return copy.copy_(tensor.detach(), non_blocking=True)
 
 
 def empty_folder(folder: Path) -> Path:
