@@ -3,12 +3,15 @@
 Full weights: ``/pause`` (freezes requests, drops caches), ``/init_weight_transfer_engine`` once,
 ``/start_weight_update``, ``/update_weights``, ``/finish_weight_update`` with the version's label,
 ``/resume``. On the server, the plugin in ``vllm_plugin.py`` receives ``disk`` and ``gloo``, and
-vLLM itself ``nccl``. Adapters (``lora``): a folder per version, loaded with its label as name.
+vLLM itself ``nccl`` and ``ipc``. Adapters (``lora``): a folder per version, loaded with its label
+as name.
 """
 
 from __future__ import annotations
 
 import base64
+import os
+import pickle
 import shutil
 import sys
 import threading
@@ -31,6 +34,9 @@ from valence.rollouts.vllm_plugin import free_port, join, layout, local_address
 
 SHARD = 2**30
 """Maximum bytes of weights per file or broadcast."""
+
+STAGED = 2**28
+"""Bytes of a buffer on the device of a server, which it needs twice; more for a larger tensor."""
 
 PREFIX = "valence"
 """Prefix of the labels of weights that Valence sends."""
@@ -231,13 +237,7 @@ class StreamedWeightTransfer(FullWeightTransfer):
 
     def transfer(self, client: ServerClient) -> None:
         for batch, is_last in mark_last(shards(self.weights(), SHARD)):
-            info: dict[str, Any] = {
-                "names": [name for name, _ in batch],
-                DTYPES[self.backend]: [
-                    str(tensor.dtype).removeprefix("torch.") for _, tensor in batch
-                ],
-                "shapes": [list(tensor.shape) for _, tensor in batch],
-            }
+            info = describe(batch, DTYPES[self.backend])
             if self.backend == "gloo":
                 info["last"] = is_last
             self.send_while(
@@ -338,6 +338,73 @@ class NcclTransfer(StreamedWeightTransfer):
             torch.cuda.synchronize(self.device)
 
 
+class IpcTransfer(StreamedWeightTransfer):
+    """A buffer on the CUDA device that trainer and server share, to vLLM's own transport of that
+    name (vllm/distributed/weight_transfer/ipc_engine.py with `packed`).
+
+    The buffer contains some of the weights at a time, which the server copies before it replies.
+    device: of this process.
+    """
+
+    backend = "ipc"
+
+    def __init__(self, timeout: float, device: torch.device, *, copies: bool = True) -> None:
+        super().__init__(timeout, copies=copies)
+        self.device = device
+        self.buffer: Tensor | None = None
+
+    def connect(self, client: ServerClient) -> None:
+        if self.group is None:
+            client.send("/init_weight_transfer_engine", {"init_info": {"packed": True}})
+            self.group = "connected"
+
+    def transfer(self, client: ServerClient) -> None:
+        handle = ""
+        for batch, is_last in mark_last(shards(self.weights(), STAGED, aligned=True)):
+            sizes = [tensor.nbytes for _, tensor in batch]
+            has_room = self.buffer is not None and self.buffer.numel() >= sum(sizes)
+            if not has_room:
+                self.buffer = None  # before the larger one is allocated
+                minimum = 0 if is_last and not handle else STAGED
+                self.buffer = shareable_buffer(max(minimum, sum(sizes)), self.device)
+            assert self.buffer is not None
+            if not has_room or not handle:
+                # vLLM pairs one export with one release: one export per transfer and buffer
+                handle = export(self.buffer)
+            parts = self.buffer[: sum(sizes)].split(sizes)
+            for (_, tensor), part in zip(batch, parts, strict=True):
+                part.copy_(tensor.reshape(-1).view(torch.uint8))
+            torch.cuda.synchronize(self.device)  # the server reads without this process's stream
+            info = describe(batch, "dtype_names")
+            info |= {"tensor_sizes": sizes, "ipc_handles_pickled": handle}
+            client.send("/update_weights", {"update_info": info})
+
+
+def export(buffer: Tensor) -> str:
+    """The handle of a CUDA tensor that another process opens, in the form that vLLM reads."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+    return base64.b64encode(pickle.dumps({uuid: reduce_tensor(buffer)[1]})).decode()
+
+
+def shareable_buffer(size: int, device: torch.device) -> Tensor:
+    """A CUDA buffer of bytes that other processes can open.
+
+    They often have no permission to open memory of an expandable segment.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    is_expandable = "expandable_segments:True" in settings
+    configure: Any = torch.cuda.memory._set_allocator_settings  # pyright: ignore[reportPrivateUsage]
+    if is_expandable:
+        configure("expandable_segments:False")
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    finally:
+        if is_expandable:
+            configure(settings)
+
+
 class LoraTransfer:
     """An adapter's folder per version, on a disk shared by trainer and server.
 
@@ -395,14 +462,28 @@ class LoraTransfer:
             self.unload(client, self.labels.pop(0))
 
 
+def describe(batch: Sequence[tuple[str, Tensor]], dtypes: str) -> dict[str, Any]:
+    """What a server reads of tensors before they arrive. dtypes: its name of their dtypes."""
+    return {
+        "names": [name for name, _ in batch],
+        dtypes: [str(tensor.dtype).removeprefix("torch.") for _, tensor in batch],
+        "shapes": [list(tensor.shape) for _, tensor in batch],
+    }
+
+
 def shards(
-    weights: Iterable[tuple[str, Tensor]], max_bytes: int
+    weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, aligned: bool = False
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights in lists of at most ``max_bytes``, but at least one tensor, in order."""
+    """Weights in lists of at most ``max_bytes``, but at least one tensor, in order.
+
+    aligned: if the tensors of a list follow each other without gaps, each is at a multiple of its
+    item size.
+    """
     batch: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        if batch and size + tensor.nbytes > max_bytes:
+        is_unaligned = aligned and size % tensor.itemsize != 0
+        if batch and (is_unaligned or size + tensor.nbytes > max_bytes):
             yield batch
             batch, size = [], 0
         batch.append((name, tensor.detach().contiguous()))
