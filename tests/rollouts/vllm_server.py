@@ -45,7 +45,7 @@ class Fake:
     def __init__(self) -> None:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
         self.dtype = "float32"
-        self.paused = self.updating = False
+        self.paused = self.updating = self.asleep = False
         self.asked: list[tuple[str, Any]] = []
         self.on: dict[str, Callable[[Any], Reply | None]] = {}
         self.url = ""
@@ -62,6 +62,8 @@ class Fake:
 
     def answer(self, path: str, body: Any) -> Reply:
         self.asked.append((path, body))
+        if self.asleep and path in NEEDS_MEMORY:
+            return 500, {"error": {"message": "the engine is asleep"}}
         if path in self.on and (reply := self.on[path](body)) is not None:
             self.updating &= path != "/update_weights"  # one that fails is closed
             return reply
@@ -92,6 +94,16 @@ class Fake:
             path.strip("/").replace("/", "_").replace(".", "_"),
             lambda body: (404, {"detail": "Not Found"}),
         )(body)
+
+    # vllm/entrypoints/serve/dev/sleep/api_router.py; `level` is in the query
+
+    def sleep(self, body: Any) -> Reply:
+        self.asleep = True
+        return 200, {"status": "sleeping", "level": 1}
+
+    def wake_up(self, body: Any) -> Reply:
+        self.asleep = False
+        return 200, {"status": "awake", "tags": None}
 
     def pause(self, body: Any) -> Reply:
         self.paused = True
@@ -237,6 +249,8 @@ WEIGHTS = {
     "b": torch.tensor([7], dtype=torch.bfloat16),
     "c": torch.tensor(3, dtype=torch.int64),
 }
+NEEDS_MEMORY = ("/inference/v1/generate", "/start_weight_update", "/update_weights")
+"""Routes that a sleeping server cannot serve."""
 UPDATE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 

@@ -27,6 +27,7 @@ from valence.config.load import load_recipe
 from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.planning import plan
+from valence.planning.memory import SLEEPING_SERVER
 from valence.planning.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
 from valence.reports.formatting import duration
 from valence.runs import store
@@ -187,6 +188,48 @@ def test_a_gpu_samples_as_many_completions_at_once_as_its_memory_allows(
         chosen = own(recipe, "rollout.at_once=6").prepared
         assert chosen.completions_per_batch(small, CUDA) == 6
     assert prepared.completions_per_batch(small, torch.device("cpu")) == 64
+
+
+SERVER = ("rollout.engine=vllm", "rollout.start=true")
+
+
+def test_a_server_on_the_gpu_of_training_has_what_training_leaves(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = 80 * 2**30
+    with pretended():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        result = own(recipe, *SERVER)
+        alone = own(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
+        chosen = own(recipe, *SERVER, "rollout.memory_share=0.25")
+        (line,) = [line for line in describe(result) if line.startswith("server:")]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        other = own(recipe, *SERVER)
+        (other_line,) = [line for line in describe(other) if line.startswith("server:")]
+    assert alone.server is None
+    assert result.server is not None
+    assert (result.server.devices, result.server.sleeps) == ((0,), True)
+    assert result.memory.total(512) == alone.memory.total(512) + SLEEPING_SERVER
+    assert result.server_share is not None
+    trainer = result.memory.total(MIN_TOKENS)
+    assert result.server_share == pytest.approx(MARGIN * (1 - trainer / total), abs=0.01)
+    assert f"{result.server_share:.0%}" in line
+    assert "GPU 0" in line
+    assert chosen.server_share == 0.25
+    assert other.server is not None
+    assert (other.server.devices, other.server_share, other.memory.server) == ((1,), None, 0)
+    assert "GPU 1" in other_line
+
+
+def test_a_server_without_room_for_its_weights_is_reported(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        result = own(recipe, *SERVER)
+        large = replace(result, shape=replace(result.shape, parameters=30 * 10**9))
+        assert not [line for line in describe(result) if "rollout.devices" in line]
+        assert [line for line in describe(large) if "rollout.devices" in line]
 
 
 def test_own_answers_are_measured_once_in_a_round(

@@ -58,7 +58,7 @@ class Memory:
     ``per_token``: activations per token of a micro-batch. ``gathered``: weights of other processes.
     ``value``: weights, gradients and optimizer state of a value model. ``reward_models``: their
     weights. ``sampling``: completions while they are sampled; the activations of training do not
-    exist at that time.
+    exist at that time. ``server``: what a server on the same GPU keeps while it sleeps.
     """
 
     weights: int
@@ -72,6 +72,7 @@ class Memory:
     value: int = 0
     reward_models: int = 0
     sampling: int = 0
+    server: int = 0
 
     def total(self, tokens: int) -> int:
         """Return the bytes of a run with this many tokens in the largest micro-batch."""
@@ -87,6 +88,7 @@ class Memory:
             fixed
             + self.value
             + self.reward_models
+            + self.server
             + max(self.head + tokens * self.per_token, self.sampling)
         )
 

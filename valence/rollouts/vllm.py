@@ -20,7 +20,7 @@ import httpx
 import torch
 
 from valence.errors import UserError
-from valence.rollouts.client import ServerClient, ServerLost, ignore_message
+from valence.rollouts.client import RequestRefused, ServerClient, ServerLost, ignore_message
 from valence.rollouts.protocol import (
     Named,
     Pair,
@@ -95,6 +95,29 @@ class VLLMGenerator:
             self._versions[label] = version
             self.version, self.label = version, label
             self.client.retry(lambda: self.transport.send(self.client, label))
+
+    def sleep(self) -> None:
+        """Free the server's GPU memory until ``wake``.
+
+        Its weights move to the memory of its host (level 1), so that they remain valid.
+        """
+        self._send_or_explain("/sleep?level=1")
+
+    def wake(self) -> None:
+        """Give the server its GPU memory again. Does nothing if it is awake."""
+        self._send_or_explain("/wake_up")
+
+    def _send_or_explain(self, path: str) -> None:
+        try:
+            self.client.retry(lambda: self.client.send(path))
+        except RequestRefused as error:
+            raise UserError(
+                f"the server cannot free its GPU memory: {error.message}",
+                code="rollout-server-cannot-sleep",
+                where=error.where,
+                fix="start it with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, or set "
+                "rollout.sleep: false",
+            ) from error
 
     def generate(
         self,
