@@ -156,7 +156,7 @@ class Fake:
         """An answer of two tokens; every other one ends by itself."""
         first = 10 + (settings["seed"] + index) % 50
         certain = settings["top_p"] < 0.01 and self.mode == "processed_logprobs"
-        tokens = [first, END if index % 2 else first]
+        tokens = [first, settings["stop_token_ids"][0] if index % 2 else first]
         return {
             "index": index,
             "finish_reason": "stop" if index % 2 else "length",

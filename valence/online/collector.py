@@ -205,7 +205,14 @@ class Collector:
                 self._check_stop()
 
             records: list[list[Any]] | None = None
-            with self._stop.deferred(), self._convert_errors(engine), self._unless_stopped():
+            # a server may take longer than processes wait for each other
+            waiting = self._world.long_phase(phase) if engine.is_server else nullcontext()
+            with (
+                self._stop.deferred(),
+                waiting,
+                self._convert_errors(engine),
+                self._unless_stopped(),
+            ):
                 completions = self._take_ahead(token_ids, n) if local and not held_out else None
                 if completions is None and local:
                     completions = engine.generate(
@@ -224,8 +231,9 @@ class Collector:
     def sample_ahead(self, prompts: Sequence[RolloutPrompt], n: int, seed: int) -> None:
         """Start to sample completions that the next call of ``sample`` returns."""
         token_ids = [prompt.example.prompt_ids for prompt in prompts]
-        if self._world.rank == 0:
-            self._ahead = token_ids, n, self.engine.begin(token_ids, n, self._sampling(seed))
+        with self._world.long_phase("sending weights"):
+            if self._world.rank == 0:
+                self._ahead = token_ids, n, self.engine.begin(token_ids, n, self._sampling(seed))
 
     def _take_ahead(
         self, token_ids: Sequence[tuple[int, ...]], n: int
