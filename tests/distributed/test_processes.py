@@ -141,6 +141,22 @@ def test_a_deadline_names_who_is_missing_and_where(size: int, away: int, tmp_pat
             assert item.mistake.where == f"rank {rank}"
 
 
+def test_others_wait_for_a_long_phase_as_long_as_rank_0_reports_it() -> None:
+    ended = rig.run(jobs.works_long, 2, 2.5, True, deadline=1.0)
+    assert [item.error for item in ended] == ["", ""]
+    assert [item.value for item in ended] == [(2, 2), (2, 2)]
+    _, other = rig.run(jobs.works_long, 2, 2.5, False, deadline=1.0)
+    lost(other, "rank-late", "rank 0 ", "`sum` #1")
+
+
+@slow
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_long_phase_that_is_not_reported_has_the_deadline(is_killed: bool) -> None:
+    """Because rank 0 was killed, or is somewhere else."""
+    ended = rig.run(jobs.no_reports, 2, is_killed, deadline=1.0)
+    lost(ended[1], "rank-lost" if is_killed else "rank-late", "rank 0")
+
+
 @slow
 def test_processes_that_part_are_told_so() -> None:
     first, second = rig.run(jobs.they_part, 2, deadline=2.0)
