@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -28,6 +29,21 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torc
 
 PROMPT_END, FIRST_END = 6, 14
 """Ends of the prompt and of the first completion among the 24 tokens of the check."""
+FAILURES = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    NotImplementedError,
+    IndexError,
+    KeyError,
+    AssertionError,
+    ArithmeticError,
+    SubprocessError,
+)
+"""Errors of a model that does not support what it is asked for, and of compilers, which Triton runs
+as programs. Those of Triton itself are in ``compiler_failures``.
+"""
 BACKEND_PROBLEMS = ("packing-fails", "sequences-leak", "layouts-differ", "other-process")
 """Problems of packing that another attention backend may not have. The others are of the model."""
 
@@ -150,8 +166,8 @@ def _packing_problem(engine: PolicyModel, batch: MicroBatch) -> CannotPackError 
         two_passes = scores_or_logps(engine, replace(batch, requires_grad=(True, False))).detach()
     except CannotPackError as error:
         return error
-    except Exception as error:  # those of Triton and of its compilers have no common base class
-        if isinstance(error, UserError) or out_of_memory(error):
+    except compiler_failures() as error:
+        if out_of_memory(error):
             raise
         return CannotPackError(
             f"it fails with {type(error).__name__}: {error}", code="packing-fails"
@@ -169,6 +185,15 @@ def _packing_problem(engine: PolicyModel, batch: MicroBatch) -> CannotPackError 
     return CannotPackError(
         f"log-probabilities or scores differ by {difference:.2g}", code="layouts-differ"
     )
+
+
+def compiler_failures() -> tuple[type[Exception], ...]:
+    """Return FAILURES, and the base class of Triton's errors if it is installed."""
+    try:
+        from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return FAILURES
+    return (*FAILURES, TritonError)
 
 
 def _influences(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
