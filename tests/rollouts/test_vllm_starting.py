@@ -173,6 +173,7 @@ def test_what_a_server_is_told(
     assert "('TORCHDYNAMO_DISABLE', '1')" in log
     assert "--no-enable-chunked-prefill" in log
     assert "('RANK', '7')" not in log
+    assert "PYTORCH_ALLOC_CONF" not in log
     assert f"('PYTHONPATH', '{folder / 'plugin'}')" in log
     assert str(tmp_path / "model") in log  # it runs elsewhere, so that the folder is written out
     assert '{"backend": "gloo"}' in log
