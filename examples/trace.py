@@ -89,7 +89,7 @@ class Trace:
     """Records the functions that bring row data into a new form.
 
     A function that only passes on what it received, or what another function returned, is not
-    recorded. files: of each file, its functions. branches: likewise of what is computed off the
+    recorded. files: of each file, its functions. branches: the same for the computation off the
     row's own way.
     """
 

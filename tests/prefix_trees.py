@@ -23,7 +23,7 @@ Segments = list[tuple[int, int, int]]
 
 @contextmanager
 def sharing(minimum: int) -> Iterator[None]:
-    """Inside the block common beginnings of so many tokens are shared."""
+    """Share common prefixes of at least ``minimum`` tokens inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "MIN_SHARED_TOKENS", minimum)
         yield
@@ -108,8 +108,8 @@ def rows(segments: Segments, k: int) -> list[int]:
 
 
 def visible_mask(segments: Segments, window: int = 0) -> Tensor:
-    """[T, T], True where the token of a row sees that of a column: one on its path, itself or
-    before it, and with a window (0: none) less than so many tokens before it.
+    """[T, T], True where the query token (row) may attend to the key token (column): itself or an
+    earlier token on its path, and with a window (0: none) less than ``window`` tokens back.
     """
     result = torch.zeros(segments[-1][1], segments[-1][1], dtype=torch.bool)
     for k, (start, end, _) in enumerate(segments):

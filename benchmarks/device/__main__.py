@@ -1,12 +1,12 @@
-"""python -m benchmarks.device [--quick]: how near does a step come to what this device can do?
+"""python -m benchmarks.device [--quick]: compare a step with the limits of this device.
 
-(1) The rate of a large product in bfloat16 and of a copy, which are the ceilings. (2) The head,
-forward and backward, beside its three bare products. (3) Steps without an update of kto, dpo and
-grpo, all weights training, with the reference's values known: seconds, and the share of the first
-ceiling that their necessary operations make; those of 1 to 2 billion weights once more with
-activations recomputed. Weights and tokens are random. It is made for a GPU; on a CPU models are
-tiny, and nothing is held against the bar. --quick: the smaller model alone. Exit status: 0 all
-figures held, 1 some fell short.
+(1) The rates of a large bfloat16 matrix multiplication and of a copy, which are the upper limits.
+(2) The head, forward and backward, compared with its three matrix multiplications alone. (3) Steps
+of kto, dpo and grpo without an update, with all weights trained and cached reference values:
+seconds, and the share of the first limit that their necessary operations reach. Models of 1 to 2
+billion weights also run with activation checkpointing. Weights and tokens are random. The
+benchmark is meant for a GPU; on a CPU it uses tiny models and no bar applies. --quick: the smaller
+model only. Exit status: 0 all figures reach their bars, 1 some do not.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def ceilings(device: torch.device) -> float:
 
 
 def head(shape: Shape, tokens: int, device: torch.device) -> float:
-    """Seconds of the head over so many ``tokens``, forward and backward, divided by those of its
+    """Seconds of the head over ``tokens`` tokens, forward and backward, divided by those of its
     three bare products.
     """
     layer = nn.Linear(shape.hidden, shape.vocabulary, bias=False, device=device)

@@ -132,9 +132,9 @@ def policy(name: str, mode: str = "full") -> PolicyModel:
 
 
 FAST = ("llama", "gemma2", "gpt2")
-"""Rotary positions and shared keys; local layers and soft-caps; learnt positions.
+"""Rotary positions and shared keys; local layers and soft-caps; learned positions.
 
-The others have no part of their own that is not in one of these, and are slow tests.
+The others have no part that these lack, and are slow tests.
 """
 
 

@@ -45,7 +45,7 @@ class Fake:
     def __init__(self) -> None:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
         self.paused = self.updating = False
-        self.asked: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
         self.on: dict[str, Callable[[Any], Reply | None]] = {}
         self.url = ""
         self.stopped = threading.Event()
@@ -57,10 +57,10 @@ class Fake:
 
     def paths(self) -> list[str]:
         """What was asked for, in order, without looks at its health."""
-        return [path for path, _ in self.asked if path != "/health"]
+        return [path for path, _ in self.requests if path != "/health"]
 
     def answer(self, path: str, body: Any) -> Reply:
-        self.asked.append((path, body))
+        self.requests.append((path, body))
         if path in self.on and (reply := self.on[path](body)) is not None:
             self.updating &= path != "/update_weights"  # one that fails is closed
             return reply

@@ -15,7 +15,7 @@ from valence.rollouts import Sampling
 
 
 class Endless:
-    """A server's client that goes on answering until it is told to stop."""
+    """A server's client that answers until it is stopped."""
 
     def __init__(self) -> None:
         self.began = threading.Semaphore(0)
