@@ -43,7 +43,7 @@ from valence.trainer.step import Objective
 from valence.types import MicroBatch
 
 HEAD_BAR = 1.5
-"""Most time of the head, against its bare products."""
+"""Largest allowed time of the head, relative to its matrix multiplications."""
 BUDGET = 16_384  # tokens of a micro-batch
 REPEATS = 5
 SMALLER = Shape(
@@ -61,8 +61,8 @@ CASES = (
 
 @dataclass
 class Known:
-    """A reference whose values (nats, [T]) are at hand, as those in a cache are: each token of the
-    vocabulary is as likely.
+    """A reference with known values (nats, [T]), like a cached one: all tokens of the vocabulary
+    are equally likely.
     """
 
     vocabulary: int
@@ -77,9 +77,7 @@ class Known:
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """The median of some runs, when the device is done; the first two, which compile, do not
-    count.
-    """
+    """The median of some runs until the device is done, without the first two, which compile."""
     durations: list[float] = []
     for _ in range(REPEATS + 2):
         wait(device)
@@ -96,7 +94,9 @@ def wait(device: torch.device) -> None:
 
 
 def ceilings(device: torch.device) -> float:
-    """Operations per second of a large product in bfloat16; prints them, and the rate of a copy."""
+    """Operations per second of a large bfloat16 matrix multiplication. Prints them, and the rate of
+    a copy.
+    """
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     rate = 2 * size**3 / seconds(lambda: a @ b, device)
@@ -104,7 +104,7 @@ def ceilings(device: torch.device) -> float:
     out = torch.empty_like(source)
     copied = 2 * source.nbytes / seconds(lambda: out.copy_(source), device)
     print(
-        f"ceilings: {rate / 1e12:.3g} TFLOP/s in bfloat16, {copied / 1e12:.3g} TB/s of a copy",
+        f"limits: {rate / 1e12:.3g} TFLOP/s in bfloat16, {copied / 1e12:.3g} TB/s of a copy",
         flush=True,
     )
     return rate
@@ -112,7 +112,7 @@ def ceilings(device: torch.device) -> float:
 
 def head(shape: Shape, tokens: int, device: torch.device) -> float:
     """Seconds of the head over ``tokens`` tokens, forward and backward, divided by those of its
-    three bare products.
+    three matrix multiplications alone.
     """
     layer = nn.Linear(shape.hidden, shape.vocabulary, bias=False, device=device)
     hidden = torch.randn(
@@ -136,8 +136,8 @@ def head(shape: Shape, tokens: int, device: torch.device) -> float:
 
     duration, baseline = seconds(run, device), seconds(bare, device)
     print(
-        f"head: {tokens} tokens, {shape.vocabulary} x {shape.hidden}: {duration:.4f} s, bare "
-        f"products {baseline:.4f} s",
+        f"head: {tokens} tokens, {shape.vocabulary} x {shape.hidden}: {duration:.4f} s, "
+        f"matrix multiplications alone {baseline:.4f} s",
         flush=True,
     )
     return duration / baseline
@@ -188,17 +188,17 @@ def steps(shape: Shape, device: torch.device, rate: float, *, recomputed: bool) 
         parts = [speed.Work(work.layers[k], work.head[k], work.attended[k]) for k in (0, 1)]
         share = speed.step(shape_of(policy.causal), *parts) / rate / duration
         tokens = sum(work.layers) / duration
-        kind = f"{shape.name}{', recomputed' if recomputed else ''}"
+        kind = f"{shape.name}{', checkpointed' if recomputed else ''}"
         print(
             f"{case.name:>12} {kind:18} loss {loss:9.4f}  {duration:8.3f} s  {tokens:10,.0f} "
             f"tokens/s  "
-            f"{share:5.2f} of the ceiling  {peak / 1e3:6.1f} GB above weights",
+            f"{share:5.2f} of the limit  {peak / 1e3:6.1f} GB above weights",
             flush=True,
         )
 
 
 def policy_of(shape: Shape, device: torch.device, recomputed: bool) -> Any:
-    """Random weights in float32, products in bfloat16, layers compiled where they can be."""
+    """Random float32 weights, bfloat16 computation, layers compiled where possible."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3ForCausalLM(config_of(shape))
@@ -213,15 +213,13 @@ def policy_of(shape: Shape, device: torch.device, recomputed: bool) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the smaller model alone")
+    parser.add_argument("--quick", action="store_true", help="only the smaller model")
     quick = parser.parse_args().quick
     device = best_device()
     torch.set_num_threads(THREADS)
     on_gpu = device.type == "cuda"
     print(
-        torch.cuda.get_device_name()
-        if on_gpu
-        else "a CPU: models are tiny, and nothing is held against the bar",
+        torch.cuda.get_device_name() if on_gpu else "CPU: tiny models, and no bar applies",
         flush=True,
     )
     rate = ceilings(device)
@@ -233,7 +231,7 @@ def main() -> int:
     held = share <= HEAD_BAR
     print(
         f"\nhead {share:.2f} (bar {HEAD_BAR:g}) "
-        f"{'held' if held else 'short' if on_gpu else 'not held against it'}"
+        f"{'held' if held else 'short' if on_gpu else 'does not apply'}"
     )
     return 0 if held or not on_gpu else 1
 

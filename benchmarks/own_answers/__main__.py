@@ -181,7 +181,7 @@ def learn(method: str, model: Path | None, folder: Path, seed: int, rounds: int)
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.own_answers", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="grpo alone, one seed, few rounds")
+    parser.add_argument("--quick", action="store_true", help="only grpo, one seed, few rounds")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(

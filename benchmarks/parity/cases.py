@@ -1,4 +1,4 @@
-"""What is compared: for every case, the settings of both sides that mean the same step."""
+"""The cases: equivalent settings of both sides for the same step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A case's step by Valence, by the formulas of HALOs, and by TRL, in a process with its own
+"""A case's step by Valence, by the formulas of HALOs, and by TRL in a separate process and
 environment.
 """
 

@@ -83,7 +83,7 @@ HEADS = (
     ("answers/s", 11),
     ("median s", 10),
     ("p99 s", 8),
-    ("again", 7),
+    ("retries", 8),
 )
 BARS = (
     ("wrong scores", lambda results: float(sum(f.wrong for f in results.values())), "<=", 0.0),
@@ -195,7 +195,7 @@ def main() -> int:
         print(
             f"{name:<11}{n:>10}{one.answers:>9}{one.seconds:>7.1f}"
             f"{n / one.seconds:>12.0f}{one.answers / one.seconds:>11.0f}"
-            f"{one.at(0.5):>10.3f}{one.at(0.99):>8.3f}{one.again:>7}",
+            f"{one.at(0.5):>10.3f}{one.at(0.99):>8.3f}{one.again:>8}",
             flush=True,
         )
     lines, held = list[str](), True

@@ -1,4 +1,4 @@
-"""A client for many connections at a time."""
+"""A client for many concurrent connections."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def report(step_table: Sequence[Step], measured_values: Mapping[str, Any]) -> st
 
 
 def verdict(step_table: Sequence[Step]) -> tuple[str, bool]:
-    """The last line, and whether everything held."""
+    """The last line, and whether all figures are within their bars."""
     alone = {step.name: step for step in step_table if step.way == "one process"}
     figures = (
         *(
@@ -86,7 +86,9 @@ def _off(ratio: float) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_model", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three rounds instead of fifteen")
-    parser.add_argument("--table", action="store_true", help="the tables of docs/scale.md alone")
+    parser.add_argument(
+        "--table", action="store_true", help="print only the tables of docs/scale.md"
+    )
     arguments = parser.parse_args()
     if arguments.table:
         print(tables.text(), end="")

@@ -75,7 +75,7 @@ def compare_with_peer(
         flush=True,
     )
     if not far <= EXACT_BAR:
-        print("no time is shown: the sides do not compute the same. short")
+        print("no times, because the sides do not compute the same. short")
         return None
     plan, results = QUICK if quick else FULL, list[Result]()
     for case in cases:

@@ -1,6 +1,5 @@
-"""Valence's side, in this process: ``Objective.run``, the part of Valence that every training step
-runs. For "grpo" the answers come with what is known of them when they have been sampled and judged:
-log-probabilities and advantages.
+"""Valence's side, in this process: ``Objective.run``, which is part of every training step. For
+"grpo" the answers have the log-probabilities and advantages of sampled and scored completions.
 """
 
 from __future__ import annotations
