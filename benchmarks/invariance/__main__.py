@@ -187,7 +187,7 @@ def exceeded(difference: Difference, dtype: torch.dtype, packed: bool) -> list[s
 def main() -> int:
     names = [f.name for f in fields(Difference)]
     print(
-        f"{'products':<10}{'method':<8}{'micro-batches':<16}"
+        f"{'dtype':<10}{'method':<8}{'micro-batches':<16}"
         + "".join(f"{name:>11}" for name in names)
     )
     holds = True
