@@ -1,12 +1,12 @@
-"""python -m benchmarks.device [--quick]: compare a step with the limits of this device.
+"""python -m benchmarks.device [--quick]: how near does a step come to what this device can do?
 
-(1) The rates of a large bfloat16 matrix multiplication and of a copy, which are the upper limits.
-(2) The head, forward and backward, compared with its three matrix multiplications alone. (3) Steps
-of kto, dpo and grpo without an update, with all weights trained and cached reference values:
-seconds, and the share of the first limit that their necessary operations reach. Models of 1 to 2
-billion weights also run with activation checkpointing. Weights and tokens are random. The
-benchmark is meant for a GPU; on a CPU it uses tiny models and no bar applies. --quick: the smaller
-model only. Exit status: 0 all figures reach their bars, 1 some do not.
+(1) The rate of a large product in bfloat16 and of a copy, which are the ceilings. (2) The head,
+forward and backward, next to its three bare products. (3) Steps without an update of kto, dpo and
+grpo, all weights training, with the reference's values known: seconds, and the share of the first
+ceiling that their necessary operations make; those of 1 to 2 billion weights once more with
+activations recomputed. Weights and tokens are random. It is made for a GPU; on a CPU models are
+tiny, and nothing is held against the bar. --quick: the smaller model alone. Exit status: 0 all
+figures held, 1 some fell short.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from valence.trainer.step import Objective
 from valence.types import MicroBatch
 
 HEAD_BAR = 1.5
-"""Largest allowed time of the head, relative to its matrix multiplications."""
+"""Most time of the head, against its bare products."""
 BUDGET = 16_384  # tokens of a micro-batch
 REPEATS = 5
 SMALLER = Shape(
@@ -61,8 +61,8 @@ CASES = (
 
 @dataclass
 class Known:
-    """A reference with known values (nats, [T]), like a cached one: all tokens of the vocabulary
-    are equally likely.
+    """A reference whose values (nats, [T]) are at hand, as those in a cache are: each token of the
+    vocabulary is as likely.
     """
 
     vocabulary: int
@@ -77,7 +77,9 @@ class Known:
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """The median of some runs until the device is done, without the first two, which compile."""
+    """The median of some runs, when the device is done; the first two, which compile, do not
+    count.
+    """
     durations: list[float] = []
     for _ in range(REPEATS + 2):
         wait(device)
@@ -94,9 +96,7 @@ def wait(device: torch.device) -> None:
 
 
 def ceilings(device: torch.device) -> float:
-    """Operations per second of a large bfloat16 matrix multiplication. Prints them, and the rate of
-    a copy.
-    """
+    """Operations per second of a large product in bfloat16; prints them, and the rate of a copy."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     rate = 2 * size**3 / seconds(lambda: a @ b, device)
@@ -104,7 +104,7 @@ def ceilings(device: torch.device) -> float:
     out = torch.empty_like(source)
     copied = 2 * source.nbytes / seconds(lambda: out.copy_(source), device)
     print(
-        f"limits: {rate / 1e12:.3g} TFLOP/s in bfloat16, {copied / 1e12:.3g} TB/s of a copy",
+        f"ceilings: {rate / 1e12:.3g} TFLOP/s in bfloat16, {copied / 1e12:.3g} TB/s of a copy",
         flush=True,
     )
     return rate
@@ -112,7 +112,7 @@ def ceilings(device: torch.device) -> float:
 
 def head(shape: Shape, tokens: int, device: torch.device) -> float:
     """Seconds of the head over ``tokens`` tokens, forward and backward, divided by those of its
-    three matrix multiplications alone.
+    three bare products.
     """
     layer = nn.Linear(shape.hidden, shape.vocabulary, bias=False, device=device)
     hidden = torch.randn(
@@ -136,8 +136,8 @@ def head(shape: Shape, tokens: int, device: torch.device) -> float:
 
     duration, baseline = seconds(run, device), seconds(bare, device)
     print(
-        f"head: {tokens} tokens, {shape.vocabulary} x {shape.hidden}: {duration:.4f} s, "
-        f"matrix multiplications alone {baseline:.4f} s",
+        f"head: {tokens} tokens, {shape.vocabulary} x {shape.hidden}: {duration:.4f} s, bare "
+        f"products {baseline:.4f} s",
         flush=True,
     )
     return duration / baseline
@@ -188,17 +188,17 @@ def steps(shape: Shape, device: torch.device, rate: float, *, recomputed: bool) 
         parts = [speed.Work(work.layers[k], work.head[k], work.attended[k]) for k in (0, 1)]
         share = speed.step(shape_of(policy.causal), *parts) / rate / duration
         tokens = sum(work.layers) / duration
-        kind = f"{shape.name}{', checkpointed' if recomputed else ''}"
+        kind = f"{shape.name}{', recomputed' if recomputed else ''}"
         print(
             f"{case.name:>12} {kind:18} loss {loss:9.4f}  {duration:8.3f} s  {tokens:10,.0f} "
             f"tokens/s  "
-            f"{share:5.2f} of the limit  {peak / 1e3:6.1f} GB above weights",
+            f"{share:5.2f} of the ceiling  {peak / 1e3:6.1f} GB above weights",
             flush=True,
         )
 
 
 def policy_of(shape: Shape, device: torch.device, recomputed: bool) -> Any:
-    """Random float32 weights, bfloat16 computation, layers compiled where possible."""
+    """Random weights in float32, products in bfloat16, layers compiled where they can be."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3ForCausalLM(config_of(shape))
@@ -213,13 +213,15 @@ def policy_of(shape: Shape, device: torch.device, recomputed: bool) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="only the smaller model")
+    parser.add_argument("--quick", action="store_true", help="the smaller model alone")
     quick = parser.parse_args().quick
     device = best_device()
     torch.set_num_threads(THREADS)
     on_gpu = device.type == "cuda"
     print(
-        torch.cuda.get_device_name() if on_gpu else "CPU: tiny models, and no bar applies",
+        torch.cuda.get_device_name()
+        if on_gpu
+        else "a CPU: models are tiny, and nothing is held against the bar",
         flush=True,
     )
     rate = ceilings(device)
@@ -231,7 +233,7 @@ def main() -> int:
     held = share <= HEAD_BAR
     print(
         f"\nhead {share:.2f} (bar {HEAD_BAR:g}) "
-        f"{'held' if held else 'short' if on_gpu else 'does not apply'}"
+        f"{'held' if held else 'short' if on_gpu else 'not held against it'}"
     )
     return 0 if held or not on_gpu else 1
 

@@ -155,11 +155,11 @@ def _check_options(
     elif verify_only and types:
         conflict = ("--verify-only", "it writes no GGUF file", "leave out --gguf")
     elif verify_only and not verify:
-        conflict = ("--verify-only", "there is nothing left to do", "leave out --no-verify")
+        conflict = ("--verify-only", "it contradicts --no-verify", "leave out one of the two")
     elif dry_run and push is None:
         conflict = ("--dry-run", "it has no effect without --push", "leave it out, or add --push")
     elif push is not None and (not is_hub_id(push) or push.count("/") != 1):
-        conflict = ("--push", f"{push} is not OWNER/NAME", "name a repository of the hub")
+        conflict = ("--push", f"{push!r} is not a repository id", "write OWNER/NAME")
     if conflict is not None:
         where, problem, fix = conflict
         raise UserError(problem, code="option-conflict", where=where, fix=fix)
@@ -325,7 +325,7 @@ def _check_writes(run: Any, run_dir: Path, adapter: bool, is_gguf: bool) -> None
                 "llama.cpp cannot score with this reward model",
                 code="gguf-architecture-unsupported",
                 where=str(run_dir),
-                fix="leave out --gguf, and serve it with valence serve-reward",
+                fix="leave out --gguf, and serve it with `valence serve-reward`",
             )
         architecture_of(run.state.policy.causal.config)
     if adapter and run.prepared.method.is_reward_model:
@@ -361,7 +361,7 @@ def _check_is_folder(folder: Path) -> None:
             "this folder does not exist",
             code="path-missing",
             where=str(folder),
-            fix="name a folder that valence export wrote",
+            fix="pass a folder that `valence export` wrote",
         )
 
 
@@ -369,7 +369,7 @@ def _check_new_folder(folder: Path) -> None:
     check_path(folder)
     if folder.exists():
         raise UserError(
-            "the path already exists",
+            "the path exists",
             code="path-exists",
             where=str(folder),
             fix="choose a path that does not exist, or add --verify-only to verify this folder",

@@ -94,10 +94,10 @@ def read_labels(paths: Sequence[str]) -> Labels:
             _add_label(labels, example, row.value)
     if not labels.pairs and not labels.thumbs:
         raise UserError(
-            "there are no labels",
+            "there are no thumbs or pairs to measure the judge on",
             code="no-rated-rows",
             where=", ".join(paths),
-            fix="name files of thumbs or pairs",
+            fix="pass a file of thumbs or pairs",
         )
     return labels
 
@@ -186,7 +186,7 @@ def calibrate(
             f"{judge.name} compares two answers to one prompt, and the labels have no such pair",
             code="labels-without-pairs",
             where="--labels",
-            fix="name a file of pairs, or of good and bad answers to the same prompts",
+            fix="pass a file of pairs, or of good and bad answers to the same prompts",
         )
     verdicts = judge.judge(pairs, progress or (lambda _: None))
     judged = [
@@ -224,10 +224,11 @@ def _calibrate_on_thumbs(
         raise _failed_on_all(judge.name, next(s.error for s in scores if s.value is None))
     if not all(rated.values()):
         raise UserError(
-            "the labels have good answers only, or bad ones only",
+            f"{judge.name} gave scores to {'good' if rated[True] else 'bad'} answers only, so its "
+            "agreement cannot be measured",
             code="labels-one-sided",
             where="--labels",
-            fix="name a file with both",
+            fix="pass a file with both good and bad answers",
         )
     ups, downs = ([value for value, _ in rated[is_good]] for is_good in (True, False))
     value = auc(ups, downs)
@@ -269,7 +270,7 @@ def _length_bias(
 
 def _failed_on_all(name: str, error: str) -> UserError:
     return UserError(
-        f"{name} failed on all labels; the first: {error}",
+        f"{name} failed on all labels; the first error: {error}",
         code="judge-failures",
         where="--labels",
         fix="fix the judge, then rerun the same command",
@@ -310,5 +311,5 @@ def require_agreement(
             "required",
             code="judge-agreement-low",
             where=calibration.judge,
-            fix=f"improve its rubric or use another judge; {setting} uses it nevertheless",
+            fix=f"improve its rubric or use another judge; {setting} accepts it nevertheless",
         )

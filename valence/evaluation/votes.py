@@ -49,7 +49,7 @@ def read_votes(
             f"the file has no votes on answers of {baseline} and {candidate}{compared}",
             code="votes-missing",
             where=str(votes_path(path)),
-            fix="name the models as in `valence collect MODEL MODEL`",
+            fix="pass the same two models as to `valence collect MODEL MODEL`",
         )
     pairs = [votes[0][0] for votes in by_prompt.values()]
     means = [sum(p for _, p in votes) / len(votes) for votes in by_prompt.values()]
@@ -65,7 +65,7 @@ def _comparisons(path: Path) -> Iterator[Vote]:
             f"the file cannot be read ({error})",
             code="file-not-readable",
             where=str(path),
-            fix="name the --out of `valence collect MODEL MODEL`",
+            fix="pass the --out file of `valence collect MODEL MODEL`",
         ) from error
     for number, line in enumerate(lines, 1):
         try:
@@ -75,7 +75,7 @@ def _comparisons(path: Path) -> Iterator[Vote]:
                 f"this line is not a vote ({error})",
                 code="output-line-foreign",
                 where=f"{path}:{number}",
-                fix="name the --out of `valence collect MODEL MODEL`",
+                fix="pass the --out file of `valence collect MODEL MODEL`",
             ) from error
         if vote.other is not None and vote.winner is not None and vote.model != vote.other_model:
             yield vote

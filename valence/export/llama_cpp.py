@@ -126,13 +126,13 @@ def run_llama_cpp(
                     f"node-llama-cpp does not start ({_reason(lines)})",
                     code="llama-cpp-broken",
                     where=str(llama.module.parents[3]),
-                    fix="install Node.js 20 or later, and node-llama-cpp again",
+                    fix="install Node.js 20 or later, then reinstall node-llama-cpp",
                 )
             raise UserError(
                 f"llama.cpp cannot run this file ({_reason(lines)})",
                 code="llama-cpp-failed",
                 where=path.name,
-                fix="do not use this file",
+                fix="use another GGUF type, or the model folder with transformers or vLLM",
             )
         data = json.loads((out / "result.json").read_text(encoding="utf-8"))
         results = tuple(
@@ -192,8 +192,8 @@ def check_quantizer(file_type: str, llama: LlamaCpp | None) -> None:
     if shutil.which("llama-quantize") or (llama and llama.library):
         return
     raise UserError(
-        f"{file_type} needs llama.cpp's quantizer: neither llama-quantize is on PATH nor "
-        "node-llama-cpp installed",
+        f"{file_type} needs llama.cpp's quantizer: llama-quantize is not on PATH, and "
+        "node-llama-cpp is not installed",
         code="llama-cpp-missing",
         where="--gguf",
         fix=f"{INSTALL}; or use q8_0 or q4_0, which need no tool",
@@ -224,7 +224,7 @@ def quantize(source: Path, target: Path, file_type: str, llama: LlamaCpp | None)
             f"llama.cpp cannot quantize to {file_type} "
             f"({_reason((done.stderr + done.stdout).strip().splitlines())})",
             code="llama-cpp-failed",
-            where=str(source),
-            fix="use another type",
+            where="--gguf",
+            fix="use another GGUF type",
         )
     return "llama-quantize" if program else "the library of node-llama-cpp"

@@ -222,8 +222,8 @@ def _prompt_difference(
         f"the tokenizer splits the prompt '{probe.name}' differently from token {first + 1} of "
         f"{len(probe.ids)}: {list(result.ids[first : first + 4])} instead of "
         f"{list(probe.ids[first : first + 4])}",
-        "the file names a wrong pre-tokenizer, or its added tokens differ: write it again from "
-        "the exported folder",
+        "the file has a wrong pre-tokenizer or other added tokens; convert the exported folder "
+        "again",
     )
 
 
@@ -250,7 +250,7 @@ def _stop_differences(end_names: Sequence[str], stops: Sequence[bool]) -> list[E
         ExportDifference(
             "stop-token-missing",
             severity,
-            f"generation does not stop at {', '.join(missing)}, at which the run stops",
+            f"generation does not stop at {', '.join(missing)}, where the run stops",
             "pass these as stop strings, as the Modelfile does",
         )
     ]
@@ -270,7 +270,7 @@ def _ending_differences(
                 ExportDifference(
                     "runs-on",
                     "error",
-                    f"the answer to '{probe.name}' goes on where the run's ends",
+                    f"the answer to '{probe.name}' continues after the token where the run stops",
                     "write the run's end tokens into the file",
                 )
             ]

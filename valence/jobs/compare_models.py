@@ -68,9 +68,7 @@ PEOPLE = "people"
 """Name of the votes among the judges."""
 MAX_FAILED = 0.1
 """Share of prompts without a verdict above which there is no result."""
-START_OVER = (
-    "name another folder with --out, or start over with --fresh, which moves this one aside"
-)
+START_OVER = "set --out to another folder, or start over with --fresh, which moves this one aside"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +99,11 @@ class ModelComparison:
         failures: list[str] = []
         if at_least is not None:
             rates = {judge.judge: judge.rates.rate for judge in self.judges}
-            failures += [] if rates else ["there is no win rate, as no judge is named"]
+            failures += (
+                []
+                if rates
+                else ["there is no win rate, because there is no judge (--judge or --votes)"]
+            )
             failures += [
                 f"there is no win rate by {name}"
                 if rate is None
@@ -291,11 +293,11 @@ def _check_failures(verdicts: Sequence[PairVerdict], max_failed: float, path: Pa
     errors = [verdict.error for verdict in verdicts if verdict.preference is None]
     if len(errors) > max_failed * len(verdicts):
         raise UserError(
-            f"the judge gave no verdict on {len(errors)} of {len(verdicts)} prompts; the first: "
-            f"{errors[0]}",
+            f"the judge gave no verdict on {len(errors)} of {len(verdicts)} prompts; the first "
+            f"error: {errors[0]}",
             code="verdicts-missing",
             where=str(path),
-            fix="fix the judge, remove this file, then rerun the same command, which keeps the "
+            fix="fix the judge, remove this file, then rerun the same command, which reuses the "
             "answers; or allow a larger share with --max-failed",
         )
 
@@ -335,14 +337,14 @@ class ComparisonPrompts:
                 "there is no judge",
                 code="judge-missing",
                 where="compare",
-                fix="name a rule, a function, a reward model or a server with --judge",
+                fix="set --judge to a rule, a function, a reward model or a server",
             )
         if has_judges and not self.judged:
             raise UserError(
                 "there are no prompts for the judge",
                 code="rows-missing",
                 where="compare",
-                fix="name a file of held-out prompts with --prompts",
+                fix="pass a file of held-out prompts as --prompts",
             )
 
 
@@ -354,7 +356,7 @@ def _read_prompts(
             "there are no prompts",
             code="rows-missing",
             where="compare",
-            fix="name a file of held-out prompts with --prompts",
+            fix="pass a file of held-out prompts as --prompts",
         )
     sources = with_files(target, [*prompts, *assertions], overrides).recipe.data.eval
     questions = ComparisonPrompts()
@@ -366,7 +368,7 @@ def _read_prompts(
                 f"the row has no column {COLUMN!r}",
                 code="assertion-missing",
                 where=str(example.origin),
-                fix="add it, or name the file with --prompts",
+                fix="add the column, or pass the file as --prompts",
             )
         questions.add(example)
     return questions
@@ -400,7 +402,8 @@ def _count_trained(
         except (UserError, OSError) as error:
             reason = str(error).partition("\n")[0]
             notes.append(
-                f"whether prompts are in the training data of the {side} is unknown ({reason})"
+                f"the training data of the {side} cannot be read, so it is unknown whether it "
+                f"contains prompts ({reason})"
             )
             continue
         if num_trained := len(prompts & trained):
@@ -419,14 +422,17 @@ class ComparisonFolder:
         self.path = path
         if path.exists() and not path.is_dir():
             raise UserError(
-                "this is a file", code="path-is-file", where=str(path), fix="name a folder"
+                "the path is a file",
+                code="path-is-file",
+                where=f"--out {path}",
+                fix="set --out to a folder",
             )
         if path.is_dir() and any(path.iterdir()) and not (path / PROMPTS).is_file():
             raise UserError(
                 "this folder exists and was not written by `valence compare`",
                 code="path-exists",
                 where=str(path),
-                fix="name another folder with --out",
+                fix="set --out to another folder",
             )
         if fresh and (path / PROMPTS).is_file():
             names = (path.with_name(f"{path.name}.{n}") for n in count(1))
@@ -435,10 +441,10 @@ class ComparisonFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"the folder cannot be made ({error.strerror})",
+                f"the folder cannot be created ({error.strerror})",
                 code="folder-not-writable",
                 where=str(path),
-                fix="name a folder in a place that you may write to",
+                fix="set --out to a folder in which you have write permission",
             ) from error
 
     def answers_path(self, side: str) -> Path:
@@ -557,7 +563,7 @@ def _write(path: Path, content: str) -> None:
         partial.replace(path)
     except OSError as error:
         raise UserError(
-            f"cannot write ({error.strerror})",
+            f"the file cannot be written ({error.strerror})",
             code="file-not-writable",
             where=str(path),
             fix="free disk space, then rerun the same command to resume",
@@ -577,8 +583,8 @@ class VerdictTransform:
         verdicts = self.pair_judge.judge(batch, advance)
         if all(verdict.preference is None for verdict in verdicts):
             raise UserError(
-                f"{self.pair_judge.name} failed on all {len(batch)} prompts from here on; the "
-                f"first: {verdicts[0].error}",
+                f"{self.pair_judge.name} failed on all {len(batch)} prompts of a batch that "
+                f"starts here; the first error: {verdicts[0].error}",
                 code="judge-failures",
                 where=batch[0].origin,
                 fix="fix the judge, then rerun the same command to resume",

@@ -105,9 +105,10 @@ def _check_kind(state: SweepState, over: Sequence[str], is_search: bool) -> None
         return
     was_search = state.definition["search"] is not None
     if was_search != is_search:
-        problem = f"this folder holds a {'search' if was_search else 'grid'}"
+        before, now = ("search", "grid") if was_search else ("grid", "search")
+        problem = f"this folder holds a {before}, and this command starts a {now}"
     elif is_search and state.definition["over"] != list(over):
-        problem = f"this folder holds a search over {' '.join(state.definition['over'])}"
+        problem = f"this folder holds another search, over {' '.join(state.definition['over'])}"
     else:
         return
     raise UserError(
