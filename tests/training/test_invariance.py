@@ -66,7 +66,7 @@ def models(dtype: torch.dtype) -> Pair:
 
 def tokens(rows: Iterable[TokenizedExample]) -> int:
     return len(
-        build_prefix_tree([strand for row in rows for strand in token_sequences(row)]).tokens
+        build_prefix_tree([sequence for row in rows for sequence in token_sequences(row)]).tokens
     )
 
 
