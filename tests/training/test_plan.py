@@ -1,6 +1,4 @@
-"""What a run will take is said before it, and how much of it runs at once is chosen by what is
-free.
-"""
+"""The time and memory estimate of a run, and the size of micro-batches chosen from free memory."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def test_a_number_in_the_recipe_is_taken(recipe: dict[str, Any]) -> None:
 def test_the_number_is_written_down_and_kept(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a run that is taken up, and by one that is brought back, whatever is free then."""
+    """By a resumed run and by a restored one, whatever memory is free then."""
     run = build_run(recipe, rows=OBJECTS, quiet=True)
     largest = MAX_TOKENS["cpu"]
     assert (
@@ -178,7 +176,7 @@ def test_a_gpu_samples_as_many_completions_at_once_as_its_memory_allows(
     recipe: dict[str, Any],
 ) -> None:
     """A quarter of the pretended device's 80 GB, whatever is free at the moment."""
-    result = own(recipe)
+    result = online_plan(recipe)
     prepared, small = result.prepared, result.shape
     tokens = prepared.rollouts(small, result.device)[1] + 8  # type: ignore[index]
     limit = 80 * 2**30 // 4
@@ -187,7 +185,7 @@ def test_a_gpu_samples_as_many_completions_at_once_as_its_memory_allows(
         assert prepared.completions_per_batch(small, CUDA) == 512
         assert prepared.completions_per_batch(large, CUDA) == 128
         assert prepared.completions_per_batch(replace(large, keys=10 * large.keys), CUDA) == 64
-        chosen = own(recipe, "rollout.at_once=6").prepared
+        chosen = online_plan(recipe, "rollout.at_once=6").prepared
         assert chosen.completions_per_batch(small, CUDA) == 6
     assert prepared.completions_per_batch(small, torch.device("cpu")) == 64
 
@@ -201,12 +199,12 @@ def test_a_server_on_the_gpu_of_training_has_what_training_leaves(
     total = 80 * 2**30
     with pretended():
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        result = own(recipe, *SERVER)
-        alone = own(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
-        chosen = own(recipe, *SERVER, "rollout.memory_share=0.25")
+        result = online_plan(recipe, *SERVER)
+        alone = online_plan(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
+        chosen = online_plan(recipe, *SERVER, "rollout.memory_share=0.25")
         (line,) = [line for line in describe(result) if line.startswith("server:")]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        other = own(recipe, *SERVER)
+        other = online_plan(recipe, *SERVER)
         (other_line,) = [line for line in describe(other) if line.startswith("server:")]
     assert alone.server is None
     assert result.server is not None
@@ -228,7 +226,7 @@ def test_a_server_without_room_for_its_weights_is_reported(
 ) -> None:
     with pretended():
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        result = own(recipe, *SERVER)
+        result = online_plan(recipe, *SERVER)
         large = replace(result, shape=replace(result.shape, parameters=30 * 10**9))
         assert not [line for line in describe(result) if "rollout.devices" in line]
         assert [line for line in describe(large) if "rollout.devices" in line]
@@ -238,7 +236,7 @@ def test_own_answers_are_measured_once_in_a_round(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the policy where it moves within the round, and by the reference if there is one; a value
-    model trains beside them.
+    model trains in addition.
     """
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
 
