@@ -83,9 +83,14 @@ def install() -> None:
     )
 
 
+def install_until_undone(patch: pytest.MonkeyPatch) -> None:
+    """Put the tool into the table, until ``patch`` is undone."""
+    patch.setitem(sys.modules, MODULE, ModuleType(MODULE))
+    patch.setitem(SOURCES, NAME, SOURCES["open_webui"])
+    install()
+
+
 @pytest.fixture
 def chat_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tool in the table, until the test ends."""
-    monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
-    monkeypatch.setitem(SOURCES, NAME, SOURCES["open_webui"])
-    install()
+    install_until_undone(monkeypatch)

@@ -24,7 +24,14 @@ from hypothesis import strategies as st
 
 from tests.arch.source import ROOT
 from tests.errors import raises_error
-from tests.jobs.chat_log import NAME, chat_log, entry, read, write_export
+from tests.jobs.chat_log import (
+    NAME,
+    chat_log,
+    entry,
+    install_until_undone,
+    read,
+    write_export,
+)
 from valence.data.importers import sources
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.jobs import import_rows
@@ -647,17 +654,14 @@ def raise_halt() -> None:
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
     """What the imports below write when nothing halts them: old, new, and of the new ones alone."""
-    from tests.jobs.chat_log import install
-
-    install()
-    before = Path.cwd()
-    results = {}
+    results: dict[str, dict[str, bytes]] = {}
     for name, imports in (("old", [OLD]), ("new", [OLD, NEW]), ("alone", [NEW])):
-        os.chdir(tmp_path_factory.mktemp(name))
-        for entries in imports:
-            do_import(*entries)
-        results[name] = contents()
-    os.chdir(before)
+        with pytest.MonkeyPatch.context() as patch:
+            install_until_undone(patch)
+            patch.chdir(tmp_path_factory.mktemp(name))
+            for entries in imports:
+                do_import(*entries)
+            results[name] = contents()
     return results
 
 

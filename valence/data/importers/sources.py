@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 from valence.data.formats import lookup
 from valence.data.importers.records import HashedRater, Reader, ReadOptions, Skipped, Vote
 from valence.data.importers.rows import RowKind
+from valence.data.sources import Row, read_rows
 from valence.errors import UserError
+
+NUM_DETECTED = 20
+"""Rows of a file from which its tool is detected."""
 
 PARTS = ("prompt", "completion", "left", "right", "correction", "label")
 """Parts of a row whose place a reader can be told (``ReadOptions.paths``)."""
@@ -172,7 +178,33 @@ def read_votes(
     """
     source, options = SOURCES[source_name(name)], options or ReadOptions()
     read: Reader = import_module(f"valence.data.importers.{source.module}").read
-    return anonymize_votes(read(list(paths), options), options)
+    return anonymize_votes(_read(read, list(paths), options), options)
+
+
+def _read(read: Reader, paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
+    """The votes of a reader. An error about the export of another tool suggests that tool."""
+    try:
+        yield from read(paths, options)
+    except UserError as error:
+        tool = _detect_tool(paths) if error.code == "import-not-an-export" else None
+        if tool is None:
+            raise
+        raise UserError(
+            error.message,
+            code=error.code,
+            where=error.where,
+            fix=f"did you mean {command_name(tool)}? the columns are those of its export",
+        ) from error
+
+
+def _detect_tool(paths: Sequence[str]) -> str | None:
+    """The tool that wrote these files, if the columns of the first rows of one show it."""
+    for path in paths:
+        with suppress(UserError):
+            rows = islice(read_rows(path), NUM_DETECTED)
+            if tool := detect_source([row.value for row in rows if isinstance(row, Row)]):
+                return tool
+    return None
 
 
 def pull_votes(
