@@ -154,7 +154,9 @@ class SweepState:
             self.sign = {"max": 1, "min": -1}.get(content["goal"], 0)
         except FileNotFoundError:
             return ""
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+        ) as error:  # fmt: skip
             stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             aside = self.path.with_name(f"{STATE_FILE}.{stamp}")
             self.path.rename(aside)
