@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,22 @@ def test_a_damaged_journal_is_written_again_from_the_trials(place: Path, damage:
     storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal)))
     study = optuna.load_study(study_name="sweep", storage=storage)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 4
+
+
+def test_a_full_disk_is_a_mistake_after_which_the_search_resumes(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optuna.storages.journal import JournalFileBackend
+
+    def append_logs(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    words = (*SEARCH, "--trials", "2", "--out", "sweep")
+    with monkeypatch.context() as full:
+        full.setattr(JournalFileBackend, "append_logs", append_logs)
+        assert command_error("sweep", "recipe.yaml", *words).code == "file-not-writable"
+    assert sweep(*words) == 0
+    assert set(states().values()) == {"done"}
 
 
 def test_values_of_a_narrow_range_stay_in_it(place: Path) -> None:
