@@ -238,7 +238,7 @@ class SweepState:
 def locked_folder(folder: Path) -> Iterator[None]:
     """Inside the block, this process alone uses the folder, which is created if needed.
 
-    Raises UserError if another sweep uses it, if it holds other files, and for an OSError in the
+    Raises UserError if another sweep uses it, if it contains other files, and for an OSError in the
     block.
     """
     check_path(folder, "--out")
