@@ -62,6 +62,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "export": ("types", "data", "runs.store"),
     "evaluation": (
+        "checksums",
         "types",
         "data",
         "rewards",

@@ -204,18 +204,30 @@ def test_a_column_of_tags_that_no_prompt_has_is_a_mistake(folder: Path) -> None:
     assert compare("--tag", "number")["judges"][0]["tags"].keys() == {*map(str, range(8))}
 
 
-def test_a_folder_without_space_for_the_prompts_is_used_again(
+def test_a_full_disk_is_a_mistake_that_loses_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_text(path: Path, content: str, **_: Any) -> None:
-        path.write_bytes(content.encode()[:10])
-        raise OSError(errno.ENOSPC, "No space left on device")
+    write_text = Path.write_text
 
-    with monkeypatch.context() as full:
-        full.setattr(Path, "write_text", write_text)
-        command_error_of("file-not-writable", "--judge", "my_rewards:long")
+    def fill_disk(name: str) -> None:
+        def write(path: Path, content: str, **options: Any) -> None:
+            if name not in path.name:
+                write_text(path, content, **options)
+                return
+            path.write_bytes(content.encode()[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as full:
+            full.setattr(Path, "write_text", write)
+            command_error_of("file-not-writable", "--judge", "my_rewards:long")
+
+    fill_disk("prompts.jsonl")
     assert list(Path("comparison").iterdir())
+    for name in ("compare.json", "report.html"):
+        fill_disk(name)
+    calls = Path("calls.jsonl").read_bytes()
     assert compare()["prompts"] == 8
+    assert Path("calls.jsonl").read_bytes() == calls
 
 
 def command_error_of(code: str, *words: str) -> None:

@@ -127,9 +127,9 @@ def test_names_distinguish_settings_and_are_files() -> None:
     both = {"train.batch_size": 4, "mix.0.batch_size": 8}
     assert label_of(both) == "train.batch_size=4,mix.0.batch_size=8"
     assert folder_name("beta=0.1,lr=1e-06") == "beta=0.1,lr=1e-06"
-    names = [folder_name(label) for label in ("name=a/b", "name=a\\b", "x" * 400)]
-    assert len(set(names)) == 3
-    assert all("/" not in name and len(name) < 200 for name in names)
+    names = [folder_name(label) for label in ("name=a/b", "name=a\\b", "x" * 400, "\u4f60" * 140)]
+    assert len(set(names)) == 4
+    assert all("/" not in name and len(name.encode()) < 200 for name in names)
 
 
 def test_several_words_follow_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,53 @@ def test_a_search_goes_on_with_more_trials_and_seeds(place: Path) -> None:
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3
     last = [t["value"] for t in read()["trials"] if t["number"] == 2]
     assert study.trials[2].value == pytest.approx(sum(last) / 2)
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "truncated"])
+def test_a_damaged_journal_is_written_again_from_the_trials(place: Path, damage: str) -> None:
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    assert sweep(*SEARCH, "--trials", "2", "--out", "sweep") == 0
+    before, journal = suggested("sweep"), Path("sweep/optuna.journal")
+    if damage == "missing":
+        journal.unlink()
+    elif damage == "garbage":
+        journal.write_bytes(b"garbage\n" + journal.read_bytes())
+    else:
+        journal.write_bytes(journal.read_bytes()[:-20])
+    for num_trials in (3, 4):
+        assert sweep(*SEARCH, "--trials", str(num_trials), "--out", "sweep") == 0
+    assert suggested("sweep")[:2] == before
+    assert [t["number"] for t in read()["trials"]] == [None, 0, 1, 2, 3]
+    assert all(steps == [0] for steps in starts().values())
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal)))
+    study = optuna.load_study(study_name="sweep", storage=storage)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 4
+
+
+def test_a_full_disk_is_a_mistake_after_which_the_search_resumes(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optuna.storages.journal import JournalFileBackend
+
+    def append_logs(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    words = (*SEARCH, "--trials", "2", "--out", "sweep")
+    with monkeypatch.context() as full:
+        full.setattr(JournalFileBackend, "append_logs", append_logs)
+        assert command_error("sweep", "recipe.yaml", *words).code == "file-not-writable"
+    assert sweep(*words) == 0
+    assert set(states().values()) == {"done"}
+
+
+def test_values_of_a_narrow_range_stay_in_it(place: Path) -> None:
+    words = ("--search", "optuna", "--over", "loss.beta=0.99991:0.99999", "--out", "sweep")
+    assert sweep(*words, "--trials", "3") == 0
+    values = [value["loss.beta"] for value in suggested("sweep")]
+    assert all(0.99991 <= value <= 0.99999 for value in values)
+    assert len(set(values)) == 3
 
 
 def test_a_search_is_no_grid_and_keeps_its_ranges(place: Path) -> None:

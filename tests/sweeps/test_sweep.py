@@ -231,6 +231,9 @@ def test_a_damaged_state_is_written_again_from_the_runs(place: Path) -> None:
     assert sweep(*GRID) == 0
     assert read()["results"] == results
     assert all(steps in ([0], [0, STEPS + 1]) for steps in starts().values())
+    (place / "sweep/sweep.json").write_text("[" * 100_000)
+    assert sweep(*GRID) == 0
+    assert read()["results"] == results
 
 
 def test_bad_trials_are_stopped_early_and_can_be_continued(place: Path) -> None:

@@ -48,7 +48,6 @@ from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample
 from valence.lifecycle.reward_models import reward_model
 from valence.lifecycle.saved_models import At
 from valence.reports.console import Progress
-from valence.reports.rendering import write_atomically
 from valence.reports.win_rates import win_rate_page
 from valence.rewards.build import check_rewards, judge_settings, reward_names
 from valence.rewards.cache import digest
@@ -602,7 +601,7 @@ class ComparisonFolder:
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         _write(self.path / RESULT, json.dumps(result, indent=1, ensure_ascii=False))
-        write_atomically(self.path / REPORT, win_rate_page(result))
+        _write(self.path / REPORT, win_rate_page(result))
 
 
 def as_readable(content: Content) -> str:

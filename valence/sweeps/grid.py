@@ -41,7 +41,7 @@ FIXED = {
 """Settings and sections that a sweep cannot vary, and why."""
 
 MAX_NAME = 150
-"""Longest name of a trial in characters, without its seed."""
+"""Longest name of a trial in bytes, without its seed."""
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 RANGE = re.compile(rf"\s*({NUMBER}):({NUMBER})(?::(\w+))?\s*")
@@ -276,7 +276,7 @@ def _text(value: Any) -> str:
 
 def folder_name(label: str) -> str:
     """The label as a file name. Labels that lose characters get a hash of the complete label."""
-    name = re.sub(r"[^\w.,=+-]+", "_", label)[:MAX_NAME]
+    name = re.sub(r"[^\w.,=+-]+", "_", label).encode()[:MAX_NAME].decode(errors="ignore")
     if name == label:
         return name
     return f"{name}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"

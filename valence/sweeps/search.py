@@ -20,6 +20,8 @@ from valence.sweeps.state import SweepState, Trial
 JOURNAL = "optuna.journal"
 STUDY = "sweep"
 SEED = 0
+MIN_VALUES = 1000
+"""Values of a range that rounding distinguishes."""
 
 
 class OptunaSearch:
@@ -38,19 +40,15 @@ class OptunaSearch:
                 fix=install_command("optuna"),
             )
         import optuna
-        from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._grid, self._seeds, self._num_trials = grid, tuple(seeds), num_trials
         self._distributions = {name: _distribution(axis) for name, axis in grid.axes.items()}
-        backend = JournalFileBackend(str(folder / JOURNAL))
-        # every value is stored such that larger is better
-        self._study = optuna.create_study(
-            storage=optuna.storages.JournalStorage(backend),
-            study_name=STUDY,
-            direction="maximize",
-            load_if_exists=True,
-        )
+        try:
+            self._study = _open_study(folder / JOURNAL)
+        except (ValueError, LookupError, TypeError, AttributeError):  # its lines are damaged
+            (folder / JOURNAL).replace(folder / f"{JOURNAL}.damaged")
+            self._study = _open_study(folder / JOURNAL)
 
     def extend(self, state: SweepState) -> bool:
         """Add the trials of the next configuration. Returns whether there is one."""
@@ -63,7 +61,8 @@ class OptunaSearch:
             return False
         self._study.sampler = optuna.samplers.TPESampler(seed=SEED + count)
         trial = self._study.ask(self._distributions)
-        configuration = self._grid.configuration(_plain(trial.params))
+        values = {name: _rounded(v, self._grid.axes[name]) for name, v in trial.params.items()}
+        configuration = self._grid.configuration(values)
         state.add(configuration, self._seeds, trial.number)
         return True
 
@@ -83,6 +82,21 @@ class OptunaSearch:
             values = {name: trials[0].values[name] for name in self._grid.axes}
             state.add(self._grid.configuration(values), missing, number)
         state.trials.sort(key=lambda t: (t.number is not None, t.number or 0))  # stable
+        self._restore(state)
+
+    def _restore(self, state: SweepState) -> None:
+        """Add trials of the state that the journal has lost, so that numbers are not used again."""
+        import optuna
+
+        known = {t.number: t.values for t in state.trials if t.number is not None}
+        num_present = len(self._study.get_trials(deepcopy=False))
+        for number in range(num_present, max(known, default=-1) + 1):
+            if number in known:
+                values = {name: known[number][name] for name in self._grid.axes}
+                self._study.enqueue_trial(values)
+            self._study.ask(self._distributions)
+            if number not in known:
+                self._study.tell(number, state=optuna.trial.TrialState.FAIL)
 
     def _update(self, state: SweepState) -> None:
         """Tell Optuna what the state knows and the journal does not.
@@ -106,9 +120,37 @@ def _objective(trials: Sequence[Trial], sign: int) -> float:
     return sign * value
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Values with numbers at four digits, which name the folders of runs."""
-    return {n: float(f"{v:.4g}") if isinstance(v, float) else v for n, v in values.items()}
+def _open_study(journal: Path) -> Any:
+    """The study in a journal, without the incomplete last line of a killed process."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    content = journal.read_bytes() if journal.exists() else b""
+    if not content.endswith(b"\n"):
+        with journal.open("ab") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+    # every value is stored such that larger is better
+    return optuna.create_study(
+        storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
+        study_name=STUDY,
+        direction="maximize",
+        load_if_exists=True,
+    )
+
+
+def _rounded(value: Any, axis: Any) -> Any:
+    """A number with four digits, because it names the folder of a run; with more of them if the
+    range is narrow.
+    """
+    if not isinstance(value, float) or not isinstance(axis, ValueRange):
+        return value
+    for digits in range(4, 17):
+        rounded = float(f"{value:.{digits}g}")
+        if axis.low <= rounded <= axis.high and (
+            abs(rounded - value) <= (axis.high - axis.low) / MIN_VALUES
+        ):
+            return rounded
+    return value
 
 
 def _distribution(axis: Any) -> Any:

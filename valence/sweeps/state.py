@@ -154,7 +154,9 @@ class SweepState:
             self.sign = {"max": 1, "min": -1}.get(content["goal"], 0)
         except FileNotFoundError:
             return ""
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+        ) as error:  # fmt: skip
             stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             aside = self.path.with_name(f"{STATE_FILE}.{stamp}")
             self.path.rename(aside)
@@ -236,7 +238,8 @@ class SweepState:
 def locked_folder(folder: Path) -> Iterator[None]:
     """Inside the block, this process alone uses the folder, which is created if needed.
 
-    Raises UserError if another sweep uses it, or if it holds other files.
+    Raises UserError if another sweep uses it, if it contains other files, and for an OSError in the
+    block.
     """
     check_path(folder, "--out")
     if folder.exists() and not folder.is_dir():
@@ -279,5 +282,12 @@ def locked_folder(folder: Path) -> Iterator[None]:
         ) from None
     try:
         yield
+    except OSError as error:
+        raise UserError(
+            f"a file of the sweep cannot be read or written ({error})",
+            code="file-not-writable",
+            where=f"--out {folder}",
+            fix="free disk space, then rerun the same command to resume",
+        ) from error
     finally:
         lock.release()
