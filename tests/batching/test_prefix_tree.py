@@ -1,6 +1,4 @@
-"""The prefix tree of sequences: properties that hold for all of them, and which tokens are
-shared.
-"""
+"""Prefix trees: properties of all trees, and the tokens that are shared."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.prefix_trees import sharing, sequence_sets
+from tests.prefix_trees import sequence_sets, sharing
 from valence.batching import prefix_tree
 from valence.batching.prefix_tree import (
     PrefixTree,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from tests.prefix_trees import conversations, encoded, sharing, sequence_sets
+from tests.prefix_trees import conversations, encoded, sequence_sets, sharing
 from tests.tiny_models import ARCHITECTURES, tiny
 from valence.batching.micro_batches import make_micro_batch
 from valence.batching.prefix_tree import TokenSequence
