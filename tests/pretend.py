@@ -359,6 +359,8 @@ def pretended() -> Iterator[list[str]]:
         "memory_reserved": 0,
         "memory_allocated": 0,
         "max_memory_allocated": 0,
+        "max_memory_reserved": 0,
+        "empty_cache": None,
         "reset_peak_memory_stats": None,
         "synchronize": None,
         "is_bf16_supported": True,

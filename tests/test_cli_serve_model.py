@@ -76,6 +76,7 @@ REFUSED: list[tuple[list[str], str, str]] = [
     (["--max-new-tokens", "10000000"], "sampling-value", "max_new_tokens"),
     (["--out", "feedback.csv"], "output-not-jsonl", "feedback.csv"),
     (["--out", "foreign.jsonl"], "output-foreign", "foreign.jsonl"),
+    (["other", "--out", "test.ab.jsonl", "--overwrite"], "path-invalid-output", "--out"),
 ]
 
 
@@ -156,7 +157,7 @@ def test_the_command_serves_with_the_token_of_the_environment() -> None:
         os.kill(program.pid, signal.SIGINT)
         program.process.join(60)
         assert program.poll() == 130
-        assert "1 votes in feedback.jsonl" in output.read_text()
+        assert "1 vote in feedback.jsonl" in output.read_text()
         assert "secret" not in output.read_text()
     assert [row["label"] for row in rows(Path("feedback.jsonl"))] == [True]
 

@@ -146,6 +146,13 @@ SHAPES: dict[str, tuple[str, str, str, str, str]] = {
         "",
         "train.batch_size",
     ),
+    "part of a name, and a name of another section": (
+        "train: {steps: 10}\n",
+        ":7 (train.steps)",
+        UNKNOWN,
+        "",
+        "train.max_steps",
+    ),
     "another case of a name": (
         "train: {SEED: 1}\n",
         ":7 (train.SEED)",

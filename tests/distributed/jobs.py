@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
@@ -169,6 +169,39 @@ def one_is_killed(group: Group, killed: int, before: bool) -> None:
         group.reduce_gradients([parameter])
 
 
+def works_long(group: Group, seconds: float, is_reported: bool) -> tuple[int, int]:
+    """Rank 0 works for longer than the deadline, and has help from the others twice meanwhile.
+
+    Returns how often this process helped, and a sum over all processes.
+    """
+    num_assists = 0
+
+    def assist() -> None:
+        nonlocal num_assists
+        num_assists += 1
+        group.barrier("assist")
+
+    phase = group.long_phase("work", assist) if is_reported else nullcontext(lambda: None)
+    with phase as call_assistants:
+        if group.rank == 0:
+            time.sleep(seconds)
+            for _ in range(2 * is_reported):
+                call_assistants()
+                assist()
+    return num_assists, int(group.sum(torch.tensor(1)))
+
+
+def no_reports(group: Group, is_killed: bool) -> None:
+    """Rank 0 does not get to the end of a phase."""
+    if group.rank:
+        with group.long_phase("work"):
+            return
+    if is_killed:
+        with group.long_phase("work"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2.5)
+
+
 def never(group: Group) -> None:
     raise AssertionError("there is no group")
 
@@ -191,9 +224,12 @@ def watched(group: Group, ends: bool, printed: str) -> str:
             return ended.is_set()
 
     torch.cuda.Event = DeviceEvent
+    torch.cuda.set_device = lambda device: None
     ended, deadline = Event(), 0.8
     watch = CollectiveWatchdog(
-        deadline, lambda place: UserError(f"late: {place}", code="rank-late")
+        deadline,
+        lambda place: UserError(f"late: {place}", code="rank-late"),
+        torch.device("cuda", group.rank),
     )
     watch.add(Collective(1, "sum"))
     if not ends:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,25 @@ def test_agreement_with_thumbs_is_the_auc(folder: Path) -> None:
         sum(a > b for a in lengths[0] for b in lengths[1])
         / sum(a != b for a in lengths[0] for b in lengths[1])
     )
+
+
+def test_the_length_bias_of_many_thumbs_is_that_of_all_of_them(folder: Path) -> None:
+    rows = [
+        {"prompt": f"{label} {i}", "completion": "a" * (1 + i % 5), "label": label}
+        for label, count in ((True, 400), (False, 6000))
+        for i in range(count)
+    ]
+    labels = read_labels([write("thumbs.jsonl", rows)])
+    tracemalloc.start()
+    calibration = calibrate(reward_judge("my_rewards:long"), labels)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    lengths = [[len(c.text) for c, good in labels.thumbs if good is side] for side in (True, False)]
+    shares = [up > down for up in lengths[0] for down in lengths[1] if up != down]
+    assert calibration.longer is not None
+    assert calibration.longer["judge"] == 1.0
+    assert calibration.longer["labels"] == pytest.approx(sum(shares) / len(shares), abs=0.01)
+    assert peak < 30e6  # 2.4 million pairs have 250 MB
 
 
 def test_thumbs_on_one_prompt_are_pairs_for_a_judge_of_pairs(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from pathlib import Path
@@ -31,6 +32,9 @@ def alike(completions, **context):
 
 def broken(completions, **context):
     return [None for c in completions]
+
+def not_last(completions, **context):
+    return [None if c.info["number"] == 32 else float(len(c.text)) for c in completions]
 
 def half(completions, **context):
     return [None if c.info.get("number", 0) % 2 else float(len(c.text)) for c in completions]
@@ -119,7 +123,7 @@ def test_a_model_against_itself_is_even_on_every_prompt(folder: Path) -> None:
     (judge,) = result["judges"]
     assert judge["ties"] == 8
     for name in ("win_rate", "length_controlled"):
-        assert judge[name] == {"value": 0.5, "low": 0.5, "high": 0.5}
+        assert judge[name]["low"] < judge[name]["value"] == 0.5 < judge[name]["high"]
     assert result["baseline"] != result["candidate"]
 
 
@@ -173,6 +177,45 @@ def test_missing_verdicts_are_no_numbers(folder: Path) -> None:
     ]
     wins = [0.5 if a == b else float(b > a) for a, b in zip(lengths[0], lengths[1], strict=True)]
     assert judge["win_rate"]["value"] == pytest.approx(sum(wins) / 4)
+
+
+def test_a_failure_on_the_only_prompt_of_the_last_batch_is_counted(folder: Path) -> None:
+    write_prompts(33)
+    result = compare(judge="my_rewards:not_last")
+    (judge,) = result["judges"]
+    assert (judge["failed"], judge["wins"] + judge["ties"] + judge["losses"]) == (1, 32)
+    assert compare(judge="my_rewards:not_last") == result
+
+
+def test_each_judge_has_a_name_of_its_own(folder: Path) -> None:
+    """Otherwise the gate would see one of them only."""
+    words = [
+        f"{{reward: contains, settings: {{words: [{word}]}}, name: {name}}}"
+        for word, name in (("a", "one"), ("zzzz", "one"), ("zzzz", "two"))
+    ]
+    command_error_of("reward-name-duplicate", "--judge", words[0], "--judge", words[1])
+    assert not Path("comparison").exists()
+    result = compare("--judge", words[2], judge=words[0])
+    assert [judge["judge"] for judge in result["judges"]] == ["one", "two"]
+
+
+def test_a_column_of_tags_that_no_prompt_has_is_a_mistake(folder: Path) -> None:
+    command_error_of("column-missing", "--judge", "my_rewards:long", "--tag", "tagz")
+    assert compare("--tag", "number")["judges"][0]["tags"].keys() == {*map(str, range(8))}
+
+
+def test_a_folder_without_space_for_the_prompts_is_used_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_text(path: Path, content: str, **_: Any) -> None:
+        path.write_bytes(content.encode()[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write_text)
+        command_error_of("file-not-writable", "--judge", "my_rewards:long")
+    assert list(Path("comparison").iterdir())
+    assert compare()["prompts"] == 8
 
 
 def command_error_of(code: str, *words: str) -> None:
@@ -274,6 +317,23 @@ def test_killed_while_answering_no_prompt_is_answered_twice(folder: Path) -> Non
     rows = [lines(f"{name}/answers.candidate.jsonl") for name in ("comparison", "again")]
     assert [row["completion"] for row in rows[0]] == [row["completion"] for row in rows[1]]
     assert undisturbed
+
+
+def test_two_comparisons_do_not_use_one_folder(folder: Path) -> None:
+    write_prompts(80)
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:slow")
+    program = Program(*words)
+    program.wait_until(lambda: bool(list(Path("comparison").glob("verdicts.*.jsonl"))))
+    assert program.poll() is None
+    for more in ((), ("--fresh",)):
+        error = command_error(*words, *more)
+        assert (error.code, error.where) == ("run-locked", "comparison")
+    assert program.wait() == 0
+    assert not Path("comparison.1").exists()
+    assert len(verdicts()) == 80
+    result = json.loads(Path("comparison/compare.json").read_text())
+    assert command(*words) == 0
+    assert json.loads(Path("comparison/compare.json").read_text()) == result
 
 
 def test_the_reward_model_of_a_run_is_a_judge(folder: Path) -> None:

@@ -225,7 +225,7 @@ def test_soft_capping_is_not_left_out_one_by_one() -> None:
 def test_values_as_on_cuda(name: str) -> None:
     """FlexAttention, which has no backward pass on a CPU."""
     engine = policy(name)
-    engine.uses_flex_attention = True
+    engine.attention_backend = "flex"
     batch = forest_of(conversations())
     torch.testing.assert_close(engine(batch).logp, one_by_one(engine, batch), rtol=1e-5, atol=1e-4)
 

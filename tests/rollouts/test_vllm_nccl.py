@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.errors import raises_error
+from tests.pretend import CUDA, pretended
 from tests.rollouts.vllm_server import HERE, UPDATE, WEIGHTS, Fake, generator, needs_vllm
 from valence.rollouts.transports import NcclTransfer
 
@@ -119,6 +120,63 @@ def test_every_tensor_arrives_as_it_is_and_nobody_waits_for_ever(fake: Fake, gro
     assert torch.equal(got["a"], WEIGHTS["a"] + 1)
     assert group.calls.count("join 0 of 2") == 2
     sampler.close()
+
+
+def master_weights() -> dict[str, torch.Tensor]:
+    """Float32 weights on the pretended device: a matrix, and a vector."""
+    return {"matrix": torch.full((2, 3), 1 / 3), "vector": torch.full((4,), 1 / 3)}
+
+
+def connect(fake: Fake, group: Group, received: dict[str, torch.Tensor]) -> None:
+    fake.dtype = "bfloat16"
+    fake.on["/init_weight_transfer_engine"] = group.enter
+    fake.on["/update_weights"] = lambda body: received.update(group.receive(body["update_info"]))
+
+
+def test_the_host_copies_of_weights_are_pinned_and_in_the_dtype_of_the_server(
+    fake: Fake, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: dict[str, torch.Tensor] = {}
+    connect(fake, group, received)
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pretended():
+        monkeypatch.setattr(
+            torch.cuda, "synchronize", lambda device=None: group.calls.append("wait")
+        )
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+        transport = NcclTransfer(DEADLINE, torch.device("cpu"))
+        live = {name: tensor.to(CUDA) for name, tensor in master_weights().items()}
+        generator(fake.url, transport).sync(1, live.items)
+        assert [(copy.dtype, copy.shape) for copy in pinned] == [
+            (torch.bfloat16, (2, 3)),
+            (torch.float32, (4,)),
+        ]
+        assert group.calls[0] == "wait"  # before anybody reads the copies
+    assert torch.equal(received["matrix"], torch.full((2, 3), 1 / 3).bfloat16())
+    assert torch.equal(received["vector"], torch.full((4,), 1 / 3))
+
+
+def test_without_copies_weights_do_not_leave_the_device(fake: Fake, group: Group) -> None:
+    """They are cast there, and a server that was restarted receives them from there again."""
+    received: dict[str, torch.Tensor] = {}
+    connect(fake, group, received)
+    with pretended() as waits:
+        transport = NcclTransfer(DEADLINE, CUDA, copies=False)
+        live = {name: tensor.to(CUDA) for name, tensor in master_weights().items()}
+        sampler = generator(fake.url, transport)
+        waits.clear()
+        sampler.sync(1, live.items)
+        first = dict(received)
+        received.clear()
+        fake.version = "default"
+        sampler.logps([((5, 6), (7,))])
+        assert [line for line in waits if "transports.py" in line] == []
+        for tensors in (first, received):
+            assert {name: (t.device, t.dtype) for name, t in tensors.items()} == {
+                "matrix": (CUDA, torch.bfloat16),
+                "vector": (CUDA, torch.float32),
+            }
 
 
 def test_a_server_that_never_joins_has_a_deadline(fake: Fake, group: Group) -> None:

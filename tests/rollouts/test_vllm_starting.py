@@ -9,13 +9,21 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.arch.source import ROOT
 from tests.errors import raises_error
 from valence.rollouts import servers
-from valence.rollouts.servers import TRAINER_VARIABLES, Server, plugin_folder, server_arguments
+from valence.rollouts.servers import (
+    TRAINER_VARIABLES,
+    Placement,
+    Server,
+    place_server,
+    plugin_folder,
+    server_arguments,
+)
 
 SERVES = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -165,6 +173,7 @@ def test_what_a_server_is_told(
     assert "('TORCHDYNAMO_DISABLE', '1')" in log
     assert "--no-enable-chunked-prefill" in log
     assert "('RANK', '7')" not in log
+    assert "PYTORCH_ALLOC_CONF" not in log
     assert f"('PYTHONPATH', '{folder / 'plugin'}')" in log
     assert str(tmp_path / "model") in log  # it runs elsewhere, so that the folder is written out
     assert '{"backend": "gloo"}' in log
@@ -194,3 +203,71 @@ def test_the_plugin_needs_nothing_of_valence(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout == "False\n"
+
+
+def place(**settings: Any) -> Placement:
+    """One training process on a machine with two GPUs, unless ``settings`` say otherwise."""
+    values = {"devices": None, "sleep": "auto", "transport": "auto"}
+    values |= {"ahead": False, "has_adapter": False, "num_processes": 1, "num_devices": 2}
+    return place_server(**values | settings)  # type: ignore[arg-type]
+
+
+def test_a_server_has_a_free_gpu_or_sleeps_while_the_policy_is_trained() -> None:
+    assert place() == Placement((1,), False, False, "nccl")
+    assert place(num_devices=1) == Placement((0,), True, True, "ipc")
+    assert place(num_processes=2) == Placement((0,), True, True, "ipc")
+    assert place(devices=[0]) == Placement((0,), True, True, "ipc")
+    assert place(devices=[0, 1]) == Placement((0, 1), True, True, "disk")
+    assert place(devices=[0], has_adapter=True).transport == "lora"
+    assert place(sleep=True) == Placement((1,), False, True, "nccl")
+    assert place(ahead=True) == Placement((1,), False, False, "nccl")
+    assert place(devices=[0], transport="disk").transport == "disk"
+
+
+@pytest.mark.parametrize(
+    ("code", "where", "fix", "settings"),
+    [
+        ("rollout-device-missing", "devices", "name", {"devices": [2]}),
+        ("rollout-device-missing", "devices", "name", {"devices": [0], "num_devices": 0}),
+        ("rollout-device-shared", "devices", "sleep", {"devices": [0], "sleep": False}),
+        ("rollout-device-shared", "devices", "ahead", {"num_devices": 1, "ahead": True}),
+        (
+            "rollout-transport-unsupported",
+            "transport",
+            "ipc",
+            {"devices": [0], "transport": "nccl"},
+        ),
+        ("rollout-transport-unsupported", "transport", "auto", {"transport": "ipc"}),
+    ],
+)
+def test_gpus_that_a_server_cannot_have(
+    code: str, where: str, fix: str, settings: dict[str, Any]
+) -> None:
+    with raises_error(code, where=f"rollout.{where}", fix=fix):
+        place(**settings)
+
+
+def test_a_server_has_only_its_gpus_and_its_share_of_their_memory(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus = python(tmp_path, "", asked="print('vllm', '0.32.0')")
+
+    def server(**settings: Any) -> Server:
+        return Server("model", folder=folder, python=on_gpus, **settings)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    plain = server()
+    assert "CUDA_VISIBLE_DEVICES" not in plain.variables()
+    assert "--gpu-memory-utilization" not in plain.arguments
+    assert "--enable-sleep-mode" not in plain.arguments
+    sleeping = server(devices=(0,), memory_share=0.35, sleeps=True, transport="ipc")
+    assert sleeping.variables()["CUDA_VISIBLE_DEVICES"] == "0"
+    assert sleeping.variables()["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    place = sleeping.arguments.index("--gpu-memory-utilization")
+    assert sleeping.arguments[place + 1] == "0.35"
+    assert "--enable-sleep-mode" in sleeping.arguments
+    # numbers are those of this process, which may see only some GPUs itself
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-8932f937,6")
+    two = server(devices=(1, 2))
+    assert two.variables()["CUDA_VISIBLE_DEVICES"] == "GPU-8932f937,6"
+    assert two.arguments[two.arguments.index("--tensor-parallel-size") + 1] == "2"

@@ -44,7 +44,8 @@ class Fake:
 
     def __init__(self) -> None:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
-        self.paused = self.updating = False
+        self.dtype = "float32"
+        self.paused = self.updating = self.asleep = False
         self.requests: list[tuple[str, Any]] = []
         self.on: dict[str, Callable[[Any], Reply | None]] = {}
         self.url = ""
@@ -61,6 +62,8 @@ class Fake:
 
     def answer(self, path: str, body: Any) -> Reply:
         self.requests.append((path, body))
+        if self.asleep and path in NEEDS_MEMORY:
+            return 500, {"error": {"message": "the engine is asleep"}}
         if path in self.on and (reply := self.on[path](body)) is not None:
             self.updating &= path != "/update_weights"  # one that fails is closed
             return reply
@@ -72,7 +75,10 @@ class Fake:
                 200,
                 {
                     "vllm_config": {
-                        "model_config": {"dtype": "torch.float32", "logprobs_mode": self.mode}
+                        "model_config": {
+                            "dtype": f"torch.{self.dtype}",
+                            "logprobs_mode": self.mode,
+                        }
                     }
                 },
             ),
@@ -88,6 +94,16 @@ class Fake:
             path.strip("/").replace("/", "_").replace(".", "_"),
             lambda body: (404, {"detail": "Not Found"}),
         )(body)
+
+    # vllm/entrypoints/serve/dev/sleep/api_router.py; `level` is in the query
+
+    def sleep(self, body: Any) -> Reply:
+        self.asleep = True
+        return 200, {"status": "sleeping", "level": 1}
+
+    def wake_up(self, body: Any) -> Reply:
+        self.asleep = False
+        return 200, {"status": "awake", "tags": None}
 
     def pause(self, body: Any) -> Reply:
         self.paused = True
@@ -140,7 +156,7 @@ class Fake:
         """An answer of two tokens; every other one ends by itself."""
         first = 10 + (settings["seed"] + index) % 50
         certain = settings["top_p"] < 0.01 and self.mode == "processed_logprobs"
-        tokens = [first, END if index % 2 else first]
+        tokens = [first, settings["stop_token_ids"][0] if index % 2 else first]
         return {
             "index": index,
             "finish_reason": "stop" if index % 2 else "length",
@@ -233,6 +249,8 @@ WEIGHTS = {
     "b": torch.tensor([7], dtype=torch.bfloat16),
     "c": torch.tensor(3, dtype=torch.int64),
 }
+NEEDS_MEMORY = ("/inference/v1/generate", "/start_weight_update", "/update_weights")
+"""Routes that a sleeping server cannot serve."""
 UPDATE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.errors import raises_error
+from tests.pretend import CUDA, pretended
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
@@ -24,6 +25,7 @@ from valence.config.load import load_recipe
 from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.planning import plan
+from valence.planning.memory import SLEEPING_SERVER
 from valence.planning.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
 from valence.reports.formatting import duration
 from valence.runs import store
@@ -152,8 +154,9 @@ def test_sampling_is_predicted_where_this_process_samples(
     monkeypatch.setattr(speed, "seconds_per_weight", lambda *_: 1e-6)
     result = online_plan(recipe)
     assert result.round_seconds is not None
-    assert result.prepared.rollouts is not None
-    rows, prompt, new = result.prepared.rollouts
+    rollouts = result.prepared.rollouts(result.shape, result.device)
+    assert rollouts is not None
+    rows, prompt, new = rollouts
     assert (rows, new) == (4 * 3, 8)
     longest = len(result.prepared.tokenizer("question 11").input_ids)
     assert prompt in (longest, longest + 1)
@@ -167,6 +170,66 @@ def test_sampling_is_predicted_where_this_process_samples(
     served = online_plan(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
     assert served.round_seconds is None
     assert served.memory.sampling == 0 < result.memory.sampling
+
+
+def test_a_gpu_samples_as_many_completions_at_once_as_its_memory_allows(
+    recipe: dict[str, Any],
+) -> None:
+    """A quarter of the pretended device's 80 GB, whatever is free at the moment."""
+    result = online_plan(recipe)
+    prepared, small = result.prepared, result.shape
+    tokens = prepared.rollouts(small, result.device)[1] + 8  # type: ignore[index]
+    limit = 80 * 2**30 // 4
+    large = replace(small, layers=1, keys=limit // (2 * 150 * tokens * 4))  # 150 completions fit
+    with pretended():
+        assert prepared.completions_per_batch(small, CUDA) == 512
+        assert prepared.completions_per_batch(large, CUDA) == 128
+        assert prepared.completions_per_batch(replace(large, keys=10 * large.keys), CUDA) == 64
+        chosen = online_plan(recipe, "rollout.at_once=6").prepared
+        assert chosen.completions_per_batch(small, CUDA) == 6
+    assert prepared.completions_per_batch(small, torch.device("cpu")) == 64
+
+
+SERVER = ("rollout.engine=vllm", "rollout.start=true")
+
+
+def test_a_server_on_the_gpu_of_training_has_what_training_leaves(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = 80 * 2**30
+    with pretended():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        result = online_plan(recipe, *SERVER)
+        alone = online_plan(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
+        chosen = online_plan(recipe, *SERVER, "rollout.memory_share=0.25")
+        (line,) = [line for line in describe(result) if line.startswith("server:")]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        other = online_plan(recipe, *SERVER)
+        (other_line,) = [line for line in describe(other) if line.startswith("server:")]
+    assert alone.server is None
+    assert result.server is not None
+    assert (result.server.devices, result.server.sleeps) == ((0,), True)
+    assert result.memory.total(512) == alone.memory.total(512) + SLEEPING_SERVER
+    assert result.server_share is not None
+    trainer = result.memory.total(MIN_TOKENS)
+    assert result.server_share == pytest.approx(MARGIN * (1 - trainer / total), abs=0.01)
+    assert f"{result.server_share:.0%}" in line
+    assert "GPU 0" in line
+    assert chosen.server_share == 0.25
+    assert other.server is not None
+    assert (other.server.devices, other.server_share, other.memory.server) == ((1,), None, 0)
+    assert "GPU 1" in other_line
+
+
+def test_a_server_without_room_for_its_weights_is_reported(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        result = online_plan(recipe, *SERVER)
+        large = replace(result, shape=replace(result.shape, parameters=30 * 10**9))
+        assert not [line for line in describe(result) if "rollout.devices" in line]
+        assert [line for line in describe(large) if "rollout.devices" in line]
 
 
 def test_own_answers_are_measured_once_in_a_round(

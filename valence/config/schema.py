@@ -630,8 +630,9 @@ class Rollout(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample only from the smallest set of most likely tokens whose probability reaches this. Must
     be 1 for methods whose loss has a ratio of probabilities (grpo, ppo, rloo and others)."""
-    at_once: PositiveInt = 64
-    """Completions per sampling batch, with engine hf."""
+    at_once: PositiveInt | None = None
+    """Completions that engine hf samples in one batch. null: 64, and on a GPU up to 512, as long as
+    their keys and values need at most a quarter of its memory."""
     overlong_buffer: NonNegativeInt = 0
     """Within the last N tokens before max_new_tokens the reward falls linearly, by up to 1 (arXiv
     2503.14476).
@@ -663,10 +664,23 @@ class Rollout(Section):
 
     Default: VALENCE_VLLM_PYTHON, or the Python of this program.
     """
-    transport: Literal["auto", "disk", "gloo", "nccl", "lora"] = "auto"
+    devices: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None
+    """With start: the GPUs of the server, as PyTorch counts those of this run. null: the first GPU
+    without a training process, or that of the first process if there is none.
+    """
+    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """With start: share of the memory of each GPU that the server may use. null: on a GPU with a
+    training process, what the memory estimate leaves while the server samples; else vLLM's default.
+    """
+    sleep: bool | Literal["auto"] = "auto"
+    """Whether the server frees its GPU memory while the policy is trained. auto: with start, if it
+    shares a GPU with a training process.
+    """
+    transport: Literal["auto", "disk", "gloo", "nccl", "ipc", "lora"] = "auto"
     """How weights are sent to a vLLM server. disk: through a shared folder. gloo: by a broadcast in
-    host memory. nccl: by a broadcast between CUDA devices. lora: only the adapter, through a shared
-    folder. auto: lora with an adapter, else nccl between CUDA devices, else disk.
+    host memory. nccl: by a broadcast between CUDA devices. ipc: through memory of a CUDA device
+    that both use. lora: only the adapter, through a shared folder. auto: lora with an adapter, else
+    ipc on a shared CUDA device, else nccl between CUDA devices, else disk.
     """
     folder: Text | None = None
     """Folder of the weights for a server, for transports that need one.
@@ -704,8 +718,10 @@ class Rollout(Section):
         return self.engine != "hf"
 
     def issues(self) -> Iterator[Issue]:
+        of_start = "python", "devices", "memory_share"
         of_vllm = (
-            "start", "python", "transport", "folder", "ahead", "check_prompts", "max_mismatch"
+            "start", *of_start, "sleep", "transport", "folder", "ahead", "check_prompts",
+            "max_mismatch",
         )  # fmt: skip
         if self.engine == "hf":
             yield no_effect(
@@ -724,10 +740,16 @@ class Rollout(Section):
                 *of_vllm, why="the weights of such a server cannot be changed", fix="choose vllm"
             )
         if not self.start:
-            yield no_effect("python", why="no server is started", fix="set rollout.start: true")
+            yield no_effect(*of_start, why="no server is started", fix="set rollout.start: true")
         elif self.url is not None:
             yield conflict(
                 "start", "a server that Valence starts gets an address", "remove rollout.url"
+            )
+        if self.sleep is True and self.ahead:
+            yield conflict(
+                "sleep",
+                "with rollout.ahead: true the server samples while the policy is trained",
+                "remove one of them",
             )
 
 

@@ -57,12 +57,18 @@ STORE_TIMEOUT = 30.0
 """Seconds to wait for the store that tracks collectives, but at most half of the deadline."""
 NCCL_EXTRA = timedelta(seconds=60)
 """How much later NCCL's own deadline is: it ends a process without naming the missing one."""
+REPORT_INTERVAL = 10.0
+"""Seconds after which rank 0 reports again that a long phase continues."""
 CHUNK = 2**20
 """Numbers that are converted to float64 at once."""
 TENSOR = "__tensor__"
 _num_groups = itertools.count()
 _stores: dict[tuple[str, int], tuple[dist.Store, dist.Store]] = {}
 """The stores of this process, open as long as it lives: others may still read from rank 0."""
+
+
+def ignore() -> None:
+    """Assist in nothing."""
 
 
 class Group(Protocol):
@@ -122,6 +128,18 @@ class Group(Protocol):
         """
         ...
 
+    def long_phase(
+        self, name: str, assist: Callable[[], object] = ignore
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """Around work of rank 0 that may take longer than the deadline.
+
+        Rank 0 works inside the block, where it reports that it continues; each wait of that work
+        has its own time limit. The others wait at the end of their block, as long as rank 0
+        reports. When rank 0 calls the value of the block, each of them calls ``assist`` once, so
+        that both can run collectives there.
+        """
+        ...
+
     def split(self, tensor: int) -> tuple[Group, Group]:
         """The data-parallel group and the tensor-parallel group (``tensor`` neighbours) of this
         process. Raises UserError if the number of processes is not a multiple of ``tensor``.
@@ -163,6 +181,11 @@ class SingleProcess:
 
     def collective(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def long_phase(
+        self, name: str, assist: Callable[[], object] = ignore
+    ) -> AbstractContextManager[Callable[[], None]]:
+        return nullcontext(ignore)
 
     def split(self, tensor: int) -> tuple[Group, Group]:
         _check_split(1, tensor)
@@ -238,7 +261,9 @@ class ProcessGroup:
 
     def _new_watchdog(self) -> CollectiveWatchdog:
         return CollectiveWatchdog(
-            self.deadline, lambda collective: self._tracker.error(collective, self.deadline)
+            self.deadline,
+            lambda collective: self._tracker.error(collective, self.deadline),
+            self.device,
         )
 
     def _wait_for_start(self) -> None:
@@ -378,15 +403,45 @@ class ProcessGroup:
     def collective(self, name: str) -> AbstractContextManager[None]:
         return self._track(name)
 
+    def long_phase(
+        self, name: str, assist: Callable[[], object] = ignore
+    ) -> AbstractContextManager[Callable[[], None]]:
+        return self._long_phase(name, assist)
+
+    @contextmanager
+    def _long_phase(self, name: str, assist: Callable[[], object]) -> Iterator[Callable[[], None]]:
+        self._num_collectives += 1
+        current = Collective(self._num_collectives, name)
+        with self._convert_errors(current):
+            self._tracker.record(current)
+        phase = f"phase/{current.number}"
+        if self.rank == 0:
+            interval = min(REPORT_INTERVAL, self.deadline / 4)
+            with self._tracker.reporting(phase, interval) as call_assistants:
+                yield call_assistants
+            return
+        yield ignore
+        with self._convert_errors(current):
+            has_ended = self._tracker.wait_for_end(phase, assist, self.deadline)
+        if not has_ended:
+            raise self._tracker.error(current, self.deadline)
+
     @contextmanager
     def _track(self, name: str) -> Iterator[None]:
-        """Record a collective, and turn a failure of communication into an error that names the
-        missing ranks.
-        """
+        """Record a collective, and convert its errors."""
         self._num_collectives += 1
-        current, start = Collective(self._num_collectives, name), time.monotonic()
-        try:
+        current = Collective(self._num_collectives, name)
+        with self._convert_errors(current):
             self._tracker.record(current)
+            yield
+        if self._watchdog:
+            self._watchdog.add(current)
+
+    @contextmanager
+    def _convert_errors(self, current: Collective) -> Iterator[None]:
+        """Turn a failure of communication into an error that names the missing ranks."""
+        start = time.monotonic()
+        try:
             yield
         except RuntimeError as error:
             is_connection = isinstance(error, dist.DistError) or any(
@@ -398,8 +453,6 @@ class ProcessGroup:
             failure = self._tracker.error(current, self.deadline if is_late else None)
             time.sleep(HEAD_START if self.rank else 2 * HEAD_START)
             raise failure from error
-        if self._watchdog:
-            self._watchdog.add(current)
 
     def _any(self, name: str, flag: bool) -> bool:
         """Between host memories, which does not block on a device."""

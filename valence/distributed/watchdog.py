@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,6 +26,8 @@ MAX_RANKS = 8
 """Ranks that a message names at most."""
 POLL_INTERVAL = 1.0
 """Seconds."""
+MIN_PAUSE, MAX_PAUSE = 0.001, 0.25
+"""Seconds between two looks at a phase of another process."""
 STATUS = 2
 """Exit status of a process that the watchdog ends."""
 
@@ -84,6 +86,64 @@ class CollectiveTracker:
             rank: Collective(int(number), name)
             for rank, (number, _, name) in zip(ranks, parts, strict=True)
         }
+
+    @contextmanager
+    def reporting(self, phase: str, interval: float) -> Iterator[Callable[[], None]]:
+        """Inside the block, report every ``interval`` seconds that a phase of this process goes on.
+
+        The value of the block makes every process in ``wait_for_end`` call its ``assist`` once.
+        """
+        ended = threading.Event()
+        num_calls = 0
+
+        def report() -> None:
+            num_reports = 0
+            while not ended.wait(interval):
+                num_reports += 1
+                with suppress(RuntimeError):  # the others notice that reports are missing
+                    self.store.set(f"{phase}/report", str(num_reports))
+
+        def call_assistants() -> None:
+            nonlocal num_calls
+            num_calls += 1
+            self.store.set(f"{phase}/calls", str(num_calls))
+
+        reporter = threading.Thread(target=report, name="phase", daemon=True)
+        reporter.start()
+        try:
+            yield call_assistants
+        finally:
+            ended.set()
+            reporter.join()
+            with suppress(RuntimeError):
+                self.store.set(f"{phase}/end", "")
+
+    def wait_for_end(self, phase: str, assist: Callable[[], object], deadline: float) -> bool:
+        """Block until a phase ends in the process that reports it. assist: see ``reporting``.
+
+        Returns False if there is no report for ``deadline`` seconds.
+        """
+        report, since, num_calls, pause = b"", time.monotonic(), 0, MIN_PAUSE
+        while True:
+            has_ended = self.store.check([f"{phase}/end"])
+            requested = int(self._value(f"{phase}/calls") or 0)
+            if num_calls < requested:
+                num_calls += 1
+                assist()
+                since, pause = time.monotonic(), MIN_PAUSE
+            elif has_ended:
+                return True
+            latest = self._value(f"{phase}/report")
+            if latest != report:
+                report, since = latest, time.monotonic()
+            if time.monotonic() - since > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, MAX_PAUSE)
+
+    def _value(self, key: str) -> bytes:
+        """A value of the store; empty if it is not set."""
+        return self.store.get(key) if self.store.check([key]) else b""
 
     def error(self, current: Collective, waited: float | None) -> UserError:
         """The error of a collective that failed: which ranks did not reach it, and where they are.
@@ -152,10 +212,14 @@ class CollectiveWatchdog:
 
     The host continues while a collective is queued on a device, and then blocks on the device: only
     another thread can check the time. deadline: seconds. error: the message for a collective.
+    device: of this process. A thread starts with device 0, where its first call would create a
+    context of several hundred megabytes for every process of the host.
     """
 
-    def __init__(self, deadline: float, error: Callable[[Collective], UserError]) -> None:
-        self._deadline, self._error = deadline, error
+    def __init__(
+        self, deadline: float, error: Callable[[Collective], UserError], device: torch.device
+    ) -> None:
+        self._deadline, self._error, self._device = deadline, error, device
         self._queued: deque[tuple[Collective, torch.cuda.Event]] = deque()
         self._closed = threading.Event()
         threading.Thread(target=self._poll, name="watchdog", daemon=True).start()
@@ -170,6 +234,7 @@ class CollectiveWatchdog:
         self._closed.set()
 
     def _poll(self) -> None:
+        torch.cuda.set_device(self._device)
         since = time.monotonic()
         while not self._closed.wait(min(POLL_INTERVAL, self._deadline / 4)):
             if not self._queued or self._queued[0][1].query():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from valence.data.load import DataFile, stream
 from valence.data.sources import BadRow, Row
@@ -26,6 +27,7 @@ from valence.types import (
     content_id,
 )
 
+T = TypeVar("T")
 MIN_AGREEMENT = 0.6
 MAX_COMPARED = 20_000
 """Pairs of a good and a bad answer that the length bias is computed from."""
@@ -232,11 +234,9 @@ def _calibrate_on_thumbs(
         )
     ups, downs = ([value for value, _ in rated[is_good]] for is_good in (True, False))
     value = auc(ups, downs)
-    stride = max(1, len(ups) * len(downs) // MAX_COMPARED)
-    crossed = [(up, down) for up in rated[True] for down in rated[False]][::stride]
     judged = [
         (0.5 if up == down else float(up > down), long_up - long_down)
-        for (up, long_up), (down, long_down) in crossed
+        for (up, long_up), (down, long_down) in _cross(rated[True], rated[False])
     ]
     longer, biases = _length_bias(judged)
     return Calibration(
@@ -249,6 +249,14 @@ def _calibrate_on_thumbs(
         interval=None,
         position=None,
     )
+
+
+def _cross(ups: Sequence[T], downs: Sequence[T]) -> list[tuple[T, T]]:
+    """All pairs, or a random sample of ``MAX_COMPARED`` pairs if there are more."""
+    if len(ups) * len(downs) <= MAX_COMPARED:
+        return [(up, down) for up in ups for down in downs]
+    draw = random.Random(0)
+    return [(draw.choice(ups), draw.choice(downs)) for _ in range(MAX_COMPARED)]
 
 
 def _length_bias(

@@ -29,6 +29,7 @@ from valence.lifecycle.restore import open_run
 from valence.lifecycle.saved_models import At
 from valence.models.build import check_positions
 from valence.models.digest import model_digest
+from valence.models.memory import DEFAULT_COMPLETIONS
 from valence.reports.formatting import number
 from valence.rollouts.protocol import Sampling
 from valence.trainer.evaluate import as_text
@@ -84,7 +85,7 @@ class Draws:
         """
         overrides = {name: value for name, value in asdict(self).items() if value is not None}
         n = overrides.pop("n", rollout.num_rollouts if is_online else 1)
-        at_once = overrides.pop("at_once", rollout.at_once)
+        at_once = overrides.pop("at_once", rollout.at_once or DEFAULT_COMPLETIONS)
         names = ("temperature", "top_p", "max_new_tokens")
         return n, at_once, Sampling(**{name: getattr(rollout, name) for name in names} | overrides)
 

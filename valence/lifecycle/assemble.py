@@ -17,6 +17,7 @@ from valence.models.reference import Reference
 from valence.online.collector import Collector
 from valence.online.engines import make_engine, make_policy_engine
 from valence.online.rounds import Rounds
+from valence.planning.plan import planned_server_share
 from valence.reports.sinks import FanOut, JsonlSink, Sink
 from valence.reports.trackers import make_trackers
 from valence.rewards.build import reward_of
@@ -90,7 +91,10 @@ def make_trainer(
             prepared, state,
             make_engine=partial(make_policy_engine, prepared, state)
             if samples_in_process
-            else partial(make_engine, prepared, state, messages, path),
+            else partial(
+                make_engine, prepared, state, messages, path,
+                server_share=partial(planned_server_share, prepared, policy, world.size),
+            ),
             make_policy_engine=partial(make_policy_engine, prepared, state),
             load_reward=partial(_load_reward, prepared, path),
             world=world, stop=shared_stop, messages=messages, retry=retry,

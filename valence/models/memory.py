@@ -22,6 +22,10 @@ COMPILED = 0.55  # fraction of them that a compiled layer saves, all in the dtyp
 RECOMPUTED = {"off": 0.0, "selective": 0.5, "full": 1.0, "offloaded": 1.0}  # fraction of a layer
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.04}
 """Bytes of the optimizer's state per trained weight in float32."""
+DEFAULT_COMPLETIONS = 64
+"""Completions that are sampled at once by default."""
+MAX_COMPLETIONS = 512
+"""Maximum of that default on CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Memory:
     ``per_token``: activations per token of a micro-batch. ``gathered``: weights of other processes.
     ``value``: weights, gradients and optimizer state of a value model. ``reward_models``: their
     weights. ``sampling``: completions while they are sampled; the activations of training do not
-    exist at that time.
+    exist at that time. ``server``: what a server on the same GPU keeps while it sleeps.
     """
 
     weights: int
@@ -68,6 +72,7 @@ class Memory:
     value: int = 0
     reward_models: int = 0
     sampling: int = 0
+    server: int = 0
 
     def total(self, tokens: int) -> int:
         """Return the bytes of a run with this many tokens in the largest micro-batch."""
@@ -83,17 +88,22 @@ class Memory:
             fixed
             + self.value
             + self.reward_models
+            + self.server
             + max(self.head + tokens * self.per_token, self.sampling)
         )
+
+
+OUT_OF_MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "_STATUS_ALLOC_FAILED")
+"""Parts of messages of a RuntimeError: of PyTorch, of its allocator for host memory, and of cuBLAS,
+cuDNN and cuSOLVER, which allocate their workspaces themselves.
+"""
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that the device or the host has no memory left."""
     message = str(error)
-    return (
-        isinstance(error, torch.OutOfMemoryError | MemoryError)
-        or "can't allocate memory" in message
-        or "out of memory" in message
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        part in message for part in OUT_OF_MEMORY_MESSAGES
     )
 
 
@@ -170,6 +180,19 @@ def sampling_bytes(shape: Shape, rows: int, tokens: int, width: int) -> int:
     ``tokens`` tokens for each, prompt included, and a few copies of the logits in float32.
     """
     return rows * (2 * shape.layers * shape.keys * tokens * width + 4 * 4 * shape.vocabulary)
+
+
+def completions_per_batch(shape: Shape, tokens: int, width: int, device: torch.device) -> int:
+    """Return how many completions are sampled at once by default (see ``rollout.at_once``).
+
+    The size of the device decides, not its free memory: a resumed run samples in the same batches.
+    """
+    rows = DEFAULT_COMPLETIONS
+    if device.type == "cuda":
+        limit = torch.cuda.get_device_properties(device).total_memory // 4
+        while rows < MAX_COMPLETIONS and sampling_bytes(shape, 2 * rows, tokens, width) <= limit:
+            rows *= 2
+    return rows
 
 
 def _sharded(memory: Memory, shape: Shape, split: Split, width: int) -> Memory:

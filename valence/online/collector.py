@@ -205,7 +205,14 @@ class Collector:
                 self._check_stop()
 
             records: list[list[Any]] | None = None
-            with self._stop.deferred(), self._convert_errors(), self._unless_stopped():
+            # a server may take longer than processes wait for each other
+            waiting = self._world.long_phase(phase) if engine.is_server else nullcontext()
+            with (
+                self._stop.deferred(),
+                waiting,
+                self._convert_errors(engine),
+                self._unless_stopped(),
+            ):
                 completions = self._take_ahead(token_ids, n) if local and not held_out else None
                 if completions is None and local:
                     completions = engine.generate(
@@ -224,8 +231,9 @@ class Collector:
     def sample_ahead(self, prompts: Sequence[RolloutPrompt], n: int, seed: int) -> None:
         """Start to sample completions that the next call of ``sample`` returns."""
         token_ids = [prompt.example.prompt_ids for prompt in prompts]
-        if self._world.rank == 0:
-            self._ahead = token_ids, n, self.engine.begin(token_ids, n, self._sampling(seed))
+        with self._world.long_phase("sending weights"):
+            if self._world.rank == 0:
+                self._ahead = token_ids, n, self.engine.begin(token_ids, n, self._sampling(seed))
 
     def _take_ahead(
         self, token_ids: Sequence[tuple[int, ...]], n: int
@@ -269,7 +277,7 @@ class Collector:
             raise self._stop.local.ended()
 
     @contextmanager
-    def _convert_errors(self) -> Iterator[None]:
+    def _convert_errors(self, engine: RolloutEngine) -> Iterator[None]:
         """Raise UserError for out of memory, and for logits that are not finite."""
         try:
             yield
@@ -281,7 +289,7 @@ class Collector:
             raise UserError(
                 "out of memory while sampling",
                 code="out-of-memory",
-                where=f"rollout.at_once: {self._rollout.at_once}",
+                where=f"rollout.at_once: {engine.at_once}",
                 fix="lower rollout.at_once or rollout.max_new_tokens",
             ) from error
 

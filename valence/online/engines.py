@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import Event
@@ -16,8 +18,11 @@ import torch
 from valence.batching.micro_batches import make_micro_batches
 from valence.errors import UserError
 from valence.models.adapters import has_adapter, largest_rank, save_adapter
+from valence.models.shape import shape_of, skeleton_of
 from valence.rollouts import Sampling
 from valence.rollouts.protocol import Named, Pair, Served
+from valence.rollouts.servers import Placement, Server, absolute_model, place_server
+from valence.rollouts.vllm import VLLMGenerator
 from valence.runs.messages import Messages
 from valence.trainer.prepare import Prepared
 from valence.trainer.sampling import PolicySampler
@@ -25,7 +30,6 @@ from valence.trainer.state import TrainState
 from valence.types import Completion, Origin, TokenizedCompletion, TokenizedExample
 
 if TYPE_CHECKING:
-    from valence.rollouts.servers import Server
     from valence.rollouts.transports import WeightTransfer
 
 Completions = list[list[Completion]]
@@ -34,10 +38,14 @@ Completions = list[list[Completion]]
 class RolloutEngine(Protocol):
     """Samples completions of the prompts of a run.
 
-    is_server: rank 0 asks a server for all of them; else each process samples some.
+    is_server: rank 0 asks a server for all of them; else each process samples some. at_once:
+    completions per batch, if this process decides.
     """
 
     is_server: bool
+
+    @property
+    def at_once(self) -> int | None: ...
 
     def generate(
         self,
@@ -66,18 +74,26 @@ class ServerEngine:
     """Samples from a server. Before that it sends the policy's weights if they have changed, to a
     server that accepts any.
 
-    folder: of the run, for the server's log and for weights.
+    folder: of the run, for the server's log and for weights. server_share: returns the share of a
+    GPU's memory for a server that a training process shares the GPU with.
     """
 
     is_server = True
+    at_once = None
 
     def __init__(
-        self, prepared: Prepared, state: TrainState, messages: Messages, folder: Path | None
+        self,
+        prepared: Prepared,
+        state: TrainState,
+        messages: Messages,
+        folder: Path | None,
+        *,
+        server_share: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._prepared, self._state, self._messages = prepared, state, messages
         self._recipe, self._policy = prepared.recipe, state.policy
         self.rollout = prepared.recipe.rollout
-        self._run_folder = folder
+        self._run_folder, self._server_share = folder, server_share
         if state.has_split_weights:
             raise UserError(
                 "weights that are split over processes cannot be sent to a server",
@@ -86,7 +102,8 @@ class ServerEngine:
                 fix="set rollout.engine: hf, or set parallel.shard: off and parallel.tensor: 1",
             )
         self.server: Server | None = None
-        self.generator = self._generator()
+        if self.rollout.engine == "vllm":
+            _ = self._placement  # raises before anything is sampled
         self._sent_step = -1
         self._has_agreed = False
         self._thread = ThreadPoolExecutor(1, "valence-rollout")
@@ -102,8 +119,9 @@ class ServerEngine:
         progress: Callable[[int], None],
     ) -> Completions:
         assert first == 0
-        self._sync(sampling)
-        return self.generator.generate(prompts, n, sampling, progress=progress)
+        with self._awake():
+            self._sync(sampling)
+            return self.generator.generate(prompts, n, sampling, progress=progress)
 
     def begin(
         self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
@@ -124,9 +142,25 @@ class ServerEngine:
         """Cancel sampling, close connections, and stop the server if it was started here."""
         self._cancelled.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self.generator.close()
+        if "generator" in self.__dict__:
+            self.generator.close()
         if self.server is not None:
             self.server.stop()
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Inside the block, the server has its GPU memory. If the block succeeds, the server then
+        frees that memory for training.
+        """
+        generator = self.generator
+        if not (self._sleeps and isinstance(generator, VLLMGenerator)):
+            yield
+            return
+        if self._policy.device.type == "cuda":
+            torch.cuda.empty_cache()  # else the server would lack what this process has reserved
+        generator.wake()
+        yield
+        generator.sleep()
 
     # Weights
 
@@ -197,7 +231,9 @@ class ServerEngine:
 
     # The server
 
-    def _generator(self) -> Served:
+    @cached_property
+    def generator(self) -> Served:
+        """The client of the server. Starts the server: only a process that asks it calls this."""
         rollout, encoder = self.rollout, self._prepared.encoder
         options: dict[str, Any] = {
             "end_ids": encoder.end_ids,
@@ -213,16 +249,38 @@ class ServerEngine:
                     rollout.url or "", encoder.tokenizer, prefix=encoder.vocab.prefix, **options
                 ),
             )
-        from valence.rollouts.vllm import VLLMGenerator
-
-        name = self._transfer_name()
         if rollout.start:
-            self.server = self._start(name)
+            self.server = self._start()
             options["revive"] = self.server.revive
         url = rollout.url or (self.server.url if self.server else "")
-        return VLLMGenerator(url, self._transfer(name), encoder.tokenizer, **options)
+        transfer = self._transfer(self._transfer_name)
+        return VLLMGenerator(url, transfer, encoder.tokenizer, **options)
 
+    @cached_property
+    def _placement(self) -> Placement | None:
+        """The GPUs of the server; None if it is not started here, or on no GPU."""
+        rollout = self.rollout
+        if not rollout.start or (self._policy.device.type != "cuda" and not rollout.devices):
+            return None
+        return place_server(
+            rollout.devices,
+            rollout.sleep,
+            rollout.transport,
+            ahead=rollout.ahead,
+            has_adapter=has_adapter(self._policy.model),
+            num_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            num_devices=torch.cuda.device_count(),
+        )
+
+    @property
+    def _sleeps(self) -> bool:
+        """Whether the server frees its GPU memory while the policy is trained."""
+        return self._placement.sleeps if self._placement else self.rollout.sleep is True
+
+    @property
     def _transfer_name(self) -> str:
+        if self._placement:
+            return self._placement.transport
         if self.rollout.transport != "auto":
             return self.rollout.transport
         if has_adapter(self._policy.model):
@@ -247,30 +305,40 @@ class ServerEngine:
                 if name == "lora"
                 else transports.DiskTransfer(folder)
             )
+        timeout, copies = self.rollout.timeout, self.rollout.ahead
         if name == "gloo":
-            return transports.GlooTransfer(self.rollout.timeout)
-        return transports.NcclTransfer(self.rollout.timeout, self._policy.device)
+            return transports.GlooTransfer(timeout, copies=copies)
+        if name == "ipc":
+            return transports.IpcTransfer(timeout, self._policy.device, copies=copies)
+        return transports.NcclTransfer(timeout, self._policy.device, copies=copies)
 
-    def _start(self, transport: str) -> Server:
-        from valence.rollouts.servers import Server, absolute_model
-
-        recipe = self._recipe
+    def _start(self) -> Server:
+        recipe, placement = self._recipe, self._placement
         extra = ["--trust-remote-code"] if recipe.model.trust_remote_code else []
         if named := recipe.model.tokenizer:
             extra += ["--tokenizer", absolute_model(named)]
         dtype = "bfloat16" if recipe.model.dtype == "bfloat16" else "float32"
+        share = recipe.rollout.memory_share
+        if share is None and placement and placement.is_shared:
+            share = self._server_share()
         server = Server(
             recipe.model.name,
             folder=self._folder / "server",
             python=self.rollout.python,
-            transport=transport,
+            transport=self._transfer_name,
             rank=largest_rank(self._policy.model),
             dtype=dtype,
             length=recipe.data.max_length,
+            devices=placement.devices if placement else (),
+            memory_share=share,
+            sleeps=self._sleeps,
             timeout=self.rollout.timeout,
             extra=extra,
         )
-        self._messages.note_once(f"starting a vLLM server ({server.log})")
+        gpus = ", ".join(map(str, placement.devices)) if placement else ""
+        where = f" on GPU {gpus}" if gpus else ""
+        limit = f" with {share:.0%} of its memory" if share is not None else ""
+        self._messages.note_once(f"starting a vLLM server{where}{limit} ({server.log})")
         return server.start()
 
     @cached_property
@@ -291,12 +359,17 @@ def _as_example(prompt: Sequence[int], completion: Sequence[int]) -> TokenizedEx
 
 
 def make_engine(
-    prepared: Prepared, state: TrainState, messages: Messages, folder: Path | None
+    prepared: Prepared,
+    state: TrainState,
+    messages: Messages,
+    folder: Path | None,
+    *,
+    server_share: Callable[[], float | None] = lambda: None,
 ) -> RolloutEngine:
-    """Return the engine that ``rollout.engine`` names."""
+    """Return the engine that ``rollout.engine`` names. See ``ServerEngine``."""
     if prepared.recipe.rollout.engine == "hf":
         return make_policy_engine(prepared, state)
-    return ServerEngine(prepared, state, messages, folder)
+    return ServerEngine(prepared, state, messages, folder, server_share=server_share)
 
 
 def make_policy_engine(prepared: Prepared, state: TrainState) -> PolicySampler:
@@ -305,5 +378,7 @@ def make_policy_engine(prepared: Prepared, state: TrainState) -> PolicySampler:
         state.policy,
         prepared.encoder,
         version=lambda: state.step,
-        batch_size=prepared.recipe.rollout.at_once,
+        batch_size=prepared.completions_per_batch(
+            shape_of(skeleton_of(state.policy.causal)), state.policy.device
+        ),
     )

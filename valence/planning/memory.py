@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import socket
 import zlib
 from collections.abc import Callable
@@ -26,11 +28,13 @@ from valence.planning.reward_models import (
     placed_at_reward,
 )
 from valence.rewards.build import list_reward_models
+from valence.rollouts.servers import Placement, place_server
 from valence.trainer.optim import optimizer_class
 from valence.trainer.prepare import Prepared
 from valence.trainer.targets import is_run
 
 MARGIN = 0.8  # share of the free memory that `auto` plans to use
+SLEEPING_SERVER = 2**31  # bytes that a server keeps on a GPU while it sleeps: an estimate
 MIN_TOKENS = 512  # tokens per micro-batch that `auto` never goes below
 
 
@@ -189,8 +193,8 @@ def memory_of(
     memory = estimate(compiled=compiled)
     if prepared.has_separate_value_model:
         memory = add_value_model(memory, estimate(), shape, width)
-    if prepared.rollouts:
-        rows, prompt, new = prepared.rollouts
+    if rollouts := prepared.rollouts(shape, device):
+        rows, prompt, new = rollouts
         memory = replace(
             memory,
             sampling=sampling_bytes(shape, rows, prompt + new, sampled_in(recipe, device).itemsize)
@@ -199,6 +203,41 @@ def memory_of(
     if recipe.reward:
         memory = replace(memory, reward_models=bytes_of_rewards(recipe))
     return memory
+
+
+def plan_server(recipe: Recipe, device: torch.device, processes: int) -> Placement | None:
+    """Choose the GPUs of a sampling server; None if the run starts none, or has no GPU.
+
+    Raises UserError for GPUs that the server cannot have (see ``place_server``).
+    """
+    rollout = recipe.rollout
+    if not (recipe.reward and rollout.start) or device.type != "cuda":
+        return None
+    return place_server(
+        rollout.devices,
+        rollout.sleep,
+        rollout.transport,
+        ahead=rollout.ahead,
+        has_adapter=recipe.trains_adapter,
+        num_processes=int(os.environ.get("LOCAL_WORLD_SIZE", processes)),
+        num_devices=torch.cuda.device_count(),
+    )
+
+
+def server_share(
+    recipe: Recipe, placement: Placement, memory: Memory, device: torch.device
+) -> float | None:
+    """The share of a GPU's memory that a server may use, as vLLM's --gpu-memory-utilization.
+
+    None: vLLM's default, for a server that has its GPUs alone.
+    """
+    share = recipe.rollout.memory_share
+    if share is not None or not placement.is_shared:
+        return share
+    total = torch.cuda.get_device_properties(device).total_memory
+    # while the server samples, the trainer compares log-probabilities of a few completions at most
+    remaining = MARGIN * (total - memory.total(MIN_TOKENS)) / total
+    return max(0.01, math.floor(100 * remaining) / 100)
 
 
 def _moments(recipe: Recipe) -> dict[str, float]:

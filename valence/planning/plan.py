@@ -31,15 +31,19 @@ from valence.models.speed import Work
 from valence.planning.memory import (
     MARGIN,
     MIN_TOKENS,
+    SLEEPING_SERVER,
     check_offload,
     choose_split,
     fits_on_one_device,
     layers_of,
     memory_of,
     min_free_memory,
+    plan_server,
     sampled_in,
+    server_share,
 )
 from valence.reports.formatting import duration
+from valence.rollouts.servers import Placement
 from valence.trainer.methods import Method, read_of_tokens
 from valence.trainer.optim import optimizer_class
 from valence.trainer.prepare import Prepared
@@ -48,6 +52,7 @@ from valence.types import TokenizedExample, plural
 MIN_OPERATIONS_TO_COMPILE = {"cpu": 2e14, "cuda": 1e17}
 """Operations of a run, about five minutes, above which compiling layers saves time."""
 MAX_TOKENS = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # larger micro-batches are not faster
+MIN_SERVER = 1.2  # memory of a server, in multiples of its weights
 STEPS_COUNTED = 4  # steps whose operations are counted
 ROWS_COUNTED = 512  # rows of an evaluation whose operations are counted
 
@@ -57,7 +62,8 @@ class Plan:
     """Estimates for a run.
 
     free: bytes available to each process on its device; None if unknown. processes: their number.
-    split: how weights are split over them.
+    split: how weights are split over them. server: the GPUs of a sampling server that the run
+    starts. server_share: of their memory; None is vLLM's default.
     """
 
     prepared: Prepared
@@ -67,6 +73,8 @@ class Plan:
     free: int | None
     processes: int
     split: Split
+    server: Placement | None = None
+    server_share: float | None = None
 
     @property
     def dealt(self) -> int:
@@ -244,9 +252,10 @@ class Plan:
 
         None if a server samples them.
         """
-        if self.prepared.rollouts is None:
+        rollouts = self.prepared.rollouts(self.shape, self.device)
+        if rollouts is None:
             return None
-        rows, prompt, new = self.prepared.rollouts
+        rows, prompt, new = rollouts
         recipe = self.prepared.recipe
         batches = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * self.dealt))
         return batches * speed.sampling(
@@ -267,11 +276,13 @@ def make_plan(
     group: Group | None = None,
     *,
     sharded: bool | None = None,
+    starts_server: bool = True,
 ) -> Plan:
     """Plan a run from its recipe, model and device, without loading weights.
 
     model: used instead of the model that the recipe names. group: all processes call this together
     and get the same plan. sharded: an earlier decision to split weights over processes.
+    starts_server: whether a run is planned, which may start a sampling server.
 
     Raises UserError if the model does not exist, the tokenizer or adapter does not fit it, or it
     does not support checkpointing or the split.
@@ -301,7 +312,12 @@ def make_plan(
             else False
         )
         memory = memory_of(prepared, shape, device, split, compiled=compiled)
-    return Plan(prepared, shape, memory, device, free, group.size, split)
+    server = plan_server(recipe, device, group.size) if starts_server else None
+    share = None
+    if server is not None:
+        memory = replace(memory, server=SLEEPING_SERVER if server.is_shared else 0)
+        share = server_share(recipe, server, memory, device)
+    return Plan(prepared, shape, memory, device, free, group.size, split, server, share)
 
 
 def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, processes: int) -> bool:
@@ -328,8 +344,26 @@ def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, proc
 
 def planned_tokens(prepared: Prepared, policy: PolicyModel, world: Group) -> int:
     """Tokens of a micro-batch that the plan chooses for a loaded policy. All processes call it."""
-    plan = make_plan(prepared, policy.causal, world, sharded=policy.is_sharded)
+    plan = make_plan(prepared, policy.causal, world, sharded=policy.is_sharded, starts_server=False)
     return plan.micro_batch_tokens
+
+
+def planned_server_share(prepared: Prepared, policy: PolicyModel, processes: int) -> float | None:
+    """The share of a GPU's memory that ``Plan.server_share`` is for a loaded policy.
+
+    A process calls it alone.
+    """
+    recipe, device = prepared.recipe, policy.device
+    server = plan_server(recipe, device, processes)
+    if server is None:
+        return None
+    spec = recipe.model
+    bare = layers_of(prepared, policy.causal)
+    shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
+    split = Split(processes if policy.is_sharded else 1, recipe.parallel.tensor)
+    memory = memory_of(prepared, shape, device, split)
+    memory = replace(memory, server=SLEEPING_SERVER if server.is_shared else 0)
+    return server_share(recipe, server, memory, device)
 
 
 def crowding(processes: int) -> str:
@@ -375,6 +409,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         "value model": memory.value,
         "reward models": memory.reward_models,
         "or, while sampling, completions": memory.sampling,
+        "sleeping server": memory.server,
     }
     parts |= {name: size for name, size in optional.items() if size}
     rows = len(prepared.corpora["train"].units)
@@ -388,6 +423,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         *_describe_split(plan),
         f"memory: about {_gigabytes(total)}{per_process} "
         f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
+        *_describe_server(plan),
         *_describe_times(plan),
     ]
     if prepared.source.settings.get(
@@ -444,6 +480,30 @@ def _describe_optimizer(plan: Plan) -> Iterator[str]:
         yield (
             f"{name} averages weights instead of lowering the learning rate: "
             "set train.schedule: constant"
+        )
+
+
+def _describe_server(plan: Plan) -> Iterator[str]:
+    """The GPUs and the memory of a sampling server that the run starts on GPUs."""
+    server, recipe = plan.server, plan.prepared.recipe
+    if server is None:
+        return
+    gpus = ", ".join(map(str, server.devices))
+    shared = ", shared with training" if server.is_shared else ""
+    memory = "vLLM's default share of its memory"
+    size = 0.0
+    if plan.server_share is not None:
+        size = plan.server_share * torch.cuda.get_device_properties(plan.device).total_memory
+        memory = f"{plan.server_share:.0%} of its memory ({_gigabytes(size)})"
+    times = "while it samples; it sleeps while the policy is trained" if server.sleeps else "always"
+    yield f"server: GPU {gpus}{shared}, {memory} {times}; weights are sent by {server.transport}"
+    width = 2 if recipe.model.dtype == "bfloat16" else 4
+    weights = plan.shape.parameters * width // len(server.devices)
+    if plan.server_share is not None and size < MIN_SERVER * weights:
+        yield (
+            f"the server needs {_gigabytes(weights)} for its weights, and more for keys and "
+            f"values, but may use only {_gigabytes(size)}: use more GPUs (rollout.devices), "
+            f"model.lora, or a smaller model"
         )
 
 

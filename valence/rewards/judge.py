@@ -350,11 +350,16 @@ def objects_in(text: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _entries(text: str, key: str, criteria: Mapping[str, str]) -> Mapping[str, Any]:
-    """The entries of all criteria in a reply. Raises RewardError."""
+    """The entries of all criteria in the last object of a reply that has them: models that think
+    first repeat the requested form, or change their mind. Raises RewardError.
+    """
+    last: Mapping[str, Any] | None = None
     for value in objects_in(text):
         entries = value.get(key)
         if isinstance(entries, Mapping) and criteria.keys() <= entries.keys():
-            return entries
+            last = entries
+    if last is not None:
+        return last
     shown = text[:80]
     raise RewardError(f"the reply has no {key} of {', '.join(criteria)} ({shown!r})", passes=True)
 

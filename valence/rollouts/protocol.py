@@ -140,9 +140,9 @@ class Served(Generator, Protocol):
     ) -> None:
         """Send new weights; later completions carry ``version``.
 
-        weights: called at most once, and iterated to its end before this returns; unused if the
-        adapter is sent. adapter: writes the adapter's files into a folder. Raises UserError if the
-        server does not accept them.
+        weights: unused if the adapter is sent. A transport without copies of the weights calls it
+        again if the server lost them, up to the next ``sync``. adapter: writes the adapter's files
+        into a folder. Raises UserError if the server does not accept them.
         """
         ...
 

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from valence.errors import UserError
 from valence.files import make_folder, open_file
@@ -56,8 +57,11 @@ TRAINER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "PYTHONPATH",
+    "PYTORCH_ALLOC_CONF",  # vLLM's sleep mode does not support expandable segments
 )
 """Variables of the processes of a run, which a server must not inherit."""
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank."""
@@ -86,13 +90,88 @@ os._exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 """Runs a command in a process group, and ends the group when the parent process ends."""
 
 
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of a server that a run starts on a machine with GPUs.
+
+    devices: their numbers, as PyTorch counts the GPUs of this process. is_shared: whether a
+    training process has one of them too. sleeps: whether the server frees its memory while the
+    policy is trained. transport: how it receives weights.
+    """
+
+    devices: tuple[int, ...]
+    is_shared: bool
+    sleeps: bool
+    transport: str
+
+
+def place_server(
+    devices: Sequence[int] | None,
+    sleep: bool | Literal["auto"],
+    transport: str,
+    *,
+    ahead: bool,
+    has_adapter: bool,
+    num_processes: int,
+    num_devices: int,
+) -> Placement:
+    """Choose what the settings ``rollout.devices``, ``sleep`` and ``transport`` leave open.
+
+    ahead: whether the server samples while the policy is trained. num_processes: training processes
+    on this machine, which have the first GPUs. num_devices: GPUs of this machine. Raises UserError
+    for GPUs that do not exist or cannot be shared.
+    """
+    if devices is None:
+        devices = (num_processes,) if num_processes < num_devices else (0,)
+    if missing := [device for device in devices if device >= num_devices]:
+        raise UserError(
+            f"GPU {missing[0]} (counted from 0) does not exist: the number of GPUs is "
+            f"{num_devices}",
+            code="rollout-device-missing",
+            where="rollout.devices",
+            fix="name GPUs that this run can use, or remove it",
+        )
+    shared = [device for device in devices if device < num_processes]
+    if shared and (sleep is False or ahead):
+        reason = "rollout.ahead: true" if ahead else "rollout.sleep: false"
+        raise UserError(
+            f"the server and a training process would use the memory of GPU {shared[0]} at the "
+            f"same time because of {reason}",
+            code="rollout-device-shared",
+            where="rollout.devices",
+            fix=f"set it to GPUs without a training process, or remove {reason}",
+        )
+    if shared and transport == "nccl":
+        raise UserError(
+            f"NCCL cannot connect two processes on GPU {shared[0]}",
+            code="rollout-transport-unsupported",
+            where="rollout.transport",
+            fix="set it to auto or ipc, or set rollout.devices to GPUs without a training process",
+        )
+    is_local = tuple(devices) == (0,)
+    if transport == "ipc" and not is_local:
+        raise UserError(
+            "ipc sends weights to a server on the GPU of the process that sends them, GPU 0 alone",
+            code="rollout-transport-unsupported",
+            where="rollout.transport",
+            fix="set it to auto, or set rollout.devices: [0]",
+        )
+    if transport == "auto":
+        full = "ipc" if is_local else "disk" if shared else "nccl"
+        transport = "lora" if has_adapter else full
+    sleeps = bool(shared) if sleep == "auto" else sleep
+    return Placement(tuple(devices), bool(shared), sleeps, transport)
+
+
 class Server:
     """A vLLM server of one model on this machine, as a context manager.
 
     model: folder or hub id. folder: for its log. python: of an environment that has vLLM; default:
     VALENCE_VLLM_PYTHON, or this one. transport: how it receives weights. rank: of the largest
     adapter, with transport lora. dtype: of its weights. length: maximum tokens of prompt and
-    completion. timeout: seconds until it must be ready. extra: further arguments.
+    completion. devices: numbers of its GPUs among those of this process. memory_share: of their
+    memory; default: vLLM's. sleeps: whether it can free that memory. timeout: seconds until it must
+    be ready. extra: further arguments.
     """
 
     def __init__(
@@ -105,6 +184,9 @@ class Server:
         rank: int = 16,
         dtype: str = "auto",
         length: int | None = None,
+        devices: Sequence[int] = (),
+        memory_share: float | None = None,
+        sleeps: bool = False,
         timeout: float = 600.0,
         extra: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -118,8 +200,18 @@ class Server:
         self.is_cpu = is_cpu_build(self.python)
         self.arguments = server_arguments(
             absolute_model(model), transport, rank, dtype, length, is_cpu=self.is_cpu
-        ) + list(extra)
-        self.environment = dict(environment or {})
+        )
+        if len(devices) > 1:
+            self.arguments += ["--tensor-parallel-size", str(len(devices))]
+        if memory_share is not None:
+            self.arguments += ["--gpu-memory-utilization", f"{memory_share:g}"]
+        if sleeps:
+            self.arguments.append("--enable-sleep-mode")
+        self.arguments += extra
+        self.environment = {**visible_devices(devices), **(environment or {})}
+        if transport == "ipc":
+            # vLLM reads the handles of GPU memory from a pickle, which only this process sends
+            self.environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         self.process: subprocess.Popen[bytes] | None = None
         self.log = self.folder / "vllm.log"
         self._log_file: IO[bytes] | None = None
@@ -222,6 +314,15 @@ class Server:
             fix=f"start it manually: {self.python} -m vllm.entrypoints.openai.api_server "
             f"{' '.join(self.arguments)}",
         )
+
+
+def visible_devices(devices: Sequence[int]) -> dict[str, str]:
+    """The variable that shows a process only these GPUs of this process; none: as they are."""
+    if not devices:
+        return {}
+    visible = os.environ.get(VISIBLE_DEVICES)
+    names = visible.split(",") if visible else {number: str(number) for number in devices}
+    return {VISIBLE_DEVICES: ",".join(names[number].strip() for number in devices)}
 
 
 def absolute_model(name: str | Path) -> str:

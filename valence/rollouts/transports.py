@@ -3,12 +3,15 @@
 Full weights: ``/pause`` (freezes requests, drops caches), ``/init_weight_transfer_engine`` once,
 ``/start_weight_update``, ``/update_weights``, ``/finish_weight_update`` with the version's label,
 ``/resume``. On the server, the plugin in ``vllm_plugin.py`` receives ``disk`` and ``gloo``, and
-vLLM itself ``nccl``. Adapters (``lora``): a folder per version, loaded with its label as name.
+vLLM itself ``nccl`` and ``ipc``. Adapters (``lora``): a folder per version, loaded with its label
+as name.
 """
 
 from __future__ import annotations
 
 import base64
+import os
+import pickle
 import shutil
 import sys
 import threading
@@ -31,6 +34,9 @@ from valence.rollouts.vllm_plugin import free_port, join, layout, local_address
 
 SHARD = 2**30
 """Maximum bytes of weights per file or broadcast."""
+
+STAGED = 2**28
+"""Bytes of a buffer on the device of a server, which it needs twice; more for a larger tensor."""
 
 PREFIX = "valence"
 """Prefix of the labels of weights that Valence sends."""
@@ -186,22 +192,26 @@ class DiskTransfer(FullWeightTransfer):
             shutil.rmtree(self.current, ignore_errors=True)
 
 
-class BroadcastWeightTransfer(FullWeightTransfer):
-    """Weights that are broadcast to the server's workers.
+class StreamedWeightTransfer(FullWeightTransfer):
+    """Weights that are sent tensor by tensor: common part of gloo, nccl and ipc.
 
-    The newest version is copied to this host's memory.
+    copies: copy every version to this host's memory, because the policy is trained while the server
+    samples. Otherwise the policy's weights themselves are sent, again if the server lost them.
     """
 
-    weights: Sequence[tuple[str, Tensor]] = ()
     group: Any = None
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float, *, copies: bool = True) -> None:
+        self.timeout, self.copies = timeout, copies
+        self.weights: Callable[[], Named] = tuple
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
-        self.weights = [
-            (name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights()
-        ]
+        self.weights = weights
+        if self.copies:
+            host_copies = [(name, host_copy(tensor)) for name, tensor in weights()]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copies are complete
+            self.weights = host_copies.copy
 
     def disconnect(self) -> None:
         self.group = None
@@ -226,17 +236,10 @@ class BroadcastWeightTransfer(FullWeightTransfer):
             future.result()
 
     def transfer(self, client: ServerClient) -> None:
-        batches = list(shards(self.weights, SHARD))
-        for number, batch in enumerate(batches):
-            info = {
-                "names": [name for name, _ in batch],
-                DTYPES[self.backend]: [
-                    str(tensor.dtype).removeprefix("torch.") for _, tensor in batch
-                ],
-                "shapes": [list(tensor.shape) for _, tensor in batch],
-            }
+        for batch, is_last in mark_last(shards(self.weights(), SHARD)):
+            info = describe(batch, DTYPES[self.backend])
             if self.backend == "gloo":
-                info["last"] = number == len(batches) - 1  # type: ignore[assignment]
+                info["last"] = is_last
             self.send_while(
                 client,
                 "/update_weights",
@@ -253,7 +256,7 @@ DTYPES = {"gloo": "dtypes", "nccl": "dtype_names"}
 """Name of the list of dtypes on the server."""
 
 
-class GlooTransfer(BroadcastWeightTransfer):
+class GlooTransfer(StreamedWeightTransfer):
     """A broadcast between the memories of hosts."""
 
     backend = "gloo"
@@ -286,7 +289,7 @@ class GlooTransfer(BroadcastWeightTransfer):
         self.group.broadcast(buffer, root=0).wait()
 
 
-class NcclTransfer(BroadcastWeightTransfer):
+class NcclTransfer(StreamedWeightTransfer):
     """A broadcast between CUDA devices, to vLLM's own transport of that name.
 
     device: the device of this process.
@@ -294,8 +297,8 @@ class NcclTransfer(BroadcastWeightTransfer):
 
     backend = "nccl"
 
-    def __init__(self, timeout: float, device: torch.device) -> None:
-        super().__init__(timeout)
+    def __init__(self, timeout: float, device: torch.device, *, copies: bool = True) -> None:
+        super().__init__(timeout, copies=copies)
         self.device = device
 
     def connect(self, client: ServerClient) -> None:
@@ -330,8 +333,76 @@ class NcclTransfer(BroadcastWeightTransfer):
 
         with torch.cuda.device(self.device):
             for _, tensor in batch:
-                nccl.broadcast([tensor.to(self.device)], root=0, comms=[self.group])
+                on_device = tensor.to(self.device, non_blocking=True)
+                nccl.broadcast([on_device], root=0, comms=[self.group])
             torch.cuda.synchronize(self.device)
+
+
+class IpcTransfer(StreamedWeightTransfer):
+    """A buffer on the CUDA device that trainer and server share, to vLLM's own transport of that
+    name (vllm/distributed/weight_transfer/ipc_engine.py with `packed`).
+
+    The buffer contains some of the weights at a time, which the server copies before it replies.
+    device: of this process.
+    """
+
+    backend = "ipc"
+
+    def __init__(self, timeout: float, device: torch.device, *, copies: bool = True) -> None:
+        super().__init__(timeout, copies=copies)
+        self.device = device
+        self.buffer: Tensor | None = None
+
+    def connect(self, client: ServerClient) -> None:
+        if self.group is None:
+            client.send("/init_weight_transfer_engine", {"init_info": {"packed": True}})
+            self.group = "connected"
+
+    def transfer(self, client: ServerClient) -> None:
+        handle = ""
+        for batch, is_last in mark_last(shards(self.weights(), STAGED, aligned=True)):
+            sizes = [tensor.nbytes for _, tensor in batch]
+            has_room = self.buffer is not None and self.buffer.numel() >= sum(sizes)
+            if not has_room:
+                self.buffer = None  # before the larger one is allocated
+                minimum = 0 if is_last and not handle else STAGED
+                self.buffer = shareable_buffer(max(minimum, sum(sizes)), self.device)
+            assert self.buffer is not None
+            if not has_room or not handle:
+                # vLLM pairs one export with one release: one export per transfer and buffer
+                handle = export(self.buffer)
+            parts = self.buffer[: sum(sizes)].split(sizes)
+            for (_, tensor), part in zip(batch, parts, strict=True):
+                part.copy_(tensor.reshape(-1).view(torch.uint8))
+            torch.cuda.synchronize(self.device)  # the server reads without this process's stream
+            info = describe(batch, "dtype_names")
+            info |= {"tensor_sizes": sizes, "ipc_handles_pickled": handle}
+            client.send("/update_weights", {"update_info": info})
+
+
+def export(buffer: Tensor) -> str:
+    """The handle of a CUDA tensor that another process opens, in the form that vLLM reads."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+    return base64.b64encode(pickle.dumps({uuid: reduce_tensor(buffer)[1]})).decode()
+
+
+def shareable_buffer(size: int, device: torch.device) -> Tensor:
+    """A CUDA buffer of bytes that other processes can open.
+
+    They often have no permission to open memory of an expandable segment.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    is_expandable = "expandable_segments:True" in settings
+    configure: Any = torch.cuda.memory._set_allocator_settings  # pyright: ignore[reportPrivateUsage]
+    if is_expandable:
+        configure("expandable_segments:False")
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    finally:
+        if is_expandable:
+            configure(settings)
 
 
 class LoraTransfer:
@@ -391,20 +462,71 @@ class LoraTransfer:
             self.unload(client, self.labels.pop(0))
 
 
+def describe(batch: Sequence[tuple[str, Tensor]], dtypes: str) -> dict[str, Any]:
+    """What a server reads of tensors before they arrive. dtypes: its name of their dtypes."""
+    return {
+        "names": [name for name, _ in batch],
+        dtypes: [str(tensor.dtype).removeprefix("torch.") for _, tensor in batch],
+        "shapes": [list(tensor.shape) for _, tensor in batch],
+    }
+
+
 def shards(
-    weights: Iterable[tuple[str, Tensor]], max_bytes: int
+    weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, aligned: bool = False
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights in lists of at most ``max_bytes``, but at least one tensor, in order."""
+    """Weights in lists of at most ``max_bytes``, but at least one tensor, in order.
+
+    aligned: if the tensors of a list follow each other without gaps, each is at a multiple of its
+    item size.
+    """
     batch: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        if batch and size + tensor.nbytes > max_bytes:
+        is_unaligned = aligned and size % tensor.itemsize != 0
+        if batch and (is_unaligned or size + tensor.nbytes > max_bytes):
             yield batch
             batch, size = [], 0
         batch.append((name, tensor.detach().contiguous()))
         size += tensor.nbytes
     if batch:
         yield batch
+
+
+def mark_last(batches: Iterable[list[tuple[str, Tensor]]]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last one."""
+    previous: list[tuple[str, Tensor]] | None = None
+    for batch in batches:
+        if previous is not None:
+            yield previous, False
+        previous = batch
+    if previous is not None:
+        yield previous, True
+
+
+def narrow(weights: Named, dtype: torch.dtype | None) -> Named:
+    """Cast matrices to the server's dtype if that has fewer bytes. None: it is unknown.
+
+    Vectors remain: they have few bytes, and servers compute with some of them in float32.
+    """
+    for name, tensor in weights:
+        is_wider = (
+            dtype is not None
+            and tensor.is_floating_point()
+            and tensor.ndim > 1
+            and tensor.itemsize > dtype.itemsize
+        )
+        yield name, tensor.detach().to(dtype) if is_wider else tensor.detach()
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in this host's memory.
+
+    Of a tensor on a CUDA device: pinned, and complete once the device is synchronized.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.detach().to("cpu", copy=True).contiguous()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+    return copy.copy_(tensor.detach(), non_blocking=True)
 
 
 def empty_folder(folder: Path) -> Path:

@@ -12,13 +12,15 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import torch
 
 from valence.errors import UserError
-from valence.rollouts.client import ServerClient, ServerLost, ignore_message
+from valence.rollouts.client import RequestRefused, ServerClient, ServerLost, ignore_message
 from valence.rollouts.protocol import (
     Named,
     Pair,
@@ -27,7 +29,7 @@ from valence.rollouts.protocol import (
     completion_seed,
     ignore_progress,
 )
-from valence.rollouts.transports import PREFIX, WeightTransfer
+from valence.rollouts.transports import PREFIX, WeightTransfer, narrow
 from valence.types import Completion, Ids, content_id
 
 if TYPE_CHECKING:
@@ -87,11 +89,35 @@ class VLLMGenerator:
         """
         with self._sync_lock:
             label = f"{self._run_label}-{len(self._versions)}-v{version}"
-            self.transport.keep(label, weights, adapter)
+            dtype = self._weight_dtype if adapter is None else None
+            self.transport.keep(label, lambda: narrow(weights(), dtype), adapter)
             # completions may have the new label before the last request of the update returns
             self._versions[label] = version
             self.version, self.label = version, label
             self.client.retry(lambda: self.transport.send(self.client, label))
+
+    def sleep(self) -> None:
+        """Free the server's GPU memory until ``wake``.
+
+        Its weights move to the memory of its host (level 1), so that they remain valid.
+        """
+        self._send_or_explain("/sleep?level=1")
+
+    def wake(self) -> None:
+        """Give the server its GPU memory again. Does nothing if it is awake."""
+        self._send_or_explain("/wake_up")
+
+    def _send_or_explain(self, path: str) -> None:
+        try:
+            self.client.retry(lambda: self.client.send(path))
+        except RequestRefused as error:
+            raise UserError(
+                f"the server cannot free its GPU memory: {error.message}",
+                code="rollout-server-cannot-sleep",
+                where=error.where,
+                fix="start it with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, or set "
+                "rollout.sleep: false",
+            ) from error
 
     def generate(
         self,
@@ -152,6 +178,12 @@ class VLLMGenerator:
         has_adapter = self.transport.model_name(self.label) is not None
         self._post_all(range(len(pairs)), make_body, handle, 1 if has_adapter else self.concurrency)
         return [logps[i] for i in range(len(pairs))]
+
+    @cached_property
+    def _weight_dtype(self) -> torch.dtype | None:
+        """The dtype of the server's weights; None if unknown."""
+        name = self.dtype
+        return getattr(torch, name) if name else None
 
     @property
     def dtype(self) -> str:

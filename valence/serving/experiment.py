@@ -125,8 +125,11 @@ class AbResult:
                 f"{self.better.upper()} is better: established after {self.established_at} votes "
                 f"(error probability at most {self.alpha:.0%}, however often you look)"
             )
-        if not (self.a.votes and self.b.votes):
-            return "not established yet: a side has no votes"
+        if min(self.a.votes, self.b.votes) < MIN_VOTES:
+            return (
+                f"not established yet: each side needs votes of at least {MIN_VOTES} users "
+                f"(A: {self.a.votes}, B: {self.b.votes})"
+            )
         if self.votes_left is None:
             return (
                 f"not established after {num} votes: at the present rates the sides hardly differ"

@@ -150,7 +150,7 @@ class ModelService(FeedbackService):
 
     @property
     def summary(self) -> str:
-        lines = [f"{self.store.num_votes} votes in {self.store.out}"]
+        lines = [self.store.summary]
         return "\n".join([*lines, *([] if self.verdict is None else [self.verdict])])
 
     @property

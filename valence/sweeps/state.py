@@ -188,7 +188,7 @@ class SweepState:
             ]
             lines += [f"  and {len(changed) - MAX_LISTED} more"] * (len(changed) > MAX_LISTED)
             raise UserError(
-                "\n".join(["this folder holds a sweep with other settings:", *lines]),
+                "\n".join(["this folder contains a sweep with other settings:", *lines]),
                 code="sweep-differs",
                 where=str(self.folder),
                 fix="undo the change, or choose another --out",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -32,9 +33,11 @@ from valence.data.tokenize import tokenize
 from valence.data.tokenized_dataset import LazySequence, TokenizedDataset
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
-from valence.models.build import generation_stops, load_tokenizer, stops_of
+from valence.models.build import DTYPES, generation_stops, load_tokenizer, stops_of
 from valence.models.loading import must_exist
+from valence.models.memory import completions_per_batch
 from valence.models.quantized import check_library
+from valence.models.shape import Shape
 from valence.models.speed import automatic_dtype
 from valence.reports.console import Progress
 from valence.rewards.build import check_rewards
@@ -194,8 +197,7 @@ class Prepared:
             and self.recipe.value.trunk == "separate"
         )
 
-    @cached_property
-    def rollouts(self) -> tuple[int, int, int] | None:
+    def rollouts(self, shape: Shape, device: torch.device) -> tuple[int, int, int] | None:
         """Completions per batch, and the longest prompt and completion, in tokens.
 
         None if this process does not sample.
@@ -203,9 +205,23 @@ class Prepared:
         rollout = self.recipe.rollout
         if not self.method.online or rollout.engine != "hf" or "train" not in self.corpora:
             return None
-        prompts = min(self.recipe.train.batch_size, max(1, rollout.at_once // rollout.num_rollouts))
-        longest = int(self.corpora["train"].units.prompt_column("num_tokens").max())
-        return prompts * rollout.num_rollouts, longest, rollout.max_new_tokens
+        at_once = self.completions_per_batch(shape, device)
+        prompts = min(self.recipe.train.batch_size, max(1, at_once // rollout.num_rollouts))
+        return prompts * rollout.num_rollouts, self._longest_prompt, rollout.max_new_tokens
+
+    def completions_per_batch(self, shape: Shape, device: torch.device) -> int:
+        """``rollout.at_once``, or its default for this model and device."""
+        rollout = self.recipe.rollout
+        if rollout.at_once is not None:
+            return rollout.at_once
+        tokens = self._longest_prompt + rollout.max_new_tokens
+        width = DTYPES[self.recipe.model.dtype].itemsize
+        return completions_per_batch(shape, tokens, width, device)
+
+    @cached_property
+    def _longest_prompt(self) -> int:
+        """Tokens."""
+        return max(int(c.units.prompt_column("num_tokens").max()) for c in self.corpora.values())
 
     @property
     def needs_reference(self) -> bool:

@@ -55,6 +55,11 @@ class PolicySampler:
         self.policy, self._version = policy, version
         self.generator = HFGenerator(model, encoder.tokenizer, end_ids=encoder.end_ids, **size)
 
+    @property
+    def at_once(self) -> int:
+        """Completions per batch."""
+        return self.generator.batch_size
+
     def generate(
         self,
         prompts: Sequence[tuple[int, ...]],

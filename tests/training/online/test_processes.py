@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from tests.distributed.rig import run as together
 from tests.distributed.test_run import train
-from tests.training.online.rig import logged, make, recipe
+from tests.rollouts.vllm_server import Fake, serving
+from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from valence.distributed.process_group import SingleProcess
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -25,6 +27,26 @@ DIFFER = {
 
 
 METHODS = ("ppo", "online_kto")
+
+
+def test_processes_wait_for_a_server_that_takes_longer_than_their_deadline(tmp_path: Path) -> None:
+    """Only rank 0 asks it."""
+    make(tmp_path)
+    with serving(Fake()) as fake:
+        fake.on["/inference/v1/generate"] = lambda body: time.sleep(3.0)
+        settings = {"engine": "vllm", "url": fake.url, "check_prompts": 0, "num_rollouts": 2}
+        online = recipe_without_eval(
+            tmp_path,
+            "online_kto",
+            rollout=settings,
+            train={"max_steps": 1},
+            reward="tests.training.online.rewards:by_index",
+        )
+        ranks = together(train, 2, [online], deadline=2.0)
+        assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * 2
+        assert fake.paths().count("/v1/load_lora_adapter") == 1
+        num_prompts = logged(tmp_path)[-1]["prompts"]
+        assert fake.paths().count("/inference/v1/generate") == num_prompts
 
 
 def recipes(place: Path, of: str) -> list[dict[str, Any]]:

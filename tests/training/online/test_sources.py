@@ -5,13 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.errors import raises_error
+from tests.rollouts.vllm_server import END, UPDATE, Fake, Words, serving
+from valence.config.schema import Rollout
+from valence.online import engines
 from valence.online.engines import ServerEngine
 from valence.rollouts import Sampling
+from valence.rollouts.transports import IpcTransfer, NcclTransfer
 
 
 class Endless:
@@ -49,6 +56,122 @@ def test_answers_that_nobody_waits_for_are_given_up(monkeypatch: pytest.MonkeyPa
     assert client.began.acquire(timeout=60)
     source.close()
     assert isinstance(second.exception(timeout=60), CancelledError)
+
+
+def server_engine(settings: dict[str, Any], folder: Path, device: Any = "cpu") -> ServerEngine:
+    """An engine of a policy with one weight, at step 0."""
+    values = Rollout(**{"engine": "vllm", "check_prompts": 0, "timeout": 5.0} | settings)
+    model = torch.nn.Linear(2, 3, bias=False)
+    policy = SimpleNamespace(model=model, causal=model, device=torch.device(device))
+    encoder = SimpleNamespace(end_ids=(END,), tokenizer=Words())
+    recipe = SimpleNamespace(
+        rollout=values,
+        model=SimpleNamespace(
+            name="model", dtype="bfloat16", trust_remote_code=False, tokenizer=None
+        ),
+        data=SimpleNamespace(max_length=64),
+    )
+    prepared: Any = SimpleNamespace(recipe=recipe, encoder=encoder)
+    state: Any = SimpleNamespace(has_split_weights=False, policy=policy, step=0)
+    messages: Any = SimpleNamespace(warn=pytest.fail, note_once=lambda _: None)
+    return ServerEngine(prepared, state, messages, folder, server_share=lambda: 0.35)
+
+
+def sample(engine: ServerEngine) -> None:
+    engine.generate([(5, 6)], 1, Sampling(), first=0, progress=lambda _: None)
+
+
+def test_a_server_sleeps_while_the_policy_is_trained(tmp_path: Path) -> None:
+    with serving(Fake()) as fake:
+        engine = server_engine({"url": fake.url, "sleep": True}, tmp_path)
+        rounds: list[list[str]] = []
+        for step in (0, 0, 1):
+            state: Any = engine._state
+            state.step = step
+            sample(engine)
+            assert fake.asleep
+            paths = [p for p in fake.paths() if p not in ("/server_info", "/weight_info")]
+            rounds.append(paths[sum(map(len, rounds)) :])
+        engine.close()
+    generate = "/inference/v1/generate"
+    assert rounds == [
+        ["/wake_up", *UPDATE, generate, "/sleep"],
+        ["/wake_up", generate, "/sleep"],
+        ["/wake_up", *UPDATE, generate, "/sleep"],
+    ]
+
+
+def test_a_server_that_cannot_sleep_is_an_error(tmp_path: Path) -> None:
+    with serving(Fake()) as fake:
+        fake.on["/wake_up"] = lambda body: (404, {"detail": "Not Found"})
+        engine = server_engine({"url": fake.url, "sleep": True}, tmp_path)
+        with raises_error("rollout-server-cannot-sleep", where="/wake_up", fix="rollout.sleep"):
+            sample(engine)
+        engine.close()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The settings of each server that was started."""
+    servers: list[dict[str, Any]] = []
+
+    class Started:
+        url, log = "http://127.0.0.1:1", Path("vllm.log")
+
+        def __init__(self, model: str, **settings: Any) -> None:
+            servers.append(settings)
+
+        def start(self) -> Started:
+            return self
+
+        def revive(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(engines, "Server", Started)
+    monkeypatch.setattr(engines, "largest_rank", lambda model: 0)
+    return servers
+
+
+def test_a_server_on_the_gpu_of_the_policy_has_the_planned_share(
+    tmp_path: Path, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    engine = server_engine({"start": True}, tmp_path, device="cuda")
+    assert not started  # only the process that asks it starts it
+    transport = engine.generator.transport  # type: ignore[attr-defined]
+    assert isinstance(transport, IpcTransfer)
+    assert not transport.copies
+    (settings,) = started
+    names = ("devices", "memory_share", "sleeps", "transport")
+    assert [settings[name] for name in names] == [(0,), 0.35, True, "ipc"]
+    other = server_engine({"start": True, "memory_share": 0.2}, tmp_path, device="cuda")
+    assert other.generator
+    assert started[1]["memory_share"] == 0.2
+
+
+def test_a_server_on_another_gpu_has_all_of_it(
+    tmp_path: Path, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    engine = server_engine({"start": True, "ahead": True}, tmp_path, device="cuda")
+    transport = engine.generator.transport  # type: ignore[attr-defined]
+    assert isinstance(transport, NcclTransfer)
+    assert transport.copies  # the policy changes while the server samples
+    (settings,) = started
+    names = ("devices", "memory_share", "sleeps", "transport")
+    assert [settings[name] for name in names] == [(1,), None, False, "nccl"]
+
+
+def test_a_server_is_refused_on_a_gpu_that_it_cannot_share(
+    tmp_path: Path, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with raises_error("rollout-device-shared", where="rollout.devices", fix="rollout.sleep"):
+        server_engine({"start": True, "sleep": False}, tmp_path, device="cuda")
+    with raises_error("rollout-transport-unsupported", where="rollout.transport", fix="ipc"):
+        server_engine({"start": True, "transport": "nccl"}, tmp_path, device="cuda")
+    assert not started
 
 
 @pytest.mark.parametrize(
