@@ -29,9 +29,7 @@ def sharing(minimum: int) -> Iterator[None]:
 
 @st.composite
 def sequence_sets(draw: st.DrawFn, measured: bool = True) -> list[TokenSequence]:
-    """Sequences of few distinct tokens that extend each other, so that many share prefixes. Some
-    are equal.
-    """
+    """Sequences of few distinct tokens: many extend each other, share prefixes, or are equal."""
     results: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 7))):
         stem = draw(st.sampled_from(results)) if results and draw(st.booleans()) else ()
@@ -60,8 +58,8 @@ def encoded(sequence: TokenSequence, name: str = "") -> TokenizedExample:
 
 
 def conversations() -> list[TokenizedExample]:
-    """A prompt with three answers, two separately rated turns of one conversation (the completion
-    of the first is context of the second), and two sequences that share no prefix.
+    """A prompt with three answers, two separately rated turns of a conversation (the completion of
+    the first is context of the second), and two sequences that share no prefix.
     """
     generator = torch.Generator().manual_seed(1)
 

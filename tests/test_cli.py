@@ -1,6 +1,4 @@
-"""The command line, as a user types it: what is printed, what is written, what the exit status
-is.
-"""
+"""The command line: output, files, and exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Help, and what a shell completes: all that there is, without waiting for torch."""
+"""Help and shell completion: complete, and without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--json`: a strict object a record, one for every end, and readers that go away."""
+"""`--json`: a strict JSON object per record and per outcome, and readers that disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name under which the package is installed, and what a plain installation brings."""
+"""The name of the installed package, and its dependencies without extras."""
 
 from __future__ import annotations
 

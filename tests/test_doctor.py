@@ -1,4 +1,4 @@
-"""`valence doctor`: what a machine has and lacks, and what a recipe needs of it."""
+"""`valence doctor`: checks of the machine, and of the needs of a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers near and far, where the environment names a proxy."""
+"""Local and remote servers when the environment has a proxy."""
 
 from __future__ import annotations
 

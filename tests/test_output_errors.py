@@ -1,4 +1,4 @@
-"""A run goes on when what it prints cannot be written, or not in the terminal's encoding."""
+"""A run continues if its output cannot be written or encoded."""
 
 from __future__ import annotations
 

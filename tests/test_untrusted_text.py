@@ -1,6 +1,4 @@
-"""Text that others wrote - rows, file names, settings, model output, errors - cannot steer the
-terminal.
-"""
+"""Untrusted text (rows, file names, settings, model output, errors) cannot control the terminal."""
 
 from __future__ import annotations
 

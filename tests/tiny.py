@@ -1,4 +1,4 @@
-"""Small tokenizers and chat templates, built on the spot, for tests that need them."""
+"""Small tokenizers and chat templates for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of real architectures, built on the spot."""
+"""Tiny random models of real architectures."""
 
 from __future__ import annotations
 

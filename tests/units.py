@@ -1,4 +1,4 @@
-"""Tokenized examples made by hand: no tokenizer, no files."""
+"""Tokenized examples without a tokenizer or files."""
 
 from __future__ import annotations
 

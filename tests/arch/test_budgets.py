@@ -1,4 +1,4 @@
-"""What no file of the package may hold."""
+"""Limits on the content of the package's files."""
 
 from __future__ import annotations
 

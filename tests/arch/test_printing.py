@@ -1,4 +1,4 @@
-"""Only ``valence/terminal.py`` prints: whatever it prints is escaped there."""
+"""Only ``valence/terminal.py`` prints, because it escapes its output."""
 
 from __future__ import annotations
 

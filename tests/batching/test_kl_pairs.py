@@ -1,4 +1,4 @@
-"""Which completion is put behind which prompt to estimate KTO's reference point."""
+"""The pairs of prompts and completions that estimate KTO's reference point."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The prefix tree of sequences: properties that hold for all of them, and which tokens are
-shared.
-"""
+"""Prefix trees: properties of all trees, and the tokens that are shared."""
 
 from __future__ import annotations
 

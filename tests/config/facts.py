@@ -1,4 +1,4 @@
-"""What the tests of recipes share: made-up methods, a recipe, and assertions on its errors."""
+"""Common parts of the tests of recipes: fictitious methods, a recipe, and assertions on errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes that are right: values, origins, overrides, short forms, paths, and the resolved
+"""Valid recipes: values, origins, overrides, short forms, paths, and the resolved
 recipe.
 """
 

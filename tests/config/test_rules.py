@@ -1,4 +1,4 @@
-"""What settings have to do with each other: those without effect, and those that contradict."""
+"""Relations between settings: settings without effect, and contradictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold for every row of the table of losses."""
+"""Properties of every row of the table of losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model and rows for runs that are disturbed, and a disk that can be told to fail."""
+"""A model and rows for disturbed runs, and a disk that fails on request."""
 
 from __future__ import annotations
 

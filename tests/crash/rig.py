@@ -1,5 +1,5 @@
-"""Runs inside the test's own process: what a kill would leave of them, and disks, clocks and
-signals that do their worst.
+"""Runs inside the test's process: the state that a kill leaves, and failing disks, jumping clocks
+and signals.
 """
 
 from __future__ import annotations

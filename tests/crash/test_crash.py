@@ -1,5 +1,5 @@
-"""Killed at any moment and started again, a run ends with the weights, the log and the evaluations
-it would have had.
+"""A run that is killed at any moment and restarted ends with the weights, log and evaluations of an
+undisturbed run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a loss of power can do to a run's folder: the newest checkpoint is not what was written, the
-log goes on behind it.
+"""Damage by a power loss to a run's folder: a corrupt newest checkpoint, or a log that is ahead of
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Full, read-only and vanished disks, and a clock that jumps: the run says so, goes on where it
+"""Full, read-only and vanished disks, and a clock that jumps: the run reports them, continues if it
 can, and loses nothing.
 """
 

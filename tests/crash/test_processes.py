@@ -1,5 +1,5 @@
-"""A run of several processes of which any is killed, or the one that started them, ends like one
-that was left alone.
+"""A run of several processes ends like an undisturbed one after any of them, or the launcher, is
+killed and the run is restarted.
 """
 
 from __future__ import annotations

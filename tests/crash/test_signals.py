@@ -1,5 +1,5 @@
-"""A signal in any phase ends the program with the documented status, and the same command then ends
-the run as it would have.
+"""A signal in any phase ends the program with the documented status, and the same command then
+resumes the run to the same result.
 """
 
 from __future__ import annotations

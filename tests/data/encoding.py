@@ -1,6 +1,4 @@
-"""What the tests of encoding share: rows of chat and text, an encoder, and what it makes of
-them.
-"""
+"""Common parts of the tests of encoding: rows of chat and text, and an encoder with its results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the tests of reading data share: a source as a recipe would give it, and files to point it
-at.
-"""
+"""Common parts of the tests of reading data: the source of a recipe, and files for it."""
 
 from __future__ import annotations
 

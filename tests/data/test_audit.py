@@ -1,6 +1,4 @@
-"""The audit: counts that can be checked by hand on small data, and a screen that says only what was
-found.
-"""
+"""The audit: counts that are easy to check on small data, and its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are too long: left out, or cut at the prompt or the completion, and said so."""
+"""Rows that are too long: dropped, or truncated at the prompt or the completion, with a note."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The chat template and the tokenizer's own tokens: what stands in, what is noted, and rows that
-cannot be used.
-"""
+"""The chat template and the tokenizer's special tokens: defaults, notes, and unusable rows."""
 
 from __future__ import annotations
 

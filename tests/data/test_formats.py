@@ -1,4 +1,4 @@
-"""Every format: that it is recognised, and what it is read as."""
+"""Detection and reading of every format."""
 
 from __future__ import annotations
 

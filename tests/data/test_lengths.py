@@ -1,4 +1,4 @@
-"""Lengths in bins: every answer is counted once, in the bin that holds its length."""
+"""Histograms of lengths: every answer is counted once, in the bin of its length."""
 
 from __future__ import annotations
 

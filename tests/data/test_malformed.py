@@ -1,8 +1,7 @@
-"""What people really have in their files.
+"""Realistic malformed files.
 
-Each either works, or ends in one UserError with the place and the remedy.
-
-None ends in another exception, and none leaves out a row without saying so.
+Each file either works, or ends in one UserError with the place and the fix. None ends in another
+exception, and no row is dropped without a message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What other systems got wrong about data, where no other test of this folder says it (see
+"""Mistakes of other systems with data that no other test of this folder covers (see
 docs/pitfalls.md).
 """
 

@@ -1,6 +1,4 @@
-"""Several scored answers to a prompt: as rankings, as tokens, and what conversions make of them and
-into them.
-"""
+"""Several scored answers to a prompt: as rankings, as tokens, and in conversions."""
 
 from __future__ import annotations
 

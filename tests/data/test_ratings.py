@@ -1,5 +1,5 @@
-"""A column called rating holds thumbs or scores, which the whole column decides, and the audit
-tells.
+"""A column named rating contains thumbs or scores. All its values decide which, and the audit
+reports it.
 """
 
 from __future__ import annotations

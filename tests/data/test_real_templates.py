@@ -1,4 +1,4 @@
-"""Chat templates of published models: what is trained on is what the model generates, and nothing
+"""Chat templates of published models: training covers the tokens that the model generates, and none
 that a template inserts.
 """
 

@@ -1,6 +1,4 @@
-"""Answers that a model gave, with their tokens: read as they are, judged or not, and what
-conversions make of them.
-"""
+"""Sampled answers with their tokens: reading, with and without ratings, and conversions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which units make up which step: from seed, epoch and content alone."""
+"""The examples of each step depend only on seed, epoch and content."""
 
 from __future__ import annotations
 

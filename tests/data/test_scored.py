@@ -1,5 +1,5 @@
-"""Verdicts beyond thumbs: scores, attributes and soft labels, and the kind of rows that takes any
-of them.
+"""Ratings other than thumbs: scores, attributes and soft labels, and the kind of rows for all of
+them.
 """
 
 from __future__ import annotations

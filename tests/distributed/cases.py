@@ -1,5 +1,5 @@
-"""Small runs that several processes make together, with weights split over them or not: what they
-measure is compared.
+"""Small runs of several processes, with sharded or replicated weights, whose measurements are
+compared.
 """
 
 from __future__ import annotations

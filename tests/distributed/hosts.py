@@ -1,8 +1,6 @@
-"""Two hosts on this machine: network namespaces, joined by a cable that can be cut.
+"""Two hosts on this machine: network namespaces with a link that can be disconnected.
 
-They share the disk.
-
-Only loopback addresses are used, which nothing outside a namespace answers to or sees.
+They share the disk, and use only loopback addresses, which are not visible outside a namespace.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What processes must agree on, or end together with the reason: objects and rows given, signals,
-and who computes what.
+"""Processes must agree on objects, rows, signals and the division of work, or end together with the
+reason.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Models that are split while they are built are those of one process, and no process ever holds a
-whole one.
+"""Models that are sharded during construction equal those of one process, and no process ever holds
+all weights.
 """
 
 from __future__ import annotations

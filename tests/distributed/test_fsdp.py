@@ -1,4 +1,4 @@
-"""With weights split over processes, every number is that of one process."""
+"""With sharded weights, every figure equals that of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on two hosts, and what becomes of it when the link between them is cut."""
+"""A run on two hosts, and its end when the link between them fails."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Several processes started by one command: its exit status, what is shown, and that signals reach
-all and are waited for.
-"""
+"""Several processes started by one command: exit status, output, and signals to all of them."""
 
 from __future__ import annotations
 

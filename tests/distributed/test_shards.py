@@ -1,5 +1,5 @@
-"""Tensors in parts: written once by those that hold them, read by any number of processes, in any
-parts.
+"""Sharded tensors: each shard is written once, and any number of processes reads them in any
+layout.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A step of several processes is that of one: for every row of the table of losses, with rows that
-do not divide evenly.
+"""A step of several processes equals that of one for every row of the table of losses, also if the
+number of rows is not divisible.
 """
 
 from __future__ import annotations

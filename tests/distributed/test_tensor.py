@@ -1,5 +1,5 @@
-"""Processes that share each layer's products give what one gives: values, gradients, their norm,
-and weights after two steps.
+"""Tensor-parallel processes return the results of one: values, gradients, their norm, and weights
+after two steps.
 """
 
 from __future__ import annotations

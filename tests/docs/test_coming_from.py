@@ -1,6 +1,5 @@
-"""The guides name what exists: settings, methods, formats and numbers of the log.
-
-Rows are read as they say.
+"""The guides name existing settings, methods, formats and metrics, and their rows are read as
+stated.
 """
 
 from __future__ import annotations

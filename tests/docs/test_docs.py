@@ -1,6 +1,4 @@
-"""The documents are true: their code runs, their output is what is shown, and what they name
-exists.
-"""
+"""The pages are correct: their code runs, their output matches, and their names exist."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""docs/scale.md and its examples: tables are those of the model, commands and manifests are ones
-that their programs take.
+"""docs/scale.md and its examples: tables match the model, and programs accept the commands and
+manifests.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The model behind docs/scale.md: its counts by hand, its bounds, and what it makes of a machine's
-timings.
+"""The model behind docs/scale.md: its counts by hand, its bounds, and the constants that it derives
+from timings.
 """
 
 from __future__ import annotations

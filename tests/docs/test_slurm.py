@@ -1,6 +1,4 @@
-"""The batch scripts for Slurm put themselves back into the queue when, and only when, there is more
-to train.
-"""
+"""The Slurm batch scripts requeue themselves if, and only if, training is not finished."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every command that a page shows is run there, or stands in a table with the reason why not, and
-exists at least.
-"""
+"""Every command of a page exists, and is run or listed in a table with a reason."""
 
 from __future__ import annotations
 

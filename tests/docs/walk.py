@@ -1,9 +1,8 @@
-"""What a page shows, done in its order in a fresh folder: files are written, commands are run,
-Python is run.
+"""Execute a page in order in a fresh folder: write its files, and run its commands and Python code.
 
 A block is a file where the paragraph above it names one and ends with a colon, or its first line is
-`# name.yaml`. What a page takes for granted is there before: a tiny model under every name that a
-recipe or a command gives a model, rows under usual names, a function that judges.
+`# name.yaml`. The folder starts with the prerequisites of a page: a tiny model under every model
+name of a recipe or command, rows under usual names, and a reward function.
 """
 
 from __future__ import annotations

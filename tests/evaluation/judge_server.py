@@ -1,4 +1,4 @@
-"""A server that speaks /v1/chat/completions, and judges as a function says."""
+"""A server for /v1/chat/completions that judges with a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that would answer differently from the run are found, and the cause is named."""
+"""Detection of files that would answer differently from the run, with the cause."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What models say of a step's rows, from their own logits or scores, one sequence at a time, in
-plain Python numbers.
+"""Outputs of models for a step's rows, from their logits or scores, one sequence at a time, as
+Python numbers.
 """
 
 from __future__ import annotations

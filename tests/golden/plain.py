@@ -1,6 +1,4 @@
-"""Plain Python numbers against which losses are checked: stable scalars, and derivatives by central
-differences.
-"""
+"""Python numbers to compare losses with: stable scalars, and derivatives by central differences."""
 
 from __future__ import annotations
 

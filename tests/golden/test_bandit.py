@@ -1,9 +1,7 @@
-"""Where learning from one's own answers ends, for problems so small that the end is known in closed
-form.
+"""The fixed point of online training, for problems with a closed-form solution.
 
-All answers there are to one prompt are run at every step, each weighted by the policy's own
-probability of it (of groups and
-pairs: by the product), so that gradients are expectations and nothing is drawn.
+Every step runs all possible answers to one prompt, weighted by their probability under the policy
+(groups and pairs: by the product). Gradients are therefore expectations, without sampling.
 """
 
 from __future__ import annotations

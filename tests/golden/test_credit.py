@@ -1,4 +1,4 @@
-"""What the tokens of a round's answers are worth, against plain Python numbers."""
+"""Advantages of the tokens of a round's answers, compared with Python numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Losses of pairs against the formula book in plain Python numbers, and fixed points worked out by
-hand.
-"""
+"""Losses of pairs, compared with reference formulas in Python numbers and known fixed points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of single tokens and advantages, against the formula book in plain Python numbers."""
+"""Losses of single tokens and advantages, compared with reference formulas in Python numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Losses of single completions against the formula book in plain Python numbers: values, gradients,
-fixed points.
+"""Losses of single completions, compared with reference formulas in Python numbers: values,
+gradients, fixed points.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The loss of a whole step in plain Python numbers, by the formula book: masks, sums, modifiers,
+"""Reference formulas of the loss of a complete step in Python numbers: masks, sums, modifiers,
 weights, averages, statistics.
 
-What has no gradient by definition is read at the weights where a slope is taken.
+Quantities without a gradient use the weights at which the derivative is taken.
 """
 
 from __future__ import annotations

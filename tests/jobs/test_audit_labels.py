@@ -1,4 +1,4 @@
-"""Audits of labels: what is found, what is written, and what is refused."""
+"""Audits of labels: results, files, and rejected input."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Imports of feedback: what is written, what a second import changes, and what a killed one
-leaves.
-"""
+"""Imports of feedback: files, changes by a second import, and the state after a killed one."""
 
 from __future__ import annotations
 

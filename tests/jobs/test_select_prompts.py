@@ -1,4 +1,4 @@
-"""Selections of prompts to label next: their order, the file, and what is refused."""
+"""Selections of prompts to label next: order, file, and rejected input."""
 
 from __future__ import annotations
 

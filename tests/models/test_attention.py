@@ -354,7 +354,7 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
 def test_every_query_attends_to_itself_and_columns_have_32_bits(
     segments: Segments, window: int
 ) -> None:
-    """The kernels are told so (ROWS_GUARANTEED_SAFE)."""
+    """The kernels rely on it (ROWS_GUARANTEED_SAFE)."""
     visible = Visible(segments_of(segment_table(segments)), (window,), torch.device("cpu"))
     mask_mod = visible.masks[window].mask_mod
     zero, rows = torch.tensor(0), torch.arange(segments[-1][1])
@@ -391,8 +391,8 @@ def test_dynamic_sizes_need_few_programs_and_only_sizes_are_dynamic(
         graphs.append(graph)
         return graph.forward
 
-    compile_it = partial(torch.compile, backend=record)
-    monkeypatch.setattr(torch, "compile", compile_it)
+    compiles = partial(torch.compile, backend=record)
+    monkeypatch.setattr(torch, "compile", compiles)
     flex._compiled.cache_clear()
     torch.compiler.reset()
     try:

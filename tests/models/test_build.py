@@ -1,4 +1,4 @@
-"""How a model is made ready: types, dropout, adapters, and mistakes in what is loaded."""
+"""Preparing a model: dtypes, dropout, adapters, and errors in loaded files."""
 
 from __future__ import annotations
 

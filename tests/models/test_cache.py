@@ -1,4 +1,4 @@
-"""Reference values kept in a folder: found by content, never by accident."""
+"""Cached reference values: looked up by content, without false matches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Layers computed again: the same values and gradients, bit for bit, and less kept for the backward
-pass.
+"""Activation checkpointing: the same values and gradients, bit for bit, with fewer saved
+activations.
 """
 
 from __future__ import annotations

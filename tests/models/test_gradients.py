@@ -1,6 +1,4 @@
-"""Gradients of vocabulary matrices are those of PyTorch's own functions, also in memory that had
-another step's.
-"""
+"""Gradients of vocabulary matrices equal those of PyTorch's functions, also in reused memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of attention cover what tokens see: each pair of query and key once, and nothing else."""
+"""Blocks of attention cover each visible pair of query and key once, and no other pair."""
 
 from __future__ import annotations
 

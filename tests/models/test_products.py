@@ -1,4 +1,4 @@
-"""How products round is one choice of the process, made by several threads."""
+"""The rounding of matrix multiplications is one setting of the process, set by several threads."""
 
 from __future__ import annotations
 

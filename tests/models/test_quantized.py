@@ -1,6 +1,4 @@
-"""An adapter over frozen weights of 4 bits: what it learns, what it is compared with, what is saved
-of it.
-"""
+"""An adapter on a 4-bit quantized model: training, reference, and saved files."""
 
 from __future__ import annotations
 

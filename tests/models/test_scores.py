@@ -1,5 +1,5 @@
-"""Reward models: scores against the stock model one sequence at a time, and what is saved against
-what stock loading gives.
+"""Reward models: scores compared with transformers one sequence at a time, also after saving and
+loading.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What trains is counted as the run would make it, and what a token is multiplied with as the model
-would do it.
-"""
+"""Counts of trained weights match the run, and operations per token match the model."""
 
 from __future__ import annotations
 

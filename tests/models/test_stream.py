@@ -1,4 +1,4 @@
-"""Weights that are read late, and in parts, are those of a model that was loaded whole."""
+"""Weights that are read late and in parts equal those of a completely loaded model."""
 
 from __future__ import annotations
 

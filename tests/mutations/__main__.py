@@ -1,5 +1,5 @@
-"""Would the tests see a mistake? ``python -m tests.mutations`` changes the package in many small
-ways, one at a time, and runs the tests that execute the changed code.
+"""Check that the tests detect mistakes: ``python -m tests.mutations`` makes many small changes to
+the package, one at a time, and runs the tests that execute the changed code.
 
 Exit status 1: fewer mutants were caught than ``--bar`` asks for.
 """

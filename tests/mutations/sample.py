@@ -1,4 +1,4 @@
-"""Which files are mutated, and which of their mutants are tried."""
+"""The choice of files and of their mutants."""
 
 from __future__ import annotations
 

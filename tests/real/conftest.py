@@ -1,6 +1,4 @@
-"""The real model and data: fetched once, kept in the cache, skipped with the reason where they
-cannot be had.
-"""
+"""The real model and data: downloaded once into the cache, or skipped with the reason."""
 
 from __future__ import annotations
 

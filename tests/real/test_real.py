@@ -1,4 +1,4 @@
-"""KTO and DPO on real judgements with a real model: SmolLM2-135M-Instruct on the sets of 300 rows,
+"""KTO and DPO on real ratings with a real model: SmolLM2-135M-Instruct on the sets of 300 rows,
 for a few steps.
 """
 

@@ -1,4 +1,4 @@
-"""Does a change of the package change any result? Twenty recipes, recorded and compared.
+"""Compare the results of twenty recipes between two revisions of the package.
 
     python -m tests.regression record DIR [--tree PATH]
     python -m tests.regression compare DIR_A DIR_B

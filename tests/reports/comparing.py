@@ -1,4 +1,4 @@
-"""Small runs to be compared: on judged answers, on their own answers, with any settings."""
+"""Small runs to compare: offline on rated answers, or online, with any settings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Folders of runs that never ran: healthy ones of three kinds, with everything that a run
-writes.
-"""
+"""Synthetic run folders: healthy runs of three kinds, with all files of a run."""
 
 from __future__ import annotations
 

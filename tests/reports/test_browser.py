@@ -1,5 +1,5 @@
-"""The run page in a real browser, opened from the disk: nothing fails, all can be reached, and no
-text of the data runs.
+"""The report in a real browser, opened from the disk: no errors, everything is reachable, and no
+text of the data is executed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Charts of several runs: what is drawn of them, over what, and that a run looks the same in
-all.
-"""
+"""Charts of several runs: their data and axes, and one style per run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The page and the Markdown of several runs: what they say, that text stays text, and what they are
-written over.
-"""
+"""The page and the Markdown of several runs: content, escaped text, and overwriting."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Several runs compared: which they are, what is read of them, what is marked and what is not, and
-the rows they disagree on.
+"""Comparison of several runs: their selection, the data that is read, marked differences, and rows
+on which they disagree.
 """
 
 from __future__ import annotations

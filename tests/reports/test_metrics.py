@@ -1,4 +1,4 @@
-"""Metrics are pooled as sums and counts; what is not there is left out."""
+"""Metrics are pooled as sums and counts; missing values are ignored."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The run page: built from whatever a run has left, self-contained, and safe with any text in the
-data.
-"""
+"""The report: built from any files of a run, self-contained, and safe with any text in the data."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the run page draws: curves, bands, the time of a step, histograms, calibration."""
+"""Charts of the report: curves, bands, the time of a step, histograms, calibration."""
 
 import json
 import math

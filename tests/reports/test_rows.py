@@ -1,4 +1,4 @@
-"""Which rows of an evaluation are worth reading, and which contradict their verdict."""
+"""The selection of rows of an evaluation to read, and of rows that contradict their label."""
 
 from __future__ import annotations
 

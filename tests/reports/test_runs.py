@@ -1,4 +1,4 @@
-"""Where the runs below a folder stand."""
+"""The state of all runs below a folder."""
 
 from __future__ import annotations
 

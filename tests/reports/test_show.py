@@ -1,4 +1,4 @@
-"""What a person sees of a row: the row, the example, the tokens."""
+"""The display of a row: the row, the example, the tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Trackers, each with its own library and without a network: what they are handed, and that nothing
-is lacking or twice when a run that was killed goes on.
+"""Trackers with their libraries and without a network: the records that they receive, each exactly
+once after a killed run resumes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ server for a client of ours.
 python openrlhf_side.py clients URL,URL FOLDER... asks with the client of each version, prints what
 each had as JSON
 python openrlhf_side.py server FOLDER PORT        serves with its server
-Ray and the language model are stand-ins: neither speaks on the wire. Of its packages, the
+Ray and the language model are stand-ins: neither affects the HTTP API. Of its packages, the
 ``__init__`` files are not run.
 """
 

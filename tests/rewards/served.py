@@ -1,4 +1,4 @@
-"""Rewards whose scores can be told from the text alone, and servers of them in this process."""
+"""Rewards whose scores follow from the text, and servers for them in this process."""
 
 from __future__ import annotations
 

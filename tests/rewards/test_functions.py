@@ -1,6 +1,4 @@
-"""Functions as rewards: the signatures, what they may give, and everything that may go wrong with
-other people's code.
-"""
+"""Functions as rewards: signatures, return values, and all errors of third-party code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The client of reward servers, against servers on this host that do everything wrong that a server
-can do.
-"""
+"""The client of reward servers, against local servers with all kinds of errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models as rewards: their own numbers, for chats and text, with attributes and without."""
+"""Reward models as rewards: their scores for chats and text, with and without attributes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rules: what each gives, what it refuses, and that nothing that an answer holds stops the
-program.
-"""
+"""Rules: results, rejected settings, and robustness to any answer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Scoring from a program that is not asynchronous: order, progress, stopping, and event loops that
-are already there.
-"""
+"""Scoring from synchronous code: order, progress, stopping, and existing event loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire of a reward server: what it reads, what it gives, what it refuses."""
+"""The HTTP API of a reward server: requests, responses, and rejected requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Requests made from the server's own OpenAPI description: it keeps to it, and no input makes it
-fail.
+"""Requests generated from the server's OpenAPI description: it conforms to it, and no input makes
+it fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP as clients should not speak it: heads without end, slow, malformed, of other hosts, on many
+"""Misbehaving HTTP clients: endless headers, slow or malformed requests, wrong hosts, and many
 connections.
 """
 

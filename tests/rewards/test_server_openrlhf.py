@@ -1,5 +1,5 @@
-"""The wire of OpenRLHF, with its published code at the other end: fetched once into the cache, run
-from there.
+"""The HTTP API of OpenRLHF, tested with its published code, which is downloaded once into the
+cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model and the rows of the demo: where they come from, and what is refused."""
+"""The model and the rows of the demo: sources, and rejected downloads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The comparison of a server's log-probabilities with the trainer's: the known causes of a
-difference, told from each other.
+"""The comparison of a server's log-probabilities with the trainer's: it distinguishes the known
+causes of a difference.
 """
 
 from __future__ import annotations

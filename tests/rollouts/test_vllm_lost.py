@@ -1,6 +1,4 @@
-"""A vLLM server that restarts, dies, hangs or stays away, played by a stand-in: what the client
-does and says.
-"""
+"""The client's reaction to a vLLM server (a stand-in) that restarts, dies, hangs or is absent."""
 
 from __future__ import annotations
 

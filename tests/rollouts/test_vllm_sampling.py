@@ -1,4 +1,4 @@
-"""What the client asks of a vLLM server, against a stand-in, and what it takes for an answer."""
+"""Requests to a vLLM server, and the accepted responses, with a stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that take the lock of a folder, and what one that died a while ago has left."""
+"""Processes that lock a folder, and the leftovers of one that died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run folders hold a run that can be resumed."""
+"""Detection of run folders that can be resumed."""
 
 from __future__ import annotations
 

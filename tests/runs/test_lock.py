@@ -1,4 +1,4 @@
-"""One run at a time in a folder, and no folder that a dead run keeps."""
+"""A folder has one run at a time, and a dead run does not keep its lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where flock does not tell who holds a folder: on other hosts, and on file systems without it."""
+"""Locks where flock does not work: on other hosts, and on file systems without it."""
 
 from __future__ import annotations
 

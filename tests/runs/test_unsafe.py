@@ -1,4 +1,4 @@
-"""Nothing that is read or written runs code, and no name in the data becomes a path."""
+"""No file that is read or written executes code, and no name in the data becomes a path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the tests of offline rounds share: a folder with a model, prompts and rewards, and the ways
-to call.
+"""Common parts of the tests of offline rounds: a folder with a model, prompts and rewards, and
+functions that run the commands.
 """
 
 from __future__ import annotations

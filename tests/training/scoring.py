@@ -1,4 +1,6 @@
-"""What the tests of scoring rows share: rows of each kind, and the ways to call."""
+"""Common parts of the tests of scoring rows: rows of each kind, and functions that run the
+commands.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What goes wrong while a run trains: bad steps, jumps, memory that runs out, disks that are
-full.
-"""
+"""Problems during training: bad steps, loss spikes, out of memory, full disks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One training step is the same however it is cut into micro-batches, laid out in memory, or
-ordered.
-"""
+"""A training step does not depend on its micro-batches, memory layout, or order of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, and that it ends when it no longer gets better."""
+"""The checkpoints that a run keeps, and early stopping."""
 
 from __future__ import annotations
 

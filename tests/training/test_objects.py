@@ -1,4 +1,4 @@
-"""Rows of a run given in Python: the same rows give the same run, whatever holds them."""
+"""Rows of a run from Python: the same rows in any container give the same run."""
 
 from __future__ import annotations
 

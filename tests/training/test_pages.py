@@ -1,5 +1,5 @@
-"""The page as a run goes, what the log says of the machine, and training rows measured for the
-page.
+"""The report during a run, the log's record of the machine, and training rows evaluated for the
+report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What other systems got wrong about steps, averages and runs, where no other test says it (see
+"""Mistakes of other systems with steps, averages and runs that no other test covers (see
 docs/pitfalls.md).
 """
 

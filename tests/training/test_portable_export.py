@@ -1,4 +1,4 @@
-"""Exported folders do not tell where this machine keeps its files, and still load."""
+"""Exported folders contain no paths of this machine, and load elsewhere."""
 
 from __future__ import annotations
 

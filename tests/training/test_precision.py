@@ -1,6 +1,4 @@
-"""How far a step depends on its micro-batches, its order and its layout, in each type of
-products.
-"""
+"""The dependence of a step on its micro-batches, order and layout, for each compute dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next step is prepared in a thread: for the same results, errors, checkpoints and endings."""
+"""Preparing the next step in a thread changes no results, errors, checkpoints or endings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run on a CUDA device, here a pretended one, is that on the host."""
+"""A complete run on a pretended CUDA device equals that on the host."""
 
 from __future__ import annotations
 

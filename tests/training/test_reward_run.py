@@ -1,4 +1,4 @@
-"""A reward model from rows to a folder: trained by a recipe, measured, written, and read by stock
+"""A reward model from rows to a folder: trained by a recipe, evaluated, exported, and loaded by
 transformers.
 """
 

@@ -1,4 +1,4 @@
-"""The setting train.router_aux_loss in whole runs."""
+"""The setting train.router_aux_loss in complete runs."""
 
 from __future__ import annotations
 

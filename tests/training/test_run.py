@@ -1,4 +1,4 @@
-"""A whole run on a tiny model, from files to a folder that others can load."""
+"""A complete run on a tiny model, from files to a folder that other libraries can load."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A file of a run's folder that has changed since it was written is found out when it is read back,
-and named.
-"""
+"""Reading a file of a run's folder detects changes since it was written, and names the file."""
 
 from __future__ import annotations
 

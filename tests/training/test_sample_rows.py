@@ -1,6 +1,4 @@
-"""Answers written as rows: what a row holds, going on where a program was stopped, adding to a
-file, what is refused.
-"""
+"""Sampled answers as rows: columns, resuming, appending to a file, and rejected options."""
 
 from __future__ import annotations
 

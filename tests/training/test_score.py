@@ -1,4 +1,4 @@
-"""The reference cache in whole runs: filled beforehand or on the way, by several processes, for
+"""The reference cache in complete runs: filled before or during training, by several processes, for
 every run of a sweep.
 """
 

@@ -1,5 +1,5 @@
-"""The file that scores of rows are written to: nothing is lost, doubled or mixed up when a program
-is stopped, and no other lines are gone on from.
+"""The output file of scored rows: a stopped program loses, duplicates or reorders no line, and
+resuming accepts only its own lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers judged by rewards, in files: scores, failures, going on, and the walk from prompts to a
+"""Answers scored by rewards, in files: scores, failures, resuming, and the steps from prompts to a
 trained model.
 """
 

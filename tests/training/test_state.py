@@ -1,4 +1,4 @@
-"""Whatever changes while a run trains is in its saved state, or can be shown not to matter."""
+"""All state that changes during training is saved, or has no effect."""
 
 from __future__ import annotations
 

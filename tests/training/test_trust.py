@@ -1,6 +1,4 @@
-"""A run's folder that somebody else wrote executes no code unless a flag of the command line allows
-it.
-"""
+"""A run folder from someone else executes no code without a flag on the command line."""
 
 from __future__ import annotations
 

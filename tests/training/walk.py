@@ -1,6 +1,4 @@
-"""All values that can be reached from an object, by the path to them: what a run's saved state is
-held against.
-"""
+"""All values that are reachable from an object, by path, to compare with a run's saved state."""
 
 from __future__ import annotations
 

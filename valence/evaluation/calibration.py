@@ -252,7 +252,7 @@ def _calibrate_on_thumbs(
 
 
 def _cross(ups: Sequence[T], downs: Sequence[T]) -> list[tuple[T, T]]:
-    """All pairs; if there are more than ``MAX_COMPARED``, so many of them at random."""
+    """All pairs, or a random sample of ``MAX_COMPARED`` pairs if there are more."""
     if len(ups) * len(downs) <= MAX_COMPARED:
         return [(up, down) for up in ups for down in downs]
     draw = random.Random(0)

@@ -1,4 +1,4 @@
-"""Exports written by tests, and what a reader makes of them."""
+"""Exports written by tests, and the votes that a reader returns for them."""
 
 from __future__ import annotations
 

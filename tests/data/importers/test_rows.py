@@ -1,4 +1,4 @@
-"""Rows that are made of votes."""
+"""Building rows from votes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports in files, and what readers make of them in a form that is easy to compare."""
+"""Exports in files, and the votes of their readers in a form that is easy to compare."""
 
 from __future__ import annotations
 

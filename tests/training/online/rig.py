@@ -1,4 +1,4 @@
-"""A tiny model, its prompts, and a recipe that learns from its own answers."""
+"""A tiny model, its prompts, and a recipe for online training."""
 
 from __future__ import annotations
 

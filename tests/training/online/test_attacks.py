@@ -1,5 +1,5 @@
-"""Runs on their own answers, where others would try to break them: rows, distributions, one step's
-gradient by hand, signals.
+"""Online runs under difficult conditions: rows, distributions, the gradient of a step by formula,
+and signals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What rejection must not imitate: groups without a difference, truncated and bad completions."""
+"""Completions that rejection sampling must not imitate: tied, truncated and bad ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that learn from the policy's own answers."""
+"""Online runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run that a vLLM server samples for."""
+"""A complete online run that samples from a vLLM server."""
 
 from __future__ import annotations
 
