@@ -107,7 +107,7 @@ def rows(segments: Segments, k: int) -> list[int]:
     return [row for j in path(segments, k) for row in range(*segments[j][:2])]
 
 
-def seen(segments: Segments, window: int = 0) -> Tensor:
+def visible_mask(segments: Segments, window: int = 0) -> Tensor:
     """[T, T], True where the token of a row sees that of a column: one on its path, itself or
     before it, and with a window (0: none) less than so many tokens before it.
     """

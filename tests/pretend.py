@@ -89,7 +89,7 @@ WIDENED = (
 GIGABYTE = 2**30
 PACKAGE_FOLDER = f"{Path(valence.__file__).parent}{os.sep}"
 """Where the code under test is, whatever the folder of the checkout is called."""
-Given = Mapping[str, Any]
+Kwargs = Mapping[str, Any]
 
 
 class There(Tensor):
@@ -119,12 +119,12 @@ class There(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
     ) -> Any:
         return _run(func, args, kwargs or {})
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: Given) -> Any:
+def _run(func: Any, args: Sequence[Any], kwargs: Kwargs) -> Any:
     """An operator on the device, by the host."""
 
     def on_host(value: Any) -> Any:
@@ -170,7 +170,7 @@ class Named(TorchFunctionMode):
         """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
     ) -> Any:
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             return CUDA if isinstance(args[0], There) else func(*args)
@@ -208,7 +208,7 @@ class Named(TorchFunctionMode):
         finally:
             self.without = before
 
-    def _copied(self, func: Any, args: Sequence[Any], kwargs: Given) -> Tensor:
+    def _copied(self, func: Any, args: Sequence[Any], kwargs: Kwargs) -> Tensor:
         if func is Tensor.new_tensor:
             like, *args = args
             kwargs = {"dtype": like.dtype, "device": META} | kwargs
@@ -221,7 +221,7 @@ class Named(TorchFunctionMode):
         return There(result)
 
 
-class Kept(TorchDispatchMode):
+class DeviceMode(TorchDispatchMode):
     """Runs what is on the device, and looks at what the host waits for."""
 
     def __init__(self, device: Named) -> None:
@@ -229,7 +229,7 @@ class Kept(TorchDispatchMode):
         self.device = device
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [
@@ -342,7 +342,7 @@ def _in_threads(waits: list[str]) -> Iterator[None]:
 
     def there(self: threading.Thread) -> None:
         device = Named(waits)
-        with device, Kept(device):
+        with device, DeviceMode(device):
             run(self)
 
     with mock.patch.object(threading.Thread, "run", there):
@@ -360,6 +360,8 @@ def pretended() -> Iterator[list[str]]:
         "memory_reserved": 0,
         "memory_allocated": 0,
         "max_memory_allocated": 0,
+        "max_memory_reserved": 0,
+        "empty_cache": None,
         "reset_peak_memory_stats": None,
         "synchronize": None,
         "is_bf16_supported": True,
@@ -384,5 +386,5 @@ def pretended() -> Iterator[list[str]]:
         stack.enter_context(_in_backward(device))
         stack.enter_context(_in_threads(device.waits))
         stack.enter_context(device)
-        stack.enter_context(Kept(device))
+        stack.enter_context(DeviceMode(device))
         yield device.waits

@@ -54,7 +54,7 @@ def fork_server() -> Any:
 
 
 class Program:
-    """`valence` with these words, in the current folder. said: a file for what it prints;
+    """`valence` with these words, in the current folder. output: a file for what it prints;
     environment: variables of its own;
     main: what is called in place of `valence`, of a module.
     """
@@ -62,11 +62,11 @@ class Program:
     def __init__(
         self,
         *words: str,
-        message: str | Path = os.devnull,
+        output: str | Path = os.devnull,
         main: Callable[[], None] = cli.main,
         **environment: str,
     ) -> None:
-        out = os.fspath(Path(message).absolute())
+        out = os.fspath(Path(output).absolute())
         self.process = fork_server().Process(
             target=_main,
             args=(main, words, os.getcwd(), {**os.environ, **environment}, out),
@@ -108,9 +108,9 @@ def _main(
     words: tuple[str, ...],
     folder: str,
     environment: dict[str, str],
-    message: str,
+    output: str,
 ) -> None:
-    out = os.open(message, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(out, stream)
     os.close(out)
@@ -165,7 +165,7 @@ class Copies:
             f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -ISu \"$0\" \"$@\"\n'''\n{CLIENT}"
         )
         self.python.chmod(0o755)
-        self._server = Program(said=folder / "said", main=partial(_serve, str(at)))
+        self._server = Program(output=folder / "said", main=partial(_serve, str(at)))
         self._server.wait_until(at.exists)
 
     def end(self) -> None:

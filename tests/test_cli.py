@@ -554,7 +554,7 @@ def test_quiet_scoring_still_tells_which_rows_failed(
 @pytest.mark.slow
 def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
     """SIGINT from outside, while a long run trains."""
-    program = Program("train", "recipe.yaml", "train.epochs=100000", said=place / "said")
+    program = Program("train", "recipe.yaml", "train.epochs=100000", output=place / "said")
     log = place / "runs/first/metrics.jsonl"
     program.wait_until(lambda: log.is_file() and log.read_text().count("\n") > 3)
     program.send_signal(signal.SIGINT)

@@ -104,7 +104,9 @@ def collecting(
     """The command as it runs, the links of its raters, and the file of what it prints."""
     message = Path("said")
     message.unlink(missing_ok=True)
-    program = Program("collect", saved_model().name, "--port", "0", *words, said=message, main=main)
+    program = Program(
+        "collect", saved_model().name, "--port", "0", *words, output=message, main=main
+    )
     try:
         until = time.monotonic() + 60
         while "stop with Ctrl-C" not in (message.read_text() if message.exists() else ""):
@@ -142,7 +144,7 @@ def test_the_command_serves_until_it_is_stopped() -> None:
         program.process.join(60)
         assert program.poll() == 130
         shown = message.read_text()
-    assert "1 votes in feedback.jsonl" in shown
+    assert "1 vote in feedback.jsonl" in shown
     tokens = {link.partition("#token=")[2] for link in links.values()}
     assert all(shown.count(token) == 1 for token in tokens)
     assert [row["label"] for row in rows(Path("feedback.jsonl"))] == [True]

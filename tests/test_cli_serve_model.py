@@ -76,6 +76,7 @@ REFUSED: list[tuple[list[str], str, str]] = [
     (["--max-new-tokens", "10000000"], "sampling-value", "max_new_tokens"),
     (["--out", "feedback.csv"], "output-not-jsonl", "feedback.csv"),
     (["--out", "foreign.jsonl"], "output-foreign", "foreign.jsonl"),
+    (["other", "--out", "test.ab.jsonl", "--overwrite"], "path-invalid-output", "--out"),
 ]
 
 
@@ -119,7 +120,7 @@ def serving(*words: str, token: str = "") -> Iterator[tuple[Program, str, Path]]
     output = Path("output")
     output.unlink(missing_ok=True)
     program = Program(
-        "serve", saved_model().name, *words, "--port", "0", said=output, TOKEN_OF_TEST=token
+        "serve", saved_model().name, *words, "--port", "0", output=output, TOKEN_OF_TEST=token
     )
     try:
         until = time.monotonic() + 60
@@ -156,7 +157,7 @@ def test_the_command_serves_with_the_token_of_the_environment() -> None:
         os.kill(program.pid, signal.SIGINT)
         program.process.join(60)
         assert program.poll() == 130
-        assert "1 votes in feedback.jsonl" in output.read_text()
+        assert "1 vote in feedback.jsonl" in output.read_text()
         assert "secret" not in output.read_text()
     assert [row["label"] for row in rows(Path("feedback.jsonl"))] == [True]
 

@@ -205,11 +205,11 @@ def test_access_to_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(loading, "hub_problem", lambda: "")
 
-    def found() -> doctor.Check:
+    def model_check() -> doctor.Check:
         return of_recipe("model.name=nobody/nothing")["model.name"]
 
     monkeypatch.setattr(huggingface_hub, "auth_check", lambda _: None)
-    assert (found().state, found().needed) == ("ok", False)
+    assert (model_check().state, model_check().needed) == ("ok", False)
     for error in (errors.GatedRepoError, errors.RepositoryNotFoundError):
 
         def refuse(_: str, error: type[errors.HfHubHTTPError] = error) -> None:
@@ -219,16 +219,16 @@ def test_access_to_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
             )
 
         monkeypatch.setattr(huggingface_hub, "auth_check", refuse)
-        assert (found().state, found().needed) == ("problem", True)
+        assert (model_check().state, model_check().needed) == ("problem", True)
 
     def lose(_: str) -> None:
         raise RuntimeError("the connection was reset")
 
     monkeypatch.setattr(huggingface_hub, "auth_check", lose)
-    assert "was reset" in found().detail
+    assert "was reset" in model_check().detail
     monkeypatch.setattr(loading, "hub_problem", lambda: "no answer")
-    assert (found().state, found().needed) == ("problem", True)
-    assert "HF_ENDPOINT" in found().fix
+    assert (model_check().state, model_check().needed) == ("problem", True)
+    assert "HF_ENDPOINT" in model_check().fix
 
 
 @pytest.mark.usefixtures("place")

@@ -18,7 +18,9 @@ from valence.rollouts.protocol import Sampling
 
 
 @pytest.fixture(params=["HTTP_PROXY", "ALL_PROXY"])
-def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def proxy_requests(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[str]]:
     """First lines of what a proxy was asked, which it never answers."""
     lines: list[str] = []
 
@@ -38,14 +40,14 @@ def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         proxy.shutdown()
 
 
-def test_what_is_near_is_asked_directly(asked: list[str]) -> None:
+def test_what_is_near_is_asked_directly(proxy_requests: list[str]) -> None:
     with serving(Completions(speaks=True)) as fake:
         sampler = OpenAIGenerator(fake.url, Words(), end_ids=[END], timeout=5.0)  # type: ignore[arg-type]
         assert len(sampler.generate(PROMPTS, 1, Sampling(seed=1))) == 2
         assert ServerClient(fake.url, 5.0).is_healthy()
     with reward_server() as server:
         assert values(reward(server.url), answers(2)) == [0.0, 1.0]
-    assert asked == []
+    assert proxy_requests == []
 
 
 @pytest.mark.parametrize(
@@ -69,9 +71,9 @@ def test_what_cannot_be_used_matters_to_what_is_far_alone(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a server that is lost is asked again
-def test_what_is_far_is_asked_through_the_proxy(asked: list[str]) -> None:
+def test_what_is_far_is_asked_through_the_proxy(proxy_requests: list[str]) -> None:
     with pytest.raises(ServerLost):
         ServerClient("https://far.invalid", 5.0).get("/v1/models")
-    assert asked == ["CONNECT far.invalid:443 HTTP/1.1"]
+    assert proxy_requests == ["CONNECT far.invalid:443 HTTP/1.1"]
     error(reward("https://far.invalid/get_reward", retries=0), answers(1))
-    assert asked[1:] == ["CONNECT far.invalid:443 HTTP/1.1"]
+    assert proxy_requests[1:] == ["CONNECT far.invalid:443 HTTP/1.1"]

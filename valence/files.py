@@ -5,8 +5,11 @@ it are refused.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -107,6 +110,26 @@ def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
             raise _link_error(path) from error
         raise
     return os.fdopen(handle, "ab" if append else "wb", buffering=0)
+
+
+@contextmanager
+def lock_file(path: Path) -> Iterator[bool]:
+    """Lock a file, which is created for that and removed at the end.
+
+    Yields whether this process has the lock; otherwise another one has it. Raises OSError.
+    """
+    refuse_links(path, path.parent)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_locked = False
+        try:
+            yield is_locked
+        finally:
+            if is_locked:
+                path.unlink(missing_ok=True)
 
 
 def make_folder(path: Path, root: Path) -> None:

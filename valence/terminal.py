@@ -28,8 +28,13 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Span, Text
+
+MAX_WIDTH = 2000
+"""Of a line of a table in a pipe or a file, in characters."""
 
 UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories that are escaped: controls, format characters (bidirectional marks, zero-width
@@ -220,6 +225,15 @@ class Terminal(Console):
 def print_message(console: Console, message: str, style: str = "") -> None:
     """Print one message without wrapping; newlines start a new line, other controls are escaped."""
     console.print(Text(escape_control(message), style), soft_wrap=True)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; in a pipe or a file, cells are not wrapped unless ``COLUMNS`` is set."""
+    wide = console
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        needed = Measurement.get(console, console.options.update(width=MAX_WIDTH), table).maximum
+        wide = Terminal(file=console.file, width=max(console.width, needed))
+    wide.print(table)
 
 
 def warn_on_stderr(console: Console, message: str) -> None:

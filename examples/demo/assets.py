@@ -215,3 +215,7 @@ def _checked(content: bytes, digest: str, name: str) -> bytes:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    print(smollm2())

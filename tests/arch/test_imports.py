@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import valence
 from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of, shown, tree
 
 LAYERS = (
@@ -444,9 +445,28 @@ def test_a_run_without_adapter_or_report_loads_no_library_for_them() -> None:
     assert not loaded & set(HEAVY) - {"accelerate"}
 
 
-def test_the_package_is_where_the_tests_look() -> None:
-    import valence
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no expandable segments")
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64 None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None max_split_size_mb:64"),
+    ],
+)
+def test_memory_of_a_device_is_in_segments_that_can_grow_unless_set_otherwise(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in valence.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    names = "'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'"
+    printed = run_python(f"import os, valence; print(*map(os.environ.get, ({names})))")
+    assert printed.strip() == expected
 
+
+def test_the_package_is_where_the_tests_look() -> None:
     assert valence.__file__ is not None
     assert Path(valence.__file__).parent == PACKAGE
 

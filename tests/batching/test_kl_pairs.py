@@ -160,8 +160,8 @@ def test_every_prompt_gets_a_completion_of_another_prompt(
         assert result.prompt_ids == prompt
         assert 1 <= len(answer.ids) == len(answer.mask) <= room - len(prompt)
         space = room - len(prompt)
-        whole_or_cut = [c for q, c in [*step, *following] if q != prompt and c != completion]
-        assert answer.ids in [c[:space] for c in whole_or_cut]
+        candidates = [c for q, c in [*step, *following] if q != prompt and c != completion]
+        assert answer.ids in [c[:space] for c in candidates]
 
 
 @pytest.mark.parametrize(

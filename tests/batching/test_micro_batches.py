@@ -108,14 +108,14 @@ def pack(examples: Sequence[TokenizedExample], max_tokens: int) -> list[list[int
 
 @given(unit_sets(), st.integers(0, 20))
 def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(
-    made: list[TokenizedExample], less: int
+    generated: list[TokenizedExample], less: int
 ) -> None:
     """Also when the budget is just too small for all of them at once."""
     with sharing(1):
-        budget = max(1, num_tokens(made) - less)
-        dealt = pack(made, budget)
-        laid = [len(make_micro_batch([made[i] for i in rows]).tokens) for rows in dealt]
-    assert sorted(i for rows in dealt for i in rows) == list(range(len(made)))
+        budget = max(1, num_tokens(generated) - less)
+        dealt = pack(generated, budget)
+        laid = [len(make_micro_batch([generated[i] for i in rows]).tokens) for rows in dealt]
+    assert sorted(i for rows in dealt for i in rows) == list(range(len(generated)))
     for rows, tokens in zip(dealt, laid, strict=True):
         assert rows == sorted(rows)
         assert len(rows) == 1 or tokens <= budget
@@ -123,10 +123,10 @@ def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(
 
 @given(unit_sets(), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_the_order_of_the_units_changes_no_micro_batch_count(
-    made: list[TokenizedExample], least: int, draw: Random
+    generated: list[TokenizedExample], min_shared: int, draw: Random
 ) -> None:
-    with sharing(least):
-        assert len(pack(made, 40)) == len(pack(draw.sample(made, len(made)), 40))
+    with sharing(min_shared):
+        assert len(pack(generated, 40)) == len(pack(draw.sample(generated, len(generated)), 40))
 
 
 def test_short_questions_behind_one_system_prompt_are_within_the_budget() -> None:
@@ -225,9 +225,9 @@ def test_columns_agree_with_the_units(kind: str, share: bool) -> None:
     assert share or len(batch.tokens) == sum(u.tokens for u in rows)
     for s in range(batch.sequences):
         of = rows[int(batch.unit[s])]
-        given_answer = of.answers[int(batch.side[s])]
+        answer = of.answers[int(batch.side[s])]
         actual = batch.rows(s)
-        assert tuple(batch.tokens[actual].tolist()) == of.prompt_ids + given_answer.ids
+        assert tuple(batch.tokens[actual].tolist()) == of.prompt_ids + answer.ids
         assert batch.position_ids[actual].tolist() == list(range(len(actual)))
         read = actual[(batch.sequence_ids[actual] == s) & batch.loss_mask[actual]]
         assert torch.equal(read, actual[len(of.prompt_ids) :])

@@ -48,8 +48,8 @@ def rows(results: PrefixTree, s: int) -> list[int]:
 
 
 @given(strand_sets(), shares)
-def test_every_path_spells_its_sequence(strands: list[TokenSequence], least: int) -> None:
-    with sharing(least):
+def test_every_path_spells_its_sequence(strands: list[TokenSequence], min_shared: int) -> None:
+    with sharing(min_shared):
         result = build_prefix_tree(strands)
     assert len(result.leaves) == len(strands)
     for s, one in enumerate(strands):
@@ -61,9 +61,9 @@ def test_every_path_spells_its_sequence(strands: list[TokenSequence], least: int
 
 @given(strand_sets(), shares)
 def test_segments_come_parents_first_and_tile_the_rows(
-    strands: list[TokenSequence], least: int
+    strands: list[TokenSequence], min_shared: int
 ) -> None:
-    with sharing(least):
+    with sharing(min_shared):
         result = build_prefix_tree(strands)
     assert [start for start, _, _ in result.segments] == [
         0,
@@ -82,9 +82,9 @@ def test_segments_come_parents_first_and_tile_the_rows(
 
 @given(strand_sets(), shares)
 def test_a_measured_token_has_one_row_and_one_reader(
-    strands: list[TokenSequence], least: int
+    strands: list[TokenSequence], min_shared: int
 ) -> None:
-    with sharing(least):
+    with sharing(min_shared):
         result = build_prefix_tree(strands)
     readers = Counter[int]()
     for s, one in enumerate(strands):
@@ -102,9 +102,9 @@ def test_a_measured_token_has_one_row_and_one_reader(
 
 @given(strand_sets(), shares)
 def test_a_token_that_none_measures_belongs_to_a_sequence_that_has_it(
-    strands: list[TokenSequence], least: int
+    strands: list[TokenSequence], min_shared: int
 ) -> None:
-    with sharing(least):
+    with sharing(min_shared):
         result = build_prefix_tree(strands)
     inside = [set(rows(result, s)) for s in range(len(strands))]
     assert all(row in inside[s] for row, s in enumerate(result.sequence_ids.tolist()))
@@ -112,9 +112,9 @@ def test_a_token_that_none_measures_belongs_to_a_sequence_that_has_it(
 
 @given(strand_sets(), shares, st.randoms(use_true_random=False))
 def test_the_order_of_the_sequences_costs_no_row(
-    strands: list[TokenSequence], least: int, draw: Random
+    strands: list[TokenSequence], min_shared: int, draw: Random
 ) -> None:
-    with sharing(least):
+    with sharing(min_shared):
         result = num_rows(strands)
         assert num_rows(strands[::-1]) == num_rows(draw.sample(strands, len(strands))) == result
     assert result <= sum(len(one.token_ids) for one in strands)
@@ -131,14 +131,16 @@ def test_with_nothing_measured_every_beginning_is_laid_once(strands: list[TokenS
 
 @given(strand_sets(), shares)
 def test_a_beginning_is_shared_only_if_it_is_long_enough(
-    strands: list[TokenSequence], least: int
+    strands: list[TokenSequence], min_shared: int
 ) -> None:
-    with sharing(least):
+    with sharing(min_shared):
         result = build_prefix_tree(strands)
     users = Counter(k for s in range(len(strands)) for k in path(result, s))
     for s in range(len(strands)):
         shared = [k for k in path(result, s) if users[k] > 1]
-        assert not shared or result.position_ids[result.segments[shared[-1]][1] - 1] + 1 >= least
+        assert (
+            not shared or result.position_ids[result.segments[shared[-1]][1] - 1] + 1 >= min_shared
+        )
 
 
 def test_a_prompt_is_laid_once_for_all_its_answers() -> None:
@@ -194,10 +196,10 @@ def rows_of_path(tree: PrefixTree, sequence: int) -> list[int]:
 
 @given(strand_sets(), shares, st.data())
 def test_a_selection_is_a_tree_of_its_sequences(
-    strands: list[TokenSequence], least: int, data: st.DataObject
+    strands: list[TokenSequence], min_shared: int, data: st.DataObject
 ) -> None:
     chosen = data.draw(st.lists(st.sampled_from(range(len(strands))), min_size=1, unique=True))
-    with sharing(least):
+    with sharing(min_shared):
         tree = build_prefix_tree(strands).select(chosen)
     assert [start for start, _, _ in tree.segments] == [
         0,
@@ -223,13 +225,13 @@ def test_a_selection_is_a_tree_of_its_sequences(
 
 @given(strand_sets(measured=False), shares, st.data())
 def test_a_selection_is_the_tree_that_would_be_built(
-    strands: list[TokenSequence], least: int, data: st.DataObject
+    strands: list[TokenSequence], min_shared: int, data: st.DataObject
 ) -> None:
     """Segments too: one that has lost its siblings is no longer apart from its parent."""
     chosen = sorted(
         data.draw(st.lists(st.sampled_from(range(len(strands))), min_size=1, unique=True))
     )
-    with sharing(least):
+    with sharing(min_shared):
         selected = build_prefix_tree(strands).select(chosen)
         built = build_prefix_tree([strands[s] for s in chosen])
     assert selected.segments == built.segments

@@ -146,6 +146,13 @@ SHAPES: dict[str, tuple[str, str, str, str, str]] = {
         "",
         "train.batch_size",
     ),
+    "part of a name, and a name of another section": (
+        "train: {steps: 10}\n",
+        ":7 (train.steps)",
+        UNKNOWN,
+        "",
+        "train.max_steps",
+    ),
     "another case of a name": (
         "train: {SEED: 1}\n",
         ":7 (train.SEED)",
@@ -306,7 +313,7 @@ def test_bad_settings(name: str, folder: Path):
 MISSING = "setting-missing"
 NO_DATA = "train-data-missing"
 NO_FILE = "file-not-found"
-WHOLE: dict[str, tuple[str, str, str, str, str]] = {
+RECIPES: dict[str, tuple[str, str, str, str, str]] = {
     "no method": (
         "model: {name: m}\ndata: {train: feedback.jsonl}\n",
         " (method)",
@@ -514,9 +521,9 @@ WHOLE: dict[str, tuple[str, str, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", RECIPES)
 def test_bad_recipes(name: str, folder: Path):
-    text, where, code, value, fix = WHOLE[name]
+    text, where, code, value, fix = RECIPES[name]
     (folder / "r.yaml").write_text(text)
     check_recipe_error(load_error("r.yaml"), "r.yaml" + where, code, value, fix)
 

@@ -38,7 +38,7 @@ ROWS = sorted(LOSSES)
 SUMMED = {"ipo": {"normalize": False}}
 """What makes a row read sums over whole answers, which some modifiers ask for."""
 NEVER_ALONE = 10_000
-ONE_EACH, SEVERAL = 1, 60
+ONE_ROW, SEVERAL = 1, 60
 """Tokens of a micro-batch: each row of data has one of its own, or several share one."""
 ON: dict[str, dict[str, Any]] = {
     "humanline": {"humanline": (-0.05, 0.1)},
@@ -69,11 +69,11 @@ NAMES = [" ".join([name, *settings]) for name, settings in CASES]
 
 
 POLICIES = [name for name in ROWS if LOSSES[name].credit]
-GIVEN = [
+ADVANTAGE_CASES = [
     (name, (ON | OF_SAMPLED)[modifier]) for name in POLICIES for modifier in LOSSES[name].modifiers
 ]
 EVERY = {"correction": 1.1, "kl_weight": 0.5}
-GIVEN_NAMES = [" ".join([name, *settings]) for name, settings in GIVEN]
+ADVANTAGE_NAMES = [" ".join([name, *settings]) for name, settings in ADVANTAGE_CASES]
 models_of = cache(models_for)
 valued = cache(policy_with_values)
 """Nothing here changes a weight, and making a model takes longer than asking it."""
@@ -106,14 +106,14 @@ def slopes(policy: PolicyModel) -> Tensor:
     )
 
 
-SPLITS = [(ONE_EACH, SEVERAL), pytest.param((24, 33, NEVER_ALONE), marks=pytest.mark.slow)]
+SPLITS = [(ONE_ROW, SEVERAL), pytest.param((24, 33, NEVER_ALONE), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(
     name: str, settings: dict[str, Any]
 ) -> None:
-    budgets = (SEVERAL,) if settings else (ONE_EACH, SEVERAL)
+    budgets = (SEVERAL,) if settings else (ONE_ROW, SEVERAL)
     full = same_however_cut(name, settings, models_of(name), units_for(name), budgets)
     assert full.class_sums is None or LOSSES[name].shifts
 
@@ -122,7 +122,7 @@ def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 def test_more_ways_to_cut_a_step(name: str, settings: dict[str, Any]) -> None:
     same_however_cut(
-        name, settings, models_of(name), units_for(name), (ONE_EACH, 24, 33, SEVERAL, NEVER_ALONE)
+        name, settings, models_of(name), units_for(name), (ONE_ROW, 24, 33, SEVERAL, NEVER_ALONE)
     )
 
 
@@ -149,7 +149,7 @@ def test_masked_answers_do_not_depend_on_micro_batches_or_order(name: str) -> No
     settings = {**EVERY, "value": True} if name == "ppo" else EVERY
     models = valued() if name == "ppo" else models_of(name)
     rows = [masked(row) if i % 3 == 1 else row for i, row in enumerate(sampled())]
-    same_however_cut(name, settings, models, rows, (ONE_EACH, SEVERAL))
+    same_however_cut(name, settings, models, rows, (ONE_ROW, SEVERAL))
 
     actual = objective(name, *models, **settings)
     others = [row for row in rows if any(row.answers[0].mask)]
@@ -179,19 +179,19 @@ def same_however_cut(
     tokens of a micro-batch.
     """
 
-    def made(budget: int) -> Objective:
+    def build_objective(budget: int) -> Objective:
         result = objective(name, *models, budget=budget, **settings)
         result.shift = RewardShift(0.3, 2)
         return result
 
-    full, numbers, grad = gradient(made(NEVER_ALONE), rows)
+    full, numbers, grad = gradient(build_objective(NEVER_ALONE), rows)
     assert full.micro_batches == 1
     assert grad.norm() > 1e-6
     observed = {1}
     for budget in budgets:
         shuffled = random.Random(budget).sample(rows, len(rows))
         assert shuffled != rows
-        cut, cut_numbers, cut_grad = gradient(made(budget), shuffled)
+        cut, cut_numbers, cut_grad = gradient(build_objective(budget), shuffled)
         observed.add(cut.micro_batches)
         assert cut_numbers.keys() == numbers.keys()
         for key, value in numbers.items():
@@ -201,7 +201,7 @@ def same_however_cut(
             torch.testing.assert_close(cut.class_sums, full.class_sums, rtol=1e-10, atol=1e-12)
     assert len(observed) > 1
     assert SEVERAL not in budgets or any(1 < count < len(rows) for count in observed)
-    assert ONE_EACH not in budgets or len(rows) in observed
+    assert ONE_ROW not in budgets or len(rows) in observed
     return full
 
 
@@ -217,7 +217,7 @@ def plain_gradient(name: str) -> Tensor:
     return gradient(objective(name, *models_of(name), **SUMMED.get(name, {})), units_for(name))[2]
 
 
-@pytest.mark.parametrize(("name", "settings"), GIVEN, ids=GIVEN_NAMES)
+@pytest.mark.parametrize(("name", "settings"), ADVANTAGE_CASES, ids=ADVANTAGE_NAMES)
 def test_a_modifier_of_sampled_answers_changes_the_gradient(
     name: str, settings: dict[str, Any]
 ) -> None:

@@ -48,7 +48,7 @@ class Disk:
             operations(lambda name, path: Disk.fault(name, path) if Disk.fault else None)
         Disk._watched = True
 
-    def each(self, act: Act, folder: Path) -> None:
+    def call_for(self, act: Act, folder: Path) -> None:
         """Has ``act`` called for all operations on a folder and in it, but for its own."""
         busy = False
 

@@ -93,7 +93,7 @@ def killed_in_save(
         if only in (None, operation) and newest(run) in steps:
             left.append((operation, frozen(run, folder / f"left {len(left)}")))
 
-    disk.each(freeze, run / "checkpoints")
+    disk.call_for(freeze, run / "checkpoints")
     assert place.train(CASE[case], run, **SHORT) == 0
     disk.rest()
     return left
@@ -150,7 +150,7 @@ def killed_elsewhere(
             shutil.rmtree(left.get(kind, folder / "none"), ignore_errors=True)
             left[kind] = frozen(run, folder / f"left {observed.total()}")
 
-    disk.each(freeze, run)
+    disk.call_for(freeze, run)
     assert place.train(CASE[case], run, **SHORT) == 0
     disk.rest()
     files = " ".join(file for _, file in left)

@@ -22,7 +22,7 @@ from valence.lifecycle import saved_models
 from valence.lifecycle.restore import restore
 from valence.runs.keeper import Damaged, Saved, check
 
-CASES = KTO_LORA, WHOLE_MODELS = ("kto, lora", "sft, whole models")
+CASES = KTO_LORA, FULL_MODELS = ("kto, lora", "sft, whole models")
 STOPPED_IN = 11
 slow = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def steps(run: Path) -> list[int]:
 @pytest.mark.parametrize(("name", "damage"), [
     (KTO_LORA, flip),
     *(pytest.param(KTO_LORA, damage, marks=slow) for damage in DAMAGES if damage is not flip),
-    *(pytest.param(WHOLE_MODELS, damage, marks=slow) for damage in (flip, Path.unlink)),
+    *(pytest.param(FULL_MODELS, damage, marks=slow) for damage in (flip, Path.unlink)),
 ], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
 def test_a_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_used(
     name: str,
@@ -135,7 +135,7 @@ def test_no_bit_of_a_manifest_may_change(
 @pytest.mark.parametrize(("ending", "used"), [
     ("part", False), pytest.param("gone", False, marks=slow), ("old", True)
 ])  # fmt: skip
-@pytest.mark.parametrize("name", [KTO_LORA, pytest.param(WHOLE_MODELS, marks=slow)])
+@pytest.mark.parametrize("name", [KTO_LORA, pytest.param(FULL_MODELS, marks=slow)])
 def test_a_checkpoint_that_was_being_renamed(
     name: str, ending: str, used: bool, stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:

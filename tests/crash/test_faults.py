@@ -55,11 +55,11 @@ def fails(disk: Disk, folder: Path, part: str, index: int) -> list[str]:
             if len(observed) == index + 1:
                 raise NO_ROOM
 
-    disk.each(fail, folder)
+    disk.call_for(fail, folder)
     return observed
 
 
-def whole(run: Path) -> list[int]:
+def complete_checkpoints(run: Path) -> list[int]:
     """The steps of the checkpoints that are there, all of which are whole."""
     results = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
     return [check(run / f"checkpoints/step-{step}").step for step in results]
@@ -77,7 +77,7 @@ def fail_in_save(
     observed = fails(disk, run, "step-6.part", index)
     assert place.train(CASE[case], run, **SHORT) == 0, (index, observed)
     disk.rest()
-    assert whole(run) == [9, 10], observed
+    assert complete_checkpoints(run) == [9, 10], observed
     assert differences(run, place.alone(CASE[case], **SHORT)) == [], observed
     failed = len(observed) > index
     warned = [warning for warning in warnings_of(run) if "step-6" in warning]
@@ -128,7 +128,7 @@ def test_the_last_save_is_tried_again(
     observed = fails(disk, tmp_path / "run", "step-10.part", 0)
     assert place.train(KTO, tmp_path / "run", **SHORT) == 0
     assert len(observed) > 1
-    assert whole(tmp_path / "run") == [9, 10]
+    assert complete_checkpoints(tmp_path / "run") == [9, 10]
     assert differences(tmp_path / "run", place.alone(KTO, **SHORT)) == []
 
 
@@ -145,9 +145,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(
         if name == operation and "step-3" in path and not path.endswith("step-3.part"):
             raise OSError(errno.EBUSY, "Device or resource busy")
 
-    disk.each(busy, run / "checkpoints")
+    disk.call_for(busy, run / "checkpoints")
     assert place.train(KTO, run, **SHORT) == 0
-    assert {9, 10} <= set(whole(run))
+    assert {9, 10} <= set(complete_checkpoints(run))
     assert [
         warning for warning in warnings_of(run) if "step-9" in warning or "step-6" in warning
     ] == []
@@ -169,7 +169,7 @@ def test_weights_that_cannot_be_written_are_warned_of(
     monkeypatch.setattr(store, "save_file", full)
     assert place.train(KTO, run) == 0
     assert len([warning for warning in warnings_of(run) if "os error 28" in warning]) == 1
-    assert whole(run)[-1] == STEPS
+    assert complete_checkpoints(run)[-1] == STEPS
     assert differences(run, place.alone(KTO)) == []
 
 
@@ -195,7 +195,7 @@ def test_saves_that_fail_in_a_row_end_the_run_and_leave_the_last_good_one(
     run = tmp_path / "run"
     more = {"run": {"max_failed_saves": 2, "keep_best": None}}
     with monkeypatch.context() as patch:
-        in_step(patch, 5, lambda: disk.each(_raise(error), run / part))
+        in_step(patch, 5, lambda: disk.call_for(_raise(error), run / part))
         mistake = place.error(KTO, run, **more)
     disk.rest()
     check_error(mistake, "checkpoint-not-saved", where=str(run / "checkpoints"))
@@ -203,9 +203,9 @@ def test_saves_that_fail_in_a_row_end_the_run_and_leave_the_last_good_one(
     printed = capfd.readouterr().out
     assert "step-6" in printed
     assert "step-9" in printed
-    assert whole(run) == [3]
+    assert complete_checkpoints(run) == [3]
     assert place.train(KTO, run, **more) == 0
-    assert whole(run)[-1] == STEPS
+    assert complete_checkpoints(run)[-1] == STEPS
     assert differences(run, place.alone(KTO)) == []
 
 
@@ -260,7 +260,7 @@ def test_a_disk_that_is_full_for_a_while(
     in_step(monkeypatch, 11, (small_disk / "filler").unlink)
     assert place.train(KTO, run, run={"max_failed_saves": 100}) == 0
     assert str(NO_ROOM.strerror) in capfd.readouterr().out
-    assert whole(run)[-1] == STEPS
+    assert complete_checkpoints(run)[-1] == STEPS
     assert differences(run, place.alone(KTO)) == []
 
 
@@ -276,9 +276,9 @@ def test_a_disk_that_stays_full(
         in_step(patch, 8, lambda: fill(small_disk, left))
         error = place.error(KTO, run, **more)
     check_error(error, "checkpoint-not-saved", where=str(run / "checkpoints"))
-    assert whole(run) == [3, 6]
+    assert complete_checkpoints(run) == [3, 6]
     assert place.train(KTO, run, **more) == 2
-    assert whole(run) == [3, 6]
+    assert complete_checkpoints(run) == [3, 6]
     (small_disk / "filler").unlink()
     assert place.train(KTO, run, **more) == 0
     assert differences(run, place.alone(KTO)) == []
@@ -291,7 +291,7 @@ def test_checkpoints_that_vanish_are_written_anew(
     run = tmp_path / "run"
     in_step(monkeypatch, 8, lambda: shutil.rmtree(run / "checkpoints"))
     assert place.train(KTO, run) == 0
-    assert whole(run)[-1] == STEPS
+    assert complete_checkpoints(run)[-1] == STEPS
     assert differences(run, place.alone(KTO)) == []
 
 

@@ -27,7 +27,7 @@ from tests.programs import fork_server
 from valence.runs.lock import holder
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-WHOLE, SPLIT = "kto, lora, 2 processes", "dpo, 2 that share it"
+REPLICATED, TENSOR_PARALLEL = "kto, lora, 2 processes", "dpo, 2 that share it"
 MARK = "VALENCE_TEST_RUN"
 """In the environment of a run's processes: its folder."""
 
@@ -58,7 +58,7 @@ def test_whoever_is_killed_the_same_command_ends_the_run_as_if_nothing_had_been(
         return laboratory.killed(CASE[name], laboratory.folder / f"{name} killed", iter(kills))
 
     with ThreadPoolExecutor(2) as workers:
-        for trial in workers.map(killed, (WHOLE, SPLIT)):
+        for trial in workers.map(killed, (REPLICATED, TENSOR_PARALLEL)):
             assert trial.wrong == []
             assert trial.kills == 3
 
@@ -91,7 +91,7 @@ def test_a_program_that_is_killed_in_a_save_leaves_nobody_and_no_lock(
     laboratory: Laboratory, run: Path
 ) -> None:
     """As it is started by hand, and not from what was loaded before."""
-    case = CASE[WHOLE]
+    case = CASE[REPLICATED]
     written = run.parent / "recipe.yaml"
     written.write_text(json.dumps(recipe(case, laboratory.folder)), encoding="utf-8")
     environment = {

@@ -33,7 +33,7 @@ def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-def said(role: str, value: str) -> dict[str, str]:
+def sharegpt_turn(role: str, value: str) -> dict[str, str]:
     return {"from": role, "value": value}
 
 
@@ -340,7 +340,7 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     (
         "sharegpt",
         {
-            "conversations": [said("human", "Say hi."), said("gpt", "Hi!")],
+            "conversations": [sharegpt_turn("human", "Say hi."), sharegpt_turn("gpt", "Hi!")],
             "system": "Be brief.",
             "tools": '[{"name": "clock"}]',
         },
@@ -350,9 +350,9 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
         "sharegpt",
         {
             "conversations": [
-                said("system", "Be brief."),
-                said("human", "Say hi."),
-                said("gpt", "Hi!"),
+                sharegpt_turn("system", "Be brief."),
+                sharegpt_turn("human", "Say hi."),
+                sharegpt_turn("gpt", "Hi!"),
             ],
             "system": "",
             "tools": "",
@@ -361,15 +361,18 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     ),
     (
         "sharegpt_kto",
-        {"conversations": [said("human", "Say hi."), said("gpt", "Bye!")], "kto_tag": False},
+        {
+            "conversations": [sharegpt_turn("human", "Say hi."), sharegpt_turn("gpt", "Bye!")],
+            "kto_tag": False,
+        },
         judged(chat(ASK), chat(BYE), False),
     ),
     (
         "sharegpt_preference",
         {
-            "conversations": [said("human", "Say hi.")],
-            "chosen": said("gpt", "Hi!"),
-            "rejected": said("gpt", "Bye!"),
+            "conversations": [sharegpt_turn("human", "Say hi.")],
+            "chosen": sharegpt_turn("gpt", "Hi!"),
+            "rejected": sharegpt_turn("gpt", "Bye!"),
         },
         pair(chat(ASK), chat(HI), chat(BYE)),
     ),
@@ -397,21 +400,21 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     ("prompt", {"prompt": ASK}, Prompt(prompt=chat(ASK), origin=HERE)),
     (
         "judgement",
-        {"prompt": [said("human", "Say hi.")], "completion": "Hi!", "label": 1},
+        {"prompt": [sharegpt_turn("human", "Say hi.")], "completion": "Hi!", "label": 1},
         judged(chat(ASK), chat(HI)),
     ),
     (
         "preference",
         {
-            "prompt": [said("system", "Be brief."), said("human", "Say hi.")],
-            "chosen": [said("gpt", "Hi!")],
+            "prompt": [sharegpt_turn("system", "Be brief."), sharegpt_turn("human", "Say hi.")],
+            "chosen": [sharegpt_turn("gpt", "Hi!")],
             "rejected": [BYE],
         },
         pair(chat(SYSTEM, ASK), chat(HI), chat(BYE)),
     ),
     (
         "messages",
-        {"messages": [said("human", "Say hi."), said("gpt", "Hi!")]},
+        {"messages": [sharegpt_turn("human", "Say hi."), sharegpt_turn("gpt", "Hi!")]},
         demo(chat(ASK), chat(HI)),
     ),
     ("sharegpt", {"conversations": [ASK, HI]}, demo(chat(ASK), chat(HI))),

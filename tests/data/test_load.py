@@ -484,10 +484,10 @@ some_scored = st.lists(
 @given(some_judgements)
 def test_judgements_to_pairs_accounts_for_every_row(examples: list[Judgement]):
     result, unused = CONVERSIONS["judgements_to_pairs"].run(examples, None)
-    given_ = {(e.prompt, e.completion, e.label) for e in examples}
+    example_set = {(e.prompt, e.completion, e.label) for e in examples}
     for e in result:
         assert isinstance(e, Preference)
-        assert {(e.prompt, e.chosen, True), (e.prompt, e.rejected, False)} <= given_
+        assert {(e.prompt, e.chosen, True), (e.prompt, e.rejected, False)} <= example_set
         assert e.chosen != e.rejected
     left = [id(e) for e, _ in unused]
     assert len(left) == len(set(left))

@@ -45,7 +45,7 @@ class Case:
     follows: bool = False
     packs: bool = True
     shares: bool = False
-    each: bool = False
+    sum_every_backward: bool = False
     reshard: bool = True
 
     @property
@@ -95,12 +95,12 @@ def split(engine: PolicyModel, case: Case, group: Group) -> None:
         layers,
         group,
         compute=engine.compute,
-        sum_every_backward=case.each,
+        sum_every_backward=case.sum_every_backward,
         reshard=case.reshard,
     )  # type: ignore[arg-type]
 
 
-def whole(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def full_weights(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {
         name: getattr(w, "full_tensor", lambda w=w: w)().detach().clone() for name, w in weights
     }
@@ -143,7 +143,7 @@ def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
     evaluated = actual.run(
         units_for(case.loss, case.rows, 3), backward=False, rows=True, progress=messages.append
     )
-    weights = whole(policy.named_parameters())
+    weights = full_weights(policy.named_parameters())
     digests += [model_digest(policy, adapter=flag) for flag in (True, False)]
     return {
         "steps": message,

@@ -56,9 +56,9 @@ class Hosts:
         self.names = names
         self.started: list[subprocess.Popen[str]] = []
 
-    def program(self, host: int, *words: str, said: Path, **environment: str) -> Program:
+    def program(self, host: int, *words: str, output: Path, **environment: str) -> Program:
         """Starts `valence` with these words on a host. It is forked from what has torch loaded."""
-        return Program(*words, said=said, main=There(self.names[host]), **environment)
+        return Program(*words, output=output, main=There(self.names[host]), **environment)
 
     def start(
         self, host: int, command: Sequence[str], environment: Mapping[str, str], folder: Path
@@ -80,11 +80,11 @@ class Hosts:
         """The processes on a host."""
         return [int(pid) for pid in _ip("netns", "pids", self.names[host]).split()]
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """No packet passes any more. No connection is closed by that, and no process is told."""
         _ip("-n", self.names[1], "link", "set", CABLE, "down")
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         _ip("-n", self.names[1], "link", "set", CABLE, "up")
 
 

@@ -224,9 +224,12 @@ def watched(group: Group, ends: bool, printed: str) -> str:
             return ended.is_set()
 
     torch.cuda.Event = DeviceEvent
+    torch.cuda.set_device = lambda device: None
     ended, deadline = Event(), 0.8
     watch = CollectiveWatchdog(
-        deadline, lambda place: UserError(f"late: {place}", code="rank-late")
+        deadline,
+        lambda place: UserError(f"late: {place}", code="rank-late"),
+        torch.device("cuda", group.rank),
     )
     watch.add(Collective(1, "sum"))
     if not ends:

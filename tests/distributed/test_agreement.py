@@ -36,7 +36,7 @@ def mistake(action: Callable[[], Any]) -> tuple[str, str, str] | None:
     return None
 
 
-def given(group: Group, place: Path) -> dict[str, tuple[str, str, str] | None]:
+def mistakes_of_objects(group: Group, place: Path) -> dict[str, tuple[str, str, str] | None]:
     """The mistakes of objects and rows that processes give, which must not end the group."""
     tokenizer: Any = tiny_tokenizer(None)
 
@@ -74,7 +74,7 @@ def given(group: Group, place: Path) -> dict[str, tuple[str, str, str] | None]:
 
 
 def test_objects_that_processes_give_must_be_the_same(place: Path) -> None:
-    first, other = together(given, 2, place, deadline=30.0)
+    first, other = together(mistakes_of_objects, 2, place, deadline=30.0)
     assert (first.error, other.error) == ("", "")
     assert first.value == other.value
     result = first.value

@@ -181,11 +181,11 @@ def _differences(group: Group, place: Path, recipe: dict[str, Any]) -> Any:
             or ours.training
         ):
             yield "how the reference runs"
-    yield from _said(policy.eval(), reference, alone.eval(), alone_reference)
+    yield from other_outputs(policy.eval(), reference, alone.eval(), alone_reference)
 
 
 @torch.no_grad()
-def _said(
+def other_outputs(
     policy: PolicyModel, reference: Any, alone: PolicyModel, alone_reference: Any
 ) -> list[str]:
     batch = plain_batch([torch.arange(3, 20), torch.arange(30, 70)], torch.arange(5, 9))
@@ -214,7 +214,7 @@ def test_what_is_split_is_what_one_process_has(place: Path) -> None:
     assert [item.value for item in result] == [{name: [] for name in CASES}] * 2
 
 
-def given(group: Group, place: Path) -> list[str]:
+def split_objects(group: Group, place: Path) -> list[str]:
     """What differs when models that are given are split."""
     objects = [load_model(str(place / name), dtype=torch.float32) for name in ("llama", "other")]
     policy, reference = build_models(
@@ -231,7 +231,7 @@ def given(group: Group, place: Path) -> list[str]:
     return [
         *other_weights(policy, wanted),
         *other_weights(reference.engine, other.engine),
-        *_said(policy, reference, wanted, other),
+        *other_outputs(policy, reference, wanted, other),
     ]
 
 
@@ -250,7 +250,7 @@ def shared(group: Group, place: Path, tensor: int) -> list[Any]:
         results += [
             len(table),
             *other_weights(policy, alone),
-            *_said(policy.eval(), reference, alone.eval(), alone_reference),
+            *other_outputs(policy.eval(), reference, alone.eval(), alone_reference),
         ]
     return results
 
@@ -295,7 +295,7 @@ def noted(group: Group, place: Path) -> list[Any]:
 
 @slow
 def test_models_that_are_given_or_cannot_be_read_in_parts_are_split_as_well(place: Path) -> None:
-    result = run(given, 2, place)
+    result = run(split_objects, 2, place)
     assert [(item.error, item.value) for item in result] == [("", [])] * 2
     first, second = (item.value for item in run(noted, 2, place))
     assert first[0] is second[0] is True
@@ -355,7 +355,7 @@ def recipe_with(**parallel: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("asked", "size", "before", "fits", "expected"),
+    ("sections", "size", "before", "fits", "expected"),
     [
         ({}, 1, None, False, Split()),
         ({"shard": "full"}, 1, True, False, Split()),
@@ -379,18 +379,18 @@ def recipe_with(**parallel: Any) -> Any:
     ],
 )
 def test_how_weights_are_split(
-    asked: dict[str, Any], size: int, before: Any, fits: bool, expected: Split
+    sections: dict[str, Any], size: int, before: Any, fits: bool, expected: Split
 ) -> None:
     assert (
         choose_split(
-            recipe_with(**asked), size, torch.device("cpu"), before=before, fits=lambda: fits
+            recipe_with(**sections), size, torch.device("cpu"), before=before, fits=lambda: fits
         )
         == expected
     )
 
 
 @pytest.mark.parametrize(
-    ("asked", "where"),
+    ("sections", "where"),
     [
         ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer"),
         ({"train": {"optimizer": "torch.optim.Muon"}}, "train.optimizer"),
@@ -404,12 +404,12 @@ def test_how_weights_are_split(
     ],
 )
 def test_settings_that_split_weights_do_not_support_are_mistakes(
-    asked: dict[str, Any], where: str
+    sections: dict[str, Any], where: str
 ) -> None:
     cpu = torch.device("cpu")
-    assert choose_split(recipe_with(**asked), 2, cpu, before=None, fits=lambda: True).single
+    assert choose_split(recipe_with(**sections), 2, cpu, before=None, fits=lambda: True).single
     with raises_error("parallel-unsupported", where=where):
-        choose_split(recipe_with(**asked), 2, cpu, before=None, fits=lambda: False)
+        choose_split(recipe_with(**sections), 2, cpu, before=None, fits=lambda: False)
 
 
 def test_one_process_says_that_it_has_nothing_to_split_over(place: Path) -> None:
@@ -449,15 +449,15 @@ def peak(action: Callable[[], Any]) -> tuple[int, Any]:
     that it maps are not its own), and what the action gave.
     """
 
-    def own() -> int:
+    def anonymous_memory() -> int:
         return 1024 * int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
-    largest, done, before = 0, threading.Event(), own()
+    largest, done, before = 0, threading.Event(), anonymous_memory()
 
     def watch() -> None:
         nonlocal largest
         while not done.wait(0.001):
-            largest = max(largest, own())
+            largest = max(largest, anonymous_memory())
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -466,7 +466,7 @@ def peak(action: Callable[[], Any]) -> tuple[int, Any]:
     finally:
         done.set()
         watching.join()
-    return max(largest, own()) - before, result
+    return max(largest, anonymous_memory()) - before, result
 
 
 def measured(group: Group, place: Path, shard: str) -> tuple[int, int]:

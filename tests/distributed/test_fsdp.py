@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.cases import Case, measure, models, split, whole
+from tests.distributed.cases import Case, full_weights, measure, models, split
 from tests.distributed.rig import run
 from tests.errors import check_error, raises_error
 from tests.tiny_models import tiny
@@ -40,7 +40,7 @@ ON_FOUR = [
     Case("bradley_terry", packs=False),
     Case("aot_unpaired", architecture="llama-tied", checkpointing="full"),
     # One process has no row of these.
-    Case("sft", rows=3, lora=True, each=True),
+    Case("sft", rows=3, lora=True, sum_every_backward=True),
     Case("kto", rows=3),
     Case("bradley_terry", rows=3, reshard=False),
     Case("aot_unpaired", rows=3, lora=True),
@@ -217,7 +217,7 @@ def parts(group: Group) -> dict[str, Any]:
     }
 
 
-def kept(group: Group, folder: str) -> list[tuple[float, int, int]]:
+def evaluate_with_cache(group: Group, folder: str) -> list[tuple[float, int, int]]:
     """Evaluations with a reference whose values each process keeps in a place of its own: none,
     all, and those of rank 0 are there.
     """
@@ -272,7 +272,7 @@ def short(group: Group, sharded: bool) -> list[Any]:
     handle.remove()
     actual.micro_batch_tokens = 5
     _, norm, _ = optimizer_step(actual, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
-    return [message, len(messages), norm, whole(policy.named_parameters())]
+    return [message, len(messages), norm, full_weights(policy.named_parameters())]
 
 
 @slow
@@ -287,8 +287,8 @@ def test_an_engine_with_split_weights_is_that_engine() -> None:
 
 @slow
 def test_processes_agree_whether_a_reference_is_computed(tmp_path: Path) -> None:
-    wanted = kept(SingleProcess(), str(tmp_path / "alone"))[0][0]
-    ranks = [rank.value for rank in run(kept, 2, str(tmp_path))]
+    wanted = evaluate_with_cache(SingleProcess(), str(tmp_path / "alone"))[0][0]
+    ranks = [rank.value for rank in run(evaluate_with_cache, 2, str(tmp_path))]
     for rank, result in enumerate(ranks):
         assert [loss for loss, _, _ in result] == pytest.approx([wanted] * 3, rel=1e-9)
         (_, hits, misses), (_, again, none), (_, last, more) = result
@@ -313,7 +313,7 @@ def test_all_processes_give_up_a_step_when_one_has_no_memory_left() -> None:
     _, norm, _ = optimizer_step(actual, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
     for _, _, result, weights in ranks:
         assert result == pytest.approx(norm, rel=1e-9)
-        assert distance(weights, whole(policy.named_parameters())) < 1e-12
+        assert distance(weights, full_weights(policy.named_parameters())) < 1e-12
 
 
 @slow

@@ -80,7 +80,7 @@ class Place:
         of_all |= {"LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
         message = [self.folder / f"said by {host}" for host in range(2)]
         started = [
-            hosts.program(host, *words, said=message[host], RANK=str(host), **of_all)
+            hosts.program(host, *words, output=message[host], RANK=str(host), **of_all)
             for host in range(2)
         ]
         statuses = [program.wait(240) for program in started]
@@ -127,7 +127,7 @@ def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(
         assert time.monotonic() < ends
         assert [process.poll() for process in started] == [None, None]
         time.sleep(0.01)
-    hosts.cut()
+    hosts.disconnect()
     first, second = (
         process.communicate(timeout=DEADLINE + ANSWERS + LEAVES)[0] for process in started
     )
@@ -143,7 +143,7 @@ def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(
     check(run / "checkpoints" / f"step-{newest(run)}")
     assert json.loads((run / "run.json").read_text(encoding="utf-8"))["status"] == "failed"
     assert holder(run) is None
-    hosts.mend()
+    hosts.reconnect()
     place.train(hosts, run)
     assert differences(run, undisturbed) == []
 

@@ -146,13 +146,13 @@ def test_all_are_done(place: Place) -> None:
         ]
 
 
-SAYS_IT = f"print({MISTAKE!r}, end='', file=sys.stderr, flush=True)"
+PRINT_MISTAKE = f"print({MISTAKE!r}, end='', file=sys.stderr, flush=True)"
 
 
 @pytest.mark.parametrize("rank_0", [
     pytest.param("run_on()", id="never says it", marks=slow),
-    pytest.param(f"{SAYS_IT}; touch('0.said'); sys.exit(2)", id="says it first"),
-    pytest.param(f"{SAYS_IT}; touch('0.said'); run_on()", id="says it and runs on", marks=slow),
+    pytest.param(f"{PRINT_MISTAKE}; touch('0.said'); sys.exit(2)", id="says it first"),
+    pytest.param(f"{PRINT_MISTAKE}; touch('0.said'); run_on()", id="says it and runs on", marks=slow),
 ])  # fmt: skip
 def test_a_mistake_of_all_is_shown_once(place: Place, rank_0: str) -> None:
     script = f"""
@@ -160,7 +160,7 @@ def test_a_mistake_of_all_is_shown_once(place: Place, rank_0: str) -> None:
         {rank_0}
     if {"0.said" in rank_0}:
         wait_for("0.said")
-    {SAYS_IT}
+    {PRINT_MISTAKE}
     sys.exit(2)
     """
     status, _, err = place.run(script, 3)

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from queue import SimpleQueue
+from threading import local
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from tests.arch.source import ROOT
 from tests.distributed import jobs, rig
 from tests.errors import check_error, raises_error
 from valence.distributed.process_group import Group, ProcessGroup, SingleProcess, start
-from valence.distributed.watchdog import Collective, CollectiveTracker
+from valence.distributed.watchdog import Collective, CollectiveTracker, CollectiveWatchdog
+from valence.errors import UserError
 
 pytestmark = pytest.mark.dist
 
@@ -211,6 +214,29 @@ def test_a_collective_that_a_device_does_not_end_ends_the_process(
     ] * 2
     printed = [(tmp_path / str(rank)).read_text(encoding="utf-8") for rank in range(2)]
     assert printed == ["" if ends else "valence: late: `sum` #1\n"] * 2
+
+
+def test_the_watchdog_queries_events_on_the_device_of_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Device 0 is the current one of a new thread."""
+    current, queried = local(), SimpleQueue[torch.device | None]()
+
+    class DeviceEvent:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            queried.put(getattr(current, "device", None))
+            return True
+
+    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    device = torch.device("cuda", 3)
+    watchdog = CollectiveWatchdog(0.1, lambda _: UserError("late", code="rank-late"), device)
+    watchdog.add(Collective(1, "sum"))
+    assert queried.get(timeout=30) == device
+    watchdog.close()
 
 
 @slow

@@ -28,7 +28,7 @@ from valence.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CASE = {case.name: case for case in CASES}
-HOW_IT_RAN = {
+LAYOUT_METRICS = {
     "tokens",
     "tokens_seen",
     "waste",
@@ -95,10 +95,10 @@ def same(run: Path, other: Path, rel: float = 1e-9, of_logps: float = 0.0) -> No
     )
     about = partial(pytest.approx, rel=rel, abs=1e-9 + of_logps * largest)
     for mine, its in zip(ours, theirs, strict=True):
-        assert mine.keys() - HOW_IT_RAN == its.keys() - HOW_IT_RAN
+        assert mine.keys() - LAYOUT_METRICS == its.keys() - LAYOUT_METRICS
         odd = {
             name: (mine[name], its[name])
-            for name in its.keys() - HOW_IT_RAN
+            for name in its.keys() - LAYOUT_METRICS
             if mine[name] != about(its[name])
         }
         assert not odd, (run.name, mine["step"])
@@ -118,30 +118,30 @@ def same(run: Path, other: Path, rel: float = 1e-9, of_logps: float = 0.0) -> No
 
 
 SHARDED = {"parallel": {"shard": "full"}}
-WHOLE: dict[str, Any] = {}
-TOLD = {
+REPLICATED: dict[str, Any] = {}
+RUNS = {
     2: (
-        ("kto, lora", WHOLE),
+        ("kto, lora", REPLICATED),
         ("kto, lora", SHARDED),
         ("dpo", SHARDED),
         ("sft, whole models", SHARDED),
-        ("aot", WHOLE),
-        ("pointwise, lora, models", WHOLE),
-        ("kto + sft, lora", WHOLE),
+        ("aot", REPLICATED),
+        ("pointwise, lora, models", REPLICATED),
+        ("kto + sft, lora", REPLICATED),
         ("dpo that follows", SHARDED),
     ),
-    4: (("dpo", WHOLE), ("aot", SHARDED), ("pointwise, lora, models", SHARDED)),
+    4: (("dpo", REPLICATED), ("aot", SHARDED), ("pointwise, lora, models", SHARDED)),
 }
 """Number of processes -> what is run, each process with all weights or with its part of them."""
 
 
 def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> None:
     """Of 18 rows in steps of 4 the last has two: two of four processes have none."""
-    cases = {case for runs in TOLD.values() for case, _ in runs}
+    cases = {case for runs in RUNS.values() for case, _ in runs}
     assert set(
         train(SingleProcess(), [written(case, place, tmp_path / f"one {case}") for case in cases])
     ) == {"done"}
-    for size, message in TOLD.items():
+    for size, message in RUNS.items():
         runs = [tmp_path / f"{size} {number} {case}" for number, (case, _) in enumerate(message)]
         recipes = [
             written(case, place, run, **options)
@@ -168,7 +168,7 @@ def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
     of which they are differences (docs/decisions/0027-a-millionth-in-float32.md).
     """
     message = (
-        (2, WHOLE, ("kto, lora", "sft, whole models", "aot")),
+        (2, REPLICATED, ("kto, lora", "sft, whole models", "aot")),
         (4, SHARDED, ("dpo", "pointwise, lora, models")),
     )
     alone = [

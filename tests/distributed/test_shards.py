@@ -208,9 +208,9 @@ def one_cannot(group: Group, folder: str) -> list[tuple[str, str]]:
         raise OSError(28, "No space left on device")
 
     writer: Any = HuggingFaceStorageWriter
-    as_it_is = writer.write_data
+    original = writer.write_data
     for cannot in (True, False):
-        writer.write_data = full if cannot and group.rank == 1 else as_it_is
+        writer.write_data = full if cannot and group.rank == 1 else original
         try:
             sharded_checkpoint.write(Path(folder), placed(tensors(), "rows"))
         except UserError as error:

@@ -47,7 +47,7 @@ slow = pytest.mark.slow
 @dataclass(frozen=True)
 class Case:
     name: str
-    how: str = "full"
+    features: str = "full"
     """Several of full, lora, head (has an adapter too), checkpointed, bfloat16, one by one,
     fsdp.
     """
@@ -56,12 +56,12 @@ class Case:
 
     def __str__(self) -> str:
         return "-".join(
-            [self.name, self.how.replace(" ", "-"), *(name for name, _ in self.changes)]
+            [self.name, self.features.replace(" ", "-"), *(name for name, _ in self.changes)]
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if "bfloat16" in self.how else torch.float64
+        return torch.bfloat16 if "bfloat16" in self.features else torch.float64
 
 
 UNTIED = (("tie_word_embeddings", False),)
@@ -101,14 +101,14 @@ BOTH = [
 
 
 def built(case: Case, data: Any, group: Group) -> PolicyModel:
-    targets = ["q_proj", "down_proj", "lm_head"] if "head" in case.how else "all-linear"
+    targets = ["q_proj", "down_proj", "lm_head"] if "head" in case.features else "all-linear"
     lora = (
         type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": targets})
-        if "lora" in case.how
+        if "lora" in case.features
         else None
     )
-    wide = torch.float32 if "bfloat16" in case.how else torch.float64
-    checkpointing = "full" if "checkpointed" in case.how else "off"
+    wide = torch.float32 if "bfloat16" in case.features else torch.float64
+    checkpointing = "full" if "checkpointed" in case.features else "off"
     model = tiny(case.name, dtype=wide, **dict(case.changes))
     engine = build_policy(
         model, dtype=case.dtype, lora=lora, checkpointing=checkpointing, check=False
@@ -120,12 +120,12 @@ def built(case: Case, data: Any, group: Group) -> PolicyModel:
     check_layout(engine.eval())
     assert engine.packs
     engine.train()
-    if "fsdp" in case.how and data.size > 1:
+    if "fsdp" in case.features and data.size > 1:
         layers = [
             module for module in engine.modules() if isinstance(module, GradientCheckpointingLayer)
         ]
         shard(engine, layers, data, compute=engine.compute, sum_every_backward=True)
-    if "one by one" in case.how:
+    if "one by one" in case.features:
         engine.lay_out(packed=False)
     return engine
 
@@ -183,7 +183,7 @@ def test_processes_that_share_products_are_one(
     size: int, tensor: int, cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "MAX_COLUMNS", 7)
-    ranks = given(several, size, tensor, cases)
+    ranks = run_on_ranks(several, size, tensor, cases)
     for k, case in enumerate(cases):
         wanted = steps(case, SingleProcess(), SingleProcess())
         assert len({digest(rank[k]) for rank in ranks}) == 1, case
@@ -192,7 +192,7 @@ def test_processes_that_share_products_are_one(
                 ranks[0][k],
                 wanted,
                 steps(
-                    replace(case, how=case.how.replace("bfloat16", "")),
+                    replace(case, features=case.features.replace("bfloat16", "")),
                     SingleProcess(),
                     SingleProcess(),
                 ),
@@ -212,7 +212,7 @@ def as_exact(
         assert off <= 2 * allowed + 1e-2 * exact[name].norm(), (case, name, off, allowed)
 
 
-def given(job: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+def run_on_ranks(job: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """What each process gives."""
     ranks = rig.run(job, size, *args, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
@@ -288,7 +288,7 @@ def test_a_shared_head_is_the_whole_one(
     assert vocabulary % size
     # ``heads`` sets it in the processes that it runs in.
     monkeypatch.setattr(head, "MAX_COLUMNS", 7)
-    ranks = given(shared_heads, size, vocabulary)
+    ranks = run_on_ranks(shared_heads, size, vocabulary)
     for k, (dtype, tolerance) in enumerate(DTYPES.items()):
         assert len({digest(rank[k]) for rank in ranks}) == 1
         compare(ranks[0][k], heads(SingleProcess(), dtype, vocabulary), tolerance, dtype)
@@ -355,7 +355,7 @@ def counted(world: Group) -> tuple[int, int, int]:
 
 @slow
 def test_the_head_is_never_whole() -> None:
-    for largest, forward, backward in given(counted, 2):
+    for largest, forward, backward in run_on_ranks(counted, 2):
         assert largest <= -(-4001 // 2) * 32  # its own part of the weight, and of its gradient
         assert forward == 1 + 2 * 2 + 1  # embedding, attention and feed-forward of two layers, head
         assert backward == 2 * 2 + 1  # queries, keys and values share theirs
@@ -403,7 +403,7 @@ def shared_others(world: Group) -> dict[str, Tensor]:
 
 @slow
 def test_references_and_reward_models() -> None:
-    ranks = given(shared_others, 2)
+    ranks = run_on_ranks(shared_others, 2)
     assert digest(ranks[0]) == digest(ranks[1])
     compare(ranks[0], others(SingleProcess()), 1e-10, "references")
     assert ranks[0]["copy"].equal(ranks[0]["policy"])
@@ -439,7 +439,7 @@ MISTAKES = (
 
 @slow
 def test_models_that_cannot_be_shared_are_mistakes() -> None:
-    for result in given(mistakes, 4):
+    for result in run_on_ranks(mistakes, 4):
         for (code, where, kind), (expected, names) in zip(result, MISTAKES, strict=True):
             assert (code, where) == (expected, "parallel.tensor"), kind
             assert [name for name in names if name not in kind] == []
@@ -465,7 +465,7 @@ def parts(world: Group) -> list[dict[str, Any]]:
 
 @slow
 def test_parts_are_groups() -> None:
-    ranks = given(parts, 4)
+    ranks = run_on_ranks(parts, 4)
     for name, actual in jobs.summands(0).items():
         if name != "nothing":
             for result, _, _ in ranks:
@@ -487,11 +487,11 @@ def stays_away(world: Group, folder: str) -> None:
     """In the second half of the processes, rank 3 of all does not come to the second sum."""
     _, group = world.split(2)
     group.sum(torch.ones(1))
-    given_up = Path(folder, "given up")
+    timeout_file = Path(folder, "given up")
     if world.rank == 2:
         with jobs.noted_end(folder, "given up"):
             group.sum(torch.ones(1))
-    rig.wait_for(given_up)  # what the processes know of each other is with rank 0
+    rig.wait_for(timeout_file)  # what the processes know of each other is with rank 0
 
 
 @slow

@@ -138,7 +138,7 @@ def test_the_loss_of_the_worked_example_passes_the_contract(
     test_paired.test_where_a_first_step_goes(name)
     for case in results["by_hand"]:
         test_paired.test_by_hand(*case)
-    monkeypatch.setitem(test_whole_step.WHOLE_STEP, name, results["whole_step"][name])
+    monkeypatch.setitem(test_whole_step.STEP_FORMULAS, name, results["whole_step"][name])
     for value in (
         {},
         *(on for modifier in result.modifiers for on in test_whole_step.ON[modifier]),

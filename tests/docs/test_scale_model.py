@@ -176,7 +176,7 @@ def test_the_last_line_and_the_status_agree(
 
 def small(group: Group) -> dict[str, Any]:
     """The measurement, on steps that take no time."""
-    measure.STEPS, measure.APART = {"few": 256}, 64
+    measure.STEPS, measure.SPACING = {"few": 256}, 64
     measure.HIDDEN, measure.INNER, measure.VOCABULARY, measure.BUDGET = 32, 64, 128, 64
     return measure.measured(group, 1)
 

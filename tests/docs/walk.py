@@ -311,7 +311,7 @@ class Walk:
                 if word[:1].isupper() and HUB.fullmatch(word):
                     place_model(word)
             if "--nproc" in words:
-                assert Program(*words, said="said").wait() == 0, (
+                assert Program(*words, output="said").wait() == 0, (
                     f"{line}: {Path('said').read_text()}"
                 )
             else:
@@ -332,7 +332,7 @@ class Walk:
         shown = words[words.index("--port") + 1] if "--port" in words else default
         self._stop(shown)  # as the reader would do before another one at the same port
         message = Path(f"said at {shown}")
-        self.servers[shown] = server = Program(*words, "--port", self._port(shown), said=message)
+        self.servers[shown] = server = Program(*words, "--port", self._port(shown), output=message)
         server.wait_until(lambda: message.exists() and "serving" in message.read_text())
         assert any(line.startswith("serving") for line in message.read_text().splitlines()), words
 
@@ -340,7 +340,7 @@ class Walk:
         """Starts a review and stops it as the reader does in the end, unless it has no rows."""
         message = Path("said by the review")
         message.unlink(missing_ok=True)
-        review = Program(*words, "--port", "0", said=message)
+        review = Program(*words, "--port", "0", output=message)
         review.wait_until(lambda: message.exists() and "stop with Ctrl-C" in message.read_text())
         review.send_signal(signal.SIGINT)
         assert review.wait(20) in (0, 130), message.read_text()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.command import command, command_error, place
 from tests.errors import raises_error
-from tests.evaluation.test_compare import ASKED, folder
+from tests.evaluation.test_compare import SAMPLING, folder
 from tests.evaluation.test_judge import pair
 from valence.cli import GATE_FAILED
 from valence.evaluation.assertions import check_assertions, count_assertions, parse_assertions
@@ -98,7 +98,7 @@ def write_assertions() -> None:
 
 def test_prompts_with_assertions_are_answered_and_not_judged(folder: Path) -> None:
     write_assertions()
-    words = ("compare", "model", "other", *ASKED, "--judge", "my_rewards:long")
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long")
     assert command(*words, "--assertions", "regression.jsonl", "--max-broken", "0") == 0
     result = json.loads(Path("comparison/compare.json").read_text())
     assert result["prompts"] == 9  # one prompt is in both files

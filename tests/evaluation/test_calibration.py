@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from scipy.stats import mannwhitneyu
 from tests.command import command, command_error, place
 from tests.errors import raises_error
 from tests.evaluation.judge_server import JudgeServer, always_first, judge_server, longer, winners
-from tests.evaluation.test_compare import ASKED, REWARDS, write_prompts
+from tests.evaluation.test_compare import REWARDS, SAMPLING, write_prompts
 from tests.training.scoring import write
 from valence.evaluation.calibration import calibrate, read_labels, require_agreement
 from valence.evaluation.judges import LanguageModelJudge, RewardJudge
@@ -111,6 +112,25 @@ def test_agreement_with_thumbs_is_the_auc(folder: Path) -> None:
     )
 
 
+def test_the_length_bias_of_many_thumbs_is_that_of_all_of_them(folder: Path) -> None:
+    rows = [
+        {"prompt": f"{label} {i}", "completion": "a" * (1 + i % 5), "label": label}
+        for label, count in ((True, 400), (False, 6000))
+        for i in range(count)
+    ]
+    labels = read_labels([write("thumbs.jsonl", rows)])
+    tracemalloc.start()
+    calibration = calibrate(reward_judge("my_rewards:long"), labels)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    lengths = [[len(c.text) for c, good in labels.thumbs if good is side] for side in (True, False)]
+    shares = [up > down for up in lengths[0] for down in lengths[1] if up != down]
+    assert calibration.longer is not None
+    assert calibration.longer["judge"] == 1.0
+    assert calibration.longer["labels"] == pytest.approx(sum(shares) / len(shares), abs=0.01)
+    assert peak < 30e6  # 2.4 million pairs have 250 MB
+
+
 def test_thumbs_on_one_prompt_are_pairs_for_a_judge_of_pairs(folder: Path) -> None:
     rows = [
         {"prompt": prompt, "completion": text, "label": label}
@@ -180,7 +200,7 @@ def test_a_judge_below_the_agreement_is_refused_unless_allowed(folder: Path) -> 
 def test_compare_measures_judges_before_models_answer(folder: Path) -> None:
     write_pairs(ANSWERS)
     with judge_server(lambda shown: winners("second")) as server:
-        words = ("compare", "model", "model", *ASKED, "--judge", entry(server))
+        words = ("compare", "model", "model", *SAMPLING, "--judge", entry(server))
         error = command_error(*words, "--labels", "pairs.jsonl")
         assert error.code == "judge-agreement-low"
         assert not list(Path("comparison").glob("answers*"))
@@ -194,12 +214,12 @@ def test_compare_measures_judges_before_models_answer(folder: Path) -> None:
 
 def test_a_judge_without_labels_is_noted(folder: Path) -> None:
     with judge_server(longer) as server:
-        words = ("compare", "model", "model", *ASKED, "--judge", entry(server))
+        words = ("compare", "model", "model", *SAMPLING, "--judge", entry(server))
         assert command(*words) == 0
         result = json.loads(Path("comparison/compare.json").read_text())
         assert len(result["notes"]) == 1
         labelled = entry(server, labels=write_pairs(ANSWERS), min_agreement=0.7)
-        words = ("compare", "model", "model", *ASKED, "--judge", labelled)
+        words = ("compare", "model", "model", *SAMPLING, "--judge", labelled)
         assert command_error(*words).code == "judge-agreement-low"
 
 

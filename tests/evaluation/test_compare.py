@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from pathlib import Path
@@ -32,6 +33,9 @@ def alike(completions, **context):
 def broken(completions, **context):
     return [None for c in completions]
 
+def not_last(completions, **context):
+    return [None if c.info["number"] == 32 else float(len(c.text)) for c in completions]
+
 def half(completions, **context):
     return [None if c.info.get("number", 0) % 2 else float(len(c.text)) for c in completions]
 
@@ -39,7 +43,7 @@ def slow(completions, **context):
     time.sleep(0.05 * len(completions))
     return long(completions)
 """
-ASKED = ("--prompts", "prompts.jsonl", "--max-new-tokens", "6")
+SAMPLING = ("--prompts", "prompts.jsonl", "--max-new-tokens", "6")
 
 
 def write_prompts(count: int = 8, name: str = "prompts.jsonl") -> None:
@@ -68,7 +72,7 @@ def folder(place: Path) -> Path:
 
 
 def compare(*words: str, judge: str = "my_rewards:long", status: int = 0) -> dict[str, Any]:
-    assert command("compare", "model", "other", *ASKED, "--judge", judge, *words) == status
+    assert command("compare", "model", "other", *SAMPLING, "--judge", judge, *words) == status
     return json.loads(Path("comparison/compare.json").read_text())
 
 
@@ -113,19 +117,28 @@ def test_the_same_command_again_answers_and_judges_nothing(folder: Path) -> None
 
 
 def test_a_model_against_itself_is_even_on_every_prompt(folder: Path) -> None:
-    words = ("compare", "model", "model", *ASKED, "--judge", "my_rewards:long")
+    words = ("compare", "model", "model", *SAMPLING, "--judge", "my_rewards:long")
     assert command(*words, "--at-least", "0.5") == 0
     result = json.loads(Path("comparison/compare.json").read_text())
     (judge,) = result["judges"]
     assert judge["ties"] == 8
     for name in ("win_rate", "length_controlled"):
-        assert judge[name] == {"value": 0.5, "low": 0.5, "high": 0.5}
+        assert judge[name]["low"] < judge[name]["value"] == 0.5 < judge[name]["high"]
     assert result["baseline"] != result["candidate"]
 
 
 def test_swapped_sides_have_the_rest(folder: Path) -> None:
     value = compare()["judges"][0]["win_rate"]["value"]
-    words = ("compare", "other", "model", *ASKED, "--judge", "my_rewards:long", "--out", "swapped")
+    words = (
+        "compare",
+        "other",
+        "model",
+        *SAMPLING,
+        "--judge",
+        "my_rewards:long",
+        "--out",
+        "swapped",
+    )
     assert command(*words) == 0
     (judge,) = json.loads(Path("swapped/compare.json").read_text())["judges"]
     assert judge["win_rate"]["value"] == pytest.approx(1 - value)
@@ -166,8 +179,47 @@ def test_missing_verdicts_are_no_numbers(folder: Path) -> None:
     assert judge["win_rate"]["value"] == pytest.approx(sum(wins) / 4)
 
 
+def test_a_failure_on_the_only_prompt_of_the_last_batch_is_counted(folder: Path) -> None:
+    write_prompts(33)
+    result = compare(judge="my_rewards:not_last")
+    (judge,) = result["judges"]
+    assert (judge["failed"], judge["wins"] + judge["ties"] + judge["losses"]) == (1, 32)
+    assert compare(judge="my_rewards:not_last") == result
+
+
+def test_each_judge_has_a_name_of_its_own(folder: Path) -> None:
+    """Otherwise the gate would see one of them only."""
+    words = [
+        f"{{reward: contains, settings: {{words: [{word}]}}, name: {name}}}"
+        for word, name in (("a", "one"), ("zzzz", "one"), ("zzzz", "two"))
+    ]
+    command_error_of("reward-name-duplicate", "--judge", words[0], "--judge", words[1])
+    assert not Path("comparison").exists()
+    result = compare("--judge", words[2], judge=words[0])
+    assert [judge["judge"] for judge in result["judges"]] == ["one", "two"]
+
+
+def test_a_column_of_tags_that_no_prompt_has_is_a_mistake(folder: Path) -> None:
+    command_error_of("column-missing", "--judge", "my_rewards:long", "--tag", "tagz")
+    assert compare("--tag", "number")["judges"][0]["tags"].keys() == {*map(str, range(8))}
+
+
+def test_a_folder_without_space_for_the_prompts_is_used_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_text(path: Path, content: str, **_: Any) -> None:
+        path.write_bytes(content.encode()[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write_text)
+        command_error_of("file-not-writable", "--judge", "my_rewards:long")
+    assert list(Path("comparison").iterdir())
+    assert compare()["prompts"] == 8
+
+
 def command_error_of(code: str, *words: str) -> None:
-    error = command_error("compare", "model", "other", *ASKED, *words)
+    error = command_error("compare", "model", "other", *SAMPLING, *words)
     assert error.code == code, error
 
 
@@ -213,7 +265,7 @@ def test_prompts_of_the_training_data_are_counted(
     rows = lines("prompts.jsonl")
     rows[1] = {"prompt": "question 3"}  # as text; the row has it as a user message
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("compare", "model", "runs/first", *ASKED, "--judge", "my_rewards:long")
+    words = ("compare", "model", "runs/first", *SAMPLING, "--judge", "my_rewards:long")
     assert command(*words) == 0
     result = json.loads(Path("comparison/compare.json").read_text())
     assert result["trained"] == {"candidate": 1}
@@ -227,7 +279,7 @@ def test_prompts_of_the_training_data_are_counted(
 
 def test_killed_while_judging_nothing_that_is_written_is_judged_again(folder: Path) -> None:
     write_prompts(80)
-    words = ("compare", "model", "other", *ASKED, "--judge", "my_rewards:slow")
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:slow")
     program, calls = Program(*words), Path("calls.jsonl")
 
     def has_verdicts() -> bool:
@@ -251,7 +303,7 @@ def test_killed_while_judging_nothing_that_is_written_is_judged_again(folder: Pa
 
 def test_killed_while_answering_no_prompt_is_answered_twice(folder: Path) -> None:
     write_prompts(60)
-    words = ("compare", "model", "other", *ASKED, "--judge", "my_rewards:long", "--at-once", "4")
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long", "--at-once", "4")
     program, path = Program(*words), Path("comparison/answers.candidate.jsonl")
     program.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= 8)
     assert program.kill() == -signal.SIGKILL
@@ -265,6 +317,23 @@ def test_killed_while_answering_no_prompt_is_answered_twice(folder: Path) -> Non
     rows = [lines(f"{name}/answers.candidate.jsonl") for name in ("comparison", "again")]
     assert [row["completion"] for row in rows[0]] == [row["completion"] for row in rows[1]]
     assert undisturbed
+
+
+def test_two_comparisons_do_not_use_one_folder(folder: Path) -> None:
+    write_prompts(80)
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:slow")
+    program = Program(*words)
+    program.wait_until(lambda: bool(list(Path("comparison").glob("verdicts.*.jsonl"))))
+    assert program.poll() is None
+    for more in ((), ("--fresh",)):
+        error = command_error(*words, *more)
+        assert (error.code, error.where) == ("run-locked", "comparison")
+    assert program.wait() == 0
+    assert not Path("comparison.1").exists()
+    assert len(verdicts()) == 80
+    result = json.loads(Path("comparison/compare.json").read_text())
+    assert command(*words) == 0
+    assert json.loads(Path("comparison/compare.json").read_text()) == result
 
 
 def test_the_reward_model_of_a_run_is_a_judge(folder: Path) -> None:
@@ -319,13 +388,13 @@ def test_a_judge_file_is_an_entry_of_a_reward_section(folder: Path) -> None:
         result = compare(judge="judge.yaml")
         assert "Be fair." in server.requests[0]["messages"][0]["content"]
     assert result["judges"][0]["judge"] == "mine"
-    assert command_error("compare", "model", "other", *ASKED, "--judge", "no.yaml").code
+    assert command_error("compare", "model", "other", *SAMPLING, "--judge", "no.yaml").code
 
 
 def test_killed_while_a_language_model_judges_no_reply_is_paid_for_twice(folder: Path) -> None:
     write_prompts(40)
     with judge_server(lambda shown: (0.02, longer(shown))) as server:
-        words = ("compare", "model", "other", *ASKED, "--judge", llm_judge(server))
+        words = ("compare", "model", "other", *SAMPLING, "--judge", llm_judge(server))
         program = Program(*words)
         program.wait_until(lambda: len(server.requests) >= 40)
         assert program.kill() == -signal.SIGKILL
@@ -343,7 +412,7 @@ def test_the_cost_limit_ends_a_comparison_which_a_larger_one_resumes(folder: Pat
     with judge_server(longer) as server:
         paid = {"prices": [1000, 0], "max_cost": 0.5}
         error = command_error(
-            "compare", "model", "other", *ASKED, "--judge", llm_judge(server, **paid)
+            "compare", "model", "other", *SAMPLING, "--judge", llm_judge(server, **paid)
         )
         assert error.code == "judge-cost-limit"
         assert 5 <= len(server.requests) <= 5 + 8

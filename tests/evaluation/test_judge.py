@@ -127,6 +127,8 @@ def test_criteria_keep_their_parts_and_weights() -> None:
         '{"winners": {"quality": "first"}}',
         'I think {so}.\n```json\n{"reason": "{}", "winners": {"quality": " First"}}\n```',
         '{"winners": {"other": "tie"}} {"winners": {"quality": "first", "x": "tie"}}',
+        '<think>The form is {"winners": {"quality": "second"}}.</think>'
+        '{"winners": {"quality": "first"}} {"reason": "so"}',
     ],
 )
 def test_a_verdict_is_read_from_a_reply(text: str) -> None:

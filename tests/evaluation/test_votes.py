@@ -79,6 +79,37 @@ def test_people_are_a_judge_without_prompts(votes: Path) -> None:
     assert not list(Path("comparison").glob("answers*"))
 
 
+def test_votes_that_a_killed_server_has_not_written_to_its_file_count(votes: Path) -> None:
+    sides = [answer(f"{m}9", m, "five", m) for m in ("first", "second")]
+    store = FeedbackStore(votes)
+    for side in sides:
+        store.add(side)
+    store.compare(sides[0], sides[1], "b", "ann")
+    pending = Path("comparison.pending.jsonl")
+    before = pending.read_bytes()
+    store.close()
+    lines = Path("comparison.votes.jsonl").read_bytes().splitlines(keepends=True)
+    Path("comparison.votes.jsonl").write_bytes(b"".join(lines[:-1]))
+    pending.write_bytes(before + b'{"source": "val')
+    pairs, verdicts = read_votes(votes, "first", "second")
+    assert [pair.prompt for pair in pairs][-1] == "five"
+    assert [verdict.preference for verdict in verdicts] == [0.5, 0.75, 0.5, 1.0, 1.0]
+    Path("comparison.votes.jsonl").write_bytes(b"".join(lines))  # killed before it removed them
+    assert len(read_votes(votes, "first", "second")[0]) == 5
+
+
+def test_answers_may_contain_any_line_separator(votes: Path) -> None:
+    text = "one\u2028two\x85three\x1cfour"
+    store = FeedbackStore(Path("others.jsonl"))
+    sides = [answer(f"{m}0", m, "prompt", f"{text} {m}") for m in ("first", "second")]
+    for side in sides:
+        store.add(side)
+    store.compare(sides[0], sides[1], "a", "ann")
+    store.close()
+    (pair,), _ = read_votes(Path("others.jsonl"), "first", "second")
+    assert pair.baseline.text == f"{text} first"
+
+
 def test_votes_on_other_models_or_other_files_are_refused(votes: Path) -> None:
     with raises_error("votes-missing"):
         read_votes(votes, "first", "third")

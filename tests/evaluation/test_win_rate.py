@@ -74,13 +74,22 @@ def test_the_interval_contains_the_truth_about_as_often_as_it_says() -> None:
     assert 133 <= hits <= 149
 
 
-def test_all_wins_have_a_wilson_interval_and_all_ties_none() -> None:
+def test_equal_preferences_have_an_interval_by_their_number() -> None:
     assert win_rate([1.0] * 5).low == wilson(5, 5)[0] < 0.6
-    assert win_rate([0.0] * 5).high == wilson(0, 5)[1]
-    ties = win_rate([0.5] * 9)
-    assert (ties.value, ties.low, ties.high) == (0.5, 0.5, 0.5)
-    controlled = length_controlled_rate([1.0] * 5, [1, 2, 3, 4, 5])
-    assert controlled == win_rate([1.0] * 5)
+    assert win_rate([0.0] * 5).high == pytest.approx(wilson(0, 5)[1])
+    assert (win_rate([1.0] * 5).high, win_rate([0.0] * 5).low) == (1.0, 0.0)
+    for preference in (0.0, 0.25, 0.5, 1.0):
+        controlled = length_controlled_rate([preference] * 5, [1, 2, 3, 4, 5])
+        assert controlled == win_rate([preference] * 5)
+
+
+def test_ties_alone_do_not_make_a_rate_certain() -> None:
+    one, nine, many = (win_rate([0.5] * count) for count in (1, 9, 1000))
+    assert one.low < 0.15 < 0.85 < one.high
+    assert one.low < nine.low < many.low < 0.5 < many.high < nine.high < one.high
+    assert many.high - many.low < 0.005
+    # a rate of ties at which nine of nine are still likely, and all others are wins
+    assert nine.high > 1 - 0.05 ** (1 / 9) / 2
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from valence.export.gguf_tokenizer import LLAMA3, QWEN2
 from valence.export.llama_cpp import PACKAGE, SETTING
 from valence.export.probes import TEXTS
 
-HOW_TO = "no llama.cpp: run `make llama-cpp`"
+INSTALL_HINT = "no llama.cpp: run `make llama-cpp`"
 ADAPTER = ("model.lora.rank=4", "run.export=adapter")
 """Settings of a recipe that trains an adapter."""
 GEMMA = (
@@ -49,7 +49,9 @@ def llama_cpp_folder() -> Path:
     return Path(os.environ.get(SETTING) or ROOT / ".peers/llama_cpp")
 
 
-needs_llama_cpp = pytest.mark.skipif(not (llama_cpp_folder() / PACKAGE).is_file(), reason=HOW_TO)
+needs_llama_cpp = pytest.mark.skipif(
+    not (llama_cpp_folder() / PACKAGE).is_file(), reason=INSTALL_HINT
+)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.command import command, command_error
 from tests.errors import check_error, raises_error
 from tests.export.kit import byte_level, export_files, sentencepiece, train_place
 from tests.tiny import BOS, CHATML, INST, NO_END, tiny_tokenizer
+from valence.cli import export as export_command
 from valence.data.template import ChatTemplate
 from valence.export import artifacts, llama_cpp
 from valence.export.gguf_file import (
@@ -28,6 +30,7 @@ from valence.export.gguf_tokenizer import has_nfc_normalizer, tokenizer_fields
 from valence.export.ollama import turn_texts
 from valence.export.probes import Probe, ProbeResult
 from valence.export.verify import compare
+from valence.files import lock_file
 from valence.types import Message
 
 
@@ -85,6 +88,23 @@ def test_without_llama_cpp_a_gguf_file_is_written_and_not_called_verified(
     assert lines[0] == "FROM ./named-q8_0.gguf"
     assert 'PARAMETER stop "<|im_end|>"' in lines
     assert "<|im_start|>" in (out / "Modelfile").read_text()
+
+
+def test_progress_without_a_terminal_is_printed_as_lines(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = str(place / "run")
+    assert command("export", run, str(tmp_path / "brief"), "--gguf", "f16") == 0
+    assert "of 14 prompts" not in capsys.readouterr().out
+    monkeypatch.setattr(export_command, "PLAIN_SECONDS", 0.0)
+    assert command("export", run, str(tmp_path / "long"), "--gguf", "f16") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for activity in ("loading ", "run: 14 of 14 prompts", "writing the model folder"):
+        assert any(line.startswith(activity) for line in lines), activity
+    assert any(line.startswith("long-f16.gguf: ") for line in lines)
 
 
 def test_types_of_llama_cpp_are_quantized_from_unrounded_weights(
@@ -305,6 +325,41 @@ def test_a_failed_upload_keeps_the_folder(
     assert (tmp_path / "out/model.safetensors").is_file()
 
 
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("kill -9 $$", "llama-cpp-broken"),
+        ("echo 'Error: ENOSPC: no space left on device, write' >&2; exit 1", "llama-cpp-broken"),
+        ("echo 'Error: invalid magic' >&2; exit 1", "llama-cpp-failed"),
+        ("kill -11 $$", "llama-cpp-failed"),
+    ],
+)
+def test_a_lack_of_memory_or_disk_space_is_no_fault_of_the_file(
+    script: str, code: str, tmp_path: Path
+) -> None:
+    node = tmp_path / "node"
+    node.write_text(f"#!/bin/sh\necho 0\n{script}\n")
+    node.chmod(0o755)
+    llama = llama_cpp.LlamaCpp(str(node), tmp_path / "a/b/c/d/index.js")
+    probe, expected, _ = _results({})
+    with raises_error(code):
+        llama_cpp.run_llama_cpp(
+            llama, tmp_path / "x.gguf", [probe], [expected], variables={}, end_ids=[2]
+        )
+
+
+def test_two_exports_do_not_write_one_folder(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("export", str(place / "run"), str(tmp_path / "out"), "--no-verify")
+    with lock_file(tmp_path / ".out.lock") as is_locked:
+        assert is_locked
+        check_error(command_error(*words), "output-locked", where=str(tmp_path / "out"))
+    (tmp_path / ".out.lock").touch()  # of a killed export
+    assert command(*words) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 # --- comparison
 
 
@@ -351,6 +406,25 @@ def test_each_difference_has_its_cause(changes: dict[str, Any], code: str) -> No
     assert result.status == "differs"
     assert [difference.code for difference in result.differences] == [code]
     json.dumps(result.as_dict(), allow_nan=False)
+
+
+def test_one_token_that_differs_is_not_hidden_by_the_mean() -> None:
+    from valence.export.probes import ArtifactResult
+
+    logits = np.zeros((300, 3), np.float32)
+    other = logits.copy()
+    other[7] = [5.0, 0.0, 0.0]
+    probe, expected, result = _results({})
+    expected, result = replace(expected, logits=logits), replace(result, logits=other)
+    artifact = ArtifactResult("program 1", (True,), (result,))
+    for kind, status in {"f16": "differs", "model": "differs", "q8_0": "verified"}.items():
+        verified = compare("f", kind, [probe], [expected], artifact, end_names=["</s>"], bos=1)
+        assert verified.kl_mean < 0.01
+        assert verified.status == status
+    rounded = compare(
+        "f", "f16", [probe], [expected], artifact, end_names=["</s>"], bos=1, rounded_base=True
+    )
+    assert rounded.status == "verified"
 
 
 def test_the_divergence_is_that_of_the_formula() -> None:

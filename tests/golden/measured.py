@@ -34,7 +34,7 @@ STEP = 1e-4
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelOutputs:
     """Of each token that is read: its log-probability under policy and reference, the policy's log
     sum_v p_v^2, and what its value head says before it. Of the answer: what a reward model scores
     each attribute with, and its thresholds.
@@ -134,14 +134,14 @@ def sampled(known: tuple[str, ...]) -> list[TokenizedExample]:
     """
     draw = random.Random(11)
 
-    def column(name: str, message: Said, mask: tuple[bool, ...]) -> tuple[float, ...]:
+    def column(name: str, message: ModelOutputs, mask: tuple[bool, ...]) -> tuple[float, ...]:
         here, spread = {"old": (message.logp, 0.3), "sampler": (message.logp, 0.4)}.get(
             name, ((0.0,) * message.n, 1.0)
         )
         values = iter([x + draw.gauss(0, spread) for x in here])
         return tuple(next(values) if read else 1e6 for read in mask)
 
-    def with_columns(a: TokenizedCompletion, message: Said) -> TokenizedCompletion:
+    def with_columns(a: TokenizedCompletion, message: ModelOutputs) -> TokenizedCompletion:
         return replace(a, columns=tuple((name, column(name, message, a.mask)) for name in known))
 
     result = zip(rows("ranking"), measured("ranking", 0.0, "tokens"), strict=True)
@@ -152,9 +152,9 @@ def sampled(known: tuple[str, ...]) -> list[TokenizedExample]:
 
 
 @cache
-def measured(kind: Kind, distance: float, of: Of) -> list[list[Said]]:
+def measured(kind: Kind, distance: float, of: Of) -> list[list[ModelOutputs]]:
     """Of every answer of every row, with the policy's weights moved along the direction."""
-    say = _said if of in ("tokens", "values") else _scored
+    say = _outputs if of in ("tokens", "values") else _scored
     models(of).move(distance)
     results = [
         [say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of) for a in row.answers]
@@ -165,13 +165,13 @@ def measured(kind: Kind, distance: float, of: Of) -> list[list[Said]]:
 
 
 @cache
-def crossed(kind: Kind, i: int, j: int) -> Said:
+def crossed(kind: Kind, i: int, j: int) -> ModelOutputs:
     """The answer of row j behind the prompt of row i."""
     prompt, answer = rows(kind)[i].prompt_ids, rows(kind)[j].answers[0]
-    return _said(prompt + answer.ids, (False,) * len(prompt) + answer.mask, "tokens")
+    return _outputs(prompt + answer.ids, (False,) * len(prompt) + answer.mask, "tokens")
 
 
-def _said(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
+def _outputs(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> ModelOutputs:
     read = [t for t, flag in enumerate(mask) if flag]
     both = models(of)
     assert both.reference is not None
@@ -179,7 +179,7 @@ def _said(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
     logp, ref = (tuple(result[t - 1][ids[t]] for t in read) for result in (ours, theirs))
     values = _values(both.policy, ids) if of == "values" else []
     spread = tuple(math.log(sum(math.exp(2 * v) for v in ours[t - 1])) for t in read)
-    return Said(logp, ref, spread, tuple(values[t - 1] for t in read) if values else ())
+    return ModelOutputs(logp, ref, spread, tuple(values[t - 1] for t in read) if values else ())
 
 
 def _head(policy: PolicyModel) -> torch.nn.Linear:
@@ -200,12 +200,12 @@ def _values(policy: PolicyModel, ids: Sequence[int]) -> list[float]:
     return [sum(w * h for w, h in zip(weight, state, strict=True)) + bias for state in states]
 
 
-def _scored(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
+def _scored(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> ModelOutputs:
     del mask  # a score is read at the last token, whether a loss of tokens would read it or not
     policy = models(of).policy
     (score,) = _logits(policy, ids)
     cuts: list[float] = [] if of == "scores" else policy.cuts.tolist()  # type: ignore[union-attr]
-    return Said(
+    return ModelOutputs(
         score=tuple(score),
         thresholds=tuple(accumulate(cuts, lambda theta, gap: theta + math.log1p(math.exp(gap)))),
     )

@@ -35,14 +35,16 @@ def column(*values: float) -> Tensor:
 
 
 SCORES = column(-2.0, -0.3, 0.0, 0.7, 3.0)
-GIVEN = torch.tensor([[True, True], [True, False], [False, True], [False, False]])
+TARGET_MASK = torch.tensor([[True, True], [True, False], [False, True], [False, False]])
 SCORE = torch.tensor([[0.5, -1.5], [2.0, 9.0], [-3.0, 0.1], [1.0, 1.0]], dtype=torch.float64)
 
 
-def over_given(item: Callable[[float, float], float], target: Tensor) -> list[float]:
+def mean_of_targets(item: Callable[[float, float], float], target: Tensor) -> list[float]:
     """The mean over what a row gives, in plain numbers."""
     results: list[float] = []
-    for scores, targets, value in zip(SCORE.tolist(), target.tolist(), GIVEN.tolist(), strict=True):
+    for scores, targets, value in zip(
+        SCORE.tolist(), target.tolist(), TARGET_MASK.tolist(), strict=True
+    ):
         terms = [item(x, t) for x, t, flag in zip(scores, targets, value, strict=True) if flag]
         results.append(sum(terms) / len(terms) if terms else 0.0)
     return results
@@ -75,14 +77,14 @@ def test_pointwise(error: str) -> None:
         dtype=torch.float64,
     )
 
-    def each(x: float, t: float) -> float:
+    def loss_of(x: float, t: float) -> float:
         if error == "cross_entropy":
             return -t * math.log(s(x)) - (1 - t) * math.log(s(-x))
         e = abs(x - t)
         return e**2 if error == "squared" else e**2 / 2 if e <= 0.8 else 0.8 * (e - 0.4)
 
-    result = pointwise(SCORE, target.nan_to_num(), GIVEN, error=error, huber_delta=0.8)  # type: ignore[arg-type]
-    assert result.tolist() == pytest.approx(over_given(each, target), rel=1e-12)
+    result = pointwise(SCORE, target.nan_to_num(), TARGET_MASK, error=error, huber_delta=0.8)  # type: ignore[arg-type]
+    assert result.tolist() == pytest.approx(mean_of_targets(loss_of, target), rel=1e-12)
 
 
 def test_pointwise_by_hand() -> None:
@@ -99,12 +101,12 @@ THETA = column(-1.5, -0.2, 0.4, 2.0)
 def test_ordinal() -> None:
     target = torch.tensor([[1, 5], [2, 0], [0, 3], [0, 0]], dtype=torch.float64)
 
-    def each(x: float, t: float) -> float:
-        at_most = [0.0, *(s(theta - x) for theta in THETA.tolist()), 1.0]
-        return -math.log(at_most[int(t)] - at_most[int(t) - 1])
+    def loss_of(x: float, t: float) -> float:
+        cumulative = [0.0, *(s(theta - x) for theta in THETA.tolist()), 1.0]
+        return -math.log(cumulative[int(t)] - cumulative[int(t) - 1])
 
-    assert ordinal(SCORE, target, GIVEN, THETA).tolist() == pytest.approx(
-        over_given(each, target), rel=1e-9
+    assert ordinal(SCORE, target, TARGET_MASK, THETA).tolist() == pytest.approx(
+        mean_of_targets(loss_of, target), rel=1e-9
     )
 
 
@@ -135,10 +137,10 @@ def test_slopes_are_those_of_differences(name: str) -> None:
         "bradley_terry": lambda x: bradley_terry(
             x[:, 0], x[:, 1], x[:, 1].detach() * 0 + 0.3, center_coef=0.1
         ),
-        "ordinal": lambda x: ordinal(x, target, GIVEN, THETA),
-        "thresholds": lambda x: ordinal(SCORE, target, GIVEN, x.flatten()[:4].cumsum(0)),
+        "ordinal": lambda x: ordinal(x, target, TARGET_MASK, THETA),
+        "thresholds": lambda x: ordinal(SCORE, target, TARGET_MASK, x.flatten()[:4].cumsum(0)),
     }
-    error = lambda x: pointwise(x, (target - 1) / 4, GIVEN, error=name)  # type: ignore[arg-type]  # noqa: E731
+    error = lambda x: pointwise(x, (target - 1) / 4, TARGET_MASK, error=name)  # type: ignore[arg-type]  # noqa: E731
     start = SCORE.abs() if name == "thresholds" else SCORE
     assert torch.autograd.gradcheck(losses.get(name, error), start.clone().requires_grad_())
 
@@ -200,7 +202,7 @@ def test_metrics_of_thumbs_leave_out_what_is_not_given() -> None:
     view = {
         "score": SCORE,
         "target": torch.tensor([[1.0, 0], [0, 7], [7, 1], [7, 7]]).double(),
-        "target_mask": GIVEN,
+        "target_mask": TARGET_MASK,
     }
     result = reduced(single_scores(view, None, {"error": "cross_entropy"}))
     assert result["rewards/accuracies/0"] == pytest.approx(0.5)  # 0.5 up, 2.0 down

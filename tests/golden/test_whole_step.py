@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.golden.measured import Of, Said, measured, models, rows, slope
-from tests.golden.whole import IDLE, WHOLE_STEP, Step, answers, reference_points, value_error
+from tests.golden.measured import ModelOutputs, Of, measured, models, rows, slope
+from tests.golden.whole import IDLE, STEP_FORMULAS, Step, answers, reference_points, value_error
 from tests.units import objective
 from valence.batching.kl_pairs import make_kl_pairs
 from valence.batching.micro_batches import StepPacker
@@ -41,10 +41,10 @@ ON: dict[str, list[dict[str, Any]]] = {
 }
 """Settings that turn each modifier on."""
 SUMMED: dict[str, dict[str, Any]] = {"ipo": {"normalize": False}}
-CASES = [(name, {}) for name in WHOLE_STEP]
+CASES = [(name, {}) for name in STEP_FORMULAS]
 CASES += [
     (name, (SUMMED.get(name, {}) if modifier == "ld_alpha" else {}) | on)
-    for name in WHOLE_STEP
+    for name in STEP_FORMULAS
     for modifier in LOSSES[name].modifiers
     for on in ON.get(modifier, [])
 ]
@@ -82,8 +82,8 @@ CASES += [
 SAMPLED = ("adv", "old", "return", "sampler", "value")
 ALL: dict[str, Any] = {"correction": 1.2, "kl_weight": 0.3}
 KNOWN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    *((name, {}, SAMPLED) for name in WHOLE_STEP if LOSSES[name].credit),
-    *((name, {"correction": 1.2}, SAMPLED) for name in WHOLE_STEP if LOSSES[name].credit),
+    *((name, {}, SAMPLED) for name in STEP_FORMULAS if LOSSES[name].credit),
+    *((name, {"correction": 1.2}, SAMPLED) for name in STEP_FORMULAS if LOSSES[name].credit),
     *((name, ALL, ("adv", "sampler")) for name in ("grpo", "dr_grpo", "gspo", "cispo", "rloo")),
     *((name, {"correction": None}, SAMPLED) for name in ("grpo", "rloo")),
     *((name, ALL, ("old", "sampler")) for name in ("grpo", "gspo", "ppo")),
@@ -123,16 +123,16 @@ def the_step(
     now, held = (
         [measured(kind, d, of(name, settings))[i] for i in chosen] for d in (distance, 0.0)
     )
-    return Step(name, IDLE | WHOLE_STEP[name][1] | settings, chosen, now, held, delta, known)
+    return Step(name, IDLE | STEP_FORMULAS[name][1] | settings, chosen, now, held, delta, known)
 
 
-def made(name: str, settings: dict[str, Any], budget: int = BUDGET) -> Objective:
+def build_objective(name: str, settings: dict[str, Any], budget: int = BUDGET) -> Objective:
     both = models(of(name, settings))
     return objective(name, both.policy, both.reference, budget=budget, **settings)
 
 
 def test_every_row_and_modifier_has_its_formula() -> None:
-    assert sorted(LOSSES.keys() - WHOLE_STEP.keys()) == [], (
+    assert sorted(LOSSES.keys() - STEP_FORMULAS.keys()) == [], (
         "give these rows a formula of their whole step in tests/golden/whole.py"
     )
     known = {
@@ -150,13 +150,15 @@ def test_every_row_and_modifier_has_its_formula() -> None:
     ("name", "settings"), CASES, ids=[" ".join([n, *map(str, g.values())]) for n, g in CASES]
 )
 def test_a_whole_step_from_logits_to_the_number(name: str, settings: dict[str, Any]) -> None:
-    loss, _ = WHOLE_STEP[name]
+    loss, _ = STEP_FORMULAS[name]
     wanted = slope(loss, lambda distance: the_step(name, settings, distance=distance))
     assert abs(wanted) > 1e-5
     # What is only measured goes along with what trains where all are together.
     for budget in (BUDGET, TOGETHER) if METHODS[name].needs_kl_pairs else (BUDGET,):
         models(of(name)).policy.zero_grad()
-        outcome = made(name, settings, budget).run(the_step(name, settings).rows, backward=True)
+        outcome = build_objective(name, settings, budget).run(
+            the_step(name, settings).rows, backward=True
+        )
         assert (outcome.micro_batches > 1) is (budget == BUDGET)
         assert float(outcome.loss) == pytest.approx(loss(the_step(name, settings)), rel=1e-9)
         assert models(of(name)).slope() == pytest.approx(wanted, rel=1e-5)
@@ -170,12 +172,12 @@ def test_a_whole_step_from_logits_to_the_number(name: str, settings: dict[str, A
 def test_a_whole_step_of_sampled_answers(
     name: str, settings: dict[str, Any], known: tuple[str, ...]
 ) -> None:
-    loss, _ = WHOLE_STEP[name]
+    loss, _ = STEP_FORMULAS[name]
     wanted = slope(loss, lambda distance: the_step(name, settings, distance=distance, known=known))
     assert abs(wanted) > 1e-5
     step = the_step(name, settings, known=known)
     models(of(name, settings)).policy.zero_grad()
-    outcome = made(name, settings).run(step.rows, backward=True)
+    outcome = build_objective(name, settings).run(step.rows, backward=True)
     assert outcome.micro_batches > 1
     assert float(outcome.loss) == pytest.approx(loss(step), rel=1e-9)
     assert models(of(name, settings)).slope() == pytest.approx(wanted, rel=1e-5)
@@ -208,7 +210,7 @@ def test_policy_and_reference_rank_these_pairs_differently() -> None:
     )
     order = sorted(range(len(pairs)), key=gaps.__getitem__)
     assert order != sorted(range(len(pairs)), key=refs.__getitem__)
-    assert abs(WHOLE_STEP["aot"][0](step) - WHOLE_STEP["dpo"][0](step)) > 1e-3
+    assert abs(STEP_FORMULAS["aot"][0](step) - STEP_FORMULAS["dpo"][0](step)) > 1e-3
 
 
 def middle(step: Step) -> float | None:
@@ -227,12 +229,14 @@ def middle(step: Step) -> float | None:
 @pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.shifts])
 def test_delta_is_the_mean_of_the_steps_before(name: str, settings: dict[str, Any]) -> None:
     """Of unpaired rows, the third step has thumbs up only and says nothing."""
-    now = made(name, settings)
+    now = build_objective(name, settings)
     stands_still = torch.optim.SGD(models("tokens").policy.parameters(), lr=0.0)
     middles: list[float] = []
     for chosen in ([0, 1, 2, 3], [3, 4, 5, 6, 7], [1, 2, 4], [5, 6], [*range(9)]):
         step = the_step(name, settings, chosen, delta=fmean(middles) if middles else 0.0)
-        wanted = pytest.approx(WHOLE_STEP[name][0](step), rel=1e-6)  # delta is a number of 24 bits
+        wanted = pytest.approx(
+            STEP_FORMULAS[name][0](step), rel=1e-6
+        )  # delta is a number of 24 bits
         assert float(now.run(step.rows, backward=False).loss) == wanted
         outcome, _, _ = optimizer_step(now, stands_still, step.rows, (), 1.0)
         assert float(outcome.loss) == wanted
@@ -246,7 +250,7 @@ def test_delta_is_the_mean_of_the_steps_before(name: str, settings: dict[str, An
 
 
 def test_delta_is_frozen_in_evaluation() -> None:
-    now = made("bco", {})
+    now = build_objective("bco", {})
     now.shift = replace(now.shift, delta=0.3, steps=2)
     evaluate(now, rows("judgement"), {}, None)  # type: ignore[arg-type]
     assert (now.shift.delta, now.shift.steps) == (0.3, 2)
@@ -258,7 +262,7 @@ def test_the_gradient_is_clipped_once_and_then_applied(clip_norm: float | None) 
     policy = models("tokens").policy
     before = [p.detach().clone() for p in policy.parameters()]
     policy.zero_grad()
-    made("dpo", {}).run(rows("preference"), backward=True)
+    build_objective("dpo", {}).run(rows("preference"), backward=True)
     gradient = torch.cat(
         [
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
@@ -268,7 +272,7 @@ def test_the_gradient_is_clipped_once_and_then_applied(clip_norm: float | None) 
     size = float(gradient.norm())
     assert size > 0.6
     _, norm, applied = optimizer_step(
-        made("dpo", {}),
+        build_objective("dpo", {}),
         torch.optim.SGD(policy.parameters(), lr=0.01),
         rows("preference"),
         (),
@@ -286,7 +290,7 @@ def test_the_gradient_is_clipped_once_and_then_applied(clip_norm: float | None) 
     torch.testing.assert_close(moved, -0.01 * factor * gradient, rtol=1e-5, atol=1e-12)
 
 
-def reward(name: str, message: Said, settings: dict[str, Any]) -> float:
+def reward(name: str, message: ModelOutputs, settings: dict[str, Any]) -> float:
     """The implicit reward of an answer."""
     logp, r = sum(message.logp), sum(message.logp) - sum(message.ref)
     match name:
@@ -310,7 +314,7 @@ def reward(name: str, message: Said, settings: dict[str, Any]) -> float:
 def test_the_numbers_that_a_step_reports(name: str) -> None:
     step = the_step(name, {})
     meter = Meter()
-    meter.pool(made(name, {}).run(step.rows, backward=False).metrics)
+    meter.pool(build_objective(name, {}).run(step.rows, backward=False).metrics)
     result = meter.reduce(SingleProcess())
     flat = [
         (message, side == 0 if row.label is None else row.label)
@@ -366,7 +370,7 @@ def test_the_numbers_that_a_step_of_sampled_answers_reports(
 ) -> None:
     step = the_step(name, settings, known=SAMPLED)
     meter = Meter()
-    meter.pool(made(name, settings).run(step.rows, backward=False).metrics)
+    meter.pool(build_objective(name, settings).run(step.rows, backward=False).metrics)
     result = meter.reduce(SingleProcess())
     every = answers(step, [[0.0] * 3] * 9)
     tokens = [t for a in every for t in a.tokens]
@@ -403,7 +407,9 @@ def test_the_numbers_that_a_step_of_sampled_answers_reports(
 def test_the_share_of_tokens_inside_the_clamp() -> None:
     step = the_step("kto", {"humanline": (-0.6, 1.5)})
     meter = Meter()
-    meter.pool(made("kto", {"humanline": (-0.6, 1.5)}).run(step.rows, backward=False).metrics)
+    meter.pool(
+        build_objective("kto", {"humanline": (-0.6, 1.5)}).run(step.rows, backward=False).metrics
+    )
     ratios = [
         p - ref for (message,) in step.now for p, ref in zip(message.logp, message.ref, strict=True)
     ]
@@ -415,7 +421,7 @@ def test_the_share_of_tokens_inside_the_clamp() -> None:
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_delta() -> None:
     policy = models("tokens").policy
     before = [p.detach().clone() for p in policy.parameters()]
-    now = made("bco", {})
+    now = build_objective("bco", {})
     now.shift = replace(now.shift, delta=0.3, steps=2)
     broken = [
         replace(row, weight=math.inf if i == 2 else row.weight)

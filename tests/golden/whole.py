@@ -15,7 +15,7 @@ from statistics import fmean, pstdev, stdev
 from typing import Any
 
 from tests.golden import test_paired as paired
-from tests.golden.measured import LEVELS, Said, crossed, rows, sampled
+from tests.golden.measured import LEVELS, ModelOutputs, crossed, rows, sampled
 from tests.golden.test_coupled import aot_formula, unpaired_formula
 from tests.golden.test_policy import cispo_formula, gspo_formula, ppo_formula, rloo_formula
 from tests.golden.test_unpaired import apo_formula, bco_formula, kto_formula
@@ -32,8 +32,8 @@ class Step:
     name: str
     settings: dict[str, Any]
     chosen: Sequence[int]
-    now: list[list[Said]]
-    held: list[list[Said]]
+    now: list[list[ModelOutputs]]
+    held: list[list[ModelOutputs]]
     delta: float = 0.0
     known: tuple[str, ...] = ()
 
@@ -48,7 +48,7 @@ class Step:
             for row in results
         ]
 
-    def sums(self, message: Said, maximum: int | None = None) -> tuple[float, float]:
+    def sums(self, message: ModelOutputs, maximum: int | None = None) -> tuple[float, float]:
         """Of an answer under policy and reference, as a loss reads them.
 
         ``most``: tokens that count in full.
@@ -133,14 +133,14 @@ def nll(step: Step) -> float:
 
 
 def mean_of_pairs(formula: Callable[..., float]) -> Callable[[Step], float]:
-    own_nll = "nll_weight" in read(formula)
+    has_nll = "nll_weight" in read(formula)
 
     def total(step: Step) -> float:
         every = range(len(step.rows))
         result = sum(
             step.weight(i) * call(formula, step.pair(i), step.settings) for i in every
         ) / len(step.rows)
-        return result if own_nll else result + step.settings["nll_weight"] * nll(step)
+        return result if has_nll else result + step.settings["nll_weight"] * nll(step)
 
     return total
 
@@ -236,7 +236,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Answer:
     """An answer with its row's weight."""
 
     weight: float
@@ -250,14 +250,14 @@ class Whole:
         return sum(getattr(token, name) for token in self.tokens)
 
 
-def answers(step: Step, advantages: Sequence[Sequence[float]]) -> list[Whole]:
+def answers(step: Step, advantages: Sequence[Sequence[float]]) -> list[Answer]:
     """Those of all rows.
 
     Without a record of the policy that answered, the reference has (of stored answers), or the
     policy has just now (of answers with an advantage). advantages: of each answer, where none is
     known.
     """
-    results: list[Whole] = []
+    results: list[Answer] = []
     for i, row in enumerate(step.rows):
         for a, now, held, credit in zip(
             row.answers, step.now[i], step.held[i], advantages[i], strict=True
@@ -274,14 +274,14 @@ def answers(step: Step, advantages: Sequence[Sequence[float]]) -> list[Whole]:
                 critic = now.critic[k] if now.critic else 0.0
                 adv = known.get("adv", credit)
                 tokens.append(Token(here, fixed, now.logp[k], now.ref[k], old, adv, critic, known))
-            results.append(Whole(row.weight, tokens))
+            results.append(Answer(row.weight, tokens))
     return results
 
 
-def of_token(formula: Callable[..., float]) -> Callable[[Step, Whole], list[float]]:
+def of_token(formula: Callable[..., float]) -> Callable[[Step, Answer], list[float]]:
     """The loss of each token, times its correction."""
 
-    def losses(step: Step, answer: Whole) -> list[float]:
+    def losses(step: Step, answer: Answer) -> list[float]:
         return [
             corrected(step, t.old, t.known.get("sampler"))
             * call(
@@ -295,12 +295,12 @@ def of_token(formula: Callable[..., float]) -> Callable[[Step, Whole], list[floa
     return losses
 
 
-def of_answer(formula: Callable[..., float]) -> Callable[[Step, Whole], list[float]]:
+def of_answer(formula: Callable[..., float]) -> Callable[[Step, Answer], list[float]]:
     """The loss of an answer, times its correction, as if each of its tokens had it: their mean is
     that of the answer.
     """
 
-    def losses(step: Step, answer: Whole) -> list[float]:
+    def losses(step: Step, answer: Answer) -> list[float]:
         numbers = {
             "logp": answer.sum("now"),
             "old": answer.sum("old"),
@@ -368,7 +368,7 @@ def over_step(step: Step) -> list[list[float]]:
 
 
 def policy(
-    losses: Callable[[Step, Whole], list[float]],
+    losses: Callable[[Step, Answer], list[float]],
     credit: Callable[[Step], list[list[float]]],
     average: str,
 ) -> Callable[[Step], float]:
@@ -406,7 +406,7 @@ def bradley_terry(step: Step) -> float:
 
 
 def mean_of_scored(
-    item: Callable[[float, float, Said, dict[str, Any]], float],
+    item: Callable[[float, float, ModelOutputs, dict[str, Any]], float],
 ) -> Callable[[Step], float]:
     """each: score, target, all else that was measured, settings."""
 
@@ -426,7 +426,9 @@ def mean_of_scored(
     return total
 
 
-def pointwise(score: float, target: float, message: Said, settings: dict[str, Any]) -> float:
+def pointwise(
+    score: float, target: float, message: ModelOutputs, settings: dict[str, Any]
+) -> float:
     e, delta = abs(score - target), settings["huber_delta"]
     match settings["error"]:
         case "cross_entropy":
@@ -437,9 +439,9 @@ def pointwise(score: float, target: float, message: Said, settings: dict[str, An
             return e**2 / 2 if e <= delta else delta * (e - delta / 2)
 
 
-def ordinal(score: float, target: float, message: Said, settings: dict[str, Any]) -> float:
-    at_most = [0.0, *(paired.sigmoid(theta - score) for theta in message.thresholds), 1.0]
-    return -math.log(at_most[int(target)] - at_most[int(target) - 1])
+def ordinal(score: float, target: float, message: ModelOutputs, settings: dict[str, Any]) -> float:
+    cumulative = [0.0, *(paired.sigmoid(theta - score) for theta in message.thresholds), 1.0]
+    return -math.log(cumulative[int(target)] - cumulative[int(target) - 1])
 
 
 IDLE = {
@@ -461,7 +463,7 @@ IDLE = {
 """Settings of modifiers as they are by themselves."""
 CLIP = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
 BETA = {"beta": 0.1}
-WHOLE_STEP: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
+STEP_FORMULAS: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
     "kto": (
         mean_of_answers(kto_formula),
         BETA | {"desirable_weight": 1.0, "undesirable_weight": 1.0},

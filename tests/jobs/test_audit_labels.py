@@ -185,13 +185,13 @@ def test_votes_beside_the_rows_are_read(place: Path) -> None:
     ]
     export = write_export(Path("log.jsonl"), *votes)
     import_feedback("chat_log", [export], Path("feedback.jsonl"), quiet=True)
-    beside = audit_labels(["feedback.jsonl"], quiet=True).agreement
-    assert beside is not None
-    assert (beside.targets, beside.ratings) == (1, 3)
-    assert beside.disagreement == pytest.approx(2 / 3)
-    assert beside.raters[0].disagreement == 1
-    assert "person" not in str(beside)
-    assert audit_labels([export], format="chat_log", quiet=True).agreement == beside
+    audited = audit_labels(["feedback.jsonl"], quiet=True).agreement
+    assert audited is not None
+    assert (audited.targets, audited.ratings) == (1, 3)
+    assert audited.disagreement == pytest.approx(2 / 3)
+    assert audited.raters[0].disagreement == 1
+    assert "person" not in str(audited)
+    assert audit_labels([export], format="chat_log", quiet=True).agreement == audited
     Path("feedback.votes.jsonl").write_text('{"label": true}\n')
     with raises_error("votes-file-invalid", where="feedback.votes.jsonl:1"):
         audit_labels(["feedback.jsonl"], quiet=True)

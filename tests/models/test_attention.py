@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.prefix_trees import Segments, dense_attention, forests, path, seen
+from tests.prefix_trees import Segments, dense_attention, forests, path, visible_mask
 from valence.models import attention, flex, layout, native
 from valence.models.attention import (
     ATTENTION_BACKENDS,
@@ -54,7 +54,11 @@ def attend_by(
     scale: float = SCALE,
 ) -> Tensor:
     """Attention [1, T, H, D_v] by this backend."""
-    visible = Visible(segments_of(forest), (window,), q.device) if backend == "flex" else None
+    visible = (
+        Visible(segments_of(forest), (window,), q.device, backend)
+        if flex.is_flex(backend)
+        else None
+    )
     layout = Layout(forest, visible, scale, window, softcap)
     return ATTENTION_BACKENDS[backend].attend(q, k, v, layout)
 
@@ -100,7 +104,8 @@ def test_each_backend_computes_the_formula(
     backend: str, window: int, softcap: float, dtype: torch.dtype
 ) -> None:
     """Values, and gradients where the backend has them here; on the GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() and backend in ("flex", "sdpa") else "cpu"
+    runs_on_cuda = backend not in ("cpu", "products")
+    device = "cuda" if torch.cuda.is_available() and runs_on_cuda else "cpu"
     inputs = [x.detach().to(device).requires_grad_() for x in heads(420, d=64, d_v=64, dtype=dtype)]
     unsupported = ATTENTION_BACKENDS[backend].unsupported
     if unsupported(inputs[0], inputs[2], softcap):
@@ -111,7 +116,7 @@ def test_each_backend_computes_the_formula(
             return
         pytest.skip(reason)
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    expected = dense_attention(*exact, seen(TREE, window), 0.125, softcap)
+    expected = dense_attention(*exact, visible_mask(TREE, window), 0.125, softcap)
     out = attend_by(backend, *inputs, segment_table(TREE), window, softcap, 0.125)
     results, references = [out], [expected]
     if inputs[0].requires_grad:
@@ -149,7 +154,7 @@ def test_random_trees(
         patch.setattr(attention, "MAX_SCORES", max_scores)
         out = attend_by(way, *inputs, segment_table(segments), window, softcap)
         results = with_gradients(out, inputs)
-    expected = dense_attention(*inputs, seen(segments, window), SCALE, softcap)
+    expected = dense_attention(*inputs, visible_mask(segments, window), SCALE, softcap)
     for result, reference in zip(results, with_gradients(expected, inputs), strict=True):
         torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-11)
 
@@ -195,7 +200,7 @@ def test_a_second_pass_over_what_the_first_one_kept(
     if not len(parts.no_grad_rows):
         return
     inputs = heads(segments[-1][1])
-    full = dense_attention(*inputs, seen(segments, window), SCALE)
+    full = dense_attention(*inputs, visible_mask(segments, window), SCALE)
     count = len(parts.grad_rows)
     more = fill(count) - count
     filled_up = (
@@ -244,7 +249,7 @@ def test_the_masks_for_cuda_say_what_is_seen(
         )
         for window, mask in visible.masks.items():
             assert mask.shape == (1, 1, len(queries), len(keys))
-            wanted = seen(segments, window)[queries][:, keys.clamp(min=0)] & (keys >= 0)
+            wanted = visible_mask(segments, window)[queries][:, keys.clamp(min=0)] & (keys >= 0)
             assert torch.equal(mask.mask_mod(zero, zero, rows, columns), wanted)
 
 
@@ -277,7 +282,7 @@ def test_no_block_is_left_out_in_which_something_is_seen(
     mask = Visible(segments_of(segment_table(segments)), (window,), torch.device("cpu")).masks[
         window
     ]
-    sees = seen(segments, window)
+    sees = visible_mask(segments, window)
     size = -(-end // BLOCK) * BLOCK
     real = torch.zeros(size, size, dtype=torch.bool)
     real[:end, :end] = sees
@@ -344,6 +349,71 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
     assert len({rows for _, rows in sizes}) > 100
 
 
+@few
+@given(forests(), st.sampled_from([0, 1, 4]))
+def test_every_query_attends_to_itself_and_columns_have_32_bits(
+    segments: Segments, window: int
+) -> None:
+    """The kernels are told so (ROWS_GUARANTEED_SAFE)."""
+    visible = Visible(segments_of(segment_table(segments)), (window,), torch.device("cpu"))
+    mask_mod = visible.masks[window].mask_mod
+    zero, rows = torch.tensor(0), torch.arange(segments[-1][1])
+    assert mask_mod(zero, zero, rows, rows).all()
+    columns = [cell.cell_contents for cell in mask_mod.__closure__ or ()]
+    tensors = [column for column in columns if isinstance(column, Tensor)]
+    assert {column.dtype for column in tensors} == {torch.int32}
+
+
+def test_options_of_the_kernels() -> None:
+    assert flex.kernel_options("flex", 256, 512) == {"ROWS_GUARANTEED_SAFE": True}
+    dynamic = {"ROWS_GUARANTEED_SAFE": True, "IS_DIVISIBLE": True}
+    assert flex.kernel_options("flex_dynamic", 256, 512) == dynamic
+    for sizes in ((256, 500), (200, 512)):  # a model may have fewer positions than padded rows
+        assert flex.kernel_options("flex_dynamic", *sizes) == {"ROWS_GUARANTEED_SAFE": True}
+    small = flex.kernel_options("flex_small", 256, 512)
+    tiles = {name: size for name, size in small.items() if "BLOCK" in name}
+    assert all(BLOCK % size == 0 and size >= 16 for size in tiles.values())
+    # what the templates of PyTorch's backward kernel assert
+    assert tiles["bwd_BLOCK_N1"] % tiles["bwd_BLOCK_M1"] == 0
+    assert tiles["bwd_BLOCK_M2"] % tiles["bwd_BLOCK_N2"] == 0
+
+
+@pytest.mark.parametrize(("variant", "programs"), [("flex", 6), ("flex_dynamic", 2)])
+def test_dynamic_sizes_need_few_programs_and_only_sizes_are_dynamic(
+    variant: Any, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler's first stage, which runs without a GPU. A scale or soft-cap that becomes an
+    input of the program would be read from the host.
+    """
+    graphs: list[Any] = []
+
+    def record(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_it = partial(torch.compile, backend=record)
+    monkeypatch.setattr(torch, "compile", compile_it)
+    flex._compiled.cache_clear()
+    torch.compiler.reset()
+    try:
+        for rows in (256, 384, 512, 640, 1024, 1152):
+            segments = [(0, rows // 2, -1), (rows // 2, rows - 30, 0), (rows - 30, rows, 0)]
+            q, k, v = (x.detach() for x in heads(rows, d=16, d_v=16, dtype=torch.float32))
+            visible = Visible(
+                segments_of(segment_table(segments)), (0, 5), torch.device("cpu"), variant
+            )
+            with torch.no_grad():
+                visible.run_compiled(q, k, v, SCALE, 5, 20.0)
+    finally:
+        flex._compiled.cache_clear()
+        torch.compiler.reset()
+    assert len(graphs) == programs
+    inputs = {
+        node.name for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"
+    }
+    assert not [name for name in inputs if "scale" in name or "score_mod" in name]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")
 @pytest.mark.parametrize(
     ("window", "softcap"),
@@ -357,7 +427,7 @@ def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
     segments = [(0, 20, -1), (20, 33, 0), (33, 150, 0), (150, 155, 2)]
     q, k, v = (x.detach() for x in heads(155, d=16, d_v=16))
     visible = Visible(segments_of(segment_table(segments)), (0, 5), torch.device("cpu"))
-    wanted = dense_attention(q, k, v, seen(segments, window), SCALE, softcap)
+    wanted = dense_attention(q, k, v, visible_mask(segments, window), SCALE, softcap)
     torch.testing.assert_close(
         visible(q, k, v, SCALE, window, softcap).transpose(1, 2), wanted, rtol=1e-6, atol=1e-6
     )

@@ -134,7 +134,7 @@ def test_layers_are_compiled_around_the_attention_of_cuda() -> None:
     ]
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.float32).requires_grad_(False)
     wanted = [engine(batch).logp for batch in batches]
-    engine.uses_flex_attention, engine.max_joint_rows = True, 0
+    engine.attention_backend, engine.max_joint_rows = "flex", 0
     assert compile_layers(engine)
     engine(batches[-1])
     with torch.compiler.set_stance("fail_on_recompile"):

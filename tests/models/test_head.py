@@ -143,7 +143,7 @@ def make_head(
     return tested, hidden, target.to(device)
 
 
-def on_each_device() -> list[Any]:
+def backend_cases() -> list[Any]:
     """Every backend with each device, precision and variant that it supports. Those of Triton run
     in its interpreter if there is no CUDA device.
     """
@@ -162,7 +162,7 @@ def on_each_device() -> list[Any]:
 
 @pytest.mark.parametrize(("columns", "keep"), [(8192, 1), (50, 1), (50, 0)])
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize(("backend", "device", "precision", "variant"), on_each_device())
+@pytest.mark.parametrize(("backend", "device", "precision", "variant"), backend_cases())
 def test_each_backend_computes_the_oracle(
     backend: str, device: str, precision: str, variant: str,
     entropy: bool, columns: int, keep: float, monkeypatch: pytest.MonkeyPatch,
@@ -305,7 +305,7 @@ def test_existing_gradients_are_added_to_in_place_on_cuda(backend: str, precisio
     assert relative_error(weight.grad / 2, expected) < GRADIENT_TOLERANCE[precision]
 
 
-def along_one_axis(logits: list[float]) -> tuple[nn.Linear, Tensor]:
+def layer_with_logits(logits: list[float]) -> tuple[nn.Linear, Tensor]:
     """A layer and a hidden state [1, WIDTH] with these logits."""
     layer = nn.Linear(WIDTH, len(logits), bias=False)
     layer.weight.data.zero_()[:, 0] = torch.tensor(logits)
@@ -318,7 +318,7 @@ def test_the_gradient_of_a_nearly_certain_token_is_not_zero(
 ) -> None:
     """p is 1 in bfloat16, but p - 1 is not 0."""
     monkeypatch.setattr(head, "CACHE_BYTES", keep)
-    layer, hidden = along_one_axis([8, 0, 0])
+    layer, hidden = layer_with_logits([8, 0, 0])
     Head(layer, rounds_to_bfloat16=True)(hidden, torch.tensor([0]))[0].sum().backward()
     p = torch.softmax(torch.tensor([8.0, 0, 0]).double(), -1)[0]
     assert p > 1 - 2**-9
@@ -336,7 +336,7 @@ def test_a_target_in_a_range_of_negligible_probability_has_a_gradient(
     monkeypatch.setattr(head, "MAX_COLUMNS", 2)
     monkeypatch.setattr(head, "CACHE_BYTES", keep)
     logits = [-200.0, -201, 0, 1, -200, -202]
-    layer, hidden = along_one_axis(logits)
+    layer, hidden = layer_with_logits(logits)
     Head(layer, rounds_to_bfloat16=rounds)(hidden, torch.tensor([target]))[0].sum().backward()
     expected = torch.softmax(torch.tensor(logits).double(), 0).neg()
     expected[target] += 1

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.prefix_trees import Segments, forests, path, rows, seen
+from tests.prefix_trees import Segments, forests, path, rows, visible_mask
 from valence.models import layout
 from valence.models.layout import (
     SegmentTable,
@@ -61,14 +61,14 @@ def test_blocks_cover_what_is_seen_exactly_once(
         make_blocks.cache_clear()
         result = covered(segments_of(segment_table(segments)), window)
         make_blocks.cache_clear()
-    assert torch.equal(result, seen(segments, window).long())
+    assert torch.equal(result, visible_mask(segments, window).long())
 
 
 @given(forests())
 def test_every_query_is_in_one_run_over_the_rows_of_its_path(segments: Segments) -> None:
     result = make_runs(segments_of(segment_table(segments)))
     assert sorted(row for run in result for row in run.queries) == list(range(segments[-1][1]))
-    wanted = seen(segments)
+    wanted = visible_mask(segments)
     for run in result:
         assert run.keys[run.num_prefix_keys :] == run.queries
         for i, row in enumerate(run.queries):
@@ -96,7 +96,7 @@ def test_two_passes_see_what_one_sees(segments: Segments, window: int, draw: Ran
     trains = [draw.random() < 0.5 for _ in leaves]
     assume(len(set(trains)) == 2)
     split = split_by_gradient(segments, [path(segments, k) for k in leaves], trains)
-    wanted = seen(segments, window).long()
+    wanted = visible_mask(segments, window).long()
     order = torch.cat([split.grad_rows, split.no_grad_rows])
     with_gradient = {
         row for k, flag in zip(leaves, trains, strict=True) if flag for row in rows(segments, k)
@@ -124,7 +124,7 @@ def test_a_query_that_pads_sees_a_key_too(segments: Segments, window: int) -> No
 def test_a_window_reaches_over_a_long_path_in_pieces() -> None:
     """One run of many queries, and another that begins deep inside it."""
     segments = [(0, 1100, -1), (1100, 1103, 0)]
-    wanted = seen(segments, 100).long()
+    wanted = visible_mask(segments, 100).long()
     assert len(make_blocks(segments_of(segment_table(segments)), CPU)) > 2
     assert torch.equal(covered(segments_of(segment_table(segments)), 100), wanted)
 

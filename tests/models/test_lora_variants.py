@@ -198,14 +198,14 @@ def test_an_estimate_includes_what_dora_keeps(dtype: torch.dtype) -> None:
     for use_dora in (False, True):
         lora = LoraSettings(rank=4, use_dora=use_dora)
         engine = build_policy(tiny("llama", dtype=torch.float32), dtype=dtype, lora=lora)
-        short, long = (_kept_bytes(engine, length) for length in (64, 192))
+        short, long = (_saved_bytes(engine, length) for length in (64, 192))
         measured.append((long - short) / 128)
         shape = shape_of(skeleton_of(tiny("llama")), lora=lora)
         predicted.append(predict(shape, width=dtype.itemsize, frozen_copy=False).per_token)
     assert predicted[1] - predicted[0] == pytest.approx(measured[1] - measured[0], rel=0.25)
 
 
-def _kept_bytes(engine: PolicyModel, length: int) -> int:
+def _saved_bytes(engine: PolicyModel, length: int) -> int:
     weights = {p.untyped_storage().data_ptr() for p in engine.parameters()}
     sizes: dict[int, int] = {}
 

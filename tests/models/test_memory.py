@@ -17,6 +17,7 @@ from valence.models.memory import (
     Split,
     add_value_model,
     free_memory,
+    out_of_memory,
     predict,
     sampling_bytes,
 )
@@ -205,3 +206,24 @@ def test_a_container_leaves_what_its_limit_leaves(
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert memory.container_memory(tmp_path) == left
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_errors_of_missing_memory(error: Exception, expected: bool) -> None:
+    assert out_of_memory(error) is expected

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.models.test_attention import heads, plain_products, with_gradients
-from tests.prefix_trees import Segments, dense_attention, forests, seen
+from tests.prefix_trees import Segments, dense_attention, forests, visible_mask
 from tests.programs import Program
 from valence.models import native
 from valence.models.attention import attend
@@ -40,7 +40,7 @@ def errors(value: list[Tensor], segments: Segments, window: int) -> tuple[list[f
     """
     scale = value[0].shape[-1] ** -0.5
     exact = [x.detach().double().requires_grad_() for x in value]
-    wanted = with_gradients(dense_attention(*exact, seen(segments, window), scale), exact)
+    wanted = with_gradients(dense_attention(*exact, visible_mask(segments, window), scale), exact)
 
     def run() -> list[float]:
         result = with_gradients(
@@ -101,7 +101,7 @@ def test_one_sequence_of_any_length(length: int) -> None:
 def test_it_says_the_log_sum_exp_of_what_each_query_sees(window: int) -> None:
     q, k, v = (x.detach() for x in bfloat16_heads(TREE, groups=2, d=32))
     scores = 0.2 * q[0].double() @ k[0].double().repeat_interleave(2, 0).transpose(1, 2)
-    wanted = scores.masked_fill(~seen(TREE, window), -torch.inf).logsumexp(-1)
+    wanted = scores.masked_fill(~visible_mask(TREE, window), -torch.inf).logsumexp(-1)
     torch.testing.assert_close(
         attend(q, k, v, segment_table(TREE), 0.2, window, 0.0)[1].double(),
         wanted,
@@ -180,7 +180,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     inputs[0].mul_(1e4)
     inputs[1].mul_(1e4)
     out = attend(*inputs, segment_table(segments), 1.0, 0, 0.0)[0]
-    exact = dense_attention(*(x.double() for x in inputs), seen(segments), 1.0)
+    exact = dense_attention(*(x.double() for x in inputs), visible_mask(segments), 1.0)
     torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-7)
 
 
@@ -196,8 +196,8 @@ def test_what_is_not_a_number_stays_one_in_its_own_sequence(index: int, window: 
         inputs[index][:, :, 20, 3] = torch.nan
     result = with_gradients(attend(*inputs, segment_table(segments), 0.25, window, 0.0)[0], inputs)
     assert torch.equal(result[0][:, others], right[0][:, others])
-    seen_by = actual[:1] if index == 0 else actual[: window or len(actual)]
-    assert result[0][:, seen_by].isnan().any(-1).all()
+    readers = actual[:1] if index == 0 else actual[: window or len(actual)]
+    assert result[0][:, readers].isnan().any(-1).all()
     for ours, before in zip(result[1:], right[1:], strict=True):
         assert torch.equal(ours[:, :, others], before[:, :, others])
 
@@ -207,7 +207,7 @@ def test_an_infinite_score_is_not_a_number_unless_it_is_negative() -> None:
     inputs = [x.detach() for x in bfloat16_heads(segments, d=16)]
     inputs[1][:, :, 4, 2] = torch.inf
     out = attend(*inputs, segment_table(segments), 1.0, 0, 0.0)[0]
-    exact = dense_attention(*(x.double() for x in inputs), seen(segments), 1.0)
+    exact = dense_attention(*(x.double() for x in inputs), visible_mask(segments), 1.0)
     assert torch.equal(out.isnan(), exact.isnan())
     assert 0 < out.isnan().sum() < out.numel()
     torch.testing.assert_close(out.double(), exact, rtol=0.05, atol=0.05, equal_nan=True)
@@ -220,7 +220,9 @@ def test_what_it_cannot_do_runs_on_plain_products(change: dict[str, object]) -> 
     softcap = float(change.pop("softcap", 0.0))  # type: ignore[arg-type]
     q, k, v = heads(40, **{"d": 16, "d_v": 16, "dtype": torch.bfloat16} | change)  # type: ignore[arg-type]
     assert native.attention_unsupported(q, v, softcap)
-    wanted = dense_attention(*(x.double() for x in (q, k, v)), seen([(0, 40, -1)]), 0.2, softcap)
+    wanted = dense_attention(
+        *(x.double() for x in (q, k, v)), visible_mask([(0, 40, -1)]), 0.2, softcap
+    )
     torch.testing.assert_close(
         attend(q, k, v, segment_table([(0, 40, -1)]), 0.2, 0, softcap)[0].double(),
         wanted,
@@ -241,5 +243,5 @@ def switched_off() -> None:
 @pytest.mark.slow
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
     message = tmp_path / "said"
-    assert Program(said=message, main=switched_off, VALENCE_NATIVE="0").wait() == 0
+    assert Program(output=message, main=switched_off, VALENCE_NATIVE="0").wait() == 0
     assert message.read_text() == "None VALENCE_NATIVE=0 48.0\n"

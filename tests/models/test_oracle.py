@@ -171,7 +171,7 @@ def test_a_forest_equals_one_by_one_in_values_and_gradients(
 
 
 @cache
-def kept_policy(name: str) -> PolicyModel:
+def cached_policy(name: str) -> PolicyModel:
     return policy(name)
 
 
@@ -181,18 +181,18 @@ def kept_policy(name: str) -> PolicyModel:
 @settings(max_examples=12)
 @given(strand_sets(), st.integers(1, 4), st.integers(0, 2**7 - 1), st.integers(3, 40))
 def test_any_tree_of_prompts_and_completions(
-    name: str, strands: list[TokenSequence], least: int, trains: int, stride: int
+    name: str, strands: list[TokenSequence], min_shared: int, trains: int, stride: int
 ) -> None:
     """stride: tells the letters of the sequences apart as tokens."""
     assume(any(any(strand.loss_mask) for strand in strands))
-    with sharing(least):
+    with sharing(min_shared):
         batch = make_micro_batch([encoded(strand) for strand in strands])
     batch = replace(
         batch,
         tokens=3 + stride * batch.tokens,
         requires_grad=tuple(bool(trains >> s & 1) for s in range(len(strands))),
     )
-    compare(kept_policy(name), batch, rough=name in ROUGH)
+    compare(cached_policy(name), batch, rough=name in ROUGH)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_soft_capping_is_not_left_out_one_by_one() -> None:
 def test_values_as_on_cuda(name: str) -> None:
     """FlexAttention, which has no backward pass on a CPU."""
     engine = policy(name)
-    engine.uses_flex_attention = True
+    engine.attention_backend = "flex"
     batch = forest_of(conversations())
     torch.testing.assert_close(engine(batch).logp, one_by_one(engine, batch), rtol=1e-5, atol=1e-4)
 

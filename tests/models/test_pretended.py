@@ -4,24 +4,34 @@ host, and waits for nothing.
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Collection
 from dataclasses import replace
+from subprocess import CalledProcessError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests import pretend
+from tests.errors import raises_error
 from tests.models.test_oracle import PATTERNS
 from tests.prefix_trees import conversations, sharing
 from tests.pretend import CUDA, HOST, pretended
 from tests.tiny_models import ARCHITECTURES, tiny
 from valence.batching.micro_batches import make_micro_batch
+from valence.models import attention
 from valence.models.build import build_policy
+from valence.models.check import PackingWarning
+from valence.models.flex import Visible
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch
 
-HOW: list[Any] = [("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
-HOW += [
+CASES: list[Any] = [("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
+CASES += [
     pytest.param(
         name, "off", PATTERNS[1], marks=[] if name in ("gemma2", "qwen3_moe") else pytest.mark.slow
     )
@@ -49,7 +59,7 @@ def measured(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     )
 
 
-@pytest.mark.parametrize(("name", "checkpointing", "trains"), HOW)
+@pytest.mark.parametrize(("name", "checkpointing", "trains"), CASES)
 def test_a_device_says_what_the_host_does(
     name: str, checkpointing: Any, trains: tuple[bool, ...]
 ) -> None:
@@ -64,3 +74,95 @@ def test_a_device_says_what_the_host_does(
         result = [item.cpu() for item in result]
     torch.testing.assert_close(result[0], wanted[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(result[1], wanted[1], rtol=1e-3, atol=1e-3)
+
+
+class TritonError(Exception):
+    """As the base class of Triton's errors, which is not installed everywhere."""
+
+
+ERRORS = {
+    "flex": CalledProcessError(1, "gcc"),
+    "flex_small": RuntimeError("out of resource: shared memory"),
+    "flex_dynamic": TritonError("out of resource: shared memory"),
+}
+"""Of a missing header for Triton's launcher, of PyTorch's compiler, and of Triton."""
+
+
+def break_backends(patch: pytest.MonkeyPatch, backends: Collection[str]) -> None:
+    def run_flex(self: Visible, *arguments: Any) -> Tensor:
+        if self.variant in backends:
+            raise ERRORS[self.variant]
+        return pretend.attention(self, *arguments)
+
+    patch.setattr(Visible, "__call__", run_flex)
+    patch.setitem(sys.modules, "triton.errors", SimpleNamespace(TritonError=TritonError))
+    if "sdpa" in backends:
+        patch.setattr(attention, "_by_sdpa", lambda *_: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("broken", "backend", "computation"),
+    [
+        ((), "flex", "None forest"),
+        (("flex",), "flex_small", "None forest attention flex_small"),
+        (("flex", "flex_small"), "sdpa", "None forest attention sdpa"),
+    ],
+)
+def test_the_next_attention_backend_is_used_if_one_fails(
+    broken: tuple[str, ...], backend: str, computation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = measured(*built("gemma2", "off", PATTERNS[1], HOST))
+    with pretended(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        break_backends(monkeypatch, broken)
+        engine, batch = built("gemma2", "off", PATTERNS[1], CUDA)
+        assert (engine.packs, engine.attention_backend) == (True, backend)
+        assert engine.computation == computation
+        results = [item.cpu() for item in measured(engine, batch)]
+        monkeypatch.undo()
+    problems = [item.message for item in caught if isinstance(item.message, PackingWarning)]
+    assert [problem.code for problem in problems] == ["attention-fallback"] * bool(broken)
+    torch.testing.assert_close(results[0], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_one_sequence_at_a_time_on_a_device_must_be_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = measured(*built("llama", "off", PATTERNS[0], HOST))[0]
+    with pretended(), monkeypatch.context() as patch:
+        break_backends(patch, ("flex", "flex_small", "sdpa"))
+        with raises_error("packing-fails", where="VALENCE_ATTENTION", fix="one_by_one"):
+            built("llama", "off", PATTERNS[0], CUDA)
+        patch.setenv("VALENCE_ATTENTION", "one_by_one")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PackingWarning)
+            engine, batch = built("llama", "off", PATTERNS[0], CUDA)
+        assert not engine.packs
+        result = measured(engine, batch)[0].cpu()
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_requested_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VALENCE_ATTENTION", "flex_dynamic")
+    with pretended():
+        engine, _ = built("llama", "off", PATTERNS[0], CUDA)
+        assert engine.attention_backend == "flex_dynamic"
+        with monkeypatch.context() as patch:
+            break_backends(patch, ("flex_dynamic",))
+            with raises_error("packing-fails", where="VALENCE_ATTENTION"):
+                built("llama", "off", PATTERNS[0], CUDA)
+    with raises_error("attention-backend-unsupported", where="VALENCE_ATTENTION"):
+        built("llama", "off", PATTERNS[0], HOST)
+    monkeypatch.setenv("VALENCE_ATTENTION", "flax")
+    with raises_error("environment-variable-invalid", where="VALENCE_ATTENTION", fix="sdpa"):
+        built("llama", "off", PATTERNS[0], HOST)
+
+
+def test_a_model_that_does_not_pack_runs_one_sequence_at_a_time_on_a_device_too() -> None:
+    model = tiny("bloom", dtype=torch.float32)
+    with pretended():
+        with pytest.warns(PackingWarning) as caught:
+            engine = build_policy(model.to(CUDA), dtype=torch.float32)
+        assert not engine.packs
+    assert [getattr(item.message, "code", None) for item in caught][-1:] == ["sequences-leak"]

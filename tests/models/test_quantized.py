@@ -106,7 +106,7 @@ def loaded(place: Path, **more: Any) -> Any:
 
 
 @torch.no_grad()
-def said(model: Any) -> Tensor:
+def logps_of(model: Any) -> Tensor:
     """Log-probabilities that a model gives by itself."""
     return PolicyModel(disable_cpu_repacking(model).to(DEVICE).eval())(BATCH).logp
 
@@ -147,9 +147,9 @@ def test_the_reference_is_the_quantized_model(place: Path, tmp_path: Path) -> No
         for name, weight in policy.named_parameters():
             if "lora_B" in name:
                 weight.normal_()
-        alone = said(loaded(place))
+        alone = logps_of(loaded(place))
         assert torch.equal(reference(BATCH), alone)
-        assert (said(loaded(place, quantize=False)) - alone).abs().max() > 0.01
+        assert (logps_of(loaded(place, quantize=False)) - alone).abs().max() > 0.01
         assert not torch.allclose(policy.eval()(BATCH).logp, alone, atol=0.1)
 
 
@@ -283,10 +283,10 @@ def test_a_run_is_measured_and_exported_afterwards(place: Path, tmp_path: Path) 
     assert result.evaluate().metrics["loss"] == run.evaluate().metrics["loss"]
     result.model_writer.write(tmp_path / "adapter", "adapter")
     put_on = PeftModel.from_pretrained(loaded(place), str(tmp_path / "adapter"))
-    theirs = said(put_on)
+    theirs = logps_of(put_on)
     torch.testing.assert_close(theirs, result.policy.eval()(BATCH).logp)
-    merged = said(AutoModelForCausalLM.from_pretrained(tmp_path / "run/model"))
-    rounding = (said(loaded(place)) - said(loaded(place, quantize=False))).abs().max()
+    merged = logps_of(AutoModelForCausalLM.from_pretrained(tmp_path / "run/model"))
+    rounding = (logps_of(loaded(place)) - logps_of(loaded(place, quantize=False))).abs().max()
     assert 0 < (merged - theirs).abs().max() <= 2 * rounding
 
 
@@ -421,7 +421,7 @@ def test_split_over_processes_it_trains_as_on_one(place: Path, tmp_path: Path) -
 def test_it_says_the_same_on_a_gpu(dtype: torch.dtype, near: float, place: Path) -> None:
     model = loaded(place, dtype=dtype)
     assert model.device.type == "cuda"
-    result = said(model)
+    result = logps_of(model)
     with torch.no_grad():
         hosted = PolicyModel(disable_cpu_repacking(loaded(place, dtype=dtype).to("cpu")).eval())
         batch = plain_batch([torch.arange(3, 20), torch.arange(30, 70)], torch.arange(5, 9))

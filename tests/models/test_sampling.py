@@ -39,8 +39,8 @@ def test_answers_come_from_the_products_of_training(
         if isinstance(module, nn.Linear) and module is not engine.causal.get_output_embeddings():
             module.register_forward_hook(lambda _module, _inputs, out: products.add(out.dtype))
 
-    def watched(cache: Any, index: torch.Tensor) -> None:
-        give_room(cache, index)
+    def watched(cache: Any, index: torch.Tensor, max_tokens: int) -> None:
+        give_room(cache, index, max_tokens)
         caches.append(cache)
 
     monkeypatch.setattr(kv, "select_rows", watched)

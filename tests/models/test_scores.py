@@ -247,7 +247,7 @@ def test_an_adapter_of_a_language_model_would_freeze_the_head(tmp_path: Path) ->
         )
 
 
-def told(rows: list[tuple[int, ...]]) -> MicroBatch:
+def batch_of(rows: list[tuple[int, ...]]) -> MicroBatch:
     return plain_batch([torch.tensor(row) for row in rows])
 
 
@@ -281,7 +281,7 @@ def test_the_saved_folder_scores_the_same_in_padded_batches(
         (7, end),
         (30, 31, 32, 33, 34),
     ]
-    wanted = engine(told(rows)).score.detach()
+    wanted = engine(batch_of(rows)).score.detach()
     write(engine, tmp_path / "reward", with_padding(tokenizer, {end}, len(tokenizer)), wanted)
     capfd.readouterr()
     exact = {"attn_implementation": "eager"} if name == "gemma2" else {}  # SDPA has no soft-capping
@@ -314,7 +314,7 @@ def test_what_the_card_says_to_run_scores_as_trained(chat: bool, tmp_path: Path)
     chat_text = f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n{answer}"
     text = chat_text if chat else "The capital of France is Paris."
     wanted = engine(
-        told([(*tokenizer(text, add_special_tokens=False)["input_ids"], end)])
+        batch_of([(*tokenizer(text, add_special_tokens=False)["input_ids"], end)])
     ).score.item()
     write(
         engine,

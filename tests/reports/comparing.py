@@ -56,7 +56,9 @@ def thumbs(step: int, rewards: Mapping[str, float] | None = None, **more: Any) -
     return {"step": step, "metrics": metrics, "rows": rows}
 
 
-def own(step: int, reward: float, kl: float, message: str = "An answer.") -> dict[str, Any]:
+def online_evaluation(
+    step: int, reward: float, kl: float, message: str = "An answer."
+) -> dict[str, Any]:
     row = {
         "origin": "prompts.jsonl:1",
         "stop": "end",

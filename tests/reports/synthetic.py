@@ -92,7 +92,7 @@ def pair_rows(scale: float, count: int, seed: int = 0) -> list[Json]:
     return rows
 
 
-def own_rows(scale: float, count: int, seed: int = 0) -> list[Json]:
+def online_rows(scale: float, count: int, seed: int = 0) -> list[Json]:
     """Answers of the policy to held-out prompts."""
     rng = random.Random(seed + round(100 * scale))
     rows: list[Json] = []
@@ -158,7 +158,7 @@ def offline_log(
         yield record
 
 
-def own_log(steps: int, evaluations: list[int], seed: int = 0) -> Iterator[Json]:
+def online_log(steps: int, evaluations: list[int], seed: int = 0) -> Iterator[Json]:
     rng = random.Random(seed)
     for step in range(steps + 1):
         grow = step / steps
@@ -265,9 +265,9 @@ def write_run(
     """
     (folder / "eval").mkdir(parents=True, exist_ok=True)
     evaluations = [round(i * steps / (times - 1)) for i in range(times)]
-    make = {"thumbs": thumbs_rows, "pairs": pair_rows, "own": own_rows}[kind]
+    make = {"thumbs": thumbs_rows, "pairs": pair_rows, "own": online_rows}[kind]
     log = (
-        own_log(steps, evaluations)
+        online_log(steps, evaluations)
         if kind == "own"
         else offline_log(steps, evaluations, pairs=kind == "pairs")
     )

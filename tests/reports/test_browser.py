@@ -115,13 +115,13 @@ def opened(
     page.on("pageerror", lambda error: failed.append(str(error)))
     page.on(
         "request",
-        lambda asked: (
-            failed.append(asked.url)
-            if not asked.url.startswith(("file:", "data:", "blob:"))
+        lambda request: (
+            failed.append(request.url)
+            if not request.url.startswith(("file:", "data:", "blob:"))
             else None
         ),
     )
-    page.on("requestfailed", lambda asked: failed.append(asked.url))
+    page.on("requestfailed", lambda request: failed.append(request.url))
     if clock:
         page.clock.install()
     page.goto(path.as_uri())

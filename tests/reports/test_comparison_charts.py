@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reports.comparing import a_run, config, own, read, thumbs
+from tests.reports.comparing import a_run, config, online_evaluation, read, thumbs
 from valence.reports.compared import ComparedRun, trained_seconds
 from valence.reports.comparison import comparison_page
 from valence.reports.comparison_charts import (
@@ -23,7 +23,9 @@ from valence.reports.comparison_charts import (
 def test_curves_are_those_that_two_runs_share_and_that_vary(
     two: list[ComparedRun], tmp_path: Path
 ) -> None:
-    third = a_run(tmp_path / "third", own(0, 1.0, 0.0), own(20, 2.0, 1.0))
+    third = a_run(
+        tmp_path / "third", online_evaluation(0, 1.0, 0.0), online_evaluation(20, 2.0, 1.0)
+    )
     runs = [*two, *read(third)]
     held_out, training = curves(runs)
     assert {"eval/loss", "eval/rewards/auc"} <= set(held_out)
@@ -112,7 +114,12 @@ def test_seconds_of_rounds_are_part_of_training() -> None:
 
 def test_the_frontier_joins_evaluations_of_own_answers(tmp_path: Path) -> None:
     runs = read(
-        a_run(tmp_path / "x", own(0, 0.1, 0.0), own(10, 0.5, 2.0), own(20, 0.4, 1.0)),
+        a_run(
+            tmp_path / "x",
+            online_evaluation(0, 0.1, 0.0),
+            online_evaluation(10, 0.5, 2.0),
+            online_evaluation(20, 0.4, 1.0),
+        ),
         a_run(tmp_path / "y", thumbs(0), thumbs(20)),
     )
     result = frontiers(runs)

@@ -16,7 +16,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.errors import raises_error
-from tests.reports.comparing import a_run, own, read, thumbs
+from tests.reports.comparing import a_run, online_evaluation, read, thumbs
 from valence.reports import comparison
 from valence.reports.compared import ComparedRun
 from valence.reports.comparison import BEST, comparison_markdown, comparison_page, tables, write_out
@@ -208,12 +208,17 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_the_page_works_in_a_browser(tmp_path: Path, browser: Any) -> None:
-    own_answers = [
-        a_run(tmp_path / f"own{i}", own(0, 0.1, 0.0), own(20, 0.4 + i, 1.0)) for i in range(2)
+    online_runs = [
+        a_run(
+            tmp_path / f"own{i}",
+            online_evaluation(0, 0.1, 0.0),
+            online_evaluation(20, 0.4 + i, 1.0),
+        )
+        for i in range(2)
     ]
     path = tmp_path / "comparison.html"
     path.write_text(
-        comparison_page([*poisoned(tmp_path / "poisoned"), *read(*own_answers)]), encoding="utf-8"
+        comparison_page([*poisoned(tmp_path / "poisoned"), *read(*online_runs)]), encoding="utf-8"
     )
     for width in (390, 1200):
         page = browser.new_page(viewport={"width": width, "height": 800})

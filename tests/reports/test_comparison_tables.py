@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.errors import raises_error
-from tests.reports.comparing import a_run, config, own, read, thumbs
+from tests.reports.comparing import a_run, config, online_evaluation, read, thumbs
 from valence.reports.compared import ComparedRun, find_runs, shortest_labels
 from valence.reports.comparison import (
     BEST,
@@ -118,8 +118,8 @@ def test_rewards_that_are_not_the_same_are_not_ranked(tmp_path: Path) -> None:
     def marks(reward: str) -> bool:
         places = (tmp_path / reward / "x", tmp_path / reward / "y")
         runs = read(
-            a_run(places[0], own(20, 1.0, 2.0)),
-            a_run(places[1], own(20, 2.0, 2.0), settings=config(reward=reward)),
+            a_run(places[0], online_evaluation(20, 1.0, 2.0)),
+            a_run(places[1], online_evaluation(20, 2.0, 2.0), settings=config(reward=reward)),
         )
         return any(BEST in cell for row in summary(runs).rows for cell in row)
 
@@ -266,8 +266,8 @@ def test_places_are_among_a_runs_own_rows_whatever_the_scale_and_the_same_count_
 
 def test_own_answers_are_shown_of_each_run_and_cut(tmp_path: Path) -> None:
     runs = read(
-        a_run(tmp_path / "x", own(20, 1.0, 0.0, "Short.")),
-        a_run(tmp_path / "y", own(20, 0.0, 0.0, "w" * (MAX_TEXT + 7))),
+        a_run(tmp_path / "x", online_evaluation(20, 1.0, 0.0, "Short.")),
+        a_run(tmp_path / "y", online_evaluation(20, 0.0, 0.0, "w" * (MAX_TEXT + 7))),
     )
     first = disagreements(runs)[0]
     assert first.answers == {
@@ -278,7 +278,7 @@ def test_own_answers_are_shown_of_each_run_and_cut(tmp_path: Path) -> None:
 
 
 def test_of_pairs_the_gap_counts_and_of_several_answers_each(tmp_path: Path) -> None:
-    def found(one: float, other: float) -> dict[str, Any]:
+    def evaluation(one: float, other: float) -> dict[str, Any]:
         pairs = [
             {
                 "id": "p",
@@ -307,7 +307,9 @@ def test_of_pairs_the_gap_counts_and_of_several_answers_each(tmp_path: Path) -> 
         ]
         return {"step": 20, "metrics": {"loss": 1.0}, "rows": pairs}
 
-    runs = read(a_run(tmp_path / "x", found(2.0, 4.0)), a_run(tmp_path / "y", found(9.0, -4.0)))
+    runs = read(
+        a_run(tmp_path / "x", evaluation(2.0, 4.0)), a_run(tmp_path / "y", evaluation(9.0, -4.0))
+    )
     by_reward = {disagreement.places["x"][1]: disagreement for disagreement in disagreements(runs)}
     assert by_reward[1.0].places["y"][1] == 8.0
     assert by_reward[4.0].texts == {"prompt": "Several", "completion 0": "zero"}

@@ -6,9 +6,11 @@ import re
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from valence.reports.console import Progress
 from valence.reports.formatting import as_tables, compare, duration, number, rate, text, visible
+from valence.terminal import Terminal, print_table
 
 
 class Clock:
@@ -143,6 +145,18 @@ def test_an_amount_said_twice_counts_once():
     assert lines(console)[1] == "train 1/10  0.5 it/s  18s left  loss 0.5"
 
 
+def test_items_are_counted_until_a_batch_has_counted_its_tokens():
+    console, clock = plain_console(), Clock()
+    with Progress(console, "sampling", 4, every=0.0, clock=clock) as progress:
+        for done, tokens in ((0, 0), (2, 0), (4, 100)):
+            clock.now += 2
+            progress.update(done, tokens=tokens)
+    assert lines(console)[1:] == [
+        "sampling 2/4  1 it/s  2.0s left",
+        "sampling 4/4  25 tok/s  6.0s",
+    ]
+
+
 def test_a_slow_first_step_does_not_spoil_the_time_left():
     console, clock = plain_console(), Clock()
     with Progress(console, "train", 102, start=0, every=0.0, clock=clock) as progress:
@@ -232,3 +246,19 @@ def test_a_mapping_of_any_shape_becomes_tables():
         ("c", ["k"], [[1]]),
         ("d: e", ["", "g"], [["f", 3]]),
     ]
+
+
+@pytest.mark.parametrize("columns", [None, "40"])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_tables_in_a_pipe_have_complete_cells_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, columns: str | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    file = io.StringIO()
+    table = Table("run", "state", box=None)
+    path = "runs/" + 200 * "a"
+    table.add_row(path, "done")
+    print_table(Terminal(file=file, force_terminal=is_terminal), table)
+    assert (path in file.getvalue()) == (not is_terminal and columns is None)

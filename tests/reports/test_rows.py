@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.reports.synthetic import own_rows, pair_rows, thumbs_rows
+from tests.reports.synthetic import online_rows, pair_rows, thumbs_rows
 from valence.reports.rows import (
     NONE,
     groups,
@@ -111,7 +111,7 @@ def test_demonstrations_surprise_by_nats_a_token() -> None:
 
 
 def test_own_answers_and_rows_without_numbers_surprise_nobody() -> None:
-    assert surprise(own_rows(1.0, 5)) == []
+    assert surprise(online_rows(1.0, 5)) == []
     bare: list[Json] = [
         {},
         {"label": True},
@@ -164,7 +164,7 @@ def test_lists_of_each_kind() -> None:
         "Most moved",
         "Best",
     ]
-    assert titles(own_rows(1.0, 60), own_rows(0.0, 60)) == ["Best", "Worst", "Longest"]
+    assert titles(online_rows(1.0, 60), online_rows(0.0, 60)) == ["Best", "Worst", "Longest"]
     assert titles([{"logp": -3.0, "tokens": 2}, {"logp": -3.0, "tokens": 3}]) == [
         "Most surprising",
         "Best",

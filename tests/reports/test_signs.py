@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.reports.synthetic import AUDIT, own_log, own_rows, pair_rows, thumbs_rows, write_run
+from tests.reports.synthetic import (
+    AUDIT,
+    online_log,
+    online_rows,
+    pair_rows,
+    thumbs_rows,
+    write_run,
+)
 from valence.reports.diagnostics import Diagnosis, diagnose
 from valence.reports.page import report_markdown, write_page
 from valence.reports.rundata import RunData, read_run
@@ -68,13 +75,13 @@ def test_a_healthy_run_shows_no_sign(kind: str, healthy: dict[str, RunData]) -> 
 def test_healthy_runs_of_other_random_numbers_show_none_either(
     seed: int, healthy: dict[str, RunData]
 ) -> None:
-    for kind, make in (("thumbs", thumbs_rows), ("pairs", pair_rows), ("own", own_rows)):
+    for kind, make in (("thumbs", thumbs_rows), ("pairs", pair_rows), ("own", online_rows)):
         first, last = (
             {"step": step, "metrics": {}, "rows": make(step / 60, 40, seed)} for step in (0, 60)
         )
         run = replace(healthy[kind], first=first, last=last)
         if kind == "own":
-            run = replace(run, metrics=tuple(own_log(100, [], seed)))
+            run = replace(run, metrics=tuple(online_log(100, [], seed)))
         assert diagnose(run) == []
 
 
@@ -392,7 +399,7 @@ ODD = (None, [], "x", {"a": 1}, True, "nan")
 def write_odd(folder: Path, name: str, odd: Sequence[object]) -> None:
     """Write the pages of two runs, with stored and own answers, whose rows have these values."""
     run = read_run(write_run(folder, "thumbs", rows=24, times=2))
-    for make in (thumbs_rows, own_rows):
+    for make in (thumbs_rows, online_rows):
         rows = [{**row, name: odd[i % len(odd)]} for i, row in enumerate(make(1.0, 24))]
         (folder / "eval" / "step-60.json").write_text(
             json.dumps({"step": 60, "metrics": {"loss": odd[0]}, "rows": rows})

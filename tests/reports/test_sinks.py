@@ -116,7 +116,7 @@ def test_a_required_sink_that_fails_stops_the_run():
 # What a sink may have besides
 
 
-class Whole(Memory):
+class CompleteSink(Memory):
     """One with every method."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Whole(Memory):
 
 def test_methods_that_a_sink_has_are_called_and_the_others_are_not_missed(tmp_path):
     message = []
-    plain, full = Memory(), Whole()
+    plain, full = Memory(), CompleteSink()
     sinks = FanOut([], [plain, full], warn=message.append)
     for _ in range(2):
         sinks.start({"a.b": 1}, tmp_path, True)
@@ -164,8 +164,8 @@ def test_methods_that_a_sink_has_are_called_and_the_others_are_not_missed(tmp_pa
 
 @pytest.mark.parametrize("method", ["start", "log", "table", "end", "close"])
 def test_an_error_anywhere_is_reported_once_and_the_others_go_on(method, tmp_path):
-    text, good = [], Whole()
-    bad = Whole()
+    text, good = [], CompleteSink()
+    bad = CompleteSink()
 
     def fails(*_):
         raise SystemError("no more")
@@ -178,7 +178,7 @@ def test_an_error_anywhere_is_reported_once_and_the_others_go_on(method, tmp_pat
         sinks.log({"step": step})
     sinks.close()
     [message] = text
-    assert "Whole" in message
+    assert "CompleteSink" in message
     assert "no more" in message
     assert [r["step"] for r in good.records] == [0, 1]
     assert good.closed

@@ -30,7 +30,7 @@ def steps_of(points: Counter[tuple[str, int]], name: str) -> list[int]:
     )
 
 
-def assert_whole(points: Counter[tuple[str, int]], named: Callable[[str], str] = str) -> None:
+def assert_complete(points: Counter[tuple[str, int]], named: Callable[[str], str] = str) -> None:
     """Every number and table of steps 0..8 once, and the test at the end once."""
     for name in ("loss", "grad_norm", "kl", "tokens/s"):
         assert steps_of(points, named(name)) == list(range(9)), name
@@ -56,7 +56,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     points += Counter(
         (tag.removesuffix("/text_summary"), e.step) for tag in tensors for e in events.Tensors(tag)
     )
-    assert_whole(points)
+    assert_complete(points)
     assert {e.step: e.value for e in events.Scalars("loss")}[3] == pytest.approx(0.25)
     assert str(events.Scalars("kl")[1].value) == "inf"
     table = events.Tensors(f"{SAMPLES}/text_summary")[0].tensor_proto.string_val[0].decode()
@@ -97,7 +97,7 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     points += Counter(
         ("eval.samples", int(path.removesuffix(".json").rsplit("-", 1)[1])) for path in tables
     )
-    assert_whole(points, lambda name: name.replace("/", "."))
+    assert_complete(points, lambda name: name.replace("/", "."))
     table = json.loads(
         Path(client.download_artifacts(item.info.run_id, f"{SAMPLES}-step-3.json")).read_text()
     )
@@ -127,7 +127,7 @@ def test_trackio(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows, config = json.loads(done.stdout.partition("READ ")[2].splitlines()[0])
     points = Counter((name, row["step"]) for row in rows for name in row)
-    assert_whole(points)
+    assert_complete(points)
     assert config["train"] == {"learning_rate": 1e-5, "betas": [0.9, 0.999]}
     (first,) = [row for row in rows if SAMPLES in row and row["step"] == 0]
     assert len(first[SAMPLES]["_value"]) == 20
@@ -212,7 +212,7 @@ def trained(place: Path, run_dir: str, kill: int, sinks: list[Any]) -> tuple[int
     """Status, and what was said."""
     words, message = (str(place), run_dir, str(kill), json.dumps(sinks)), place / "said"
     status = Program(
-        *words, main=trains, said=message, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"
+        *words, main=trains, output=message, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"
     ).wait(600)
     return status, message.read_text()
 

@@ -108,7 +108,7 @@ class Reply:
 Script = Callable[[dict[str, Any], int], Reply]
 
 
-class Told(ThreadingHTTPServer):
+class RewardServer(ThreadingHTTPServer):
     """``seen``: the requests, ``heads``: their headers, ``most``: how many were under way at a
     time, ``connections``: how many were made, ``open``: how many there are."""
 
@@ -139,7 +139,7 @@ class Told(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Told
+    server: RewardServer
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
@@ -182,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def server(script: Script | Reply | None = None, port: int = 0) -> Iterator[Told]:
+def server(script: Script | Reply | None = None, port: int = 0) -> Iterator[RewardServer]:
     """A server on a port of this host.
 
     Without a script a reward is the number in the answer, as of ``answers``.
@@ -192,7 +192,7 @@ def server(script: Script | Reply | None = None, port: int = 0) -> Iterator[Told
         if script is not None
         else lambda request, _: Reply([float(q.rpartition("a")[2]) for q in request["query"]])
     )
-    message = Told((lambda *_: inputs) if isinstance(inputs, Reply) else inputs, port)
+    message = RewardServer((lambda *_: inputs) if isinstance(inputs, Reply) else inputs, port)
     thread = threading.Thread(target=message.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

@@ -109,10 +109,10 @@ def clients(urls: list[str], folders: list[str]) -> None:
     time.sleep = lambda seconds: None
     pause = asyncio.sleep
     asyncio.sleep = lambda seconds: pause(0)
-    print(json.dumps([asked(url, folders) for url in urls]))
+    print(json.dumps([results_of_clients(url, folders) for url in urls]))
 
 
-def asked(url: str, folders: list[str]) -> list[Any]:
+def results_of_clients(url: str, folders: list[str]) -> list[Any]:
     """What the client in each folder has."""
     results: list[Any] = []
     for folder in folders:

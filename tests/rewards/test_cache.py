@@ -33,33 +33,33 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def made(name: str, source: str = COUNTS) -> str:
+    def write_function(name: str, source: str = COUNTS) -> str:
         sys.modules.pop(name, None)
         Path(f"{name}.py").write_text(source)
         return f"{name}:f"
 
-    yield made
+    yield write_function
     for name in ("counts", "counts2"):
         sys.modules.pop(name, None)
 
 
-def kept(target: str, folder: Path | None = Path("scores"), **options: Any) -> Any:
+def cached_reward(target: str, folder: Path | None = Path("scores"), **options: Any) -> Any:
     return reward_of([entry(target, deterministic=True, **options)], cache=folder)
 
 
 def test_what_was_scored_is_not_scored_again(counting: Any) -> None:
-    cached = kept(counting("counts"))
+    cached = cached_reward(counting("counts"))
     assert values(cached, answers(3)) == [3.0] * 3
     assert values(cached, answers(5)) == [3.0] * 3 + [5.0] * 2
     assert values(cached, [*answers(3)[::-1], answer("a0")]) == [3.0] * 4
-    again = kept("counts:f")
+    again = cached_reward("counts:f")
     assert values(again, answers(5)) == [3.0] * 3 + [5.0] * 2
     assert (again.parts[0].reward.hits, again.parts[0].reward.misses) == (5, 0)
     assert scores(again, answers(1))[0].parts == {"f": 3.0}
 
 
 def test_the_same_answer_twice_is_asked_once(counting: Any) -> None:
-    cached = kept(counting("counts"))
+    cached = cached_reward(counting("counts"))
     assert values(cached, [answer("x"), answer("y"), answer("x")]) == [2.0] * 3
 
 
@@ -93,7 +93,7 @@ def test_who_sampled_it_and_when_does_not() -> None:
 
 
 def test_info_that_is_no_json_is_not_kept(counting: Any) -> None:
-    cached = kept(counting("counts"))
+    cached = cached_reward(counting("counts"))
     odd = [answer("x", blob=b"1"), answer("x", blob=b"2")]
     assert cache_key(odd[0]) is None
     assert values(cached, odd) == [2.0, 2.0]
@@ -101,19 +101,19 @@ def test_info_that_is_no_json_is_not_kept(counting: Any) -> None:
 
 
 def test_another_source_or_setting_is_another_reward(counting: Any) -> None:
-    assert values(kept(counting("counts")), answers(1)) == [1.0]
-    assert values(kept("counts:f", settings={"step": 5.0}), answers(1)) == [10.0]
+    assert values(cached_reward(counting("counts")), answers(1)) == [1.0]
+    assert values(cached_reward("counts:f", settings={"step": 5.0}), answers(1)) == [10.0]
     counting("counts", COUNTS + "\n# changed\n")
-    assert values(kept("counts:f"), answers(1)) == [1.0]
+    assert values(cached_reward("counts:f"), answers(1)) == [1.0]
     assert len(list(Path("scores").iterdir())) == 3
-    cached = kept(counting("counts2"))
+    cached = cached_reward(counting("counts2"))
     assert values(cached, answers(1)) == [1.0]
     assert len(list(Path("scores").iterdir())) == 4
 
 
 def test_failures_are_not_kept(tmp_path: Path) -> None:
     with server(lambda _, n: Reply([None, 0.5]) if n == 0 else Reply([0.25])) as stub:
-        cached = kept(stub.url, tmp_path)
+        cached = cached_reward(stub.url, tmp_path)
         assert values(cached, answers(2)) == [None, 0.5]
         assert values(cached, answers(2)) == [0.25, 0.5]
     assert [len(request["query"]) for request in stub.seen] == [2, 1]

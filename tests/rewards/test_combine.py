@@ -20,12 +20,12 @@ from valence.types import Completion, Score
 @dataclass
 class Fixed:
     name: str
-    given: Sequence[Score]
+    fixed_scores: Sequence[Score]
     deterministic: bool = True
     batch_size: int = 100
 
     async def __call__(self, completions: Sequence[Completion]) -> list[Score]:
-        return list(self.given)
+        return list(self.fixed_scores)
 
     async def close(self) -> None: ...
 

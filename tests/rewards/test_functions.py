@@ -45,12 +45,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def made(source: str) -> str:
+    def write_module(source: str) -> str:
         name = f"reward_under_test_{next(NUMBER)}"
         Path(f"{name}.py").write_text(textwrap.dedent(source).lstrip("\n"))
         return name
 
-    return made
+    return write_module
 
 
 # Signatures

@@ -30,7 +30,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     tiny(vocab_size=len(tokenizer), dtype=torch.float32, seed=0).save_pretrained("model")  # type: ignore[operator]
     tokenizer.save_pretrained("model")
 
-    def made(*names: str, normalised: bool = True) -> Any:
+    def save_judge(*names: str, normalised: bool = True) -> Any:
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(
             "model", num_labels=len(names), id2label=dict(enumerate(names))
@@ -42,7 +42,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         tokenizer.save_pretrained("judge")
         return model.eval()
 
-    return made
+    return save_judge
 
 
 def of(
@@ -54,7 +54,7 @@ def of(
 
 
 TURNS = ({"role": "user", "content": "What is the capital of France?"},)
-GIVEN = [
+COMPLETIONS = [
     answer(" Paris", "The capital is"),
     answer("It is Paris.", TURNS),
     answer(" Lyon or so", "The capital is"),
@@ -62,7 +62,7 @@ GIVEN = [
 
 
 def expected(
-    model: Any, value: Sequence[Completion] = GIVEN, *, as_chat: bool = True
+    model: Any, value: Sequence[Completion] = COMPLETIONS, *, as_chat: bool = True
 ) -> torch.Tensor:
     """[answers, attributes], by the library alone. as_chat: a text prompt is a user message, as the
     tokenizer has a template.
@@ -94,23 +94,23 @@ def test_its_scores_are_those_of_the_library(judge: Callable[..., Any], tmp_path
     model = judge("reward")
     wanted = expected(model)[:, 0].tolist()
     cached = of(cache=tmp_path / "kept")
-    assert values(cached, GIVEN) == pytest.approx(wanted, abs=1e-4)
-    assert values(of(batch_size=1, tokens=1), GIVEN) == pytest.approx(wanted, abs=1e-4)
+    assert values(cached, COMPLETIONS) == pytest.approx(wanted, abs=1e-4)
+    assert values(of(batch_size=1, tokens=1), COMPLETIONS) == pytest.approx(wanted, abs=1e-4)
     as_text = expected(model, as_chat=False)[:, 0].tolist()
-    assert values(of(as_chat=False), GIVEN) == pytest.approx(as_text, abs=1e-4)
-    assert values(of(normalised=True), GIVEN) == pytest.approx(
+    assert values(of(as_chat=False), COMPLETIONS) == pytest.approx(as_text, abs=1e-4)
+    assert values(of(normalised=True), COMPLETIONS) == pytest.approx(
         [(value - 0.5) / 2 for value in wanted], abs=1e-4
     )
     assert cached.deterministic
     again: Any = of(cache=tmp_path / "kept").parts[0].reward
-    assert values(again, GIVEN) == values(cached, GIVEN)
+    assert values(again, COMPLETIONS) == values(cached, COMPLETIONS)
     assert again.misses == 0
     judge("reward")
     with torch.no_grad():
         model.score.weight.add_(0.1)
     model.save_pretrained("judge")
     other: Any = of(cache=tmp_path / "kept").parts[0].reward
-    assert values(other, GIVEN) == pytest.approx(expected(model)[:, 0].tolist(), abs=1e-4)
+    assert values(other, COMPLETIONS) == pytest.approx(expected(model)[:, 0].tolist(), abs=1e-4)
     assert other.misses == 3  # other weights, other scores
 
 
@@ -131,8 +131,10 @@ def test_the_tools_of_a_prompt_are_read(judge: Callable[..., Any]) -> None:
 
 def test_attributes_are_chosen_or_weighted_and_kept_as_parts(judge: Callable[..., Any]) -> None:
     wanted = expected(judge("clear", "kind"))
-    assert values(of(attribute="kind"), GIVEN) == pytest.approx(wanted[:, 1].tolist(), abs=1e-4)
-    result = scores(of(attribute={"clear": 2.0, "kind": -1.0}), GIVEN)
+    assert values(of(attribute="kind"), COMPLETIONS) == pytest.approx(
+        wanted[:, 1].tolist(), abs=1e-4
+    )
+    result = scores(of(attribute={"clear": 2.0, "kind": -1.0}), COMPLETIONS)
     assert [score.value for score in result] == pytest.approx(
         (2 * wanted[:, 0] - wanted[:, 1]).tolist(), abs=1e-4
     )
@@ -141,7 +143,7 @@ def test_attributes_are_chosen_or_weighted_and_kept_as_parts(judge: Callable[...
 
 def test_what_it_cannot_read_is_an_error(judge: Callable[..., Any]) -> None:
     judge("reward")
-    result = scores(of(max_length=24), [*GIVEN, answer(" word" * 50, "x")])
+    result = scores(of(max_length=24), [*COMPLETIONS, answer(" word" * 50, "x")])
     assert result[0].value is not None
     assert result[3].value is None
     assert has_words(result[3].error, 24)
@@ -160,7 +162,7 @@ def test_a_score_that_is_not_finite_is_an_error(judge: Callable[..., Any]) -> No
     with torch.no_grad():
         model.score.weight.fill_(float("nan"))
     model.save_pretrained("judge")
-    assert values(of(), GIVEN) == [None] * 3
+    assert values(of(), COMPLETIONS) == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ class Numbers:
     batch_size: int = 2
     name: str = "numbers"
     deterministic: bool = True
-    seen: list[int] = field(default_factory=list[int])
+    batch_sizes: list[int] = field(default_factory=list[int])
 
     async def __call__(self, completions: Sequence[Completion]) -> list[Score]:
-        self.seen.append(len(completions))
+        self.batch_sizes.append(len(completions))
         await self.before(int(completions[0].text[1:]))
         return [Score(float(c.text[1:])) for c in completions]
 
@@ -55,7 +55,7 @@ def backwards() -> Numbers:
 def test_scores_are_in_order_whatever_comes_first() -> None:
     result = backwards()
     assert values(result, answers(9)) == [float(i) for i in range(9)]
-    assert sorted(result.seen) == [1, 2, 2, 2, 2]
+    assert sorted(result.batch_sizes) == [1, 2, 2, 2, 2]
     assert values(backwards(), []) == []
 
 

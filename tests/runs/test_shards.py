@@ -129,11 +129,11 @@ def saves(
         "saved": (remaining.failed, remaining.take_messages(), remaining.steps()),
     }
     for rank, place, name in FAULTS:
-        as_it_is = getattr(place, name)
+        original = getattr(place, name)
         if group.rank == rank:
             setattr(place, name, _full)
         remaining.save(3, model.state(), {})
-        setattr(place, name, as_it_is)
+        setattr(place, name, original)
         group.barrier("failed")
         results[name] = (
             remaining.failed,
@@ -142,7 +142,7 @@ def saves(
         )
         group.barrier("seen")
     for step in (4, 5):
-        remaining.save(step, model.state(), {}, add_files=_beside if step == 5 else None)
+        remaining.save(step, model.state(), {}, add_files=_write_model if step == 5 else None)
     group.barrier("seen")
     results["after"] = (remaining.failed, remaining.take_messages(), remaining.steps())
     return results | {"loaded": loads(group, other, numbers)}
@@ -152,7 +152,7 @@ def _full(*_: Any, **__: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
-def _beside(folder: Path) -> None:
+def _write_model(folder: Path) -> None:
     """A model beside the state, which processes make together and one of them writes."""
     if torch.distributed.get_rank() == 0:
         (folder / "model").mkdir()
@@ -396,7 +396,7 @@ def exports(
         exporting.export(case.sharded(), tokenizer, Path(folder, name), group=group, **case.options)
     for place in ("save_file", "fsync_path"):
         where: Any = exporting if place == "save_file" else store
-        as_it_is = getattr(where, place)
+        original = getattr(where, place)
         if group.rank == 0:
             setattr(where, place, _full)
         try:
@@ -409,7 +409,7 @@ def exports(
             )
         except UserError as error:
             message.append(error.message)
-        setattr(where, place, as_it_is)
+        setattr(where, place, original)
     return {"said": message, "loaded": loads(group, saved, numbers)}
 
 
@@ -467,10 +467,10 @@ def test_two_processes_export_what_one_does(
         if path.suffix != ".safetensors" and "index" not in path.name
     } == texts
     for text in texts:
-        assert said(ours / text) == said(theirs / text), text
+        assert normalized_text(ours / text) == normalized_text(theirs / text), text
 
 
-def said(file: Path) -> Any:
+def normalized_text(file: Path) -> Any:
     """What a file says, in which the modules that an adapter is on have no order."""
     result = file.read_text()
     if file.name == "adapter_config.json":

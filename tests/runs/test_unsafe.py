@@ -19,7 +19,7 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.test_run import recipe
 
-OWN_PIPE = ("valence/rewards/pool.py", "valence/rewards/worker_process.py")
+WORKER_PIPE = ("valence/rewards/pool.py", "valence/rewards/worker_process.py")
 """A server sends calls to its own worker through a pipe that nobody else writes to.
 
 Replies are JSON.
@@ -47,7 +47,7 @@ def test_no_module_reads_or_writes_pickles() -> None:
         for _, name in imports(path)
         if any(is_in(name, module) for module in PICKLERS)
     }
-    assert users == {*OWN_PIPE, *UNNAMED_FILE}
+    assert users == {*WORKER_PIPE, *UNNAMED_FILE}
     forbidden = {"torch.load", "torch.save", "yaml.load", "allow_pickle=", "weights_only="}
     for path in FILES:
         assert set(calls(tree(path))) & forbidden == set(), path

@@ -465,8 +465,8 @@ def test_several_choices_can_be_rated_one_by_one(served: Served) -> None:
     for choice, label in ((first, True), (second, False)):
         response = served.post("/feedback", {"id": choice["id"], "label": label})
         assert response.status_code == 200
-    found_rows = {row["completion"]: row["label"] for row in served.rows()}
-    assert found_rows == {first["message"]["content"]: True, second["message"]["content"]: False}
+    labels = {row["completion"]: row["label"] for row in served.rows()}
+    assert labels == {first["message"]["content"]: True, second["message"]["content"]: False}
     assert len(served.rows("pairs")) == 1
 
 

@@ -127,7 +127,6 @@ def test_an_established_difference_is_reported(tmp_path: Path) -> None:
             experiment.vote(assignment, str(number), "", label)
             if number == 30:
                 assert experiment.result.better is None
-                assert (experiment.result.votes_left or 0) > 0
                 assert "not established yet" in experiment.result.verdict
         result = experiment.result
     assert (result.better, result.votes_left) == ("b", None)

@@ -480,9 +480,9 @@ def test_two_threads_may_vote_at_once(opened: Open, out: Path) -> None:
     for thread in threads:
         thread.join()
     assert store.num_votes == 18
-    found_rows = rows_of(store)
-    assert [row["weight"] for row in found_rows] == [3.0] * 6
-    assert [row["label"] for row in found_rows] == [True, False] * 3
+    written = rows_of(store)
+    assert [row["weight"] for row in written] == [3.0] * 6
+    assert [row["label"] for row in written] == [True, False] * 3
     assert len(rows(out.with_suffix(".votes.jsonl"))) == 18
 
 

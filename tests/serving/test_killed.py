@@ -31,7 +31,7 @@ def test_votes_and_rows_agree_after_kills(tmp_path: Path) -> None:
     confirmed = 0
     for _ in range(10):
         message.unlink(missing_ok=True)
-        program = Program(str(out), str(confirmed), main=vote, said=message)
+        program = Program(str(out), str(confirmed), main=vote, output=message)
         while not (message.exists() and message.read_text().startswith("open\n")):
             assert program.poll() is None, message.read_text()
             time.sleep(0.01)

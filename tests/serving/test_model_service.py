@@ -230,7 +230,10 @@ def test_fields_are_honoured_or_refused(api: Api) -> None:
     ):
         response = api.post("/v1/chat/completions", {"messages": HELLO, name: value})
         assert response.status_code == 422, name
-        assert response.json()["error"]["param"].split(".")[0] == name
+        error = response.json()["error"]
+        assert error["param"].split(".")[0] == name
+        is_unknown = name in ("best_of", "top_k", "functions")
+        assert error["code"] == ("field-unsupported" if is_unknown else "field-invalid"), name
 
 
 def test_metrics_count_what_happened(api: Api) -> None:
@@ -270,6 +273,10 @@ def test_malformed_and_huge_requests_are_refused(api: Api) -> None:
         assert api.request("POST", path, content=b"", headers=huge).status_code == 413
         assert api.request("POST", path, content=b"a=1").status_code == 415
         assert api.post(path, {}, host="evil.example").status_code == 421
+    fields = b'"messages": [{"role": "user", "content": "a"}]'
+    halves = b"{%b, %b}" % (fields, b'"metadata": {"conversation_id": "\\ud800"}')
+    path = "/v1/chat/completions"
+    assert api.request("POST", path, content=halves, headers=json_body).status_code == 422
     assert api.post("/feedback", {"id": "chatcmpl-0", "label": True}).status_code == 404
     assert api.rows() == []
 

@@ -553,7 +553,7 @@ def test_decisions_and_rows_agree_after_kills(tmp_path: Path) -> None:
     confirmed, expected = 0, dict[int, str]()
     for _ in range(8):
         message.unlink(missing_ok=True)
-        program = Program(str(tmp_path), str(confirmed), main=decide, said=message)
+        program = Program(str(tmp_path), str(confirmed), main=decide, output=message)
         while not (message.exists() and message.read_text().startswith("open\n")):
             assert program.poll() is None, message.read_text()
             time.sleep(0.01)

@@ -183,6 +183,15 @@ def test_the_estimate_of_further_votes_is_about_right() -> None:
         assert num + left == pytest.approx(established_at, rel=0.35)
 
 
+def test_there_is_no_estimate_while_a_side_has_too_few_votes() -> None:
+    labels = [True, True, False, True, True, False]
+    for num_b, has_estimate in ((MIN_VOTES - 1, False), (MIN_VOTES, True)):
+        sides = [0, 1] * num_b + [0] * 20
+        result = sequential_test(sides, (labels * 10)[: len(sides)])
+        assert result.better is None
+        assert (result.votes_left is not None) == has_estimate
+
+
 def test_equal_rates_have_no_estimate() -> None:
     result = sequential_test([0, 1] * 50, [True, True, False, False] * 25)
     assert (result.better, result.votes_left) == (None, None)

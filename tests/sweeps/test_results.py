@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from scipy import stats as scipy_stats
 
 from valence.reports.stats import student_interval, student_quantile, student_share
+from valence.reports.verdict import Verdict
+from valence.sweeps import results as sweep_results
 from valence.sweeps.results import (
     Difference,
     candidates,
@@ -106,7 +109,7 @@ def test_configurations_are_compared_with_the_best(tmp_path: Path) -> None:
     state = state_of(tmp_path, VALUES)
     assert [c.label for c in candidates(state)] == ["beta=0.3", "beta=0.1", "beta=0.03", "beta=1.0"]
     results = compute_results(state)
-    assert (results["best"], results["comparisons"]) == ("beta=0.3", 3)
+    assert (results["best"], results["comparisons"]) == ("beta=0.3", 6)
     rows = {row["label"]: row for row in results["configurations"]}
     assert rows["beta=0.3"]["behind_best"] is None
     assert rows["beta=0.1"]["behind_best"]["exceeds_noise"] is False
@@ -114,10 +117,27 @@ def test_configurations_are_compared_with_the_best(tmp_path: Path) -> None:
     assert rows["beta=0.1"]["mean"] == pytest.approx(0.8133333)
     assert rows["beta=0.1"]["deviation"] == pytest.approx(0.0152753, abs=1e-6)
     expected = [a - b for a, b in zip(VALUES[0.3], VALUES[0.1], strict=True)]
-    interval = scipy_stats.t.interval(1 - 0.05 / 3, 2, sum(expected) / 3, scipy_stats.sem(expected))
+    interval = scipy_stats.t.interval(1 - 0.05 / 6, 2, sum(expected) / 3, scipy_stats.sem(expected))
     behind = rows["beta=0.1"]["behind_best"]
     assert (behind["low"], behind["high"]) == pytest.approx(interval)
     json.dumps(results, allow_nan=False)
+
+
+def test_equal_configurations_rarely_differ_by_more_than_noise(tmp_path: Path) -> None:
+    """The best of 20 is chosen by the values that it is compared by."""
+    num_alarms = 0
+    for number in range(200):
+        draw = random.Random(number)
+        state = SweepState(tmp_path)
+        state.objective, state.sign = "reward/mean", 1
+        state.trials = [
+            Trial(f"{x},{seed}", {"x": x}, seed, [], state="done", value=draw.gauss(0, 1))
+            for x in range(20)
+            for seed in range(5)
+        ]
+        rows = compute_results(state)["configurations"]
+        num_alarms += any(row["behind_best"]["exceeds_noise"] for row in rows[1:])
+    assert num_alarms <= 10
 
 
 def test_smaller_is_better(tmp_path: Path) -> None:
@@ -161,6 +181,15 @@ def test_test_rows_confirm_the_best_against_the_recipe(tmp_path: Path) -> None:
     )
 
 
+def test_test_rows_of_other_seeds_are_not_compared(tmp_path: Path) -> None:
+    state = state_of(tmp_path, VALUES, test=True)
+    for trial in state.trials:
+        if trial.seed == 0 or (trial.seed == 1) == (trial.values["loss.beta"] == 0.3):
+            trial.test = None
+    test = compute_results(state)["test"]
+    assert test == {"best": pytest.approx(VALUES[0.3][2] - 0.1)}
+
+
 def test_conclusions_name_what_is_known(tmp_path: Path) -> None:
     state = state_of(tmp_path / "three", VALUES)
     text = " ".join(conclusions(state, candidates(state)))
@@ -171,6 +200,22 @@ def test_conclusions_name_what_is_known(tmp_path: Path) -> None:
     text = " ".join(conclusions(one, candidates(one)))
     assert "--seeds" in text
     assert "unknown" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "low", "high"), [("improved", 0.6, 0.9), ("unclear", 0.3, 0.9), ("worse", 0.1, 0.4)]
+)
+def test_a_best_configuration_that_does_not_improve_the_model_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, low: float, high: float
+) -> None:
+    verdict = Verdict(cast(Any, state), "", "", 0.5, low, high, 0.5, 24)
+    monkeypatch.setattr(sweep_results, "read_run", lambda folder: None)
+    monkeypatch.setattr(sweep_results, "run_verdict", lambda run: verdict)
+    results = compute_results(state_of(tmp_path, VALUES))
+    expected = {"low": low, "high": high, "rows": 24, "no_change": 0.5, "verdict": state}
+    assert results["held_out_interval"] == expected
+    warns = any("before training" in sentence for sentence in results["conclusions"])
+    assert warns == (state != "improved")
 
 
 def test_the_page_shows_everything_escaped(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from valence import cli
 from valence.jobs.row_job import Tally
 from valence.jobs.score_rows import score_rows
 
-ASKED = [{"role": "user", "content": "What is the capital of France?"}]
+PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
 FILES: dict[str, list[dict[str, Any]]] = {
     "judgement": [
-        {"prompt": ASKED, "completion": f"answer {i}", "label": i % 2 == 0, "who": i}
+        {"prompt": PROMPT, "completion": f"answer {i}", "label": i % 2 == 0, "who": i}
         for i in range(5)
     ],
     "preference": [
@@ -21,7 +21,7 @@ FILES: dict[str, list[dict[str, Any]]] = {
         for i in range(4)
     ],
     "demonstration": [
-        {"messages": [*ASKED, {"role": "assistant", "content": f"Paris {i}"}]} for i in range(3)
+        {"messages": [*PROMPT, {"role": "assistant", "content": f"Paris {i}"}]} for i in range(3)
     ],
     "ranking": [
         {"prompt": "1 + 1 = ", "completions": ["2", "3 or so", "hello"], "scores": [2.5, 1, 0]}
@@ -52,6 +52,6 @@ def invoke(*words: str) -> None:
     cli.app([*words], standalone_mode=False)
 
 
-def whole() -> bytes:
+def score_all() -> bytes:
     score(out="whole.jsonl")
     return Path("whole.jsonl").read_bytes()

@@ -77,7 +77,7 @@ def prepared(**args: Any) -> Prepared:
     return prepare(load_recipe(recipe(**args), method_of=method_of))
 
 
-def asked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
+def library_prompt_ids(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
     """What a chat is sampled from, by the library alone."""
     chat = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(
@@ -98,7 +98,11 @@ def test_training_sampling_scoring_and_the_card_agree_on_plain_text(
 ) -> None:
     run = valence.train(recipe(as_chat=as_chat), quiet=True)
     tokenizer: Any = tiny_tokenizer()
-    wanted = asked(tokenizer, "question 0") if as_chat else tokenizer("question 0")["input_ids"]
+    wanted = (
+        library_prompt_ids(tokenizer, "question 0")
+        if as_chat
+        else tokenizer("question 0")["input_ids"]
+    )
     trained = {unit.origin.line: unit for unit in run.prepared.corpora["train"].units}[1]
     assert list(trained.prompt_ids) == wanted
     drawn = Draws(n=1, max_new_tokens=2)
@@ -211,7 +215,7 @@ def test_a_chosen_template_is_kept_with_the_run_and_the_exported_tokenizer(
     assert (
         again.encode_prompt("hello")
         == run.prepared.encoder.encode_prompt("hello")
-        == tuple(asked(exported, "hello"))
+        == tuple(library_prompt_ids(exported, "hello"))
     )
     card = Path("run/model/README.md").read_text()
     assert "apply_chat_template" in card
@@ -234,7 +238,10 @@ def test_the_templates_variables_reach_every_rendering(place: Path) -> None:
     saved("chat", SWITCHED)
     tokenizer: Any = tiny_tokenizer(SWITCHED)
     run = valence.train(recipe(chat_template_kwargs={"think": True}), quiet=True)
-    on, off = asked(tokenizer, "question 0", think=True), asked(tokenizer, "question 0")
+    on, off = (
+        library_prompt_ids(tokenizer, "question 0", think=True),
+        library_prompt_ids(tokenizer, "question 0"),
+    )
     assert on != off
     assert [
         list(u.prompt_ids) for u in run.prepared.corpora["train"].units if u.origin.line == 1
@@ -252,11 +259,11 @@ def test_the_templates_variables_reach_every_rendering(place: Path) -> None:
     assert "think=True" in code[1]
     rows = [{"prompt": "question 0", "completion": "good 0"}]
     model = run.policy.causal
-    with_it, without = (
+    with_thinking, without = (
         valence.logprobs(model, rows, tokenizer=tokenizer, chat_template_kwargs=kwargs)
         for kwargs in ({"think": True}, None)
     )
-    assert with_it[0].logps != pytest.approx(without[0].logps, abs=1e-6)
+    assert with_thinking[0].logps != pytest.approx(without[0].logps, abs=1e-6)
     with raises_error("run-differs", where="run.dir") as raised:
         valence.train(recipe(), quiet=True)
     assert 'data.chat_template_kwargs: {"think": true} -> {}' in raised.error.message

@@ -28,7 +28,7 @@ from valence.trainer.step import optimizer_step
 from valence.types import Kind, TokenizedExample
 
 ROWS = 14
-WHOLE = 10_000
+UNLIMITED = 10_000
 TOLERANCE = {
     # Sums of some hundred terms in another order: a few units in the last of 53 bits.
     torch.float64: 1e-10,
@@ -161,7 +161,7 @@ class Way:
 
     share: int
     packed: bool
-    along: int
+    max_joint_rows: int
     micro_batches: int | None
     order: int | None
 
@@ -173,24 +173,24 @@ LAYOUTS = (
     (NEVER, True),
     (prefix_tree.MIN_SHARED_TOKENS, False),
 )
-CUTS = ((WHOLE, None), (0, None), (0, 1), (0, 2), (0, 7))
+CUTS = ((UNLIMITED, None), (0, None), (0, 1), (0, 2), (0, 7))
 ALL_WAYS = [Way(*layout, *cut, order) for layout in LAYOUTS for cut in CUTS for order in (None, 1)]
 FEW_WAYS = [
-    Way(prefix_tree.MIN_SHARED_TOKENS, True, WHOLE, None, 1),
+    Way(prefix_tree.MIN_SHARED_TOKENS, True, UNLIMITED, None, 1),
     Way(3, True, 0, None, None),
     Way(3, True, 0, 2, 1),
     Way(NEVER, True, 0, 7, None),
     Way(prefix_tree.MIN_SHARED_TOKENS, False, 0, 7, 1),
 ]
-APART, RELATED = "apart", "related"
+UNRELATED, RELATED = "apart", "related"
 
 
 @pytest.mark.parametrize(("method", "rows_of", "dtype", "ways"), [
     ("kto", RELATED, torch.float64, FEW_WAYS), ("dpo", RELATED, torch.float32, FEW_WAYS),
-    ("dpo", APART, torch.float64, FEW_WAYS), ("kto", APART, torch.float32, FEW_WAYS),
+    ("dpo", UNRELATED, torch.float64, FEW_WAYS), ("kto", UNRELATED, torch.float32, FEW_WAYS),
     *(
         pytest.param(method, rows_of, dtype, ALL_WAYS, marks=pytest.mark.slow)
-        for method in ("kto", "dpo") for rows_of in (APART, RELATED) for dtype in TOLERANCE
+        for method in ("kto", "dpo") for rows_of in (UNRELATED, RELATED) for dtype in TOLERANCE
     ),
 ], ids=lambda value: f"{len(value)} ways" if isinstance(value, list) else str(value))  # fmt: skip
 def test_a_step_is_the_same_however_it_is_run(
@@ -198,8 +198,8 @@ def test_a_step_is_the_same_however_it_is_run(
 ) -> None:
     pair = models(dtype)
     kind = METHODS[method].kind
-    rows = units(kind, ROWS) if rows_of == APART else related(kind)
-    expected, num_micro_batches = step(pair, method, rows, WHOLE)
+    rows = units(kind, ROWS) if rows_of == UNRELATED else related(kind)
+    expected, num_micro_batches = step(pair, method, rows, UNLIMITED)
     assert num_micro_batches == 1
     assert expected["grad_norm"] > 1e-3
     assert method != "kto" or expected["kl"] == expected["kl/raw"] > 0.1, (
@@ -207,8 +207,8 @@ def test_a_step_is_the_same_however_it_is_run(
     )
     for way in ways:
         monkeypatch.setattr(prefix_tree, "MIN_SHARED_TOKENS", way.share)
-        budget = WHOLE if way.micro_batches is None else budget_for(rows, way.micro_batches)
-        pair.policy.max_joint_rows = way.along
+        budget = UNLIMITED if way.micro_batches is None else budget_for(rows, way.micro_batches)
+        pair.policy.max_joint_rows = way.max_joint_rows
         pair.lay_out(packed=way.packed)
         arriving = rows if way.order is None else random.Random(way.order).sample(rows, len(rows))
         result, num_micro_batches = step(pair, method, arriving, budget)
@@ -230,8 +230,8 @@ def test_the_tolerance_is_far_below_what_a_mistake_amounts_to() -> None:
     """
     pair = models(torch.float32)
     rows = units("judgement", ROWS)
-    right, _ = step(pair, "kto", rows, WHOLE)
-    wrong, _ = step(pair, "kto", rows, WHOLE, z0_scope={"group": ROWS // 2, "pairing": "next"})
+    right, _ = step(pair, "kto", rows, UNLIMITED)
+    wrong, _ = step(pair, "kto", rows, UNLIMITED, z0_scope={"group": ROWS // 2, "pairing": "next"})
     for name in ("loss", "grad_norm", "kl"):
         assert abs(wrong[name] - right[name]) > 100 * TOLERANCE[torch.float32] * abs(right[name]), (
             name

@@ -180,7 +180,7 @@ def test_class_weights_and_the_reference_are_the_same_under_an_adapter() -> None
 
 def test_lengths_are_counted_from_the_mask_and_not_from_values() -> None:
     """A log-probability of exactly 0 is a token like any other."""
-    (batch,) = _made().divide(units("judgement", 3)).local
+    (batch,) = _objective().divide(units("judgement", 3)).local
     zeros = torch.zeros(len(batch.tokens), dtype=torch.float64)
     columns = token_columns(batch, PolicyOutput(zeros), zeros)
     view = seq_view(batch, columns)
@@ -234,7 +234,7 @@ def test_a_row_counts_as_one_however_long_it_is() -> None:
     short, long = (
         unit("a", "judgement", (5,), ids, label=True) for ids in ((7, 8), tuple(range(10, 40)))
     )
-    result = _made("apo_zero_unpaired")
+    result = _objective("apo_zero_unpaired")
     (batch,) = result.divide([short, long]).local
     logp = torch.zeros(len(batch.tokens), dtype=torch.float64, requires_grad=True)
     view = seq_view(
@@ -245,7 +245,7 @@ def test_a_row_counts_as_one_however_long_it_is() -> None:
     assert len(set(logp.grad[batch.loss_mask].tolist())) == 1
 
 
-def _made(name: str = "kto") -> Objective:
+def _objective(name: str = "kto") -> Objective:
     policy, reference = policy_and_reference()
     return objective(name, policy, reference)
 

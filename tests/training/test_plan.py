@@ -40,7 +40,7 @@ ROWS = [
     {"prompt": f"question {i} ", "completion": f"answer {WORDS[: 4 * i]}", "label": i % 2}
     for i in range(12)
 ]
-GIVEN = {"train": ROWS, "eval": None}
+OBJECTS = {"train": ROWS, "eval": None}
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def planned(recipe: dict[str, Any], *overrides: str, settings: Mapping[str, Any] = GIVEN) -> Plan:
+def planned(recipe: dict[str, Any], *overrides: str, settings: Mapping[str, Any] = OBJECTS) -> Plan:
     in_memory = [name for name, rows in settings.items() if rows]
     return make_plan(
         prepare(
@@ -92,7 +92,7 @@ def test_the_number_is_written_down_and_kept(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a run that is taken up, and by one that is brought back, whatever is free then."""
-    run = build_run(recipe, rows=GIVEN, quiet=True)
+    run = build_run(recipe, rows=OBJECTS, quiet=True)
     largest = MAX_TOKENS["cpu"]
     assert (
         run.state.budget.at(0, "training")
@@ -102,24 +102,24 @@ def test_the_number_is_written_down_and_kept(
     run.state.counters.step = 1
     run.save()
     monkeypatch.setattr(plan, "free_memory", lambda _: 1)
-    again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, rows=GIVEN, quiet=True)
+    again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, rows=OBJECTS, quiet=True)
     assert again.state.budget.at(0, "training") == MIN_TOKENS
     again.load_state_dict(store.load(tmp_path / "run/checkpoints/step-1"))
     assert again.state.budget.at(0, "training") == largest
     assert restore(tmp_path / "run", quiet=True).state.budget.at(1, "evaluation") == largest
-    resumed = build_run(recipe, rows=GIVEN, quiet=True)
+    resumed = build_run(recipe, rows=OBJECTS, quiet=True)
     assert resumed.step == 1
     assert resumed.state.budget.at(1, "training") == largest
 
 
-OWN = {
+ONLINE = {
     "method": "grpo",
     "reward": "exact_match",
     "rollout": {"num_rollouts": 3, "max_new_tokens": 8},
 }
 
 
-def own(recipe: dict[str, Any], *overrides: str) -> Plan:
+def online_plan(recipe: dict[str, Any], *overrides: str) -> Plan:
     """Of a run that learns from its own answers."""
     settings = {
         "train": [{"prompt": f"question {i}", "answer": "x"} for i in range(12)],
@@ -128,31 +128,33 @@ def own(recipe: dict[str, Any], *overrides: str) -> Plan:
     overrides = ("data.as_chat=false", *overrides)  # prompts of text alone, which are short
     return make_plan(
         prepare(
-            load_recipe(recipe | OWN, overrides, method_of=method_of, in_memory=["train"]),
+            load_recipe(recipe | ONLINE, overrides, method_of=method_of, in_memory=["train"]),
             rows=settings,
         )
     )
 
 
 def test_of_own_answers_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
-    (line,) = [line for line in describe(own(recipe)) if "prompts" in line]
+    (line,) = [line for line in describe(online_plan(recipe)) if "prompts" in line]
     assert re.findall(r"\d+", line) == ["3", "3", "12"]  # steps in all and per epoch, prompts
 
 
 def test_all_answers_of_a_step_may_run_at_once(recipe: dict[str, Any]) -> None:
     """Of four prompts three answers each, behind prompts too short to be shared."""
-    result, more = own(recipe), own(recipe, "rollout.num_rollouts=6")
+    result, more = online_plan(recipe), online_plan(recipe, "rollout.num_rollouts=6")
     assert result.largest > 4 * 3 * 8
     assert more.largest == 2 * result.largest
-    assert own(recipe, "rollout.num_rollouts=6", "rollout.steps=2").largest == result.largest
-    assert own(recipe, "train.micro_batch_tokens=50").largest == 50
+    assert (
+        online_plan(recipe, "rollout.num_rollouts=6", "rollout.steps=2").largest == result.largest
+    )
+    assert online_plan(recipe, "train.micro_batch_tokens=50").largest == 50
 
 
 def test_sampling_is_predicted_where_this_process_samples(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "seconds_per_weight", lambda *_: 1e-6)
-    result = own(recipe)
+    result = online_plan(recipe)
     assert result.round_seconds is not None
     rollouts = result.prepared.rollouts(result.shape, result.device)
     assert rollouts is not None
@@ -163,11 +165,11 @@ def test_sampling_is_predicted_where_this_process_samples(
     (line,) = [line for line in describe(result) if line.startswith("sampling:")]
     assert duration(result.round_seconds) in line
     assert " 8 " in line
-    assert own(recipe, "rollout.max_new_tokens=16").round_seconds > 2 * result.round_seconds  # type: ignore[operator]
-    two_turns = own(recipe, "rollout.at_once=6").round_seconds
+    assert online_plan(recipe, "rollout.max_new_tokens=16").round_seconds > 2 * result.round_seconds  # type: ignore[operator]
+    two_turns = online_plan(recipe, "rollout.at_once=6").round_seconds
     assert two_turns is not None
     assert two_turns > result.round_seconds  # two prompts' answers at once, of four
-    served = own(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
+    served = online_plan(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
     assert served.round_seconds is None
     assert served.memory.sampling == 0 < result.memory.sampling
 
@@ -247,13 +249,16 @@ def test_own_answers_are_measured_once_in_a_round(
         forward = fmean(speed.forward(result.shape, trained) for _, trained, _ in item)
         return result.seconds() * 1e9 * speed.EFFICIENCY[torch.float32] / forward
 
-    assert passes(own(recipe, "rollout.measure_kl=false")) == pytest.approx(3)
-    assert passes(own(recipe)) == pytest.approx(3)  # which costs no second model
-    assert passes(own(recipe, "rollout.measure_kl=true")) == pytest.approx(4)
-    assert own(recipe).seconds() == own(recipe).seconds(again=True)
-    assert passes(own(recipe, "rollout.measure_kl=false", "rollout.epochs=2")) == pytest.approx(3.5)
+    assert passes(online_plan(recipe, "rollout.measure_kl=false")) == pytest.approx(3)
+    assert passes(online_plan(recipe)) == pytest.approx(3)  # which costs no second model
+    assert passes(online_plan(recipe, "rollout.measure_kl=true")) == pytest.approx(4)
+    assert online_plan(recipe).seconds() == online_plan(recipe).seconds(again=True)
+    assert passes(
+        online_plan(recipe, "rollout.measure_kl=false", "rollout.epochs=2")
+    ) == pytest.approx(3.5)
     shared, separate = (
-        own(recipe, "method=ppo", f"value.trunk={trunk}") for trunk in ("shared", "separate")
+        online_plan(recipe, "method=ppo", f"value.trunk={trunk}")
+        for trunk in ("shared", "separate")
     )
     assert shared.memory.value == 0 < separate.memory.value
     assert shared.seconds() < separate.seconds()
@@ -264,16 +269,16 @@ def test_reward_models_are_counted(recipe: dict[str, Any], tmp_path: Path) -> No
     config = AutoConfig.from_pretrained(recipe["model"]["name"], num_labels=1)
     judge: Any = AutoModelForSequenceClassification.from_config(config)
     judge.save_pretrained(tmp_path / "judge")
-    result = own(
+    result = online_plan(
         recipe, f"reward.0.reward={tmp_path / 'judge'}", "reward.0.settings={dtype: float32}"
     )
     assert result.memory.reward_models == 4 * sum(p.numel() for p in judge.parameters())
     assert "reward models 0.00 GB" in "\n".join(describe(result))
-    assert "reward models" not in "\n".join(describe(own(recipe)))
-    assert own(recipe).memory.reward_models == 0
+    assert "reward models" not in "\n".join(describe(online_plan(recipe)))
+    assert online_plan(recipe).memory.reward_models == 0
     (tmp_path / "judge/config.json").unlink()
     with raises_error("model-not-loadable", where="reward.0.reward"):
-        own(recipe, f"reward.0.reward={tmp_path / 'judge'}")
+        online_plan(recipe, f"reward.0.reward={tmp_path / 'judge'}")
 
 
 def test_what_a_run_takes_is_printed_before_it(
@@ -303,7 +308,7 @@ def test_what_a_run_takes_is_printed_before_it(
     assert len(same) == len(lines)
     assert "0.00 GB" in more  # are free
     console = Console(file=io.StringIO(), width=200)
-    build_run(recipe, rows=GIVEN, console=console)
+    build_run(recipe, rows=OBJECTS, console=console)
     assert "time: " in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -387,7 +392,7 @@ def test_evaluation_is_part_of_the_time(
 
 
 def test_the_evaluation_of_own_answers_is_not_predicted(recipe: dict[str, Any]) -> None:
-    assert own(recipe).evaluation_seconds == 0
+    assert online_plan(recipe).evaluation_seconds == 0
 
 
 @pytest.mark.parametrize(("override", "code", "where"), [

@@ -180,7 +180,7 @@ def test_two_runs_are_not_in_one_folder(settings: dict[str, Any], tmp_path: Path
     run = build_run(settings, quiet=True)
     recipe, printed = tmp_path / "recipe.yaml", tmp_path / "printed"
     recipe.write_text(json.dumps(settings))
-    assert Program("train", str(recipe), said=printed).wait() == 2
+    assert Program("train", str(recipe), output=printed).wait() == 2
     assert f"pid {os.getpid()}" in printed.read_text()
     assert run.folder is not None
     run.folder.close()

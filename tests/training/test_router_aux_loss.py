@@ -20,7 +20,7 @@ ROWS = [
 ]
 
 
-def made(place: Path, name: str, **train: Any) -> dict[str, Any]:
+def make_recipe(place: Path, name: str, **train: Any) -> dict[str, Any]:
     """A recipe for pairs, with the folder of a model of this architecture."""
     tokenizer = tiny_tokenizer()
     model = tiny(name, vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
@@ -43,7 +43,7 @@ def records(place: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("weight", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_the_log_has_it_without_its_weight(weight: float, tmp_path: Path) -> None:
-    valence.train(made(tmp_path, "qwen3_moe", router_aux_loss=weight), quiet=True)
+    valence.train(make_recipe(tmp_path, "qwen3_moe", router_aux_loss=weight), quiet=True)
     first, second = records(tmp_path)
     assert ("router_aux_loss" in first) == ("router_aux_loss" in second) == (weight > 0)
     base = first["loss"] - weight * first.get("router_aux_loss", 0.0)
@@ -52,7 +52,7 @@ def test_the_log_has_it_without_its_weight(weight: float, tmp_path: Path) -> Non
 
 def test_a_dense_model_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
     with raises_error("router-missing", where="train.router_aux_loss"):
-        valence.train(made(tmp_path, "llama", router_aux_loss=0.01), quiet=True)
+        valence.train(make_recipe(tmp_path, "llama", router_aux_loss=0.01), quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,9 @@ def test_a_dense_model_is_an_error_that_names_the_setting(tmp_path: Path) -> Non
 def test_what_cannot_return_router_logits_is_an_error(
     train: dict[str, Any], parallel: dict[str, Any], where: str, tmp_path: Path
 ) -> None:
-    settings = made(tmp_path, "qwen3_moe", router_aux_loss=0.01, **train) | {"parallel": parallel}
+    settings = make_recipe(tmp_path, "qwen3_moe", router_aux_loss=0.01, **train) | {
+        "parallel": parallel
+    }
     with raises_error("setting-conflict", where=where):
         valence.train(settings, quiet=True)
 
@@ -84,9 +86,9 @@ def test_layers_are_not_compiled_of_their_own_accord(
         monkeypatch.setattr(module, "why_not", lambda _device: "")
     compiled: list[Any] = []
     monkeypatch.setattr(models, "compile_layers", compiled.append)
-    valence.train(made(tmp_path, "qwen3_moe", router_aux_loss=0.01), quiet=True)
+    valence.train(make_recipe(tmp_path, "qwen3_moe", router_aux_loss=0.01), quiet=True)
     assert not compiled
     valence.train(
-        made(tmp_path, "qwen3_moe") | {"run": {"dir": str(tmp_path / "other")}}, quiet=True
+        make_recipe(tmp_path, "qwen3_moe") | {"run": {"dir": str(tmp_path / "other")}}, quiet=True
     )
     assert compiled

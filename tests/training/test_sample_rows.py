@@ -289,11 +289,11 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(
     expected = [row["completion_ids"] for row in map(json.loads, bytes_of().splitlines())]
     inner, calls = HFGenerator.generate, list[int]()
 
-    def fail(self: Any, asked: Any, *mode: Any, **more: Any) -> Any:
-        calls.append(len(asked))
+    def fail(self: Any, requests: Any, *mode: Any, **more: Any) -> Any:
+        calls.append(len(requests))
         if len(calls) > 1:
             raise torch.OutOfMemoryError
-        return inner(self, asked, *mode, **more)
+        return inner(self, requests, *mode, **more)
 
     monkeypatch.setattr(HFGenerator, "generate", fail)
     with raises_error("out-of-memory", where="prompts.jsonl:3", fix="--at-once"):
@@ -345,11 +345,13 @@ def test_answers_to_read_are_sampled_colder_and_shorter_than_rows(
     Path("recipe.yaml").write_text(REWARDED)
     used: list[Sampling] = []
 
-    def generate(self: Any, asked: Any, n: int, mode: Sampling, **_: Any) -> list[list[Completion]]:
+    def generate(
+        self: Any, requests: Any, n: int, mode: Sampling, **_: Any
+    ) -> list[list[Completion]]:
         used.append(mode)
         tokens = (5,) * mode.max_new_tokens
         cut = Completion("x", tokens, (0.0,) * len(tokens), "an answer", "length", 0)
-        return [[cut] * n for _ in asked]
+        return [[cut] * n for _ in requests]
 
     monkeypatch.setattr(HFGenerator, "generate", generate)
     assert command("sample", *words, "--prompt", "hello") == 0

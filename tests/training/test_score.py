@@ -280,7 +280,7 @@ def test_the_command_survives_being_killed(place: Path) -> None:
         lambda: any(path.stat().st_size > 3000 for path in Path("kept").rglob("*.index"))
     )
     assert program.kill() == -signal.SIGKILL
-    assert Program(*words, "train.epochs=2", "--verify", "4", said="said").wait() == 0
+    assert Program(*words, "train.epochs=2", "--verify", "4", output="said").wait() == 0
     message = Path("said").read_text()
     assert re.search(r"\b4 sequences", message)  # what --verify asked for
     cached = score("kto.yaml", ["reference.cache=kept"], quiet=True)

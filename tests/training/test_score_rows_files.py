@@ -20,7 +20,7 @@ import torch
 from tests.command import command
 from tests.errors import raises_error
 from tests.programs import Program
-from tests.training.scoring import ALL, FILES, read, score, whole, write
+from tests.training.scoring import ALL, FILES, read, score, score_all, write
 from valence import cli
 from valence.checksums import add_checksum
 from valence.data.load import stream
@@ -34,7 +34,7 @@ from valence.types import MicroBatch
 
 
 def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
-    expected = whole()
+    expected = score_all()
     score()
     for share in (0.0, 0.1, 0.77, 0.999, 1.0):
         part = expected[: int(share * len(expected))]
@@ -46,7 +46,7 @@ def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
 
 
 def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = whole()
+    expected = score_all()
     score()
     Path("out.jsonl").write_bytes(b"".join(expected.splitlines(keepends=True)[:13]))
     scored: list[int] = []
@@ -100,7 +100,7 @@ def test_a_program_that_is_killed_loses_a_window_at_most(
 
 
 def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = whole()
+    expected = score_all()
     lines: list[int] = []
     inner = OutputFile.write
 
@@ -149,7 +149,7 @@ def test_rows_are_read_as_they_are_scored(place: Path, monkeypatch: pytest.Monke
 def test_what_does_not_fit_the_memory_can_be_gone_on_with(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = whole()
+    expected = score_all()
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError

@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(tmp_path: Path, name: str, folder: str) -> Trainer:
+def make_trainer(tmp_path: Path, name: str, folder: str) -> Trainer:
     sections = copy.deepcopy(CASES[name])
     if sections.get("mix"):
         sections["mix"] = [
@@ -98,7 +98,7 @@ def lost(tmp_path: Path, name: str, spoilt: Any = lambda run: None) -> list[str]
     """Paths whose value changed in a few steps and is not back, in a new run, after loading the
     state; without those that are explained above.
     """
-    run = made(tmp_path, name, "first")
+    run = make_trainer(tmp_path, name, "first")
     spoilt(run)
     before = walk(run)
     after = walk(trained(run, 4))
@@ -107,7 +107,7 @@ def lost(tmp_path: Path, name: str, spoilt: Any = lambda run: None) -> list[str]
     folder = tmp_path / "state"
     folder.mkdir()
     Snapshot(run.state_dict()).write(folder)
-    other = made(tmp_path, name, "second")
+    other = make_trainer(tmp_path, name, "second")
     other.load_state_dict(load(folder))
     result = walk(other)
     return [
@@ -153,7 +153,7 @@ def test_state_that_is_not_saved_is_found(place: str, tmp_path: Path) -> None:
 
 
 def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
-    run = trained(made(tmp_path, "kto", "first"), 2)
+    run = trained(make_trainer(tmp_path, "kto", "first"), 2)
     state = copy.deepcopy(run.state_dict()["processes"])
 
     def drawn() -> list[float]:

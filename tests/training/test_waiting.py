@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 def moved(policy: Any, reference: Any) -> tuple[Any, Any]:
     for item in [policy, *([reference.engine] if reference else [])]:
         for engine in item.to(CUDA, non_blocking=True).modules():
-            engine.uses_flex_attention = True  # as on a device from the start
+            engine.attention_backend = "flex"  # as on a device from the start
     return policy, reference
 
 

@@ -51,6 +51,7 @@ VARIABLES = (
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
     "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "HF_HOME",
     "HF_HUB_OFFLINE",
@@ -58,6 +59,7 @@ VARIABLES = (
     "TOKENIZERS_PARALLELISM",
     "VALENCE_NATIVE",
     "VALENCE_HEAD",
+    "VALENCE_ATTENTION",
     "VALENCE_DEADLINE",
     "VALENCE_VLLM_PYTHON",
     "WORLD_SIZE",
@@ -198,7 +200,9 @@ def _devices() -> Iterator[Check]:
         )
     if torch.backends.mps.is_available():
         yield Check("devices", "mps", "ok", "Apple GPU")
-    cpu = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    unit = "thread" if num_threads == 1 else "threads"
+    cpu = f"{torch.backends.cpu.get_cpu_capability()}, {num_threads} {unit}"
     slow = speed.slow(torch.device("cpu"), torch.bfloat16)
     if slow:
         yield Check("devices", "cpu", "ok", f"{cpu}; {slow}")

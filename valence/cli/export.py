@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,15 @@ from valence.cli.common import (
 )
 from valence.cli.models import open_run_or_recipe
 from valence.errors import UserError
-from valence.files import check_path
+from valence.files import check_path, lock_file
 from valence.terminal import Terminal, print_message, write_line
 
 if TYPE_CHECKING:
     from valence.distributed.process_group import Group
     from valence.export.artifacts import ReferenceRun
     from valence.export.verify import Verification
+
+PLAIN_SECONDS = 5.0
 
 DIFFERS = 3
 """Exit status if an exported file answers differently from the run."""
@@ -96,7 +99,7 @@ def export(
     messages = Terminal(stderr=True) if as_json else console
     types = list(dict.fromkeys(kind.lower() for kind in gguf or []))
     _check_options(adapter, types, push, dry_run, verify_only, verify)
-    with processes(nproc) as group:
+    with processes(nproc) as group, ExitStack() as stack:
         from valence.distributed.process_group import run_on_first_rank
         from valence.export.artifacts import check_types
         from valence.export.llama_cpp import find_llama_cpp
@@ -114,7 +117,10 @@ def export(
             _check_is_folder(to)
         else:
             run_on_first_rank(group, partial(_check_new_folder, to))
-        run = _open(run_dir, step, trust_remote_code, group)
+            run_on_first_rank(group, lambda: stack.enter_context(_locked(to)))
+        with _progress(messages) as progress:
+            progress(f"loading {run_dir}")
+            run = _open(run_dir, step, trust_remote_code, group)
         _check_writes(run, run_dir, adapter, bool(types))
         notes: list[str] = []
         unverified = _reason_not_to_verify(run, group) if verify else None
@@ -155,11 +161,11 @@ def _check_options(
     elif verify_only and types:
         conflict = ("--verify-only", "it writes no GGUF file", "leave out --gguf")
     elif verify_only and not verify:
-        conflict = ("--verify-only", "there is nothing left to do", "leave out --no-verify")
+        conflict = ("--verify-only", "it contradicts --no-verify", "leave out one of the two")
     elif dry_run and push is None:
         conflict = ("--dry-run", "it has no effect without --push", "leave it out, or add --push")
     elif push is not None and (not is_hub_id(push) or push.count("/") != 1):
-        conflict = ("--push", f"{push} is not OWNER/NAME", "name a repository of the hub")
+        conflict = ("--push", f"{push!r} is not a repository id", "write OWNER/NAME")
     if conflict is not None:
         where, problem, fix = conflict
         raise UserError(problem, code="option-conflict", where=where, fix=fix)
@@ -221,12 +227,27 @@ def _evaluating(policy: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(messages: Terminal) -> Iterator[Any]:
-    """A line that shows what is being done, on a terminal."""
+def _progress(messages: Terminal) -> Iterator[Callable[[str], None]]:
+    """A function that shows the current activity: on a terminal as a line that changes, elsewhere
+    as a plain line at most every ``PLAIN_SECONDS`` seconds.
+    """
     from rich.text import Text
 
-    with messages.status("") as status:
-        yield lambda text: status.update(Text(text))
+    from valence.reports.console import can_draw
+
+    if can_draw(messages):
+        with messages.status("") as status:
+            yield lambda text: status.update(Text(text))
+        return
+    printed_at = time.monotonic()
+
+    def print_sometimes(text: str) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= PLAIN_SECONDS:
+            printed_at = time.monotonic()
+            print_message(messages, text)
+
+    yield print_sometimes
 
 
 def _write(
@@ -246,6 +267,7 @@ def _write(
         writer.write(to, "adapter" if adapter else "merged")
         return []
     with atomic_folder(to) as folder, _progress(messages) as progress:
+        progress("writing the model folder")
         writer.write(folder, "merged")
         return write_gguf_files(folder, to.resolve().name, types, encoder, llama, progress)
 
@@ -325,7 +347,7 @@ def _check_writes(run: Any, run_dir: Path, adapter: bool, is_gguf: bool) -> None
                 "llama.cpp cannot score with this reward model",
                 code="gguf-architecture-unsupported",
                 where=str(run_dir),
-                fix="leave out --gguf, and serve it with valence serve-reward",
+                fix="leave out --gguf, and serve it with `valence serve-reward`",
             )
         architecture_of(run.state.policy.causal.config)
     if adapter and run.prepared.method.is_reward_model:
@@ -361,15 +383,43 @@ def _check_is_folder(folder: Path) -> None:
             "this folder does not exist",
             code="path-missing",
             where=str(folder),
-            fix="name a folder that valence export wrote",
+            fix="pass a folder that `valence export` wrote",
         )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Inside the block, no other export writes this folder. Raises UserError."""
+    path = folder.resolve()
+    with ExitStack() as stack:
+        try:
+            is_locked = stack.enter_context(lock_file(path.with_name(f".{path.name}.lock")))
+        except OSError as error:
+            raise _not_writable(folder, error) from error
+        if not is_locked:
+            raise UserError(
+                "another export is writing this folder",
+                code="output-locked",
+                where=str(folder),
+                fix="wait until it ends, or choose another folder",
+            )
+        yield
+
+
+def _not_writable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"the folder cannot be written ({error.strerror})",
+        code="folder-not-writable",
+        where=str(folder),
+        fix="free disk space, or choose a path where you have write permission",
+    )
 
 
 def _check_new_folder(folder: Path) -> None:
     check_path(folder)
     if folder.exists():
         raise UserError(
-            "the path already exists",
+            "the path exists",
             code="path-exists",
             where=str(folder),
             fix="choose a path that does not exist, or add --verify-only to verify this folder",
@@ -378,9 +428,4 @@ def _check_new_folder(folder: Path) -> None:
         folder.mkdir(parents=True)
         folder.rmdir()
     except OSError as error:
-        raise UserError(
-            f"the folder cannot be created ({error.strerror})",
-            code="folder-not-writable",
-            where=str(folder),
-            fix="choose a path where you have write permission",
-        ) from error
+        raise _not_writable(folder, error) from error

@@ -33,7 +33,7 @@ from valence.cli.common import (
 )
 from valence.cli.stream import failing, must_be_open, streaming
 from valence.errors import UserError
-from valence.terminal import json_line, print_message, write_line
+from valence.terminal import json_line, print_message, print_table, write_line
 
 if TYPE_CHECKING:
     from valence.config.load import LoadedRecipe
@@ -177,7 +177,7 @@ def runs(
 
     lines = run_list.list_runs(folder)
     if not as_json:
-        console.print(run_list.table(lines))
+        print_table(console, run_list.table(lines))
     for line in run_list.as_json(lines) if as_json else ():
         write_line(json_line(line))
 

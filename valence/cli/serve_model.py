@@ -26,7 +26,7 @@ from valence.cli.common import (
 )
 from valence.cli.serve import token_of
 from valence.errors import UserError
-from valence.terminal import escape_control, print_message, write_line
+from valence.terminal import escape_control, print_message, print_table, write_line
 
 if TYPE_CHECKING:
     from valence.serving.experiment import AbResult
@@ -124,6 +124,13 @@ def serve(
         rival, overrides = None, [rival, *(overrides or [])]
     names = model_names(target, rival, step)
     check_share(share, has_rival=rival is not None)
+    if rival is not None and ab_path(out) == out:
+        raise UserError(
+            "names that end in .ab.jsonl are for the votes of an A/B test, not for rows",
+            code="path-invalid-output",
+            where="--out",
+            fix=f"use --out {out.name.removesuffix('.ab.jsonl') or 'feedback'}.jsonl",
+        )
     token = token_of(token_env)
     sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     allowed = allow_remote_code(trust_remote_code, overrides)
@@ -213,7 +220,7 @@ def ab(
     if as_json:
         write_line(json.dumps(result.to_dict()))
         return
-    console.print(_table(result))
+    print_table(console, _table(result))
     print_message(console, result.verdict)
     if result.better is None:
         highest = max(result.e_values)

@@ -137,7 +137,8 @@ def _nearest(path: Key, names: Sequence[str]) -> str:
         for setting, others in ALSO_CALLED.items()
         if name.replace("-", "_") in others.split()
     ]
-    near = [*known, *elsewhere] or [
+    siblings = [n for n in names if set(name.lower().split("_")) < set(n.split("_"))]
+    near = [*known, *(dotted((*path[:-1], n)) for n in siblings), *elsewhere] or [
         dotted((*path[:-1], n)) for n in get_close_matches(name.lower(), names, n=1)
     ]
     hint = f"did you mean {' or '.join(near[:2])}? " if near else ""

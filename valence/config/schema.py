@@ -278,13 +278,13 @@ class LoraSettings(Section):
     adapter; the policy still starts from the model. false: random.
     """
     rank_pattern: dict[Text, PositiveInt] = Field(default_factory=dict[str, int])
-    """Ranks of single layers, as {name or regular expression: rank}."""
+    """Ranks of individual layers, as {name or regular expression: rank}."""
     alpha_pattern: dict[Text, PositiveFloat] = Field(default_factory=dict[str, float])
-    """alpha of single layers, as {name or regular expression: alpha}."""
+    """alpha of individual layers, as {name or regular expression: alpha}."""
     layers_to_transform: list[NonNegativeInt] | NonNegativeInt | None = None
-    """Numbers of the decoder's layers, from 0, that get an adapter. Default: all."""
+    """Indices of the decoder layers, from 0, that get an adapter. Default: all."""
     layers_pattern: list[Text] | Text | None = None
-    """Name of the model's list of layers, if it has an unusual one."""
+    """Name of the model's list of layers, if PEFT does not find it."""
     target_parameters: list[Text] | None = None
     """Names of parameters that get an adapter although they belong to no linear layer, such as the
     experts of a mixture-of-experts model.
@@ -298,7 +298,7 @@ class LoraSettings(Section):
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases of the model also train: none, all, or those of layers with an adapter."""
     lora_bias: bool = False
-    """Give the adapter's second matrix a bias. The layers of `targets` need one, too."""
+    """Give the adapter's second matrix a bias. The layers of `targets` must have a bias, too."""
 
     @field_validator("init_lora_weights", "layers_to_transform", "layers_pattern", "lora_bias")
     @classmethod
@@ -337,9 +337,9 @@ class Model(Section):
     dtype: Dtype = "auto"
     """Compute dtype.
 
-    Trainable weights are always kept in float32 (float64 with float64). auto: bfloat16 where the
-    hardware multiplies it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else
-    float32. A resumed run keeps its type. The environment variable VALENCE_DTYPE replaces the
+    Trainable weights are always kept in float32 (float64 with float64). auto: bfloat16 if the
+    hardware supports it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else
+    float32. A resumed run keeps its dtype. The environment variable VALENCE_DTYPE replaces the
     automatic choice.
     """
     lora: LoraSettings | None = None
@@ -402,13 +402,13 @@ class ReferenceSettings(Section):
     they are needed.
     """
     sync_every: PositiveInt | None = None
-    """Update the reference from the policy every N optimizer steps (TR-DPO, arXiv 2404.09656; with
-    `loss.humanline`, 1 was published). null: the reference is never updated. After a hard update
-    both agree and rewards are 0, so that `logps/*` are more informative.
+    """Update the reference from the policy every N optimizer steps (TR-DPO, arXiv 2404.09656; the
+    paper of `loss.humanline` uses 1). null: the reference is never updated. After an update with
+    sync_mix 1, policy and reference are equal and all rewards are 0; read `logps/*` instead.
     """
     sync_mix: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the policy's weights in an update of the reference: 1 copies them, less is a soft
-    update.
+    """Share of the policy's weights in an update of the reference. 1: copy the policy (hard
+    update). Below 1: average policy and reference (soft update).
     """
 
     def issues(self) -> Iterator[Issue]:
@@ -473,9 +473,9 @@ class Data(Section):
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Maximum tokens of a prompt with its completion."""
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
-    """What to do with longer rows. drop: leave them out. cut_completion: cut off the end of the
-    answer (no end-of-turn token is added). cut_prompt: cut off the start of the prompt (oldest
-    turns first, never the last user turn).
+    """What to do with rows longer than max_length. drop: leave them out. cut_completion: cut off
+    the end of the answer (no end-of-turn token is added). cut_prompt: cut off the start of the
+    prompt (oldest turns first, never the last user turn).
     """
     limit: RowCount | None = None
     """Use only the first N rows of each list."""
@@ -542,10 +542,10 @@ class RewardSettings(Section):
     reward: Text
     """A function (`package.module:function`), the name of a rule (see `valence rewards`), the
     folder or hub id of a reward model, or the address of a server (`http://host:port/get_reward`;
-    of several, separated by commas, the next takes over when one fails).
+    if there are several, separated by commas, and one fails, the next is called).
     """
     judge: Text | None = None
-    """In place of `reward`: the address of an OpenAI-compatible server (`http://host:port/v1`) with
+    """Instead of `reward`: the address of an OpenAI-compatible server (`http://host:port/v1`) with
     a language model that scores completions by a rubric. `settings` has its model and criteria.
     """
     name: Text | None = None
@@ -555,7 +555,8 @@ class RewardSettings(Section):
     clip: tuple[float, float] | None = None
     """Smallest and largest reward; values outside are clipped."""
     gate: float | None = None
-    """If this reward of a completion is smaller, all other rewards of that completion count 0.
+    """Smallest value of this reward with which the other rewards of a completion count. Below it,
+    they are 0.
     """
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of a rule or a function; settings of a reward model, a server or a judge.
@@ -606,8 +607,8 @@ class Rollout(Section):
     top_n: PositiveInt = 1
     """For `rejection`: number of completions per prompt to train on, the best ones."""
     min_reward: float | None = None
-    """For `rejection`: completions with a smaller reward are never imitated. null: those that share
-    the lowest reward of their group are not."""
+    """For `rejection`: completions with a smaller reward are never imitated. null: completions with
+    the lowest reward of their group are not imitated."""
     mask_truncated: bool | None = None
     """Completions that were truncated at max_new_tokens get no gradient: `rejection` does not
     imitate them, and policy gradient methods leave their tokens out of the loss (overlong
@@ -651,8 +652,8 @@ class Rollout(Section):
     in memory (a new adapter can be disabled), if the loss reads it anyway, or if reference.model is
     set. true loads a copy of the model otherwise."""
     engine: Literal["hf", "vllm", "openai"] = "hf"
-    """Sampling engine: this process; a vLLM server, which gets the current weights; or any server
-    with OpenAI's completions API, which keeps its weights.
+    """Sampling engine. hf: this process. vllm: a vLLM server, which receives the current weights.
+    openai: any server with OpenAI's completions API; its weights are not updated.
     """
     url: Text | None = None
     """Address of the server."""
@@ -676,10 +677,10 @@ class Rollout(Section):
     shares a GPU with a training process.
     """
     transport: Literal["auto", "disk", "gloo", "nccl", "ipc", "lora"] = "auto"
-    """How weights are sent to a vLLM server: through a folder that both see, by a broadcast between
-    host memories or between CUDA devices, through memory of a CUDA device that both use, or through
-    the folder of an adapter. auto: lora with an adapter, else ipc on one CUDA device, nccl between
-    CUDA devices, and disk without.
+    """How weights are sent to a vLLM server. disk: through a shared folder. gloo: by a broadcast in
+    host memory. nccl: by a broadcast between CUDA devices. ipc: through memory of a CUDA device
+    that both use. lora: only the adapter, through a shared folder. auto: lora with an adapter, else
+    ipc on a shared CUDA device, else nccl between CUDA devices, else disk.
     """
     folder: Text | None = None
     """Folder of the weights for a server, for transports that need one.
@@ -698,8 +699,8 @@ class Rollout(Section):
     weights.
     """
     max_mismatch: PositiveFloat | None = None
-    """Stop when these differ by more on average (nats per token). null: 0.005 where both sides
-    compute in float32, else 0.1.
+    """Stop when the log-probabilities of the check_prompts differ by more than this on average
+    (nats per token). null: 0.005 if both sides compute in float32, else 0.1.
     """
 
     @property
@@ -812,8 +813,8 @@ class Train(Section):
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the learning rate's decay to 0 after the warm-up. constant: no decay."""
     warmup: Annotated[NonNegativeFloat, WholeFromOne] = 0.03
-    """Optimizer steps over which the learning rate rises from 0: below 1 a fraction of all steps,
-    else a number.
+    """Optimizer steps over which the learning rate rises from 0. Below 1: a fraction of all steps.
+    1 or more: a number of steps.
     """
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; biases and norms have none."""
@@ -845,11 +846,11 @@ class Train(Section):
     cannot be combined with sharded weights or with compiled layers.
     """
     max_skipped: PositiveInt = 5
-    """Stop after N steps in a row whose loss or gradient was not finite."""
+    """Stop after N consecutive steps whose loss or gradient was not finite."""
     max_zero_gradient_steps: PositiveInt | None = 20
-    """With a reward: end the run after N steps in a row without a gradient, for example because the
-    completions of every group have the same reward. The run is saved and finished as after its last
-    step. null: continue. With train.router_aux_loss above 0 every step has a gradient."""
+    """With a reward: end the run after N consecutive steps without a gradient, for example because
+    the completions of every group have the same reward. The run is saved and finished as after its
+    last step. null: continue. With train.router_aux_loss above 0 every step has a gradient."""
 
     def issues(self) -> Iterator[Issue]:
         if self.router_aux_loss > 0 and self.compile == "on":
@@ -869,10 +870,8 @@ class Parallel(Section):
     run keeps the choice.
     """
     tensor: PositiveInt = 1
-    """Processes that share the matrix multiplications of each layer (tensor parallelism),
-    neighbours on one host.
-
-    The others process other rows.
+    """Size of a tensor-parallel group: N consecutive processes on one host that share the matrix
+    multiplications of each layer and process the same rows. Each group processes other rows.
     """
     reshard: bool = True
     """With shard full: free a layer's gathered weights after its forward pass, and gather them
@@ -952,7 +951,7 @@ class Best(Section):
 
 class EarlyStop(Best):
     patience: PositiveInt = 3
-    """Stop after N evaluations in a row that were no better than the best one."""
+    """Stop after N consecutive evaluations that were not better than the best one."""
     min_delta: NonNegativeFloat = 0.0
     """Smallest improvement that counts."""
 
@@ -1022,14 +1021,18 @@ class RunSection(Section):
     Training waits for it.
     """
     max_failed_saves: PositiveInt = 3
-    """Stop after N saves in a row that failed, as on a full disk; until then training continues."""
+    """Stop after N consecutive saves that failed, as on a full disk. Until then, training
+    continues.
+    """
     max_time: Clock = None
     """Time limit of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS". The run then finishes
     its step, saves its state and exits with status 124; run the same command to resume. Allow for
     the time of a step and a save.
     """
     early_stop: EarlyStop | None = None
-    """Stop the run when evaluations no longer improve. The one before the first step is ignored."""
+    """Stop the run when evaluations no longer improve. The evaluation before the first step is not
+    counted.
+    """
     samples: Samples = Samples()
     """Answers sampled before and after training."""
     export: Literal["auto", "merged", "adapter"] = "auto"
@@ -1078,8 +1081,8 @@ class Recipe(Section):
     eval: Eval = Eval()
     """Evaluation during training."""
     reward: list[RewardSettings] = Field(default_factory=list[RewardSettings])
-    """Rewards of the policy's completions, for online training: one section, or a list. The data
-    are prompts then.
+    """Rewards of the policy's completions, for online training: one section, or a list. The rows
+    of data.train are then prompts.
     """
     rollout: Rollout = Rollout()
     """How the policy is sampled."""

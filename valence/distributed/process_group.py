@@ -261,7 +261,9 @@ class ProcessGroup:
 
     def _new_watchdog(self) -> CollectiveWatchdog:
         return CollectiveWatchdog(
-            self.deadline, lambda collective: self._tracker.error(collective, self.deadline)
+            self.deadline,
+            lambda collective: self._tracker.error(collective, self.deadline),
+            self.device,
         )
 
     def _wait_for_start(self) -> None:

@@ -212,10 +212,14 @@ class CollectiveWatchdog:
 
     The host continues while a collective is queued on a device, and then blocks on the device: only
     another thread can check the time. deadline: seconds. error: the message for a collective.
+    device: of this process. A thread starts with device 0, where its first call would create a
+    context of several hundred megabytes for every process of the host.
     """
 
-    def __init__(self, deadline: float, error: Callable[[Collective], UserError]) -> None:
-        self._deadline, self._error = deadline, error
+    def __init__(
+        self, deadline: float, error: Callable[[Collective], UserError], device: torch.device
+    ) -> None:
+        self._deadline, self._error, self._device = deadline, error, device
         self._queued: deque[tuple[Collective, torch.cuda.Event]] = deque()
         self._closed = threading.Event()
         threading.Thread(target=self._poll, name="watchdog", daemon=True).start()
@@ -230,6 +234,7 @@ class CollectiveWatchdog:
         self._closed.set()
 
     def _poll(self) -> None:
+        torch.cuda.set_device(self._device)
         since = time.monotonic()
         while not self._closed.wait(min(POLL_INTERVAL, self._deadline / 4)):
             if not self._queued or self._queued[0][1].query():

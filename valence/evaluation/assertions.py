@@ -109,7 +109,10 @@ def _rule(kind: str, content: Any, where: str) -> tuple[str, dict[str, Any]]:
 
 def _invalid(message: str, where: str) -> UserError:
     return UserError(
-        message, code="assertion-invalid", where=f"{where} ({COLUMN})", fix=f"write one of {KINDS}"
+        message,
+        code="assertion-invalid",
+        where=f"{where} ({COLUMN})",
+        fix=f'write an object such as {{"contains": "Paris"}}; the kinds are {KINDS}',
     )
 
 

@@ -58,7 +58,7 @@ def read_benchmarks(baseline: Path, candidate: Path) -> list[BenchmarkResult]:
         if values[0] != values[1]:
             shown = [json.dumps(value, default=str)[:60] for value in values]
             raise UserError(
-                f"the results differ in {name}: {shown[0]} and {shown[1]}",
+                f"the results differ in {name}: {shown[0]} (baseline) and {shown[1]} (candidate)",
                 code="benchmarks-differ",
                 where=str(paths[1]),
                 fix=FIX,
@@ -76,7 +76,7 @@ def _result_file(path: Path) -> Path:
             f"the folder has no {RESULT_FILES}",
             code="benchmarks-missing",
             where=str(path),
-            fix="name the --output_path of lm_eval",
+            fix="pass the folder that lm_eval got as --output_path, or a result file in it",
         )
     return files[-1]
 
@@ -89,7 +89,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             f"the file cannot be read ({error})",
             code="file-not-readable",
             where=str(path),
-            fix="name a result file of lm_eval",
+            fix="pass a result file of lm_eval, results_DATE.json",
         ) from error
     tables = ("results", "configs", "versions", "n-samples")
     if not isinstance(content, dict) or not all(isinstance(content.get(t), dict) for t in tables):
@@ -97,7 +97,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             "the file is not a result file of lm-eval",
             code="benchmarks-foreign",
             where=str(path),
-            fix="name a result file of lm_eval, results_DATE.json",
+            fix="pass a result file of lm_eval, results_DATE.json",
         )
     return content
 

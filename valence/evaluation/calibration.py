@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from valence.data.load import DataFile, stream
 from valence.data.sources import BadRow, Row
@@ -26,6 +27,7 @@ from valence.types import (
     content_id,
 )
 
+T = TypeVar("T")
 MIN_AGREEMENT = 0.6
 MAX_COMPARED = 20_000
 """Pairs of a good and a bad answer that the length bias is computed from."""
@@ -94,10 +96,10 @@ def read_labels(paths: Sequence[str]) -> Labels:
             _add_label(labels, example, row.value)
     if not labels.pairs and not labels.thumbs:
         raise UserError(
-            "there are no labels",
+            "there are no thumbs or pairs to measure the judge on",
             code="no-rated-rows",
             where=", ".join(paths),
-            fix="name files of thumbs or pairs",
+            fix="pass a file of thumbs or pairs",
         )
     return labels
 
@@ -186,7 +188,7 @@ def calibrate(
             f"{judge.name} compares two answers to one prompt, and the labels have no such pair",
             code="labels-without-pairs",
             where="--labels",
-            fix="name a file of pairs, or of good and bad answers to the same prompts",
+            fix="pass a file of pairs, or of good and bad answers to the same prompts",
         )
     verdicts = judge.judge(pairs, progress or (lambda _: None))
     judged = [
@@ -224,18 +226,17 @@ def _calibrate_on_thumbs(
         raise _failed_on_all(judge.name, next(s.error for s in scores if s.value is None))
     if not all(rated.values()):
         raise UserError(
-            "the labels have good answers only, or bad ones only",
+            f"{judge.name} gave scores to {'good' if rated[True] else 'bad'} answers only, so its "
+            "agreement cannot be measured",
             code="labels-one-sided",
             where="--labels",
-            fix="name a file with both",
+            fix="pass a file with both good and bad answers",
         )
     ups, downs = ([value for value, _ in rated[is_good]] for is_good in (True, False))
     value = auc(ups, downs)
-    stride = max(1, len(ups) * len(downs) // MAX_COMPARED)
-    crossed = [(up, down) for up in rated[True] for down in rated[False]][::stride]
     judged = [
         (0.5 if up == down else float(up > down), long_up - long_down)
-        for (up, long_up), (down, long_down) in crossed
+        for (up, long_up), (down, long_down) in _cross(rated[True], rated[False])
     ]
     longer, biases = _length_bias(judged)
     return Calibration(
@@ -248,6 +249,14 @@ def _calibrate_on_thumbs(
         interval=None,
         position=None,
     )
+
+
+def _cross(ups: Sequence[T], downs: Sequence[T]) -> list[tuple[T, T]]:
+    """All pairs; if there are more than ``MAX_COMPARED``, so many of them at random."""
+    if len(ups) * len(downs) <= MAX_COMPARED:
+        return [(up, down) for up in ups for down in downs]
+    draw = random.Random(0)
+    return [(draw.choice(ups), draw.choice(downs)) for _ in range(MAX_COMPARED)]
 
 
 def _length_bias(
@@ -269,7 +278,7 @@ def _length_bias(
 
 def _failed_on_all(name: str, error: str) -> UserError:
     return UserError(
-        f"{name} failed on all labels; the first: {error}",
+        f"{name} failed on all labels; the first error: {error}",
         code="judge-failures",
         where="--labels",
         fix="fix the judge, then rerun the same command",
@@ -310,5 +319,5 @@ def require_agreement(
             "required",
             code="judge-agreement-low",
             where=calibration.judge,
-            fix=f"improve its rubric or use another judge; {setting} uses it nevertheless",
+            fix=f"improve its rubric or use another judge; {setting} accepts it nevertheless",
         )

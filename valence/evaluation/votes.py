@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from valence.checksums import verify
 from valence.data.importers.records import Vote
+from valence.data.importers.rows import latest_votes
 from valence.errors import UserError
 from valence.evaluation.judges import AnswerPair, PairVerdict
 from valence.types import Completion
@@ -49,36 +51,51 @@ def read_votes(
             f"the file has no votes on answers of {baseline} and {candidate}{compared}",
             code="votes-missing",
             where=str(votes_path(path)),
-            fix="name the models as in `valence collect MODEL MODEL`",
+            fix="pass the same two models as to `valence collect MODEL MODEL`",
         )
     pairs = [votes[0][0] for votes in by_prompt.values()]
     means = [sum(p for _, p in votes) / len(votes) for votes in by_prompt.values()]
     return pairs, [PairVerdict(value, 2 * value - 1) for value in means]
 
 
-def _comparisons(path: Path) -> Iterator[Vote]:
-    """The votes of a file that compare answers of two models."""
+def _comparisons(path: Path) -> list[Vote]:
+    """The votes of a file that compare answers of two models, with those that a server has
+    received and not yet written to the file, because it is running or was killed.
+    """
+    pending = path.with_name(f"{path.stem.removesuffix(SUFFIX)}.pending{path.suffix}")
+    # first, because the server moves votes from there to the file
+    received = [*_read_votes(pending, is_growing=True)] if pending.exists() else []
+    votes = [*(_read_votes(path) if path.exists() or not received else ()), *received]
+    return [
+        vote
+        for vote in latest_votes(votes)
+        if vote.other is not None and vote.winner is not None and vote.model != vote.other_model
+    ]
+
+
+def _read_votes(path: Path, *, is_growing: bool = False) -> Iterator[Vote]:
+    """The votes of a file. is_growing: its last line may be incomplete, and is then left out."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        content = path.read_bytes()
+    except OSError as error:
         raise UserError(
             f"the file cannot be read ({error})",
             code="file-not-readable",
             where=str(path),
-            fix="name the --out of `valence collect MODEL MODEL`",
+            fix="pass the --out file of `valence collect MODEL MODEL`",
         ) from error
-    for number, line in enumerate(lines, 1):
+    if is_growing:
+        content = content[: content.rfind(b"\n") + 1]
+    for number, line in enumerate(content.splitlines(), 1):
         try:
-            vote = Vote.from_dict(json.loads(line))
+            yield Vote.from_dict(verify(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"this line is not a vote ({error})",
                 code="output-line-foreign",
                 where=f"{path}:{number}",
-                fix="name the --out of `valence collect MODEL MODEL`",
+                fix="pass the --out file of `valence collect MODEL MODEL`",
             ) from error
-        if vote.other is not None and vote.winner is not None and vote.model != vote.other_model:
-            yield vote
 
 
 def _is_model(name: str, target: str) -> bool:

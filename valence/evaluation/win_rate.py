@@ -44,13 +44,15 @@ def win_rate(preferences: Sequence[float], *, seed: int = 0) -> Estimate:
     """The mean preference with the percentile interval of a paired bootstrap.
 
     The resampled units are prompts, each with the answers of both models. preferences: at least
-    one. If the candidate wins or loses on all prompts, resamples do not differ, and the interval is
-    Wilson's.
+    one. If all are equal, resamples do not differ: Wilson's lower bound L is then that of the share
+    of prompts with this preference, and the interval covers the rates if the candidate won, or
+    lost, on the share 1 - L.
     """
     values = np.asarray(preferences, dtype=np.float64)
+    if values.min() == values.max():
+        rate, (share, _) = float(values[0]), wilson(len(values), len(values))
+        return Estimate(rate, rate * share, rate * share + 1 - share)
     rate = float(values.mean())
-    if rate in (0.0, 1.0):
-        return Estimate(rate, *wilson(round(rate * len(values)), len(values)))
     rates = np.concatenate([c @ values / len(values) for c in _resamples(len(values), seed)])
     return _estimate(rate, rates)
 
@@ -73,7 +75,7 @@ def length_controlled_rate(
     prompts in every resample.
     """
     values = np.asarray(preferences, dtype=np.float64)
-    if values.mean() in (0.0, 1.0):
+    if values.min() == values.max():
         return win_rate(preferences)
     terms = length_terms(length_differences)
     ones = np.ones((1, len(values)))

@@ -134,7 +134,7 @@ def verify_folder(
             "there is nothing to verify: no config.json, adapter_config.json or *.gguf",
             code="export-missing",
             where=str(folder),
-            fix="name a folder that valence export wrote",
+            fix="pass a folder that `valence export` wrote",
         )
     return results
 

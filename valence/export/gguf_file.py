@@ -74,7 +74,7 @@ def _check_gemma(config: Any) -> str | None:
         if config.attn_logit_softcapping is None or config.final_logit_softcapping is None:
             return "its attention or its logits have no soft-capping"
         if not config.tie_word_embeddings:
-            return "its output layer is not the embedding matrix"
+            return "its output layer is not tied to the embedding"
     elif config.final_logit_softcapping is not None:
         return "its logits have soft-capping"
     period = 2 if config.model_type == "gemma2" else 6
@@ -83,7 +83,10 @@ def _check_gemma(config: Any) -> str | None:
         for i in range(config.num_hidden_layers)
     ]
     if list(config.layer_types) != expected:
-        return f"not every layer {period} uses full attention and the others a sliding window"
+        return (
+            "its layers have another pattern of attention: llama.cpp expects full attention in "
+            f"one of {period} layers, and a sliding window in the others"
+        )
     if config.model_type == "gemma3_text":
         local = config.rope_parameters["sliding_attention"]
         if local.get("rope_type", "default") != "default" or local["rope_theta"] != 10000:
@@ -134,7 +137,7 @@ def architecture_of(config: Any) -> Architecture:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise _unsupported(
-            f"models of type {config.model_type} are not converted to GGUF here (supported: "
+            f"Valence cannot convert models of type {config.model_type} to GGUF (supported: "
             f"{', '.join(ARCHITECTURES)})"
         )
     rope_type = _rope(config).get("rope_type", "default")
@@ -289,10 +292,10 @@ class Weights:
         }
         if not self._files:
             raise UserError(
-                "there are no weights (*.safetensors)",
+                "the folder has no weights (*.safetensors)",
                 code="weights-missing",
                 where=str(folder),
-                fix="name a folder with merged weights",
+                fix="pass a folder with merged weights",
             )
 
     @property

@@ -148,7 +148,7 @@ def _check_normalizer(spec: Mapping[str, Any], is_byte_level: bool) -> None:
             (step["pattern"], step["content"]) != ({"String": " "}, "▁")
         )
         if step["type"] not in known or is_other:
-            raise _unsupported(f"it changes or splits texts with {step['type']}")
+            raise _unsupported(f"it normalizes or splits text with the step {step['type']}")
 
 
 def _is_byte_level(spec: Mapping[str, Any]) -> bool:
@@ -161,7 +161,7 @@ def _pre_tokenizer(spec: Mapping[str, Any]) -> str:
     steps = _steps(spec["pre_tokenizer"], "pretokenizers")
     *before, last = steps
     if last["type"] != "ByteLevel" or last.get("add_prefix_space"):
-        raise _unsupported("its pre-tokenizer adds a space, or goes on after splitting into bytes")
+        raise _unsupported("its pre-tokenizer adds a space, or has steps after ByteLevel")
     ignores_merges = bool(spec["model"].get("ignore_merges"))
     kinds = [step["type"] for step in before]
     name = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -89,7 +90,8 @@ def run_llama_cpp(
 
     variables: of the chat template. expected: the run's answers, at whose tokens logits are
     computed. on_probe: called with the number of prompts done. Raises UserError if llama.cpp does
-    not start (``llama-cpp-broken``), or cannot load or run the file (``llama-cpp-failed``).
+    not start or is stopped by a lack of memory or disk space (``llama-cpp-broken``), or cannot load
+    or run the file (``llama-cpp-failed``).
     """
     longest = max(len(p.ids) + len(a.completion) for p, a in zip(probes, expected, strict=True))
     vocabulary = expected[0].logits.shape[1]
@@ -118,7 +120,7 @@ def run_llama_cpp(
         (out / "request.json").write_text(json.dumps(request), encoding="utf-8")
         errors = out / "errors.txt"
         with errors.open("w", encoding="utf-8") as stderr:
-            is_loaded = _run_driver(llama, out / "request.json", stderr, on_probe)
+            is_loaded, status = _run_driver(llama, out / "request.json", stderr, on_probe)
         if not (out / "result.json").is_file():
             lines = errors.read_text(encoding="utf-8", errors="replace").splitlines()
             if not is_loaded:
@@ -126,13 +128,21 @@ def run_llama_cpp(
                     f"node-llama-cpp does not start ({_reason(lines)})",
                     code="llama-cpp-broken",
                     where=str(llama.module.parents[3]),
-                    fix="install Node.js 20 or later, and node-llama-cpp again",
+                    fix="install Node.js 20 or later, then reinstall node-llama-cpp",
+                )
+            if status == -signal.SIGKILL or any("ENOSPC" in line for line in lines):
+                reason = _reason(lines) if lines else "it was killed"
+                raise UserError(
+                    f"node-llama-cpp could not finish ({reason})",
+                    code="llama-cpp-broken",
+                    where=path.name,
+                    fix=f"free memory, and disk space in {out.parent}; then use --verify-only",
                 )
             raise UserError(
                 f"llama.cpp cannot run this file ({_reason(lines)})",
                 code="llama-cpp-failed",
                 where=path.name,
-                fix="do not use this file",
+                fix="use another GGUF type, or the model folder with transformers or vLLM",
             )
         data = json.loads((out / "result.json").read_text(encoding="utf-8"))
         results = tuple(
@@ -156,10 +166,11 @@ def run_llama_cpp(
 
 def _run_driver(
     llama: LlamaCpp, request: Path, stderr: IO[str], on_probe: Callable[[int], None]
-) -> bool:
+) -> tuple[bool, int]:
     """Run the driver, which writes its results next to the request.
 
-    Returns whether it could load llama.cpp. on_probe: called with the number of prompts done.
+    Returns whether it could load llama.cpp, and its exit status, negative for a signal. on_probe:
+    called with the number of prompts done.
     """
     is_loaded = False
     with subprocess.Popen(
@@ -176,9 +187,10 @@ def _run_driver(
                 is_loaded = is_loaded or line.strip() == "0"
                 if line.strip().isdecimal():
                     on_probe(int(line))
+            status = process.wait()
         finally:
             process.kill()  # has no effect on a process that has ended
-    return is_loaded
+    return is_loaded, status
 
 
 def _reason(lines: Sequence[str]) -> str:
@@ -192,8 +204,8 @@ def check_quantizer(file_type: str, llama: LlamaCpp | None) -> None:
     if shutil.which("llama-quantize") or (llama and llama.library):
         return
     raise UserError(
-        f"{file_type} needs llama.cpp's quantizer: neither llama-quantize is on PATH nor "
-        "node-llama-cpp installed",
+        f"{file_type} needs llama.cpp's quantizer: llama-quantize is not on PATH, and "
+        "node-llama-cpp is not installed",
         code="llama-cpp-missing",
         where="--gguf",
         fix=f"{INSTALL}; or use q8_0 or q4_0, which need no tool",
@@ -224,7 +236,7 @@ def quantize(source: Path, target: Path, file_type: str, llama: LlamaCpp | None)
             f"llama.cpp cannot quantize to {file_type} "
             f"({_reason((done.stderr + done.stdout).strip().splitlines())})",
             code="llama-cpp-failed",
-            where=str(source),
-            fix="use another type",
+            where="--gguf",
+            fix="use another GGUF type",
         )
     return "llama-quantize" if program else "the library of node-llama-cpp"

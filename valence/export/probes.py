@@ -114,10 +114,10 @@ def make_probes(encoder: Encoder) -> list[Probe]:
         probes.append(Probe(name, messages, text, encoder.encode_prompt(chat)))
     if not probes:
         raise UserError(
-            "the chat template refuses every prompt of the verification",
+            "the chat template fails on every prompt of the verification",
             code="verification-no-prompts",
             where="data.chat_template",
-            fix="export with --no-verify",
+            fix="correct the chat template, or export with --no-verify",
         )
     return probes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,12 @@ MAX_KL_QUANTIZED = 1.0
 """The limit for types of fewer than 8 bits, and for runs on a 4-bit base model. Rounding changes
 the model much: only a damaged file exceeds it.
 """
+MAX_TOKEN_KL = 0.5
+"""KL divergence of a single token (nats) up to which a file with weights as they were trained
+counts as the same model. A damaged row of the embedding affects few tokens, not the mean.
+"""
+MAX_ROUNDING = 0.003
+"""Relative error of a tensor that is stored in 16 bits, at most: twice that of bfloat16."""
 CONTEXT = 24
 """Characters shown before and after the first difference of two texts."""
 
@@ -105,10 +112,16 @@ def compare(
     ]
     kl = np.concatenate([values for values, _ in divergences])
     matches = np.concatenate([values for _, values in divergences])
-    kl_mean = float(kl.mean())
+    kl_mean, kl_max = float(kl.mean()), float(kl.max())
     limit = MAX_KL_QUANTIZED if rounded_base else MAX_KL.get(kind, MAX_KL_QUANTIZED)
+    max_limit = MAX_TOKEN_KL if kind in UNROUNDED and not rounded_base else math.inf
+    problem = None
     if not kl_mean <= limit:
-        differences.append(_weights_difference(kl_mean, limit, kind, weights_error()))
+        problem = f"the mean KL divergence is {kl_mean:.3g} nats per token; up to {limit:g}"
+    elif not kl_max <= max_limit:
+        problem = f"the KL divergence of a token is {kl_max:.3g} nats; up to {max_limit:g}"
+    if problem is not None:
+        differences.append(_weights_difference(f"{problem} is normal", kind, weights_error()))
     same_prompts = [r.ids == p.ids for p, r in zip(probes, artifact.results, strict=True)]
     same_answers = [
         (a.completion, a.stop) == (r.completion, r.stop)
@@ -128,7 +141,7 @@ def compare(
         agreement=float(matches.mean()),
         same_answers=sum(same_answers),
         kl_mean=kl_mean,
-        kl_max=float(kl.max()),
+        kl_max=kl_max,
         stops=sum(artifact.stops),
         num_ends=len(artifact.stops),
         differences=tuple(differences),
@@ -222,8 +235,8 @@ def _prompt_difference(
         f"the tokenizer splits the prompt '{probe.name}' differently from token {first + 1} of "
         f"{len(probe.ids)}: {list(result.ids[first : first + 4])} instead of "
         f"{list(probe.ids[first : first + 4])}",
-        "the file names a wrong pre-tokenizer, or its added tokens differ: write it again from "
-        "the exported folder",
+        "the file has a wrong pre-tokenizer or other added tokens; convert the exported folder "
+        "again",
     )
 
 
@@ -250,7 +263,7 @@ def _stop_differences(end_names: Sequence[str], stops: Sequence[bool]) -> list[E
         ExportDifference(
             "stop-token-missing",
             severity,
-            f"generation does not stop at {', '.join(missing)}, at which the run stops",
+            f"generation does not stop at {', '.join(missing)}, where the run stops",
             "pass these as stop strings, as the Modelfile does",
         )
     ]
@@ -270,21 +283,18 @@ def _ending_differences(
                 ExportDifference(
                     "runs-on",
                     "error",
-                    f"the answer to '{probe.name}' goes on where the run's ends",
+                    f"the answer to '{probe.name}' continues after the token where the run stops",
                     "write the run's end tokens into the file",
                 )
             ]
     return []
 
 
-def _weights_difference(
-    kl_mean: float, limit: float, kind: str, weights_error: float | None
-) -> ExportDifference:
-    expected = f"the mean KL divergence is {kl_mean:.3g} nats per token; up to {limit:g} is normal"
+def _weights_difference(problem: str, kind: str, weights_error: float | None) -> ExportDifference:
     rounding = kind not in UNROUNDED
     if weights_error is None:
         cause, fix = "the weights or settings differ from those of the run", "export the run again"
-    elif weights_error > (0.5 if rounding else 0.02):
+    elif weights_error > (0.5 if rounding else MAX_ROUNDING):
         cause = f"stored weights differ from the exported ones (relative error {weights_error:.2g})"
         fix = "write the file again"
     elif rounding:
@@ -296,4 +306,4 @@ def _weights_difference(
             "attention windows or soft-capping)"
         )
         fix = "do not use this file; use vLLM or transformers, and report the architecture"
-    return ExportDifference("logits-differ", "error", f"{expected}. Cause: {cause}", fix)
+    return ExportDifference("logits-differ", "error", f"{problem}. Cause: {cause}", fix)

@@ -8,8 +8,8 @@ resumable jobs, so that no prompt is answered or judged twice.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -50,8 +50,10 @@ from valence.lifecycle.saved_models import At
 from valence.reports.console import Progress
 from valence.reports.rendering import write_atomically
 from valence.reports.win_rates import win_rate_page
-from valence.rewards.build import check_rewards, judge_settings
+from valence.rewards.build import check_rewards, judge_settings, reward_names
 from valence.rewards.cache import digest
+from valence.runs.lock import NAME as LOCK_NAME
+from valence.runs.lock import Lock
 from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
 from valence.trainer.targets import is_run, load_target, with_files
@@ -68,9 +70,7 @@ PEOPLE = "people"
 """Name of the votes among the judges."""
 MAX_FAILED = 0.1
 """Share of prompts without a verdict above which there is no result."""
-START_OVER = (
-    "name another folder with --out, or start over with --fresh, which moves this one aside"
-)
+START_OVER = "set --out to another folder, or start over with --fresh, which moves this one aside"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,11 @@ class ModelComparison:
         failures: list[str] = []
         if at_least is not None:
             rates = {judge.judge: judge.rates.rate for judge in self.judges}
-            failures += [] if rates else ["there is no win rate, as no judge is named"]
+            failures += (
+                []
+                if rates
+                else ["there is no win rate, because there is no judge (--judge or --votes)"]
+            )
             failures += [
                 f"there is no win rate by {name}"
                 if rate is None
@@ -115,7 +119,11 @@ class ModelComparison:
             if num_broken is None:
                 failures.append("there are no assertions")
             elif num_broken > max_broken:
-                failures.append(f"{num_broken} assertions are broken, more than {max_broken}")
+                is_one = num_broken == 1
+                failures.append(
+                    f"{num_broken} {'assertion is' if is_one else 'assertions are'} broken, "
+                    f"more than {max_broken}"
+                )
         return failures
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,82 +183,97 @@ def compare_models(
     """
     console = console or Terminal()
     specs = [list_rewards([_read_entry(judge)], None, ()) for judge in judges]
-    for entries in specs:
-        check_rewards(entries)
+    _check_judges(specs, has_votes=votes is not None)
     people = None if votes is None else read_votes(votes, baseline, candidate)
     benchmarks = [] if lm_eval is None else read_benchmarks(*lm_eval)
     questions = ComparisonPrompts()
     if prompts or assertions or (votes is None and lm_eval is None):
         questions = _read_prompts(candidate, prompts, assertions, overrides)
     questions.check_judges(bool(specs))
+    questions.check_tag(tag)
     trained, notes = _count_trained(
         dict(zip(SIDES, (baseline, candidate), strict=True)), questions.by_key, overrides
     )
-    folder = ComparisonFolder(out, fresh=fresh)
-    folder.write_prompts(questions.prompts)
-    calibrations: list[Calibration] = []
-    for entries in specs:
-        settings = judge_settings(entries[0], "judge")
-        files = labels or ([settings.labels] if settings and settings.labels else [])
-        if files:
-            if min_agreement is not None:
-                minimum = min_agreement
-            else:
-                minimum = settings.min_agreement if settings else MIN_AGREEMENT
-            is_allowed = allow_below or bool(settings and settings.allow_below)
-            calibrations.append(
-                folder.calibrate(entries, files, minimum, is_allowed, console, quiet)
+    with closing(ComparisonFolder(out, fresh=fresh)) as folder:
+        folder.write_prompts(questions.prompts)
+        calibrations: list[Calibration] = []
+        for entries in specs:
+            settings = judge_settings(entries[0], "judge")
+            files = labels or ([settings.labels] if settings and settings.labels else [])
+            if files:
+                if min_agreement is not None:
+                    minimum = min_agreement
+                else:
+                    minimum = settings.min_agreement if settings else MIN_AGREEMENT
+                is_allowed = allow_below or bool(settings and settings.allow_below)
+                calibrations.append(
+                    folder.calibrate(entries, files, minimum, is_allowed, console, quiet)
+                )
+            elif settings:
+                notes.append(f"{settings.model} was not measured against labels (--labels)")
+        for side, target in zip(SIDES, (baseline, candidate), strict=True):
+            if not questions.prompts:
+                break
+            sample_rows(
+                target,
+                folder.answers_path(side),
+                draws,
+                data=[str(folder.path / PROMPTS)],
+                overrides=overrides,
+                at=at if side == "baseline" else None,
+                console=console,
+                quiet=quiet,
+                command=command,
             )
-        elif settings:
-            notes.append(f"{settings.model} was not measured against labels (--labels)")
-    for side, target in zip(SIDES, (baseline, candidate), strict=True):
-        if not questions.prompts:
-            break
-        sample_rows(
-            target,
-            folder.answers_path(side),
-            draws,
-            data=[str(folder.path / PROMPTS)],
-            overrides=overrides,
-            at=at if side == "baseline" else None,
-            console=console,
-            quiet=quiet,
-            command=command,
+        all_pairs = folder.read_pairs(questions.prompts, tag)
+        results = check_assertions(all_pairs, questions.assertions)
+        pairs = [pair for pair in all_pairs if pair.prompt_key in questions.judged]
+        summaries: list[JudgeSummary] = []
+        if people is not None:
+            summaries.append(summarize(PEOPLE, *people, seed=draws.seed))
+            all_pairs = all_pairs or people[0]
+        for entries in specs:
+            with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
+                path = folder.verdicts_path(judge)
+                verdicts = folder.judge(judge, pairs, console=console, quiet=quiet)
+                cost = judge.cost
+            _check_failures(verdicts, max_failed, path)
+            summary = summarize(judge.name, pairs, verdicts, seed=draws.seed, cost=cost)
+            summaries.append(summary)
+        result = ModelComparison(
+            models=_model_names(baseline, candidate),
+            num_prompts=len(all_pairs),
+            answers={
+                side: _answer_facts([getattr(pair, side) for pair in all_pairs])
+                for side in SIDES
+                if all_pairs
+            },
+            judges=summaries,
+            duplicates=questions.duplicates,
+            trained=trained,
+            calibrations=calibrations,
+            assertions=count_assertions(results) if results else None,
+            benchmarks=benchmarks,
+            notes=notes,
+            folder=str(out),
         )
-    all_pairs = folder.read_pairs(questions.prompts, tag)
-    results = check_assertions(all_pairs, questions.assertions)
-    pairs = [pair for pair in all_pairs if pair.prompt_key in questions.judged]
-    summaries: list[JudgeSummary] = []
-    if people is not None:
-        summaries.append(summarize(PEOPLE, *people, seed=draws.seed))
-        all_pairs = all_pairs or people[0]
-    for entries in specs:
-        with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
-            path = folder.verdicts_path(judge)
-            verdicts = folder.judge(judge, pairs, console=console, quiet=quiet)
-            cost = judge.cost
-        _check_failures(verdicts, max_failed, path)
-        summary = summarize(judge.name, pairs, verdicts, seed=draws.seed, cost=cost)
-        summaries.append(summary)
-    result = ModelComparison(
-        models=_model_names(baseline, candidate),
-        num_prompts=len(all_pairs),
-        answers={
-            side: _answer_facts([getattr(pair, side) for pair in all_pairs])
-            for side in SIDES
-            if all_pairs
-        },
-        judges=summaries,
-        duplicates=questions.duplicates,
-        trained=trained,
-        calibrations=calibrations,
-        assertions=count_assertions(results) if results else None,
-        benchmarks=benchmarks,
-        notes=notes,
-        folder=str(out),
-    )
-    folder.write_result(result.to_dict())
-    return result
+        folder.write_result(result.to_dict())
+        return result
+
+
+def _check_judges(specs: Sequence[Sequence[RewardSettings]], *, has_votes: bool) -> None:
+    """Raise UserError for a judge that does not exist, or that has the name of another one, which
+    results and gates could not distinguish.
+    """
+    entries = [entry for entries in specs for entry in entries]
+    check_rewards(entries)
+    if has_votes and PEOPLE in reward_names(entries):
+        raise UserError(
+            f"{PEOPLE} is the name of the votes",
+            code="reward-name-duplicate",
+            where="--judge",
+            fix="set another `name` for the judge",
+        )
 
 
 def _read_entry(judge: str) -> str:
@@ -291,11 +314,11 @@ def _check_failures(verdicts: Sequence[PairVerdict], max_failed: float, path: Pa
     errors = [verdict.error for verdict in verdicts if verdict.preference is None]
     if len(errors) > max_failed * len(verdicts):
         raise UserError(
-            f"the judge gave no verdict on {len(errors)} of {len(verdicts)} prompts; the first: "
-            f"{errors[0]}",
+            f"the judge gave no verdict on {len(errors)} of {len(verdicts)} prompts; the first "
+            f"error: {errors[0]}",
             code="verdicts-missing",
             where=str(path),
-            fix="fix the judge, remove this file, then rerun the same command, which keeps the "
+            fix="fix the judge, remove this file, then rerun the same command, which reuses the "
             "answers; or allow a larger share with --max-failed",
         )
 
@@ -328,6 +351,16 @@ class ComparisonPrompts:
             self.assertions[key] = [*self.assertions.get(key, []), *assertions]
         return key
 
+    def check_tag(self, column: str | None) -> None:
+        """Raise UserError for a column of tags that no prompt has."""
+        if column and self.by_key and not any(column in e.info for e in self.prompts):
+            raise UserError(
+                f"no prompt has a column {column!r}",
+                code="column-missing",
+                where="--tag",
+                fix="name a column of the prompts",
+            )
+
     def check_judges(self, has_judges: bool) -> None:
         """Raise UserError for prompts without a judge, or a judge without prompts."""
         if self.judged and not has_judges and not self.assertions:
@@ -335,14 +368,14 @@ class ComparisonPrompts:
                 "there is no judge",
                 code="judge-missing",
                 where="compare",
-                fix="name a rule, a function, a reward model or a server with --judge",
+                fix="set --judge to a rule, a function, a reward model or a server",
             )
         if has_judges and not self.judged:
             raise UserError(
                 "there are no prompts for the judge",
                 code="rows-missing",
                 where="compare",
-                fix="name a file of held-out prompts with --prompts",
+                fix="pass a file of held-out prompts as --prompts",
             )
 
 
@@ -354,7 +387,7 @@ def _read_prompts(
             "there are no prompts",
             code="rows-missing",
             where="compare",
-            fix="name a file of held-out prompts with --prompts",
+            fix="pass a file of held-out prompts as --prompts",
         )
     sources = with_files(target, [*prompts, *assertions], overrides).recipe.data.eval
     questions = ComparisonPrompts()
@@ -366,7 +399,7 @@ def _read_prompts(
                 f"the row has no column {COLUMN!r}",
                 code="assertion-missing",
                 where=str(example.origin),
-                fix="add it, or name the file with --prompts",
+                fix="add the column, or pass the file as --prompts",
             )
         questions.add(example)
     return questions
@@ -400,7 +433,8 @@ def _count_trained(
         except (UserError, OSError) as error:
             reason = str(error).partition("\n")[0]
             notes.append(
-                f"whether prompts are in the training data of the {side} is unknown ({reason})"
+                f"the training data of the {side} cannot be read, so it is unknown whether it "
+                f"contains prompts ({reason})"
             )
             continue
         if num_trained := len(prompts & trained):
@@ -412,34 +446,69 @@ def _count_trained(
 
 
 class ComparisonFolder:
-    """The files of a comparison. Raises UserError for a folder that something else wrote."""
+    """The files of a comparison, which one process at a time uses until ``close``.
+
+    Raises UserError for a folder that something else wrote, or that another process uses.
+    """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         check_path(path)
         self.path = path
         if path.exists() and not path.is_dir():
             raise UserError(
-                "this is a file", code="path-is-file", where=str(path), fix="name a folder"
+                "the path is a file",
+                code="path-is-file",
+                where=f"--out {path}",
+                fix="set --out to a folder",
             )
-        if path.is_dir() and any(path.iterdir()) and not (path / PROMPTS).is_file():
+        names = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
+        if names - {_partial(path / PROMPTS).name, LOCK_NAME} and PROMPTS not in names:
             raise UserError(
                 "this folder exists and was not written by `valence compare`",
                 code="path-exists",
                 where=str(path),
-                fix="name another folder with --out",
+                fix="set --out to another folder",
             )
-        if fresh and (path / PROMPTS).is_file():
-            names = (path.with_name(f"{path.name}.{n}") for n in count(1))
-            path.rename(next(name for name in names if not name.exists()))
         try:
+            if fresh and PROMPTS in names:
+                with self._locked():  # the lock moves with the folder
+                    others = (path.with_name(f"{path.name}.{n}") for n in count(1))
+                    path.rename(next(other for other in others if not other.exists()))
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"the folder cannot be made ({error.strerror})",
+                f"the folder cannot be created or moved ({error.strerror})",
                 code="folder-not-writable",
                 where=str(path),
-                fix="name a folder in a place that you may write to",
+                fix="set --out to a folder in which you have write permission",
             ) from error
+        self._use = ExitStack()
+        self._use.enter_context(self._locked())
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Inside the block, this process alone uses the folder. Raises UserError."""
+        lock = Lock(self.path)
+        try:
+            lock.take()
+        except UserError as error:
+            raise UserError(
+                error.message.replace("another run", "another comparison").replace(
+                    "run folder", "folder"
+                ),
+                code=error.code,
+                where=str(self.path),
+                fix="wait until it ends, or name another folder with --out"
+                if error.code == "run-locked"
+                else "make the folder writable, or name another folder with --out",
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def close(self) -> None:
+        self._use.close()
 
     def answers_path(self, side: str) -> Path:
         return self.path / f"answers.{side}.jsonl"
@@ -526,7 +595,7 @@ class ComparisonFolder:
         path = self.verdicts_path(judge)
         with RowJob(path, (), window=judge.window, console=console, quiet=quiet) as job:
             job.check_facts({"judge": judge.identity})
-            transform = VerdictTransform(judge)
+            transform = VerdictTransform(judge, min(judge.window, len(pairs)))
             job.run(transform, pairs, len(pairs), "judging", {"judge": judge.name})
         lines = [json.loads(line) for line in path.read_bytes().splitlines()]
         return [verdict for line in lines if (verdict := PairVerdict.from_dict(line))]
@@ -544,20 +613,26 @@ def as_readable(content: Content) -> str:
 
 def _tags(example: Prompt, column: str | None) -> tuple[str, ...]:
     names = TAG_COLUMNS if column is None else (column,)
-    value = next((example.info[name] for name in names if example.info.get(name)), ())
+    columns = [example.info.get(name) for name in names]
+    value = next((value for value in columns if value not in (None, "", [], ())), ())
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(str(tag) for tag in values))
 
 
+def _partial(path: Path) -> Path:
+    """The file that is written to replace another one."""
+    return path.with_name(f".{path.name}.part")
+
+
 def _write(path: Path, content: str) -> None:
     """Replace a file in one step. Raises UserError."""
-    partial = path.with_name(f".{path.name}.part")
+    partial = _partial(path)
     try:
         partial.write_text(content, encoding="utf-8", errors="backslashreplace")
         partial.replace(path)
     except OSError as error:
         raise UserError(
-            f"cannot write ({error.strerror})",
+            f"the file cannot be written ({error.strerror})",
             code="file-not-writable",
             where=str(path),
             fix="free disk space, then rerun the same command to resume",
@@ -565,20 +640,24 @@ def _write(path: Path, content: str) -> None:
 
 
 class VerdictTransform:
-    """A pair becomes a line with both answers and the verdict."""
+    """A pair becomes a line with both answers and the verdict.
+
+    max_failures: pairs of a batch; if the judge fails on as many at once, it is broken.
+    """
 
     num_tokens = None
 
-    def __init__(self, judge: PairJudge) -> None:
-        self.pair_judge = judge
+    def __init__(self, judge: PairJudge, max_failures: int) -> None:
+        self.pair_judge, self.max_failures = judge, max_failures
 
     def compute(self, batch: Sequence[AnswerPair], advance: Callable[[int], None]) -> list[Line]:
-        """Raises UserError if the judge failed on all pairs of a batch, which is not written."""
+        """Raises UserError if the judge is broken. The batch is then not written."""
         verdicts = self.pair_judge.judge(batch, advance)
-        if all(verdict.preference is None for verdict in verdicts):
+        num_failures = sum(verdict.preference is None for verdict in verdicts)
+        if num_failures >= self.max_failures:  # the last batch may be smaller
             raise UserError(
-                f"{self.pair_judge.name} failed on all {len(batch)} prompts from here on; the "
-                f"first: {verdicts[0].error}",
+                f"{self.pair_judge.name} failed on all {len(batch)} prompts of a batch that "
+                f"starts here; the first error: {verdicts[0].error}",
                 code="judge-failures",
                 where=batch[0].origin,
                 fix="fix the judge, then rerun the same command to resume",

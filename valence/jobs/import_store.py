@@ -11,7 +11,6 @@ time. The next new state includes them.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from valence.checksums import add_checksum, verify
 from valence.data.importers.records import Vote
 from valence.data.importers.rows import ROW_KINDS, ImportedRows, RowKind, latest_votes
 from valence.errors import UserError
-from valence.files import check_path, open_file, refuse_links, write_all
+from valence.files import check_path, lock_file, open_file, refuse_links, write_all
 from valence.jobs.row_job import as_line
 from valence.version import __version__
 
@@ -177,24 +176,16 @@ class ImportStore:
 
         Raises UserError if another import has locked the files, or they were edited.
         """
-        lock = self.out.with_name(f".{self.out.name}.lock")
-        refuse_links(lock, lock.parent)
         with ExitStack() as stack:
             with self._file_errors():
-                file = stack.enter_context(lock.open("ab"))
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    is_current = os.path.samestat(os.fstat(file.fileno()), lock.stat())
-                except (BlockingIOError, FileNotFoundError):
-                    is_current = False
-                if not is_current:
+                lock = lock_file(self.out.with_name(f".{self.out.name}.lock"))
+                if not stack.enter_context(lock):
                     raise UserError(
                         "another import is writing this file",
                         code="output-locked",
                         where=str(self.out),
                         fix="wait until it ends",
                     )
-                stack.callback(lock.unlink, missing_ok=True)
                 self._read()
             yield self
 

@@ -132,9 +132,14 @@ def choices_of(policy: PolicyModel, world: Group) -> dict[str, Any]:
         "compiled": policy.compiled,
         "packed": policy.packs,
         "sharded": policy.is_sharded,
-        "head": policy.head_backend,
     }
-    return choices | _machine(world)
+    return choices | _backends(policy) | _machine(world)
+
+
+def _backends(policy: PolicyModel) -> dict[str, Any]:
+    """The backends of the head and of packed attention."""
+    attention = policy.attention_backend if policy.packs else None
+    return {"head": policy.head_backend, "attention": attention}
 
 
 def _machine(world: Group) -> dict[str, Any]:
@@ -149,11 +154,9 @@ def _machine(world: Group) -> dict[str, Any]:
 
 
 def differences(was: Mapping[str, Any], policy: PolicyModel, world: Group) -> list[str]:
-    """Differences of machine, versions and head backend, which may change the last digits of
-    results.
-    """
+    """Differences of machine, versions and backends, on which the last digits of results depend."""
     before = {**(was.get("versions") or {}), **(was.get("choices") or {})}
-    here = versions() | _machine(world) | {"head": policy.head_backend}
+    here = versions() | _machine(world) | _backends(policy)
     return [
         f"{name} {before[name]} then, {here[name]} now"
         for name in here

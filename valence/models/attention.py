@@ -7,6 +7,7 @@ interchangeable.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import register_flop_formula
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from valence.errors import UserError
 from valence.models import native
 from valence.models.flex import Visible
 from valence.models.layout import (
@@ -270,11 +272,46 @@ ATTENTION_BACKENDS = {
     "cpu": AttentionBackend(native.attention_unsupported, partial(_by_operator, backend="cpu")),
     "products": AttentionBackend(_products_unsupported, partial(_by_operator, backend="products")),
     "flex": AttentionBackend(_flex_unsupported, _by_flex),
+    "flex_small": AttentionBackend(_flex_unsupported, _by_flex),
+    "flex_dynamic": AttentionBackend(_flex_unsupported, _by_flex),
     "sdpa": AttentionBackend(lambda query, value, softcap: None, _by_sdpa),
 }
-"""``prefix_tree_attention`` chooses: flex for block masks (CUDA), cpu or products on a CPU, sdpa on
-other devices.
+"""``check_layout`` chooses on CUDA, from ``attention_candidates``. ``prefix_tree_attention`` runs
+FlexAttention for block masks, cpu or products on a CPU, and sdpa elsewhere. The variants of flex
+are those of ``flex.FlexVariant``.
 """
+AUTOMATIC_CUDA_BACKENDS = ("flex", "flex_small", "sdpa")
+"""The first one that computes what the model's own attention does is used."""
+REQUESTABLE = ("flex", "flex_small", "flex_dynamic", "sdpa", "one_by_one")
+"""Values of VALENCE_ATTENTION. one_by_one: each sequence separately, by the model's own attention.
+"""
+
+
+def attention_candidates(device: torch.device) -> tuple[str, ...]:
+    """Return the names of the attention backends to try on a device, the best first; "auto" stands
+    for the choice that each call makes, "one_by_one" for packing nothing.
+
+    The environment variable VALENCE_ATTENTION requests one by name. Raises UserError when there is
+    no such backend, or it does not run on the device.
+    """
+    name = os.environ.get("VALENCE_ATTENTION") or "auto"
+    if name == "auto":
+        return AUTOMATIC_CUDA_BACKENDS if device.type == "cuda" else ("auto",)
+    if name not in REQUESTABLE:
+        raise UserError(
+            f"there is no attention backend {name!r}",
+            code="environment-variable-invalid",
+            where="VALENCE_ATTENTION",
+            fix=f"set it to auto, {', '.join(REQUESTABLE[:-1])} or {REQUESTABLE[-1]}, or unset it",
+        )
+    if name != "one_by_one" and device.type != "cuda":
+        raise UserError(
+            f"the attention backend {name} runs on CUDA devices only",
+            code="attention-backend-unsupported",
+            where="VALENCE_ATTENTION",
+            fix="unset it",
+        )
+    return (name,)
 
 
 # ---------------------------------------------------------------- the operator for CPUs

@@ -8,10 +8,11 @@ neither hide an influence nor look like one, in any dtype.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from valence.errors import UserError
 from valence.models.attention import CannotPackError
+from valence.models.memory import out_of_memory
 from valence.models.policy_model import PolicyModel, rotary_by_length
 from valence.types import MicroBatch, sent
 
@@ -35,11 +37,21 @@ FAILURES = (
     NotImplementedError,
     IndexError,
     KeyError,
+    AssertionError,
+    ArithmeticError,
+    SubprocessError,
 )
+"""Errors of a model that does not support what it is asked for, and of compilers, which Triton runs
+as programs. Those of Triton itself are in ``compiler_failures``.
+"""
+BACKEND_PROBLEMS = ("packing-fails", "sequences-leak", "layouts-differ", "other-process")
+"""Problems of packing that another attention backend may not have. The others are of the model."""
 
 
 class PackingWarning(UserWarning):
-    """A model computes one sequence at a time. code: a short name of the reason."""
+    """A model computes one sequence at a time, or packed with a slower attention backend. code: a
+    short name of the reason.
+    """
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
@@ -47,12 +59,14 @@ class PackingWarning(UserWarning):
 
 
 def check_layout(engine: PolicyModel) -> None:
-    """Choose the layout of the engine: packed if that equals the model's own forward; otherwise one
-    sequence at a time, with a PackingWarning.
+    """Choose the layout of the engine: packed, with the first attention backend that equals the
+    model's own forward; otherwise one sequence at a time. Warn unless it is the first backend.
 
-    Raises UserError when the model is not causal.
+    Raises UserError when the model is not causal, or no attention backend runs on a CUDA device and
+    VALENCE_ATTENTION does not allow one sequence at a time, which is several times slower.
     """
     size = int(engine.causal.get_input_embeddings().weight.shape[0])
+    problems: dict[str, CannotPackError] = {}
     with torch.inference_mode(False), torch.enable_grad():
         tokens = torch.randint(0, size, (24,), generator=torch.Generator().manual_seed(0)).to(
             engine.device
@@ -60,21 +74,64 @@ def check_layout(engine: PolicyModel) -> None:
         engine.lay_out(packed=False)
         _check_causal(engine, tokens)
         batch = plain_batch([tokens[PROMPT_END:FIRST_END], tokens[FIRST_END:]], tokens[:PROMPT_END])
-        problem = _packing_problem(engine, batch)
-    # All processes use the same layout, since sharded weights need equally many forwards.
-    if engine.max_over_ranks(int(problem is not None)) and problem is None:
-        problem = CannotPackError("packing fails in another process", code="other-process")
-    if problem:
-        engine.lay_out(packed=False)
+        if engine.attention_candidates != ("one_by_one",):
+            problems = _choose_backend(engine, batch)
+    if engine.packs and problems:
+        backend, reason = next(iter(problems.items()))
         message = (
-            f"{type(engine.causal).__name__} does not support packed sequences ({problem}): "
-            "each sequence is computed separately, which is exact and slower"
+            f"the attention backend {backend} does not work for {type(engine.causal).__name__} "
+            f"here ({reason}): {engine.attention_backend} is used, which is exact and may be slower"
         )
-        warnings.warn(PackingWarning(message, problem.code), stacklevel=4)
+        warnings.warn(PackingWarning(message, "attention-fallback"), stacklevel=4)
+    elif problems:
+        engine.lay_out(packed=False)
+        _warn_or_refuse(engine, problems)
     # FSDP keeps weights gathered after a forward with a gradient that no backward pass follows.
     if engine.is_sharded:
         with torch.no_grad():
             scores_or_logps(engine, batch)
+
+
+def _choose_backend(engine: PolicyModel, batch: MicroBatch) -> dict[str, CannotPackError]:
+    """Try the attention backends in order, and leave the engine packed with the first one that
+    works. Return the problems of the others by their names.
+    """
+    problems: dict[str, CannotPackError] = {}
+    for backend in engine.attention_candidates:
+        engine.lay_out(packed=False, attention=backend)
+        problem = _packing_problem(engine, batch)
+        # All processes use the same layout, since sharded weights need equally many forwards.
+        if engine.max_over_ranks(int(problem is not None)) and problem is None:
+            problem = CannotPackError("packing fails in another process", code="other-process")
+        if problem is None:
+            break
+        engine.lay_out(packed=False)
+        problems[backend] = problem
+        if problem.code not in BACKEND_PROBLEMS:
+            break
+    return problems
+
+
+def _warn_or_refuse(engine: PolicyModel, problems: Mapping[str, CannotPackError]) -> None:
+    """Warn that the engine runs one sequence at a time; raise UserError if the reason is that no
+    attention backend runs on a CUDA device.
+    """
+    model, problem = type(engine.causal).__name__, list(problems.values())[-1]
+    if engine.device.type == "cuda" and problem.code == "packing-fails":
+        reasons = "; ".join(f"{backend}: {reason}" for backend, reason in problems.items())
+        raise UserError(
+            f"no attention backend computes packed sequences of {model} on this device ({reasons})",
+            code="packing-fails",
+            where="VALENCE_ATTENTION",
+            fix="fix the first problem (Triton needs a C compiler), or set "
+            "VALENCE_ATTENTION=one_by_one: each sequence is computed separately, which is exact "
+            "and several times slower",
+        )
+    message = (
+        f"{model} does not support packed sequences ({problem}): "
+        "each sequence is computed separately, which is exact and slower"
+    )
+    warnings.warn(PackingWarning(message, problem.code), stacklevel=5)
 
 
 def _check_causal(engine: PolicyModel, tokens: Tensor) -> None:
@@ -107,11 +164,11 @@ def _packing_problem(engine: PolicyModel, batch: MicroBatch) -> CannotPackError 
         packed, grads = _influences(engine, batch)
         engine.max_joint_rows = 0  # the second completion now needs a second pass
         two_passes = scores_or_logps(engine, replace(batch, requires_grad=(True, False))).detach()
-    except torch.OutOfMemoryError:
-        raise
     except CannotPackError as error:
         return error
-    except FAILURES as error:
+    except compiler_failures() as error:
+        if out_of_memory(error):
+            raise
         return CannotPackError(
             f"it fails with {type(error).__name__}: {error}", code="packing-fails"
         )
@@ -128,6 +185,15 @@ def _packing_problem(engine: PolicyModel, batch: MicroBatch) -> CannotPackError 
     return CannotPackError(
         f"log-probabilities or scores differ by {difference:.2g}", code="layouts-differ"
     )
+
+
+def compiler_failures() -> tuple[type[Exception], ...]:
+    """Return FAILURES, and the base class of Triton's errors if it is installed."""
+    try:
+        from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return FAILURES
+    return (*FAILURES, TritonError)
 
 
 def _influences(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:

@@ -5,7 +5,7 @@ on CUDA.
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 import torch._dynamo.config
@@ -22,62 +22,121 @@ MAX_PROGRAMS = 8192
 """Limit of compiled programs: one for each size with and without a gradient, and for each pair of
 sizes of two passes.
 """
+SMALL_TILES = {
+    "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 16, "fwd_num_stages": 1, "fwd_num_warps": 4,
+    "bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_BLOCK_N2": 16,
+    "bwd_num_stages": 1, "bwd_num_warps": 4,
+}  # fmt: skip
+"""Kernel options for devices with less shared memory than PyTorch's defaults need. The backward
+pass has PyTorch's own tiles for float32, its smallest.
+"""
+FlexVariant = Literal["flex", "flex_small", "flex_dynamic"]
+"""PyTorch's default tiles and a program for each size; small tiles; a program for all sizes."""
+
+
+def is_flex(backend: str) -> TypeGuard[FlexVariant]:
+    """Return whether a backend of attention is a variant of FlexAttention."""
+    return backend in get_args(FlexVariant)
 
 
 class Visible:
-    """Block masks of one pass for all layers, one for each window (0: none) of the layers."""
+    """Block masks of one pass for all layers, one for each window (0: none) of the layers.
+
+    variant: how FlexAttention computes attention with them.
+    """
 
     def __init__(
-        self, segments: SegmentTable, windows: tuple[int, ...], device: torch.device
+        self,
+        segments: SegmentTable,
+        windows: tuple[int, ...],
+        device: torch.device,
+        variant: FlexVariant = "flex",
     ) -> None:
         enter, leave, depth = sent(_columns(segments), device)
         queries = sum(end - start for start, end, _, is_query in segments if is_query)
         self.masks = {window: _mask(enter, leave, depth, queries, window) for window in windows}
+        self.variant: FlexVariant = variant
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float
     ) -> Tensor:
         """q[1, H, T, D], k[1, H_kv, T_k, D], v[1, H_kv, T_k, D_v] -> [1, H, T, D_v]."""
+        if q.is_cuda:
+            return self.run_compiled(q, k, v, scale, window, softcap)
+        return flex_attention(q, k, v, **self._options(q, k, scale, window, softcap))
 
+    def run_compiled(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        """The same, compiled."""
+        raise_recompile_limits()
+        with (
+            # Compiled layers keep less for their backward pass (see ``compiling``), which would
+            # compute attention twice.
+            torch._functorch.config.patch(activation_memory_budget=1.0),
+            # With dynamic sizes, the scale would be a tensor of the host otherwise.
+            torch._dynamo.config.patch(specialize_float=True),
+        ):
+            compiled = _compiled(self.variant == "flex_dynamic")
+            return compiled(q, k, v, **self._options(q, k, scale, window, softcap))
+
+    def _options(
+        self, q: Tensor, k: Tensor, scale: float, window: int, softcap: float
+    ) -> dict[str, Any]:
         def capped(score: Tensor, *_: Tensor) -> Tensor:
             return softcap * torch.tanh(score / softcap)
 
-        options: dict[str, Any] = {
+        return {
             "score_mod": capped if softcap else None,
             "block_mask": self.masks[window],
             "scale": scale,
             "enable_gqa": q.shape[1] != k.shape[1],
+            "kernel_options": kernel_options(self.variant, q.shape[2], k.shape[2]),
         }
-        if not q.is_cuda:
-            return flex_attention(q, k, v, **options)
-        raise_recompile_limits()
-        # Compiled layers keep less for their backward pass (see ``compiling``), which would compute
-        # attention twice.
-        with torch._functorch.config.patch(activation_memory_budget=1.0):
-            return _compiled()(q, k, v, **options)
 
 
 @lru_cache(maxsize=2)
-def _visible(segments: SegmentTable, windows: tuple[int, ...], device: torch.device) -> Visible:
+def _visible(
+    segments: SegmentTable, windows: tuple[int, ...], device: torch.device, variant: FlexVariant
+) -> Visible:
     with torch.inference_mode(False):  # the result is cached for passes with a gradient too
-        return Visible(segments, windows, device)
+        return Visible(segments, windows, device, variant)
 
 
-def visible(forest: Tensor, windows: tuple[int, ...], device: torch.device) -> Visible:
+def visible(
+    forest: Tensor,
+    windows: tuple[int, ...],
+    device: torch.device,
+    variant: FlexVariant = "flex",
+) -> Visible:
     """Return the block masks of a pass; cached, since a reference often follows the policy. forest:
     the segment table of ``layout.py``.
     """
-    return _visible(segments_of(forest), windows, device)
+    return _visible(segments_of(forest), windows, device, variant)
+
+
+def kernel_options(variant: FlexVariant, queries: int, keys: int) -> dict[str, Any]:
+    """Return the options of FlexAttention's kernels for these numbers of rows.
+
+    Every query attends at least to itself, so that no row of scores is empty. A program for all
+    sizes cannot know whether they are multiples of its blocks; those of ``padded_size`` are.
+    """
+    options: dict[str, Any] = {"ROWS_GUARANTEED_SAFE": True}
+    if variant == "flex_small":
+        options |= SMALL_TILES
+    if variant == "flex_dynamic" and queries % BLOCK == keys % BLOCK == 0:
+        options["IS_DIVISIBLE"] = True
+    return options
 
 
 @cache
-def _compiled() -> Any:
-    """Return FlexAttention with one compiled program for each size.
+def _compiled(is_dynamic: bool) -> Any:
+    """Return FlexAttention with one compiled program for each size, or for all sizes.
 
     fullgraph: beyond its limit of programs the compiler would otherwise silently compute attention
     without a kernel, with all scores in memory at once.
     """
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=is_dynamic, fullgraph=True)
 
 
 def raise_recompile_limits() -> None:
@@ -95,10 +154,10 @@ def raise_recompile_limits() -> None:
 
 def _columns(segments: SegmentTable) -> Tensor:
     """Return for every row when a depth-first walk enters it, when the walk has left all its
-    descendants, and its depth in tokens: [3, T].
+    descendants, and its depth in tokens: [3, T], in 32 bits as the kernel's other indices.
     """
     total = max(end for _, end, _, _ in segments)
-    enter, leave, depth = (torch.zeros(total, dtype=torch.long) for _ in range(3))
+    enter, leave, depth = (torch.zeros(total, dtype=torch.int32) for _ in range(3))
     children: dict[int, list[int]] = {}
     for k, (_, _, parent, _) in enumerate(segments):
         children.setdefault(parent, []).append(k)
@@ -111,8 +170,8 @@ def _columns(segments: SegmentTable) -> Tensor:
             leave[start:end] = clock
             continue
         above = 0 if parent < 0 else int(depth[segments[parent][1] - 1]) + 1
-        enter[start:end] = torch.arange(clock, clock + end - start)
-        depth[start:end] = torch.arange(above, above + end - start)
+        enter[start:end] = torch.arange(clock, clock + end - start, dtype=torch.int32)
+        depth[start:end] = torch.arange(above, above + end - start, dtype=torch.int32)
         clock += end - start
         walk += [(k, True), *((child, False) for child in reversed(children.get(k, [])))]
     return torch.stack([enter, leave, depth])
@@ -124,14 +183,14 @@ def _mask(enter: Tensor, leave: Tensor, depth: Tensor, queries: int, window: int
     The minimum and maximum of the columns over a few rows determine in which blocks some pair is
     visible, and in which all pairs are, so that the mask of pairs is not evaluated there.
     """
-    first = len(enter) - queries
+    query_enter, query_depth = (column[len(enter) - queries :] for column in (enter, depth))
+    unreached = query_depth - window
 
+    # Only tensors: a compiled program is specialized to the numbers that its mask reads.
     def is_visible(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        row = query + first
-        on_path = (enter[key] <= enter[row]) & (enter[row] < leave[key])
-        return on_path & (depth[row] - depth[key] < window) if window else on_path
+        on_path = (enter[key] <= query_enter[query]) & (query_enter[query] < leave[key])
+        return on_path & (depth[key] > unreached[query]) if window else on_path
 
-    query_enter, query_depth = enter[first:], depth[first:]
     is_any = (_min(enter, SUBBLOCK) <= _max(query_enter, SUBBLOCK)[:, None]) & (
         _min(query_enter, SUBBLOCK)[:, None] < _max(leave, SUBBLOCK)
     )

@@ -14,8 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from valence.models.adapters import has_adapter, keep_input_dtype
-from valence.models.attention import NAME, KeyValueMemory, key_value_memory
-from valence.models.flex import BLOCK, visible
+from valence.models.attention import (
+    AUTOMATIC_CUDA_BACKENDS,
+    NAME,
+    KeyValueMemory,
+    attention_candidates,
+    key_value_memory,
+)
+from valence.models.flex import BLOCK, is_flex, visible
 from valence.models.gradients import write_embedding_gradients
 from valence.models.head import (
     Head,
@@ -63,6 +69,10 @@ class PolicyModel(nn.Module):
     """Divides the logits, as when completions are sampled."""
     head_backend: str | None
     """Name of the backend that computed the head most recently (``head.HEAD_BACKENDS``)."""
+    attention_backend: str
+    """Name of the backend of packed attention (``attention.ATTENTION_BACKENDS``); "auto": chosen by
+    each call.
+    """
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:
         super().__init__()
@@ -74,7 +84,8 @@ class PolicyModel(nn.Module):
         # With sharded weights, the maximum of a number over all processes.
         self.max_over_ranks: Callable[[int], int] = int
         implementation: str = self.causal.config._attn_implementation
-        self.uses_flex_attention = self.device.type == "cuda"
+        self.attention_candidates = attention_candidates(self.device)
+        self.attention_backend = self.attention_candidates[0]
         # A model that was in a PolicyModel before has recorded its original attention.
         self.stock_attention: str = (
             self.causal.stock_attention if implementation == NAME else implementation
@@ -86,7 +97,7 @@ class PolicyModel(nn.Module):
             self.stock_attention = "eager"
         self.causal.stock_attention = self.stock_attention
         write_embedding_gradients(self.causal)
-        self.lay_out(packed=True)
+        self.lay_out(packed=self.attention_backend != "one_by_one")
 
     @property
     def computation(self) -> str:
@@ -96,10 +107,15 @@ class PolicyModel(nn.Module):
         temperature = "" if self.temperature == 1 else f" temperature {self.temperature!r}"
         backend = self.requested_head_backend
         head = "" if backend == "auto" else f" head {backend}"
+        is_default = not self.packs or self.attention_backend in (
+            "auto",
+            AUTOMATIC_CUDA_BACKENDS[0],
+        )
+        attention = "" if is_default else f" attention {self.attention_backend}"
         return (
             f"{self.compute} "
             f"{'forest' if self.packs else 'one by one'}"
-            f"{' compiled' if self.compiled else ''}{temperature}{head}"
+            f"{' compiled' if self.compiled else ''}{temperature}{head}{attention}"
         )
 
     @property
@@ -108,13 +124,17 @@ class PolicyModel(nn.Module):
         inner: Any = self.model
         return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
-    def lay_out(self, *, packed: bool) -> None:
-        """Run packed sequences, or one sequence at a time with the model's own attention."""
+    def lay_out(self, *, packed: bool, attention: str | None = None) -> None:
+        """Run packed sequences, or one sequence at a time with the model's own attention.
+
+        attention: the backend of packed attention; None: as before.
+        """
         self.packs = packed
+        self.attention_backend = attention or self.attention_backend
         # Not set around each forward, because checkpointed layers run again in the backward pass.
         self.causal.set_attn_implementation(NAME if packed else self.stock_attention)
         if self.critic is not None and self.critic.trunk is not None:
-            self.critic.trunk.lay_out(packed=packed)
+            self.critic.trunk.lay_out(packed=packed, attention=attention)
 
     @contextmanager
     def stock(self) -> Iterator[None]:
@@ -319,8 +339,8 @@ class PolicyModel(nn.Module):
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             pos = torch.cat([pos, pos.new_zeros(padding)])
         options: dict[str, Any] = (
-            {"visible": visible(forest, self._windows, self.device)}
-            if self.uses_flex_attention
+            {"visible": visible(forest, self._windows, self.device, self.attention_backend)}
+            if is_flex(self.attention_backend)
             else {}
         )
         options |= _router_outputs(routing)

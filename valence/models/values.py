@@ -56,5 +56,5 @@ def _trunk(policy: PolicyModel) -> PolicyModel:
     # The copy needs no head, which would be a matrix without a gradient.
     shared[id(head)] = nn.Identity()
     trunk = PolicyModel(copy.deepcopy(policy.model, shared), compute=policy.compute)
-    trunk.lay_out(packed=policy.packs)
+    trunk.lay_out(packed=policy.packs, attention=policy.attention_backend)
     return trunk

@@ -162,8 +162,8 @@ class Progress:
         return "  ".join(filter(None, parts))
 
     def speed(self, ended: bool = False) -> str:
-        """Tokens (or items, if tokens are unknown) per second and the time left; at the end the
-        time taken.
+        """Tokens (or items, if no tokens were counted) per second and the time left; at the end
+        the time taken.
         """
         if not self._points:
             return ""
@@ -172,10 +172,9 @@ class Progress:
         seconds, done = last[0] - first[0], last[1] - first[1]
         if seconds <= 0 or done <= 0:
             return ""
-        if last[2] is None or first[2] is None:
-            speed = rate(done / seconds, "it")
-        else:
-            speed = rate((last[2] - first[2]) / seconds)
+        num_tokens = 0 if last[2] is None or first[2] is None else last[2] - first[2]
+        # A batch of completions counts its tokens when it ends.
+        speed = rate(num_tokens / seconds) if num_tokens else rate(done / seconds, "it")
         if ended or last[1] >= self._total:
             return f"{speed}  {duration(self._now() - self._first[0])}"
         return f"{speed}  {duration((self._total - last[1]) * seconds / done)} left"

@@ -61,8 +61,14 @@ def warnings_of(result: Json) -> list[str]:
     return messages
 
 
-CALIBRATION = ("judge", "labels", "agreement (95 % interval)", "prefers the longer answer",
-               "people do", "first position")  # fmt: skip
+CALIBRATION = (
+    "judge",
+    "labels",
+    "agreement (95 % interval)",
+    "judge prefers longer",
+    "labels prefer longer",
+    "judge prefers first",
+)
 
 
 def calibration_row(calibration: Json) -> list[str]:
@@ -103,7 +109,7 @@ def assertion_note(assertions: Json) -> str:
     unchecked = assertions["unchecked"]
     more = f"; {unchecked} could not be checked" if unchecked else ""
     return (
-        f"Of {assertions['number']} assertions the baseline passes {assertions['baseline']}, the "
+        f"The baseline passes {assertions['baseline']} of {assertions['number']} assertions, the "
         f"candidate {assertions['candidate']}: {len(assertions['broken'])} broken, "
         f"{len(assertions['fixed'])} fixed{more}."
     )
@@ -128,9 +134,10 @@ def win_rate_page(result: Json) -> str:
     charts = Charts()
     judges: Sequence[Json] = result["judges"]
     sections: dict[str, Any] = {}
+    page_header = [cell.replace("-\n", "-") for cell in HEADER]
     if judges:
         sections["Win rate"] = {
-            "header": HEADER,
+            "header": page_header,
             "rows": [rates_row(judge["judge"], judge) for judge in judges],
             "lengths": {side: result["answers"][side]["mean_characters"] for side in SIDES},
         }
@@ -148,7 +155,7 @@ def win_rate_page(result: Json) -> str:
     for judge in judges:
         if judge["tags"]:
             rows = [rates_row(tag, rates) for tag, rates in judge["tags"].items()]
-            sections[f"By tag: {judge['judge']}"] = {"header": HEADER, "rows": rows}
+            sections[f"By tag: {judge['judge']}"] = {"header": page_header, "rows": rows}
     for kind in ("broken", "fixed"):
         if entries := result.get("assertions", {}).get(kind):
             sections[f"Assertions that are {kind}"] = {

@@ -79,7 +79,7 @@ def reward_of(
     memory. keep: maximum of scores of one reward in memory; 0: no cache. Raises UserError for a
     reward that does not exist or cannot be called.
     """
-    names = _names(specs)
+    names = reward_names(specs)
     parts = list[RewardPart]()
     for i, spec in enumerate(specs):
         if spec.judge is not None:
@@ -165,7 +165,7 @@ def _all_calls(reward: Combined) -> list[Calls]:
     return [calls for calls in rewards if isinstance(calls, Calls)]
 
 
-def _names(specs: Sequence[RewardSettings]) -> list[str]:
+def reward_names(specs: Sequence[RewardSettings]) -> list[str]:
     """Names of the metrics. Raises UserError for an invalid or duplicate one."""
     names = [spec.name or _entry_name(spec) for spec in specs]
     for i, name in enumerate(names):
@@ -274,7 +274,9 @@ def pair_calls(spec: RewardSettings, folder: Path | None) -> Calls:
     """Comparisons of two answers (``ShownPair``) by the LLM judge of an entry. folder: for its
     replies.
     """
-    return _calls_of(spec, _names([spec])[0], PairComparer(_judge_model(spec, "reward.0", folder)))
+    return _calls_of(
+        spec, reward_names([spec])[0], PairComparer(_judge_model(spec, "reward.0", folder))
+    )
 
 
 def _judge_model(spec: RewardSettings, where: str, folder: Path | None) -> JudgeModel:

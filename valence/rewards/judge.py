@@ -23,6 +23,7 @@ from pydantic import (
     PositiveInt,
     ValidationError,
 )
+from pydantic_core import ErrorDetails
 
 from valence.errors import UserError
 from valence.rewards.cache import SharedLines, digest
@@ -103,30 +104,43 @@ def parse_judge_settings(settings: Mapping[str, Any], where: str) -> JudgeSettin
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
+        is_unknown = first["type"] == "extra_forbidden"
+        problem, fix = _problem(place, first)
         raise UserError(
-            f"the judge has no setting {place!r}"
-            if first["type"] == "extra_forbidden"
-            else f"{place}: {first['msg']}",
-            code="reward-setting-unknown"
-            if first["type"] == "extra_forbidden"
-            else "reward-setting-value",
+            problem,
+            code="reward-setting-unknown" if is_unknown else "reward-setting-value",
             where=f"{where}.{place}",
-            fix=f"the settings are {', '.join(JudgeSettings.model_fields)}",
+            fix=fix,
         ) from error
     unknown = [name for name in parsed.weights if name not in parsed.criteria]
-    mistakes = {
-        "weights": unknown and f"there is no criterion {unknown[0]!r}",
-        "scale": parsed.scale[0] >= parsed.scale[1] and "the smallest grade must be the first",
-        "prices": parsed.max_cost is not None
-        and parsed.prices is None
-        and "a cost limit needs prices",
-    }
-    for name, mistake in mistakes.items():
-        if mistake:
-            raise UserError(
-                mistake, code="reward-setting-value", where=f"{where}.{name}", fix="correct it"
-            )
+    low, high = parsed.scale
+    name = problem = fix = ""
+    if unknown:
+        name, problem = "weights", f"there is no criterion {unknown[0]!r}"
+        fix = f"use the names of the criteria: {', '.join(parsed.criteria)}"
+    elif low >= high:
+        name, problem = "scale", f"the smallest grade {low} is not below the largest grade {high}"
+        fix = "write [SMALLEST, LARGEST], such as [1, 10]"
+    elif parsed.max_cost is not None and parsed.prices is None:
+        name, problem = "prices", "max_cost needs prices"
+        fix = "set prices to [INPUT, OUTPUT], in US dollars per million tokens"
+    if problem:
+        raise UserError(problem, code="reward-setting-value", where=f"{where}.{name}", fix=fix)
     return parsed
+
+
+def _problem(place: str, error: ErrorDetails) -> tuple[str, str]:
+    """Message and fix for an error of pydantic in a setting."""
+    match error["type"]:
+        case "extra_forbidden":
+            names = ", ".join(JudgeSettings.model_fields)
+            return f"the judge has no setting {place!r}", f"the settings are {names}"
+        case "missing":
+            return f"the judge needs the setting {place!r}", f"add {place} to the settings"
+        case _:
+            message = error["msg"]
+            problem = f"the value is invalid: {message[:1].lower()}{message[1:]}"
+            return problem, "correct it; docs/rewards.md lists the settings of a judge"
 
 
 # Replies
@@ -274,7 +288,7 @@ class JudgeModel:
                 f"{self.url} does not report the tokens of a request, so its cost is unknown",
                 code="judge-usage-missing",
                 where="settings.max_cost",
-                fix="remove max_cost, or use a server that reports usage",
+                fix="remove max_cost, or use a server whose replies have `usage`",
             )
         try:
             parsed = parse(reply.text)
@@ -294,11 +308,11 @@ class JudgeModel:
             await asyncio.gather(*self._requests.values(), return_exceptions=True)
             cost = self.cost
             raise UserError(
-                f"the judge has cost {cost:.4g} US dollars, and the limit is {limit:g}",
+                f"the judge has cost {cost:.4g} US dollars so far, and the limit is {limit:g}",
                 code="judge-cost-limit",
                 where="settings.max_cost",
-                fix="raise it, then rerun the same command to resume, in training with "
-                "--allow reward; replies are kept",
+                fix="raise max_cost, then rerun the same command to resume (`valence train` also "
+                "needs --allow reward); no reply is paid for twice",
             )
 
     async def close(self) -> None:
@@ -336,11 +350,16 @@ def objects_in(text: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _entries(text: str, key: str, criteria: Mapping[str, str]) -> Mapping[str, Any]:
-    """The entries of all criteria in a reply. Raises RewardError."""
+    """The entries of all criteria in the last object of a reply that has them: models that think
+    first repeat the requested form, or change their mind. Raises RewardError.
+    """
+    last: Mapping[str, Any] | None = None
     for value in objects_in(text):
         entries = value.get(key)
         if isinstance(entries, Mapping) and criteria.keys() <= entries.keys():
-            return entries
+            last = entries
+    if last is not None:
+        return last
     shown = text[:80]
     raise RewardError(f"the reply has no {key} of {', '.join(criteria)} ({shown!r})", passes=True)
 

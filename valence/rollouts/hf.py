@@ -167,7 +167,7 @@ class HFGenerator:
         rows = torch.arange(len(prompts), device=device).repeat_interleave(
             len(draws) // len(prompts)
         )
-        select_rows(cache, rows)
+        select_rows(cache, rows, width + max_tokens)
         logits, position = logits[rows, -1], mask.sum(1, keepdim=True)[rows]
         mask = torch.cat([mask[rows], mask.new_ones(len(rows), max_tokens)], 1)
         sampled = torch.zeros(draws.shape, dtype=torch.long, device=device)

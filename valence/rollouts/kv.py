@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 GROWTH = 64
-"""Tokens that are allocated when the memory is full."""
+"""Tokens that are allocated first; each time the memory is full, its size doubles. Many sizes, each
+a little larger than the one before, would fragment the memory of a GPU.
+"""
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -21,9 +23,12 @@ class PreallocatedLayer(DynamicLayer):
     attention would otherwise convert all of it for each token.
     """
 
-    def __init__(self, layer: Any, indices: Tensor) -> None:
-        """Copies the rows ``indices`` of another layer; a row may appear several times."""
+    def __init__(self, layer: Any, indices: Tensor, max_tokens: int | None = None) -> None:
+        """Copies the rows ``indices`` of another layer; a row may appear several times. max_tokens:
+        the most tokens of a row, if that is known: more are not allocated in advance.
+        """
         super().__init__()
+        self.max_tokens = max_tokens
         self.device, self.is_initialized = layer.keys.device, True
         device_type = self.device.type
         self.dtype = (
@@ -32,8 +37,9 @@ class PreallocatedLayer(DynamicLayer):
             else layer.keys.dtype
         )
         self.rows, self.tokens = len(indices), layer.keys.shape[2]
+        capacity = self._limited(self.tokens + GROWTH)
         self.memory = [
-            _allocate(part[indices].to(self.dtype), GROWTH) for part in (layer.keys, layer.values)
+            _allocate(part[indices].to(self.dtype), capacity) for part in (layer.keys, layer.values)
         ]
         self.keys, self.values = self.parts
 
@@ -46,14 +52,18 @@ class PreallocatedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        start, more = self.tokens, key_states.shape[2]
-        if start + more > self.memory[0].shape[2]:
-            self.memory = [_allocate(part, max(GROWTH, more)) for part in self.parts]
-        self.tokens = start + more
+        start, needed = self.tokens, self.tokens + key_states.shape[2]
+        if needed > (capacity := self.memory[0].shape[2]):
+            capacity = max(needed, self._limited(2 * capacity))
+            self.memory = [_allocate(part, capacity) for part in self.parts]
+        self.tokens = needed
         for part, new in zip(self.parts, (key_states, value_states), strict=True):
             part[:, :, start:] = new
         self.keys, self.values = self.parts
         return self.parts
+
+    def _limited(self, tokens: int) -> int:
+        return tokens if self.max_tokens is None else min(tokens, self.max_tokens)
 
     def move_rows(self, rows: int, sources: Tensor, targets: Tensor) -> None:
         """Move rows from ``sources`` to ``targets``, then keep the first ``rows``."""
@@ -73,7 +83,7 @@ class PreallocatedLayer(DynamicLayer):
             joined[: self.rows, :, tokens - self.tokens : tokens] = part
             joined[self.rows :, :, tokens - other.tokens : tokens] = added
             memory.append(joined)
-        self.memory, self.rows, self.tokens = memory, rows, tokens
+        self.memory, self.rows, self.tokens, self.max_tokens = memory, rows, tokens, None
         self.keys, self.values = self.parts
 
     def drop_first(self, tokens: int) -> None:
@@ -83,21 +93,22 @@ class PreallocatedLayer(DynamicLayer):
         self.keys, self.values = self.parts
 
 
-def _allocate(part: Tensor, more: int) -> Tensor:
-    """A copy [rows, heads, tokens + more, width] whose last tokens are uninitialized."""
-    memory = part.new_empty(*part.shape[:2], part.shape[2] + more, part.shape[3])
+def _allocate(part: Tensor, capacity: int) -> Tensor:
+    """A copy [rows, heads, capacity, width] whose last tokens are uninitialized."""
+    memory = part.new_empty(*part.shape[:2], capacity, part.shape[3])
     memory[:, :, : part.shape[2]] = part
     return memory
 
 
-def select_rows(cache: Any, indices: Tensor) -> None:
-    """Make the rows ``indices`` of a cache its rows, and preallocate its layers.
+def select_rows(cache: Any, indices: Tensor, max_tokens: int | None = None) -> None:
+    """Make the rows ``indices`` of a cache its rows, and preallocate its layers. max_tokens: the
+    most tokens of a row, if that is known.
 
     Sliding-window layers remain transformers' own.
     """
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.ndim == 4:
-            cache.layers[i] = PreallocatedLayer(layer, indices)
+            cache.layers[i] = PreallocatedLayer(layer, indices, max_tokens)
         else:
             layer.batch_select_indices(indices)
 

@@ -57,6 +57,7 @@ TRAINER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "PYTHONPATH",
+    "PYTORCH_ALLOC_CONF",  # vLLM's sleep mode does not support expandable segments
 )
 """Variables of the processes of a run, which a server must not inherit."""
 

@@ -144,7 +144,7 @@ class CompletionRequest(Body):
     stream_options: StreamOptions = StreamOptions()
     tools: Tools = []
     user: Annotated[str, Field(max_length=1000)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -296,7 +296,7 @@ class FeedbackService(WebService):
 
     @property
     def summary(self) -> str:
-        lines = [f"{self.store.num_votes} votes in {self.store.out}"]
+        lines = [self.store.summary]
         return "\n".join([*lines, *([] if self.results is None else [str(self.results)])])
 
     def application(self, lifespan: Lifespan | None = None) -> "FastAPI":
@@ -551,8 +551,13 @@ def base_application(
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][1:]))
+        message, code = first["msg"], "field-invalid"
+        if place in NEUTRAL:
+            message = f"the server supports only {json.dumps(NEUTRAL[place])}"
+        elif first["type"] == "extra_forbidden":
+            message, code = "the server does not support this field", "field-unsupported"
         return error_response(
-            422, f"{place}: {first['msg']}" if place else first["msg"], param=place
+            422, f"{place}: {message}" if place else message, code=code, param=place
         )
 
     @app.exception_handler(Exception)

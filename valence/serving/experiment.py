@@ -125,8 +125,11 @@ class AbResult:
                 f"{self.better.upper()} is better: established after {self.established_at} votes "
                 f"(error probability at most {self.alpha:.0%}, however often you look)"
             )
-        if not (self.a.votes and self.b.votes):
-            return "not established yet: a side has no votes"
+        if min(self.a.votes, self.b.votes) < MIN_VOTES:
+            return (
+                f"not established yet: each side needs votes of at least {MIN_VOTES} users "
+                f"(A: {self.a.votes}, B: {self.b.votes})"
+            )
         if self.votes_left is None:
             return (
                 f"not established after {num} votes: at the present rates the sides hardly differ"
@@ -151,7 +154,7 @@ class Experiment:
         try:
             self._file = path.open("a+b", buffering=0)
         except OSError as error:
-            raise _not_writable(path, error, "name another file with --out") from error
+            raise _not_writable(path, error, "set --out to another file") from error
         with ExitStack() as failing:
             failing.callback(self._file.close)
             self._size, records = _read(path)
@@ -174,7 +177,7 @@ class Experiment:
                     f"at step {now.step}",
                     code="ab-runs-changed",
                     where=str(self.path),
-                    fix="name the same runs (and --step), or start a new test with another --out",
+                    fix="pass the same runs (and --step), or start a new test with another --out",
                 )
         if self.plan.share != share:
             raise UserError(
@@ -210,7 +213,7 @@ class Experiment:
             os.fsync(self._file.fileno())
         except OSError as error:
             self._file.truncate(self._size)
-            raise _not_writable(self.path, error, "free some space, then vote again") from error
+            raise _not_writable(self.path, error, "free disk space, then vote again") from error
         self._size += len(data)
 
     def close(self) -> None:
@@ -235,7 +238,7 @@ def read_result(out: Path) -> AbResult:
             f"there is no A/B test ({error.strerror})",
             code="ab-test-missing",
             where=str(path),
-            fix="name the --out of a `valence serve` with two runs",
+            fix="pass the --out file of a `valence serve` with two runs",
         ) from error
     if not records:
         raise _foreign(path, 1, "it is empty")
@@ -331,10 +334,10 @@ def _parse(path: Path, records: Sequence[Mapping[str, Any]]) -> tuple[AbPlan, li
 
 def _foreign(path: Path, number: int, error: object) -> UserError:
     return UserError(
-        f"this line is not of an A/B test ({error})",
+        f"this line is not a record of an A/B test ({error})",
         code="output-line-foreign",
         where=f"{path}:{number}",
-        fix="restore the file from a copy, or name another file",
+        fix="restore the file from a backup, or use another file",
     )
 
 

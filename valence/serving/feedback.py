@@ -205,6 +205,10 @@ class FeedbackStore:
     def num_votes(self) -> int:
         return self._verdicts.total()
 
+    @property
+    def summary(self) -> str:
+        return f"{self.num_votes} {'vote' if self.num_votes == 1 else 'votes'} in {self.out}"
+
     def has_voted(self, rater: str, prompt: str) -> bool:
         """Whether a rater has voted on an answer to the prompt with this id."""
         return self._verdicts[hash_name(rater), prompt] > 0

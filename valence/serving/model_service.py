@@ -150,7 +150,7 @@ class ModelService(FeedbackService):
 
     @property
     def summary(self) -> str:
-        lines = [f"{self.store.num_votes} votes in {self.store.out}"]
+        lines = [self.store.summary]
         return "\n".join([*lines, *([] if self.verdict is None else [self.verdict])])
 
     @property
@@ -252,7 +252,9 @@ def application(service: ModelService, *, lifespan: Lifespan | None = None) -> "
     @app.get("/ab")
     def ab(_: str = known_rater) -> dict[str, Any]:
         if service.experiment is None:
-            raise HTTPException(404, "no two runs are compared")
+            raise HTTPException(
+                404, "this server has no A/B test; start `valence serve` with two runs"
+            )
         return service.experiment.result.to_dict()
 
     return app

@@ -51,7 +51,8 @@ class SequentialResult:
     better: the side (0 or 1) that is better; None while this is not established. established_at:
     number of votes by then. e_values: present evidence for each side, which never shrinks what was
     established. threshold: e-value that establishes a difference. votes_left: estimate at the
-    present rates; None when it is established, or when the rates do not differ enough.
+    present rates; None when it is established, when the rates do not differ enough, or while a side
+    has fewer than ``MIN_VOTES`` votes.
     """
 
     better: int | None
@@ -119,7 +120,8 @@ def sequential_test(
         block = int(np.flatnonzero(reached.any(0))[0])
         better = int(np.argmax(mixed[:, block]))
         return SequentialResult(better, int(ends[block]) + 1, (e_a, e_b), threshold, None)
-    left = _votes_left(side, label, logs[:, :, -1], threshold)
+    has_estimate = min(np.sum(side == 0), np.sum(side == 1)) >= MIN_VOTES
+    left = _votes_left(side, label, logs[:, :, -1], threshold) if has_estimate else None
     return SequentialResult(None, None, (e_a, e_b), threshold, left)
 
 
@@ -169,11 +171,9 @@ def _votes_left(sides: Array, labels: Array, logs: Array, threshold: float) -> i
     growth = growth + share * _mean_log_ratio(rates[1], p_b, p_0)
     needed = math.log(threshold * len(LOG_ODDS_RATIOS)) - logs[better]
     estimates = [need / gain for need, gain in zip(needed, growth, strict=True) if gain > 0]
-    missing = [MIN_VOTES - count for count in num]
-    minimum = max(missing[0] / (1 - share), missing[1] / share, 1.0)
     if not estimates or min(estimates) > MAX_LEFT:
         return None
-    return math.ceil(max(min(estimates), minimum))
+    return math.ceil(max(min(estimates), 1.0))
 
 
 def _per_block(values: Array, ends: Array) -> Array:

@@ -119,7 +119,7 @@ class Grid:
         for name, axis in self.axes.items():
             if isinstance(axis, ValueRange):
                 raise UserError(
-                    "a range cannot be listed completely",
+                    "a range needs a search, because a grid tries every value",
                     code="sweep-range",
                     where=f"--over {name}",
                     fix="list values separated by commas, or add --search optuna",
@@ -237,11 +237,11 @@ def _read_range(name: str, low: str, high: str, scale: str | None) -> ValueRange
     is_integer = all(re.fullmatch(r"[-+]?\d+", bound) for bound in (low, high))
     is_log = scale == "log"
     if scale not in (None, "log", "linear"):
-        problem, fix = f"{scale} is not a scale", "end the range with :log or :linear"
+        problem, fix = f"there is no scale {scale!r}", "end the range with :log or :linear"
     elif float(low) >= float(high):
         problem, fix = f"{low} is not below {high}", "write the smaller bound first"
     elif is_log and float(low) <= 0:
-        problem, fix = f"{low} has no logarithm", "start above 0, or leave out :log"
+        problem, fix = f"a log range cannot start at {low}", "start above 0, or leave out :log"
     else:
         return ValueRange(float(low), float(high), is_log, is_integer)
     raise UserError(problem, code="sweep-range", where=f"--over {name}", fix=fix)

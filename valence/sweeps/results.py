@@ -1,8 +1,9 @@
 """The result of a sweep: which configuration is best, and whether that is more than noise.
 
 Configurations are compared by the mean of the objective over seeds. The difference of two is paired
-by seed. Its interval is Student's, at a level that holds for all comparisons with the best
-configuration together (Bonferroni). This module imports no torch.
+by seed. Its interval is Student's, at a level that holds for the differences of all pairs of
+configurations together (Bonferroni): which of them is the best is chosen by the same values, so the
+comparisons with it are the largest of all pairs. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def difference(
 
     sign: 1 if larger values are better, else -1. comparisons: for which the intervals hold
     together. The noise is unknown with fewer than two common seeds, and if the difference is the
-    same for all of them although it is not 0.
+    same for all of them although it is not 0. At least one seed is common.
     """
     values = [sign * (one[seed] - other[seed]) for seed in one if seed in other]
     middle = math.fsum(values) / len(values)
@@ -149,7 +150,7 @@ def compute_results(state: SweepState) -> dict[str, Any]:
     ranked = candidates(state)
     complete = [c for c in ranked if c.mean is not None]
     best = complete[0] if complete else None
-    comparisons = len(complete) - 1
+    comparisons = math.comb(len(complete), 2)
     rows: list[dict[str, Any]] = []
     for candidate in ranked:
         behind = None
@@ -194,7 +195,13 @@ def _held_out_interval(state: SweepState, best: Candidate | None) -> dict[str, A
     verdict = run_verdict(read_run(run_dir)) if run_dir.is_dir() else None
     if verdict is None or verdict.low is None:
         return None
-    return {"low": verdict.low, "high": verdict.high, "rows": verdict.count}
+    return {
+        "low": verdict.low,
+        "high": verdict.high,
+        "rows": verdict.count,
+        "no_change": verdict.baseline,
+        "verdict": verdict.state,
+    }
 
 
 def _test_confirmation(state: SweepState, complete: Sequence[Candidate]) -> dict[str, Any] | None:
@@ -206,8 +213,8 @@ def _test_confirmation(state: SweepState, complete: Sequence[Candidate]) -> dict
         return None
     best = complete[0].by_seed("test")
     result: dict[str, Any] = {"best": mean(best.values())}
-    if default is not None and default is not complete[0] and default.by_seed("test"):
-        others = default.by_seed("test")
+    others = {} if default in (None, complete[0]) else default.by_seed("test")
+    if best.keys() & others.keys():
         result["recipe"] = mean(others.values())
         result["difference"] = difference(best, others, state.sign, 1).as_dict()
     return result
@@ -236,8 +243,9 @@ def conclusions(state: SweepState, ranked: Sequence[Candidate]) -> list[str]:
         lines.append(f"Only {len(complete)} of {len(ranked)} configurations have finished.")
     if best.is_default and others:
         lines.append("These are the values of the recipe: the sweep gives no reason to change it.")
+    comparisons = math.comb(len(complete), 2)
     differences = [
-        (other, difference(best.by_seed(), other.by_seed(), state.sign, len(others)))
+        (other, difference(best.by_seed(), other.by_seed(), state.sign, comparisons))
         for other in others
     ]
     if num_seeds == 1:
@@ -267,7 +275,17 @@ def conclusions(state: SweepState, ranked: Sequence[Candidate]) -> list[str]:
             f"rows, the 95 % interval of the best configuration with seed {best.trials[0].seed} is "
             f"{number(rows['low'])} to {number(rows['high'])}."
         )
+        if rows["verdict"] != "improved":
+            lines.append(_no_improvement(rows))
     return lines
+
+
+def _no_improvement(rows: Mapping[str, Any]) -> str:
+    position = "includes" if rows["verdict"] == "unclear" else "lies below"
+    return (
+        f"This interval {position} {number(rows['no_change'])}, the value before training: the "
+        "held-out rows do not show that any configuration improves the model."
+    )
 
 
 def _against_noise(differences: Sequence[tuple[Candidate, Difference]]) -> list[str]:

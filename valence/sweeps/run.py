@@ -270,7 +270,9 @@ class SweepRunner:
                         kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
                     elif not self.options.quiet:
                         message = f"{request.reason}: the trial finishes its step and is saved"
-                        print_message(self.console, f"{message}; a second signal ends at once")
+                        print_message(
+                            self.console, f"{message}; a second signal stops it immediately"
+                        )
                     first = first or request
                     is_clock = request.status == OUT_OF_TIME
                     process.send(signal.SIGTERM if is_clock else request.status - 128)

@@ -123,10 +123,10 @@ def _distribution(axis: Any) -> Any:
         for value in axis:
             if isinstance(value, list | dict):
                 raise UserError(
-                    "Optuna chooses among numbers and words only, not lists",
+                    "--search optuna supports values that are numbers or words, not lists",
                     code="sweep-range",
                     where="--over",
-                    fix="sweep over this setting without --search optuna",
+                    fix="leave out --search optuna, or the settings with lists",
                 )
         return CategoricalDistribution(axis)
     if axis.is_integer:

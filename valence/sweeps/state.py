@@ -122,7 +122,7 @@ class SweepState:
             write_atomically(self.path, text)
         except OSError as error:
             raise UserError(
-                f"cannot be written ({error.strerror})",
+                f"the file cannot be written ({error.strerror})",
                 code="file-not-writable",
                 where=str(self.path),
                 fix="free disk space, then rerun the same command to resume",
@@ -137,7 +137,8 @@ class SweepState:
             content = verify(json.loads(self.path.read_text(encoding="utf-8")))
             if content["format"] != FORMAT:
                 raise UserError(
-                    f"its format is {content['format']}, and this version reads {FORMAT}",
+                    f"the file has format {content['format']}, and this version of Valence reads "
+                    f"{FORMAT}",
                     code="sweep-format",
                     where=str(self.path),
                     fix="continue the sweep with the version of Valence that started it",
@@ -187,7 +188,7 @@ class SweepState:
             ]
             lines += [f"  and {len(changed) - MAX_LISTED} more"] * (len(changed) > MAX_LISTED)
             raise UserError(
-                "\n".join(["this folder holds a sweep with other settings:", *lines]),
+                "\n".join(["this folder contains a sweep with other settings:", *lines]),
                 code="sweep-differs",
                 where=str(self.folder),
                 fix="undo the change, or choose another --out",
@@ -240,7 +241,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     check_path(folder, "--out")
     if folder.exists() and not folder.is_dir():
         raise UserError(
-            "this is a file",
+            "the path is a file",
             code="path-is-file",
             where=f"--out {folder}",
             fix="set --out to a folder",

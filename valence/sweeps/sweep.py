@@ -98,16 +98,17 @@ def run_sweep(
 
 
 def _check_kind(state: SweepState, over: Sequence[str], is_search: bool) -> None:
-    """Raise UserError if the folder holds a search and this is a grid, or the other way round, or
-    if the ranges of a search have changed.
+    """Raise UserError if the folder contains a search and this is a grid, or the other way round,
+    or if the ranges of a search have changed.
     """
     if not state.definition:
         return
     was_search = state.definition["search"] is not None
     if was_search != is_search:
-        problem = f"this folder holds a {'search' if was_search else 'grid'}"
+        before, now = ("search", "grid") if was_search else ("grid", "search")
+        problem = f"this folder contains a {before}, and this command starts a {now}"
     elif is_search and state.definition["over"] != list(over):
-        problem = f"this folder holds a search over {' '.join(state.definition['over'])}"
+        problem = f"this folder contains another search, over {' '.join(state.definition['over'])}"
     else:
         return
     raise UserError(

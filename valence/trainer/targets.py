@@ -30,7 +30,7 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
         return path
     if path.is_file():
         raise UserError(
-            "this is a file",
+            "this is a file, but not a recipe (.yaml)",
             code="path-is-file",
             where=target,
             fix="use a model folder, a hub id, a run folder, or a recipe (.yaml)",

@@ -440,13 +440,13 @@ class Trainer:
         if counters.skipped_in_a_row >= self.recipe.train.max_skipped:
             self.stop.is_synchronized = True
             raise UserError(
-                f"{counters.skipped_in_a_row} steps in a row had a loss or gradient that is not "
+                f"{counters.skipped_in_a_row} consecutive steps had a loss or gradient that is not "
                 f"finite",
                 code="loss-not-finite",
                 where=f"step {self.step}",
-                fix="check the rows named above, use model.dtype: float32, or lower "
-                "train.learning_rate (with --allow "
-                "train.learning_rate the run resumes from before these steps)",
+                fix="check the rows named above, set model.dtype: float32, or lower "
+                "train.learning_rate and add --allow train.learning_rate: the run then resumes "
+                "from the checkpoint before these steps",
             )
 
     # After a step

@@ -157,7 +157,7 @@ def test_runs_of_langchain(export: Export) -> None:
     assert (vote.model, vote.session) == ("tiny", "c1")  # of the root
 
 
-SAID: dict[str, tuple[dict[str, Any], bool | None, float | None]] = {
+FEEDBACK: dict[str, tuple[dict[str, Any], bool | None, float | None]] = {
     "true": ({"score": True}, True, None),
     "false": ({"score": False}, False, None),
     "text of CSV": ({"score": "False"}, False, None),
@@ -172,9 +172,9 @@ SAID: dict[str, tuple[dict[str, Any], bool | None, float | None]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAID)
+@pytest.mark.parametrize("case", FEEDBACK)
 def test_what_feedback_says(case: str, export: Export) -> None:
-    changes, label, score = SAID[case]
+    changes, label, score = FEEDBACK[case]
     options = ReadOptions(labels={"meh": False, "5": True})
     vote = only_vote(read, export([feedback(**changes)], [llm(), root()]), options)
     assert (vote.label, vote.score) == (label, score)

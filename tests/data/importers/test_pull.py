@@ -24,7 +24,7 @@ from valence.errors import UserError
 
 
 @dataclass
-class Asked:
+class Request:
     """A request. query: the values of each parameter."""
 
     method: str
@@ -44,7 +44,7 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-Answer = Callable[[Asked], Any]
+Answer = Callable[[Request], Any]
 
 
 @dataclass
@@ -55,19 +55,19 @@ class Mock:
 
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
     first: list[Reply | None] = field(default_factory=list[Reply | None])
-    asked: list[Asked] = field(default_factory=list[Asked])
+    requests: list[Request] = field(default_factory=list[Request])
     url: str = ""
 
-    def reply(self, asked: Asked) -> Reply | None:
-        self.asked.append(asked)
+    def reply(self, request: Request) -> Reply | None:
+        self.requests.append(request)
         if self.first:
             return self.first.pop(0)
-        answer = self.answers.get(asked.path)
-        result = answer(asked) if answer else Reply({"message": "Not Found"}, 404)
+        answer = self.answers.get(request.path)
+        result = answer(request) if answer else Reply({"message": "Not Found"}, 404)
         return result if isinstance(result, Reply) else Reply(result)
 
     def paths(self) -> list[str]:
-        return [requests.path for requests in self.asked]
+        return [request.path for request in self.requests]
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def mock() -> Iterator[Mock]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             query = parse_qs(parts.query)
-            request = Asked(self.command, unquote(parts.path), query, self.headers, body)
+            request = Request(self.command, unquote(parts.path), query, self.headers, body)
             reply = mock.reply(request)
             if reply is None:
                 self.close_connection = True
@@ -135,7 +135,7 @@ EXPORT = "/api/v1/evaluations/feedbacks/all/export"
 
 def webui(mock: Mock, retry: Retry | None = None, **options: Any) -> list[dict[str, Any]]:
     """Everything from an Open WebUI, which is one request."""
-    mock.answers.setdefault(EXPORT, lambda asked: [{"id": "f1"}])
+    mock.answers.setdefault(EXPORT, lambda request: [{"id": "f1"}])
     return list(pull_rows("open_webui", mock.url, retry=retry, **options))
 
 
@@ -158,8 +158,8 @@ def webui(mock: Mock, retry: Retry | None = None, **options: Any) -> list[dict[s
 def test_keys_are_sent_in_headers(source: str, header: str, value: str, mock: Mock) -> None:
     with raises_error("import-not-found", where=mock.url):
         list(pull_rows(source, mock.url))
-    assert mock.asked[0].headers[header] == value
-    assert all(SECRET not in f"{request.path}{request.query}" for request in mock.asked)
+    assert mock.requests[0].headers[header] == value
+    assert all(SECRET not in f"{request.path}{request.query}" for request in mock.requests)
 
 
 @pytest.mark.parametrize("source", ["open_webui", "langfuse", "langsmith"])
@@ -168,24 +168,24 @@ def test_a_missing_key(source: str, mock: Mock, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(name, " ")
     with raises_error("import-key-missing", where=mock.url, fix=name):
         list(pull_rows(source, mock.url))
-    assert mock.asked == []
+    assert mock.requests == []
 
 
 def test_phoenix_may_need_no_key(mock: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHOENIX_API_KEY")
-    mock.answers["/v1/projects/default/spans"] = lambda asked: {"data": [], "next_cursor": None}
+    mock.answers["/v1/projects/default/spans"] = lambda request: {"data": [], "next_cursor": None}
     assert list(pull_rows("phoenix", mock.url)) == []
-    assert "Authorization" not in mock.asked[0].headers
+    assert "Authorization" not in mock.requests[0].headers
 
 
 def test_the_variable_of_a_key_can_be_named(mock: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTHER", "another-key")
     webui(mock, token_env="OTHER")
-    assert mock.asked[0].headers["Authorization"] == "Bearer another-key"
+    assert mock.requests[0].headers["Authorization"] == "Bearer another-key"
     monkeypatch.setenv("OTHER", "public:with:colons")
     with raises_error("import-not-found"):
         list(pull_rows("langfuse", mock.url, token_env="OTHER"))
-    sent = mock.asked[-1].headers["Authorization"].removeprefix("Basic ")
+    sent = mock.requests[-1].headers["Authorization"].removeprefix("Basic ")
     assert base64.b64decode(sent) == b"public:with:colons"
     with raises_error("import-key-missing", fix="MISSING"):
         webui(mock, token_env="MISSING")
@@ -202,12 +202,12 @@ def test_a_key_that_no_header_can_have(mock: Mock, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_key(status: int, mock: Mock, delays: Delays) -> None:
     """It is not tried again, and what the server says of it is not shown."""
     echo = {"message": f"invalid key {SECRET}"}
-    mock.answers[EXPORT] = lambda asked: Reply(echo, status)
+    mock.answers[EXPORT] = lambda request: Reply(echo, status)
     with raises_error("import-unauthorized", where=EXPORT, fix="OPEN_WEBUI_API_KEY") as raised:
         webui(mock, delays.retry())
     assert SECRET not in str(raised.error)
     assert "invalid key ***" in raised.error.message
-    assert (len(mock.asked), delays.seconds) == (1, [])
+    assert (len(mock.requests), delays.seconds) == (1, [])
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_busy_and_failing_servers_are_asked_again(mock: Mock, delays: Delays) ->
     assert 2.0 <= after_500 <= 4.0
     assert 2.5 <= after_break <= 5.0
     assert 2.5 <= after_503 <= 5.0
-    assert len(mock.asked) == 5
+    assert len(mock.requests) == 5
 
 
 def test_retry_after_may_be_a_date(mock: Mock, delays: Delays) -> None:
@@ -255,18 +255,18 @@ def test_delays_differ(mock: Mock, delays: Delays) -> None:
 
 
 def test_a_server_that_goes_on_failing(mock: Mock, delays: Delays) -> None:
-    mock.answers[EXPORT] = lambda asked: Reply(SECRET, 502)
+    mock.answers[EXPORT] = lambda request: Reply(SECRET, 502)
     with raises_error("import-server-failed", where=EXPORT) as raised:
         webui(mock, delays.retry(num_tries=3))
-    assert (len(mock.asked), len(delays.seconds)) == (3, 2)
+    assert (len(mock.requests), len(delays.seconds)) == (3, 2)
     assert SECRET not in str(raised.error)
 
 
 def test_a_server_that_asks_for_too_much_patience(mock: Mock, delays: Delays) -> None:
-    mock.answers[EXPORT] = lambda asked: Reply({}, 429, {"Retry-After": "3600"})
+    mock.answers[EXPORT] = lambda request: Reply({}, 429, {"Retry-After": "3600"})
     with raises_error("import-server-failed", where=EXPORT):
         webui(mock, delays.retry())
-    assert (len(mock.asked), delays.seconds) == (1, [])
+    assert (len(mock.requests), delays.seconds) == (1, [])
 
 
 def test_a_server_that_is_not_there(delays: Delays) -> None:
@@ -291,15 +291,15 @@ REPLIES: dict[str, tuple[Reply, str, str]] = {
 @pytest.mark.parametrize("case", REPLIES)
 def test_replies_that_end_a_pull(case: str, mock: Mock, delays: Delays) -> None:
     reply, code, fix = REPLIES[case]
-    mock.answers[EXPORT] = lambda asked: reply
+    mock.answers[EXPORT] = lambda request: reply
     with raises_error(code, where=mock.url + EXPORT, fix=fix):
         webui(mock, delays.retry())
-    assert (len(mock.asked), delays.seconds) == (1, [])
+    assert (len(mock.requests), delays.seconds) == (1, [])
 
 
 @pytest.mark.parametrize("reply", [[], {"rows": []}, {"data": {}}, "text", None])
 def test_replies_without_rows(reply: object, mock: Mock) -> None:
-    mock.answers["/v1/projects/default/spans"] = lambda asked: Reply(json.dumps(reply))
+    mock.answers["/v1/projects/default/spans"] = lambda request: Reply(json.dumps(reply))
     with raises_error("import-reply-invalid", where="/v1/projects/default/spans"):
         list(pull_rows("phoenix", mock.url))
 
@@ -313,7 +313,7 @@ def test_open_webui(mock: Mock) -> None:
         {"id": "new", "updated_at": 200, "created_at": 50},
         {"id": "undated"},
     ]
-    mock.answers[EXPORT] = lambda asked: rows
+    mock.answers[EXPORT] = lambda request: rows
     counts: list[int] = []
     result = webui(mock, since=150.0, progress=counts.append)
     assert [row["id"] for row in result] == ["new", "undated"]
@@ -321,7 +321,7 @@ def test_open_webui(mock: Mock) -> None:
 
 
 def test_a_path_of_the_api_in_the_url_is_not_needed(mock: Mock) -> None:
-    mock.answers[EXPORT] = lambda asked: []
+    mock.answers[EXPORT] = lambda request: []
     assert list(pull_rows("open_webui", f"{mock.url}/api/v1/")) == []
 
 
@@ -359,9 +359,9 @@ def trace(name: str) -> dict[str, Any]:
 def numbered(rows: list[dict[str, Any]], size: int) -> Answer:
     """Pages of so many rows, whatever the limit, of one source."""
 
-    def answer(asked: Asked) -> Any:
-        results = [row for row in rows if row["source"] == asked.one("source", row["source"])]
-        page = int(asked.one("page", "1"))
+    def answer(request: Request) -> Any:
+        results = [row for row in rows if row["source"] == request.one("source", row["source"])]
+        page = int(request.one("page", "1"))
         pages = -(-len(results) // size)
         meta = {"page": page, "limit": size, "totalItems": len(results), "totalPages": pages}
         return {"data": results[(page - 1) * size : page * size], "meta": meta}
@@ -374,7 +374,7 @@ def serve_langfuse(mock: Mock, rows: list[dict[str, Any]], size: int = 2) -> Non
     for row in rows:
         if row["traceId"] not in (None, "t-deleted"):
             name = row["traceId"]
-            mock.answers[f"/api/public/traces/{name}"] = lambda asked, name=name: trace(name)
+            mock.answers[f"/api/public/traces/{name}"] = lambda request, name=name: trace(name)
 
 
 def test_langfuse(mock: Mock) -> None:
@@ -395,7 +395,7 @@ def test_langfuse(mock: Mock) -> None:
     reasons = [record.reason for record in result if isinstance(record, Skipped)]
     assert reasons == ["no_conversation", "no_conversation"]
     pages = [
-        (a.one("source"), a.one("page"), a.one("limit")) for a in mock.asked if "page" in a.query
+        (a.one("source"), a.one("page"), a.one("limit")) for a in mock.requests if "page" in a.query
     ]
     assert pages == [
         *(("API", str(page), "100") for page in range(1, 5)),
@@ -425,17 +425,17 @@ def test_only_traces_of_new_scores_are_asked_for(mock: Mock) -> None:
 
 def test_a_page_number_that_is_ignored(mock: Mock) -> None:
     first = {"data": [score(1)], "meta": {"page": 1, "totalPages": 3}}
-    mock.answers["/api/public/v2/scores"] = lambda asked: first
+    mock.answers["/api/public/v2/scores"] = lambda request: first
     with raises_error("import-page-repeated", where="/api/public/v2/scores"):
         list(pull_rows("langfuse", mock.url))
-    assert len(mock.asked) == 3
+    assert len(mock.requests) == 3
 
 
 def test_rows_that_move_to_the_next_page_are_read_once(mock: Mock) -> None:
     pages = {1: [score(1), score(2)], 2: [score(2), score(3)]}
 
-    def answer(asked: Asked) -> Any:
-        rows = pages[int(asked.one("page", "1"))] if asked.one("source") != "ANNOTATION" else []
+    def answer(request: Request) -> Any:
+        rows = pages[int(request.one("page", "1"))] if request.one("source") != "ANNOTATION" else []
         return {"data": rows, "meta": {"totalPages": 2 if rows else 0}}
 
     mock.answers["/api/public/v2/scores"] = answer
@@ -444,17 +444,17 @@ def test_rows_that_move_to_the_next_page_are_read_once(mock: Mock) -> None:
 
 
 def test_langfuse_4_has_other_addresses(mock: Mock) -> None:
-    def scores(asked: Asked) -> Any:
-        assert asked.one("fields") == "details,subject,annotation"
-        assert asked.one("source") == "API,ANNOTATION"
-        number = 2 if asked.one("cursor") == "c2" else 1
+    def scores(request: Request) -> Any:
+        assert request.one("fields") == "details,subject,annotation"
+        assert request.one("source") == "API,ANNOTATION"
+        number = 2 if request.one("cursor") == "c2" else 1
         row = score(number, value=True, subject={"kind": "trace", "id": f"t{number}"})
         for name in ("traceId", "observationId", "stringValue"):
             del row[name]
         return {"data": [row], "meta": {"limit": 100, **({"cursor": "c2"} if number == 1 else {})}}
 
-    def observations(asked: Asked) -> Any:
-        (generation,) = trace(asked.one("traceId"))["observations"]
+    def observations(request: Request) -> Any:
+        (generation,) = trace(request.one("traceId"))["observations"]
         texts = {name: json.dumps(generation[name]) for name in ("input", "output")}
         return {"data": [{**generation, **texts, "userId": "u1"}], "meta": {}}
 
@@ -470,7 +470,7 @@ def test_langfuse_4_has_other_addresses(mock: Mock) -> None:
 
 def test_a_cursor_that_is_repeated(mock: Mock) -> None:
     reply = {"data": [score(1)], "meta": {"cursor": "again"}}
-    mock.answers["/api/public/v3/scores"] = lambda asked: reply
+    mock.answers["/api/public/v3/scores"] = lambda request: reply
     with raises_error("import-page-repeated", where="/api/public/v3/scores"):
         list(pull_rows("langfuse", mock.url))
     assert mock.paths().count("/api/public/v3/scores") == 2
@@ -506,21 +506,21 @@ def serve_phoenix(mock: Mock, project: str, filters_traces: bool = True) -> None
     spans = [span(1), span(2), span(3)]
     base = f"/v1/projects/{project}"
 
-    def list_spans(asked: Asked) -> Any:
-        wanted = asked.query.get("trace_id") if filters_traces else None
+    def list_spans(request: Request) -> Any:
+        wanted = request.query.get("trace_id") if filters_traces else None
         results = [s for s in spans if not wanted or s["context"]["trace_id"] in wanted]
-        start = int(asked.one("cursor", "0"))
+        start = int(request.one("cursor", "0"))
         cursor = str(start + 2) if start + 2 < len(results) else None
         return {"data": results[start : start + 2], "next_cursor": cursor}
 
-    def of_spans(asked: Asked) -> Any:
+    def of_spans(request: Request) -> Any:
         rows = [annotation(1, span_id="l1"), annotation(9, span_id="l9")]
-        results = [row for row in rows if row["span_id"] in asked.query["span_ids"]]
+        results = [row for row in rows if row["span_id"] in request.query["span_ids"]]
         return {"data": results, "next_cursor": None}
 
-    def of_traces(asked: Asked) -> Any:
+    def of_traces(request: Request) -> Any:
         rows = [annotation(3, trace_id="t3", identifier="px-app:v1")]
-        results = [row for row in rows if row["trace_id"] in asked.query["trace_ids"]]
+        results = [row for row in rows if row["trace_id"] in request.query["trace_ids"]]
         return {"data": results, "next_cursor": None}
 
     mock.answers[f"{base}/spans"] = list_spans
@@ -554,10 +554,10 @@ def test_old_annotations_are_left_out(mock: Mock) -> None:
 def test_ids_are_asked_for_in_batches(mock: Mock) -> None:
     serve_phoenix(mock, "default")
     many = [span(number) for number in range(120)]
-    mock.answers["/v1/projects/default/spans"] = lambda asked: {"data": many, "next_cursor": None}
+    mock.answers["/v1/projects/default/spans"] = lambda request: {"data": many, "next_cursor": None}
     list(pull_rows("phoenix", mock.url))
     sizes = [
-        len(requests.query["span_ids"]) for requests in mock.asked if "span_ids" in requests.query
+        len(request.query["span_ids"]) for request in mock.requests if "span_ids" in request.query
     ]
     assert sizes == [50, 50, 20]
 
@@ -591,16 +591,16 @@ def run(name: str) -> dict[str, Any]:
 
 
 def serve_langsmith(mock: Mock, rows: list[dict[str, Any]]) -> None:
-    def list_feedback(asked: Asked) -> Any:
-        start, limit = int(asked.one("offset")), int(asked.one("limit"))
+    def list_feedback(request: Request) -> Any:
+        start, limit = int(request.one("offset")), int(request.one("limit"))
         return rows[start : start + limit]
 
-    def query(asked: Asked) -> Any:
-        assert asked.method == "POST"
-        if "id" in asked.body:
-            return {"runs": [run(name) for name in asked.body["id"]], "cursors": {"next": None}}
-        name = asked.body["trace"]
-        if asked.body.get("cursor") == "second":
+    def query(request: Request) -> Any:
+        assert request.method == "POST"
+        if "id" in request.body:
+            return {"runs": [run(name) for name in request.body["id"]], "cursors": {"next": None}}
+        name = request.body["trace"]
+        if request.body.get("cursor") == "second":
             return {"runs": [run(f"{name}-child") | {"trace_id": name}], "cursors": {}}
         return {"runs": [run(name)], "cursors": {"next": "second"}}
 
@@ -615,10 +615,10 @@ def test_langsmith(mock: Mock) -> None:
     votes = [v for v in pull("langsmith", mock.url, ReadOptions()) if isinstance(v, Vote)]
     assert [vote.message for vote in votes] == [f"r{number}" for number in range(102)]
     offsets = [
-        requests.one("offset") for requests in mock.asked if requests.path == "/api/v1/feedback"
+        request.one("offset") for request in mock.requests if request.path == "/api/v1/feedback"
     ]
     assert offsets == ["0", "100"]
-    bodies = [requests.body for requests in mock.asked if requests.path == "/api/v1/runs/query"]
+    bodies = [request.body for request in mock.requests if request.path == "/api/v1/runs/query"]
     assert bodies[0]["id"] == ["r101"]
     assert [body["trace"] for body in bodies[1:5]] == ["r0", "r0", "r1", "r1"]
     assert {"id", "inputs", "outputs", "run_type"} <= set(bodies[1]["select"])
@@ -626,29 +626,29 @@ def test_langsmith(mock: Mock) -> None:
 
 def test_a_project_of_langsmith(mock: Mock) -> None:
     serve_langsmith(mock, [])
-    mock.answers["/api/v1/sessions"] = lambda asked: (
-        [{"id": "uuid"}] if asked.one("name") == "my app" else []
+    mock.answers["/api/v1/sessions"] = lambda request: (
+        [{"id": "uuid"}] if request.one("name") == "my app" else []
     )
     for project, session in (("my app", "uuid"), ("some-id", "some-id")):
         list(pull_rows("langsmith", f"{mock.url}?project={project}"))
-        assert mock.asked[-1].one("session") == session
+        assert mock.requests[-1].one("session") == session
 
 
 def test_an_offset_that_is_ignored(mock: Mock) -> None:
     rows = [feedback(number) for number in range(100)]
-    mock.answers["/api/v1/feedback"] = lambda asked: rows
+    mock.answers["/api/v1/feedback"] = lambda request: rows
     with raises_error("import-page-repeated", where="/api/v1/feedback"):
         list(pull_rows("langsmith", mock.url))
-    assert len(mock.asked) == 2
+    assert len(mock.requests) == 2
 
 
 def test_a_cursor_in_a_body_that_is_repeated(mock: Mock) -> None:
     serve_langsmith(mock, [feedback(1)])
     reply = {"runs": [run("r1")], "cursors": {"next": "again"}}
-    mock.answers["/api/v1/runs/query"] = lambda asked: reply
+    mock.answers["/api/v1/runs/query"] = lambda request: reply
     with raises_error("import-page-repeated", where="/api/v1/runs/query"):
         list(pull_rows("langsmith", mock.url))
-    assert [requests.body.get("cursor") for requests in mock.asked[1:]] == [None, "again"]
+    assert [request.body.get("cursor") for request in mock.requests[1:]] == [None, "again"]
 
 
 # Rows and files

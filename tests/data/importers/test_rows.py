@@ -19,7 +19,7 @@ PROMPT: tuple[Message, ...] = ({"role": "user", "content": "Hi"},)
 ORIGIN = Origin("export.json", 1)
 
 
-def said(text: str) -> Message:
+def assistant_message(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
@@ -28,14 +28,14 @@ def vote(id: str = "v1", text: str = "Yo", **fields: Any) -> Vote:
         "source": "tool",
         "rater": f"rater of {id}",
         "prompt": PROMPT,
-        "completion": said(text),
+        "completion": assistant_message(text),
         "origin": ORIGIN,
     }
     return Vote(id=id, **{**defaults, **fields})
 
 
 def compared(id: str, winner: str, text: str = "A", other: str = "B", **fields: Any) -> Vote:
-    return vote(id, text, other=said(other), winner=winner, **fields)
+    return vote(id, text, other=assistant_message(other), winner=winner, **fields)
 
 
 def rows_of(kind: RowKind, *votes: Vote) -> list[dict[str, Any]]:
@@ -75,9 +75,9 @@ def test_of_votes_with_one_time_the_later_one_counts() -> None:
         {"message": "another"},
         {"session": "another"},
         {"source": "another"},
-        {"completion": said("another")},
+        {"completion": assistant_message("another")},
         {"prompt": ({"role": "user", "content": "another"},)},
-        {"other": said("B"), "winner": "this"},
+        {"other": assistant_message("B"), "winner": "this"},
     ],
 )
 def test_votes_that_differ_in_rater_or_completion_all_count(changes: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ def test_liked_and_disliked_siblings_give_a_pair() -> None:
         pytest.param({"parent": ""}, id="no-parent"),
         pytest.param({"session": "another"}, id="session"),
         pytest.param({"prompt": ({"role": "user", "content": "another"},)}, id="prompt"),
-        pytest.param({"completion": said("answer 1")}, id="the-same-text"),
+        pytest.param({"completion": assistant_message("answer 1")}, id="the-same-text"),
         pytest.param({"label": False}, id="label"),
     ],
 )
@@ -314,7 +314,12 @@ def test_rows_can_be_trained_on(rows: RowKind, kind: Kind) -> None:
     votes = [
         vote("v1", label=True, score=4.0, correction="Hello"),
         vote("v2", "No", label=False, tools=({"type": "function", "function": {"name": "f"}},)),
-        vote("v3", "No", label=False, completion={**said(""), "tool_calls": [{"id": "t"}]}),
+        vote(
+            "v3",
+            "No",
+            label=False,
+            completion={**assistant_message(""), "tool_calls": [{"id": "t"}]},
+        ),
         compared("v4", "tie"),
         compared("v5", "both_bad", "C", "D"),
     ]
@@ -352,7 +357,7 @@ def _draw_vote(draw: st.DrawFn, id: str, time: float) -> Vote:
         fields["correction"] = draw(st.sampled_from(["A", "D"]))
     else:
         winner = draw(st.sampled_from(["this", "other", "tie", "both_bad"]))
-        fields |= {"other": said(other), "winner": winner, "message": ""}
+        fields |= {"other": assistant_message(other), "winner": winner, "message": ""}
     return vote(id, text, **fields)
 
 

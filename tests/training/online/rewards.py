@@ -11,7 +11,7 @@ from typing import Any
 
 from valence.types import Completion
 
-asked: list[str] = []
+scored_texts: list[str] = []
 """Texts that ``broken`` was asked about."""
 
 
@@ -84,7 +84,7 @@ def of_info(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 def wanted(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Notes what comes with each prompt."""
-    asked.extend(str(completion.info["wanted"]) for completion in completions)
+    scored_texts.extend(str(completion.info["wanted"]) for completion in completions)
     return vowels(completions)
 
 

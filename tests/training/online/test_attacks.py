@@ -48,9 +48,9 @@ def test_the_same_prompt_with_other_columns_is_another_row(place: Path) -> None:
         reward="tests.training.online.rewards:wanted",
         train={"max_steps": 1},
     )
-    rewards.asked.clear()
+    rewards.scored_texts.clear()
     train(settings)
-    assert sorted(rewards.asked) == sorted(str(k) for k in range(3) for _ in range(4))
+    assert sorted(rewards.scored_texts) == sorted(str(k) for k in range(3) for _ in range(4))
 
 
 def test_other_columns_are_a_change_of_the_rows(place: Path) -> None:
@@ -193,13 +193,13 @@ def test_the_first_gradient_is_that_of_the_formulas(
     observed: dict[str, Any] = {}
     group, learn = Collector.group, Objective.update_statistics
 
-    def keep(self: Collector, asked: Any, answers: Any, scores: Any, tally: Any) -> Any:
+    def keep(self: Collector, items: Any, answers: Any, scores: Any, tally: Any) -> Any:
         worth = [[score.value for score in item] for item in scores]
         observed["groups"] = [
-            (item.example.prompt_ids, computed, own_worth)
-            for item, computed, own_worth in zip(asked, answers, worth, strict=True)
+            (item.example.prompt_ids, computed, rewards_of_group)
+            for item, computed, rewards_of_group in zip(items, answers, worth, strict=True)
         ]
-        return group(self, asked, answers, scores, tally)
+        return group(self, items, answers, scores, tally)
 
     def note(self: Objective, outcome: Any) -> None:
         observed["loss"] = float(outcome.loss)
@@ -266,7 +266,7 @@ def test_a_reward_that_hangs_does_not_hold_up_the_end(place: Path) -> None:
         str(place / "recipe.yaml"),
         "--nproc",
         "2",
-        said=place / "printed",
+        output=place / "printed",
         MARK=str(mark),
     )
     run.wait_until(mark.exists)

@@ -190,20 +190,20 @@ def test_a_masked_run_is_the_same_in_any_micro_batches_and_after_a_kill(
         "data": {"eval": []}, "eval": {"every": 50.0},
     }  # fmt: skip
 
-    def made(name: str, tokens: int) -> dict[str, Any]:
+    def run_recipe(name: str, tokens: int) -> dict[str, Any]:
         options = {"micro_batch_tokens": tokens, "max_steps": 2}
         return recipe(place, method, **more, train=options, run={"dir": str(place / name)})
 
-    train(made("small", 32))
-    full, _ = train(made("large", 4096))
+    train(run_recipe("small", 32))
+    full, _ = train(run_recipe("large", 4096))
     for ours, theirs in zip(logged(place, "small"), logged(place, "large"), strict=True):
         for name in ours.keys() - {"micro_batches", "tokens", "tokens_seen", "waste"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-7, abs=1e-9), name
-    killed(made("killed", 4096), 2)
-    again, _ = train(made("killed", 4096))
+    killed(run_recipe("killed", 4096), 2)
+    again, _ = train(run_recipe("killed", 4096))
     assert logged(place, "killed") == logged(place, "large")
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
-    unmasked = made("unmasked", 4096)
+    unmasked = run_recipe("unmasked", 4096)
     unmasked["rollout"] |= {"mask_truncated": False}
     train(unmasked)
     assert logged(place, "unmasked")[0]["grad_norm"] != logged(place, "large")[0]["grad_norm"]

@@ -161,9 +161,9 @@ def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.Mon
     ids: list[str] = []
     sample = Collector.sample
 
-    def spied(self: Collector, asked: Any, *args: Any, **options: Any) -> Any:
-        ids.extend(item.example.id for item in asked)
-        return sample(self, asked, *args, **options)
+    def spied(self: Collector, prompts: Any, *args: Any, **options: Any) -> Any:
+        ids.extend(item.example.id for item in prompts)
+        return sample(self, prompts, *args, **options)
 
     monkeypatch.setattr(Collector, "sample", spied)
     run, _ = train(settings, allow=["data.train"])
