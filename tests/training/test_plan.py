@@ -178,7 +178,7 @@ def test_a_gpu_samples_as_many_completions_at_once_as_its_memory_allows(
     recipe: dict[str, Any],
 ) -> None:
     """A quarter of the pretended device's 80 GB, whatever is free at the moment."""
-    result = own(recipe)
+    result = online_plan(recipe)
     prepared, small = result.prepared, result.shape
     tokens = prepared.rollouts(small, result.device)[1] + 8  # type: ignore[index]
     limit = 80 * 2**30 // 4
@@ -187,7 +187,7 @@ def test_a_gpu_samples_as_many_completions_at_once_as_its_memory_allows(
         assert prepared.completions_per_batch(small, CUDA) == 512
         assert prepared.completions_per_batch(large, CUDA) == 128
         assert prepared.completions_per_batch(replace(large, keys=10 * large.keys), CUDA) == 64
-        chosen = own(recipe, "rollout.at_once=6").prepared
+        chosen = online_plan(recipe, "rollout.at_once=6").prepared
         assert chosen.completions_per_batch(small, CUDA) == 6
     assert prepared.completions_per_batch(small, torch.device("cpu")) == 64
 
@@ -201,12 +201,12 @@ def test_a_server_on_the_gpu_of_training_has_what_training_leaves(
     total = 80 * 2**30
     with pretended():
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        result = own(recipe, *SERVER)
-        alone = own(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
-        chosen = own(recipe, *SERVER, "rollout.memory_share=0.25")
+        result = online_plan(recipe, *SERVER)
+        alone = online_plan(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
+        chosen = online_plan(recipe, *SERVER, "rollout.memory_share=0.25")
         (line,) = [line for line in describe(result) if line.startswith("server:")]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        other = own(recipe, *SERVER)
+        other = online_plan(recipe, *SERVER)
         (other_line,) = [line for line in describe(other) if line.startswith("server:")]
     assert alone.server is None
     assert result.server is not None
@@ -228,7 +228,7 @@ def test_a_server_without_room_for_its_weights_is_reported(
 ) -> None:
     with pretended():
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        result = own(recipe, *SERVER)
+        result = online_plan(recipe, *SERVER)
         large = replace(result, shape=replace(result.shape, parameters=30 * 10**9))
         assert not [line for line in describe(result) if "rollout.devices" in line]
         assert [line for line in describe(large) if "rollout.devices" in line]
