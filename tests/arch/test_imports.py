@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "export": ("types", "data", "runs.store"),
     "evaluation": (
         "types",
+        "checksums",
         "data",
         "rewards",
         "reports",
