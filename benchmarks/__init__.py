@@ -1,1 +1,1 @@
-"""Measurements that take longer than a test, or need other software beside this one."""
+"""Measurements that take longer than a test, or need other software in addition to Valence."""

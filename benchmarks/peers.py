@@ -1,4 +1,4 @@
-"""Other libraries that the benchmarks run beside Valence, each in an environment of its own."""
+"""Other libraries that the benchmarks compare with Valence, each in a separate environment."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def peer_python() -> Path | None:
 
 
 def surroundings() -> dict[str, str]:
-    """This process's environment variables, without those that would lead another interpreter to
-    this one's packages.
+    """This process's environment variables, without those that make another interpreter
+    import this one's packages.
     """
     return {
         name: value

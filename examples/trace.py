@@ -1,7 +1,7 @@
 """Follow one row through the package to its gradient: ``python -m examples.trace kto``.
 
-The command trains a tiny random model for one step. It prints the files that bring the row into a
-new form, in the order in which they do so first, with their functions.
+The command trains a tiny random model for one step. It prints the files that transform the row, in
+the order of their first use, with their functions.
 
     python -m examples.trace kto     a rated completion, from the file to the gradient
     python -m examples.trace grpo    a prompt, and a completion that is sampled for it
@@ -89,7 +89,7 @@ class Trace:
     """Records the functions that bring row data into a new form.
 
     A function that only passes on what it received, or what another function returned, is not
-    recorded. files: of each file, its functions. branches: likewise of what is computed off the
+    recorded. files: of each file, its functions. branches: the same for the computation off the
     row's own way.
     """
 
@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
     if prompt := recorder.branches.pop("the prompt", None):
         print_files("the prompt", prompt)
     print_files("the completion", recorder.files)
-    print("computed from it on the way:")
+    print("additional results of these functions:")
     for branch, files in recorder.branches.items():
         others = [file for file in files if file not in recorder.files]
         print(f"  {branch}{': ' if others else ''}{', '.join(others)}")

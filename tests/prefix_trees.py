@@ -1,6 +1,4 @@
-"""Random forests, and what is true of them by definition: which token sees which, and what a
-sequence's tokens are.
-"""
+"""Random prefix trees and sequences, and the attention mask that follows from their definition."""
 
 from __future__ import annotations
 
@@ -23,23 +21,23 @@ Segments = list[tuple[int, int, int]]
 
 @contextmanager
 def sharing(minimum: int) -> Iterator[None]:
-    """Inside the block common beginnings of so many tokens are shared."""
+    """Share common prefixes of at least ``minimum`` tokens inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "MIN_SHARED_TOKENS", minimum)
         yield
 
 
 @st.composite
-def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[TokenSequence]:
-    """Sequences that grow out of each other, of few letters, so that many begin alike; some are the
-    same.
+def sequence_sets(draw: st.DrawFn, measured: bool = True) -> list[TokenSequence]:
+    """Sequences of few distinct tokens that extend each other, so that many share prefixes. Some
+    are equal.
     """
     results: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 7))):
         stem = draw(st.sampled_from(results)) if results and draw(st.booleans()) else ()
         more = draw(st.lists(st.integers(0, 1), min_size=0 if stem else 1, max_size=9))
         results.append((*stem[: draw(st.integers(0, len(stem)))], *more) or (0,))
-    strands: list[TokenSequence] = []
+    sequences: list[TokenSequence] = []
     for ids in draw(st.permutations(results)):
         mask = [False] * len(ids)
         prompt = draw(st.integers(1, len(ids)))
@@ -47,13 +45,13 @@ def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[TokenSequence]:
             free = st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))
             mask = [i >= prompt for i in range(len(ids))] if draw(st.booleans()) else draw(free)
             mask[0] = False
-        strands.append(TokenSequence(ids, tuple(mask)))
-    return strands
+        sequences.append(TokenSequence(ids, tuple(mask)))
+    return sequences
 
 
-def encoded(strand: TokenSequence, name: str = "") -> TokenizedExample:
-    """A demonstration whose only sequence is this one."""
-    ids, mask = strand.token_ids, strand.loss_mask
+def encoded(sequence: TokenSequence, name: str = "") -> TokenizedExample:
+    """A demonstration with only this sequence."""
+    ids, mask = sequence.token_ids, sequence.loss_mask
     cut = mask.index(True) if True in mask else len(ids) - 1
     answer = TokenizedCompletion(ids[cut:], mask[cut:])
     return replace(
@@ -62,8 +60,8 @@ def encoded(strand: TokenSequence, name: str = "") -> TokenizedExample:
 
 
 def conversations() -> list[TokenizedExample]:
-    """A prompt with three answers, two turns of one talk judged by themselves (what the first is
-    measured on is context of the second), and two sequences that nothing is shared with.
+    """A prompt with three answers, two separately rated turns of one conversation (the completion
+    of the first is context of the second), and two sequences that share no prefix.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -84,7 +82,7 @@ def conversations() -> list[TokenizedExample]:
 def forests(draw: st.DrawFn, *, segments: int = 9, longest: int = 40) -> Segments:
     """(first row, last row + 1, parent) of each segment, depth first.
 
-    Lengths are up to ``longest``, short ones oftener.
+    Lengths are up to ``longest``, and mostly short.
     """
     results: Segments = []
     path: list[int] = []
@@ -108,8 +106,8 @@ def rows(segments: Segments, k: int) -> list[int]:
 
 
 def visible_mask(segments: Segments, window: int = 0) -> Tensor:
-    """[T, T], True where the token of a row sees that of a column: one on its path, itself or
-    before it, and with a window (0: none) less than so many tokens before it.
+    """[T, T], True where the query token (row) may attend to the key token (column): itself or an
+    earlier token on its path, and with a window (0: none) less than ``window`` tokens back.
     """
     result = torch.zeros(segments[-1][1], segments[-1][1], dtype=torch.bool)
     for k, (start, end, _) in enumerate(segments):

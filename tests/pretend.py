@@ -156,9 +156,8 @@ def _wide_product(
 
 
 class Named(TorchFunctionMode):
-    """What is on the device says so, and what is to be made there is. waits: the lines of Valence
-    that made the host wait for all that the device was given before: whoever asks for a number
-    does, and a copy from the host.
+    """Tensors of the device report it as their device and are created there. waits: the lines of
+    Valence that synchronize with the device: reading a number, and copying from the host.
     """
 
     def __init__(self, waits: list[str]) -> None:

@@ -55,7 +55,7 @@ def fork_server() -> Any:
 
 class Program:
     """`valence` with these words, in the current folder. output: a file for what it prints;
-    environment: variables of its own;
+    environment: additional variables;
     main: what is called in place of `valence`, of a module.
     """
 

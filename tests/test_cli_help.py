@@ -22,7 +22,7 @@ from valence.trainer.methods import METHODS, ONLINE
 
 
 def test_help_and_completion_do_not_wait_for_torch() -> None:
-    """In a process of its own, as this one has imported torch."""
+    """In a separate process, as this one has imported torch."""
     code = """
 import sys
 from valence import cli
@@ -62,7 +62,7 @@ SHELLS = ("bash", "zsh", "fish")
 def completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[str, str], list[str]]:
-    """What a shell is told when the last word of a line is to be completed.
+    """The completions that a shell receives for the last word of a line.
 
     In a folder with two recipes, and a run's folder with the settings it keeps.
     """

@@ -174,7 +174,7 @@ def test_characters_that_an_encoding_lacks_are_escaped(encoding: str) -> None:
 
 
 def test_warnings_of_valence_have_no_source_line() -> None:
-    """In a process of its own, since pytest records warnings before they are printed."""
+    """In a separate process, since pytest records warnings before they are printed."""
     script = (
         "import warnings; from valence import terminal\n"
         "with terminal.safe_streams():\n"

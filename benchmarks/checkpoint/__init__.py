@@ -1,4 +1,4 @@
-"""What a checkpoint costs."""
+"""The cost of checkpoints."""
 
 from benchmarks.step import THREADS
 

@@ -1,14 +1,14 @@
-"""python -m benchmarks.checkpoint [--quick]: what a checkpoint costs, in bytes, in seconds, and in
-training that waits for it.
+"""python -m benchmarks.checkpoint [--quick]: the size, time and training stall of checkpoints.
 
-Random Llama-shaped models of 5, 25 and 100 million weights in float32 with AdamW train in the loop
-of every run, two rows a step; the largest also with steps that leave a core free (as steps on an
-accelerator do), and with an adapter. Saves in the background and saves that are waited for take
-turns, with undisturbed steps between them. The stall of a save in the background is the time of its
-call, and by how much the steps until it is written are slower. All numbers of saves are medians,
-those of their parts means. Other work on the machine spoils the figures.
+Random Llama-shaped models of 5, 25 and 100 million weights train in float32 with AdamW in Valence's
+training loop, two rows per step. The largest model also trains with steps that leave a core free
+(like steps on an accelerator), and with an adapter. Background saves and synchronous saves
+alternate, with undisturbed steps between them. The stall of a background save is the time of its
+call plus the slowdown of the steps until it is written. Figures of saves are medians, those of
+their parts means. Other work on the machine distorts the figures.
+
 --quick: up to 25 million weights, and three saves of each kind instead of five.
-Exit status: 0 all figures held, 1 some fell short.
+Exit status: 0 all figures are within their bars, 1 some are not.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from benchmarks.checkpoint.measure import PARTS, Figures, measured
 FLOOR = 12
 """Bytes of a trained weight and its two moments in float32."""
 BYTES, MEMORY, COPIES, FREE, BUSY, RESUME = 1.02, 1.1, 2.0, 0.67, 1.0, 1.0
-"""The most that is allowed.
+"""Largest allowed ratios.
 
-Of every case: bytes, against the floor. Of the largest model: memory of a save in the background,
-against the state's; its call, against a copy of the state into new memory; its stall with a core
-free, and with all cores busy, against a save that is waited for; a resume, against the same. With
-all cores busy, steps lose the seconds of a core that hashing and writing take.
+All cases: bytes over the minimum. The largest model: memory of a background save over that of the
+state; its call over a copy of the state into new memory; its stall with a core free, and with all
+cores busy, over a synchronous save; a resume over a synchronous save. With all cores busy, steps
+lose the core seconds of hashing and writing.
 """
 
 ROWS: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
     ("trained weights (millions)", ".1f", lambda f: f.weights / 1e6),
-    ("a step (s)", ".2f", lambda f: median(f.steps)),
+    ("step (s)", ".2f", lambda f: median(f.steps)),
     ("checkpoint (MB)", ".1f", lambda f: f.size / 1e6),
-    ("  bytes a weight", ".2f", lambda f: f.size / f.weights),
+    ("  bytes per weight", ".2f", lambda f: f.size / f.weights),
     ("  memory for a background save (MB)", ".1f", lambda f: f.peak),
-    ("saved and waited for (s)", ".3f", lambda f: median(f.at_once)),
+    ("synchronous save (s)", ".3f", lambda f: median(f.at_once)),
     *((f"  {name}", ".3f", lambda f, name=name: f.parts[name]) for name in PARTS),
-    ("  seconds of a core", ".3f", lambda f: median(f.worked)),
-    ("stall of a save in the background (s)", ".3f", lambda f: f.stall),
+    ("  core seconds", ".3f", lambda f: median(f.worked)),
+    ("stall of a background save (s)", ".3f", lambda f: f.stall),
     ("  the call", ".3f", lambda f: median(f.call)),
-    ("  steps during the write, slower by", ".3f", lambda f: median(f.during_write)),
-    ("  until it is written", ".2f", lambda f: median(f.written)),
-    ("a copy into new memory (s)", ".3f", lambda f: f.fresh),
-    ("  into memory that is there", ".3f", lambda f: f.warm),
-    ("resumed (s)", ".3f", lambda f: sum(f.resumed)),
-    ("  checked", ".3f", lambda f: f.resumed[0]),
-    ("  read and taken up", ".3f", lambda f: f.resumed[1] + f.resumed[2]),
+    ("  slowdown of steps during the write", ".3f", lambda f: median(f.during_write)),
+    ("  until written", ".2f", lambda f: median(f.written)),
+    ("copy into new memory (s)", ".3f", lambda f: f.fresh),
+    ("  into existing memory", ".3f", lambda f: f.warm),
+    ("resume (s)", ".3f", lambda f: sum(f.resumed)),
+    ("  check", ".3f", lambda f: f.resumed[0]),
+    ("  read and restore", ".3f", lambda f: f.resumed[1] + f.resumed[2]),
 )
 
 
@@ -68,7 +68,7 @@ def table(figures_by_case: dict[Case, Figures]) -> str:
 
 
 def verdict(figures_by_case: dict[Case, Figures]) -> tuple[str, bool]:
-    """The last line, and whether everything held."""
+    """The last line, and whether all figures are within their bars."""
     busy = max(
         (case for case in figures_by_case if case.threads > 1),
         key=lambda case: figures_by_case[case].weights,
@@ -84,7 +84,7 @@ def verdict(figures_by_case: dict[Case, Figures]) -> tuple[str, bool]:
             figures_by_case[free].stall / median(figures_by_case[free].at_once),
             FREE,
         ),
-        ("with all busy", largest.stall / at_once, BUSY),
+        ("stall with all cores busy", largest.stall / at_once, BUSY),
         ("resume", sum(largest.resumed) / at_once, RESUME),
     )
     summary = "; ".join(

@@ -66,7 +66,7 @@ def build(
     tokenizer: PreTrainedTokenizerBase,
     callbacks: tuple[Callback, ...] = (),
 ) -> Trainer:
-    """A run that saves when it is told to, and never ends by itself.
+    """A run that saves on request and never ends by itself.
 
     In a folder with a checkpoint it goes on from there.
     """

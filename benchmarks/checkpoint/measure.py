@@ -78,7 +78,7 @@ class Enough(Exception):
 
 
 def measured(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, rounds: int) -> Figures:
-    """Trains a case, saving in between, and takes up what was saved."""
+    """Trains a case, saving in between, and resumes from the checkpoint."""
     torch.set_num_threads(case.threads)
     timings: list[Generator[None, float, None]] = []
     ended = 0.0
@@ -194,7 +194,7 @@ def _resumed(run: Trainer, path: Path) -> tuple[float, float, float]:
 
 
 def copies(size: int) -> tuple[float, float]:
-    """Seconds of a copy of so many bytes, into new memory and into memory that is there: medians of
+    """Seconds of a copy of this size, into new memory and into memory that is there: medians of
     five.
     """
     source = torch.ones(size, dtype=torch.uint8)

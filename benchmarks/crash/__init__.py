@@ -1,1 +1,1 @@
-"""Training processes that are killed at any moment: does the run end as if nothing had been?"""
+"""Kill training processes at any moment, and compare the result with an undisturbed run."""

@@ -1,10 +1,10 @@
-"""python -m benchmarks.crash [--quick] [--kills N] [--seed S]: training processes are killed
-(SIGKILL) at random moments and at random file operations, and started again until the run is done.
-Weights, log and evaluations must then be those of the same run left alone, bit for bit.
+"""python -m benchmarks.crash [--quick] [--kills N] [--seed S]: kill training processes
+(SIGKILL) at random moments and at random file operations, and restart them until the run is done.
+Weights, log and evaluations must equal those of an undisturbed run, bit for bit.
 
-22 recipes on a small random model, two runs at a time, one thread each; two of them with `--nproc
-2`, of which a process or the launcher is killed. --quick: some of them, for about 90 seconds. Exit
-status: 0 every run ended as it should, 1 some did not.
+22 recipes on a small random model run two at a time, with one thread each. Two of them use `--nproc
+2`, where a process or the launcher is killed. --quick: some recipes, for about 90 seconds. Exit
+status: 0 every run ended correctly, 1 some did not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AT_ONCE = 2
 
 
 class Series:
-    """Trials of all cases in turn, until there were enough kills."""
+    """Trials of all cases in turn, until there are enough kills."""
 
     def __init__(
         self, laboratory: Laboratory, cases: list[Case], kills: int, seconds: float, seed: int
@@ -73,8 +73,8 @@ class Series:
 
 
 def show(series: Series) -> None:
-    """A line for each case: runs, kills by where they fell, seconds of a run left alone and until a
-    restart trains.
+    """Print a line per case: runs, kills by place, seconds of an undisturbed run, and seconds until
+    a restart trains.
     """
     print(
         f"{'case':26}{'runs':>5}{'kills':>6}"
@@ -102,14 +102,14 @@ def main() -> int:
         help=f"at least {QUICK_KILLS} kills of {len(QUICK)} of the recipes",
     )
     parser.add_argument(
-        "--kills", type=int, metavar="N", help=f"at least so many (default: {KILLS})"
+        "--kills", type=int, metavar="N", help=f"minimum number of kills (default: {KILLS})"
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="S",
-        help="of the moments; times are never quite the same",
+        help="seed of the moments; times still vary",
     )
     options = parser.parse_args()
     kills = options.kills or (QUICK_KILLS if options.quick else KILLS)

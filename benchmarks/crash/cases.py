@@ -1,6 +1,4 @@
-"""What is run: every kind of method on a model that is made here, so small that a run takes a
-second.
-"""
+"""The cases: every kind of method on a random model so small that a run takes a second."""
 
 from __future__ import annotations
 

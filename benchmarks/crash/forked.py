@@ -1,6 +1,4 @@
-"""Programs that begin as a copy of this process, which has loaded all that they need, instead of
-loading it anew.
-"""
+"""Programs that start as a fork of this process, which has loaded their libraries."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A training process, or several that one starts.
 
-They note where they are in memory that outlives them, and can kill themselves at a chosen file
-operation.
+They record their position in shared memory, and can kill themselves at a chosen file operation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Runs that are killed and started again until they are done, and what differs then from a run that
-was left alone.
-"""
+"""Run, kill and restart until a run is done, and compare it with an undisturbed run."""
 
 from __future__ import annotations
 

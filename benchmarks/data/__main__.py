@@ -98,7 +98,7 @@ def measure(model: Path, files: Sequence[Path], folder: Path) -> Iterator[list[d
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="up to 100,000 rows")
-    parser.add_argument("--rows", type=int, nargs="+", help="other numbers of rows")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows")
     arguments = parser.parse_args()
     sizes = arguments.rows or (SIZES[:-1] if arguments.quick else SIZES)
     model = assets.smollm2()

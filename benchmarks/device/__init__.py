@@ -1,1 +1,1 @@
-"""What a training step takes on the device that is here, beside what the device can do."""
+"""The time of a training step on this device, compared with the device's limits."""

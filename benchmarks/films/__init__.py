@@ -1,1 +1,1 @@
-"""A reward model of film reviews: how well it tells favourable ones, after how long."""
+"""Accuracy and training time of a reward model on film reviews."""

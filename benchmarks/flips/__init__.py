@@ -1,1 +1,1 @@
-"""Labels that are flipped on purpose, and how many of them an audit or a report finds."""
+"""How many deliberately flipped labels an audit or a report finds."""

@@ -1,18 +1,18 @@
-"""python -m benchmarks.flips [--quick] [--seeds N] [--look audit training]: how many thumbs that
-were flipped on purpose an audit and a report find.
+"""python -m benchmarks.flips [--quick] [--seeds N] [--look audit training]: how many deliberately
+flipped labels an audit and a report find.
 
-Of the training rows 5, 10 and 20 % are flipped, and two ways to look for them order the rows:
+5, 10 and 20 % of the training labels are flipped, and two methods order the rows:
 
 - audit: ``valence audit --model``, before any training. The hidden states are computed once.
-- training: the rows that the run page calls most surprising after KTO has trained an adapter of the
-  same model, SmolLM2-135M-Instruct, on them.
+- training: the order of the most surprising rows in the run's report, after KTO has trained an
+  adapter of the same model, SmolLM2-135M-Instruct, on them.
 
 The figure is the recall: the share of flipped rows among the first 10 and the first 20 % of the
-rows. Random order has 0.1 and 0.2. ``form`` is the audit's order by the form of the completions
-alone, without a model. Intervals are of the mean over seeds, which flip other rows of the same
-sets. Two sets: the quickstart's thumbs, judged by a rule, and LLaMA-Factory's demonstration set,
-300 judged answers to all kinds of instructions, of which those that are not too long are taken.
-``--quick``: the audit alone, 8 seeds. Exit status: 0 all figures held their bars, 1 some did not.
+rows. Random order has 0.1 and 0.2. ``form`` is the audit's order by the form of the completions,
+without a model. Intervals are of the mean over seeds, which flip different rows of the same sets.
+There are two sets: the quickstart's thumbs, which follow a rule, and LLaMA-Factory's demonstration
+set of 300 rated answers to all kinds of instructions, without the longest ones. ``--quick``: only
+the audit, 8 seeds. Exit status: 0 all figures reach their bars, 1 some do not.
 """
 
 from __future__ import annotations
@@ -180,18 +180,20 @@ def interval(values: Sequence[float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flips", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the audit alone, 8 seeds")
+    parser.add_argument("--quick", action="store_true", help="only the audit, 8 seeds")
     parser.add_argument("--only", nargs="+", choices=SETS, metavar="SET", default=list(SETS))
     parser.add_argument("--look", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--flipped", nargs="+", type=float, choices=FLIPPED, default=FLIPPED)
     parser.add_argument(
-        "--seeds", type=int, help="default: 16 of the audit (8 if quick), 3 of training"
+        "--seeds", type=int, help="default: 16 for the audit (8 if quick), 3 for training"
     )
     options = parser.parse_args(arguments)
     disable_progress_bar()
     model = assets.smollm2()
     measured: dict[tuple[str, str, float], list[tuple[float, ...]]] = {}
-    print(f"{'set':<14}{'rows':>5}{'flipped':>9}  {'way':<10}{'first 10 %':>20}{'first 20 %':>20}")
+    print(
+        f"{'set':<14}{'rows':>5}{'flipped':>9}  {'method':<10}{'first 10 %':>20}{'first 20 %':>20}"
+    )
     for name in options.only:
         train, held = SETS[name]()
         audited = Audited(train, model) if "audit" in options.look else None

@@ -1,10 +1,10 @@
-"""python -m benchmarks.invariance: how far a step depends on its micro-batches and on the order of
+"""python -m benchmarks.invariance: how much a step depends on its micro-batches and on the order of
 its rows.
 
 One optimizer step of kto, dpo and grpo on a random model of 2 layers is computed in one micro-batch
-and again in 2 to 14, in two orders of the rows, in each type of products (`model.dtype`); and, for
-kto, one sequence at a time, as models that cannot run packed do. Some rows share a prompt. Printed
-is the largest difference from the first: relative for the loss, the gradient's norm and the
+and again in 2 to 14, in two orders of the rows, with each `model.dtype`; and, for kto, one sequence
+at a time, as models that do not support packing run. Some rows share a prompt. The output is the
+largest difference from the first result: relative for the loss, the gradient's norm and the
 gradient as a vector, in nats for `kl/raw` (kto's reference point before its clamp at 0) and in its
 unit for `rewards/margins`. Exit status: 0 if every difference is within BOUNDS, 1 if not.
 """
@@ -187,7 +187,7 @@ def exceeded(difference: Difference, dtype: torch.dtype, packed: bool) -> list[s
 def main() -> int:
     names = [f.name for f in fields(Difference)]
     print(
-        f"{'products':<10}{'method':<8}{'micro-batches':<16}"
+        f"{'dtype':<10}{'method':<8}{'micro-batches':<16}"
         + "".join(f"{name:>11}" for name in names)
     )
     holds = True

@@ -1,1 +1,1 @@
-"""Every method on real rows: does it move, on held-out rows, what it is meant to move?"""
+"""Check that every method changes its target metric on held-out real rows."""

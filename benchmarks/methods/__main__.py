@@ -1,7 +1,7 @@
-"""python -m benchmarks.methods [--quick] [--only NAME ...]: each method, trained for a few steps on
-SmolLM2-135M-Instruct and real rows, moves the held-out number it is meant to move.
+"""python -m benchmarks.methods [--quick] [--only NAME ...]: check that each method, trained for a
+few steps on SmolLM2-135M-Instruct and real rows, changes its target metric on held-out rows.
 
-Exit status: 0 every number moved as it should, 1 some did not.
+Exit status: 0 every metric changed as expected, 1 some did not.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main() -> int:
     load_tokenizer(str(model))
     base = load_model(str(model), dtype=getattr(torch, assets.quick_dtype()))
     moved: list[Moved] = []
-    print(f"{'case':24}{'held-out number':22}{'before':>10}{'after':>10}{'seconds':>9}")
+    print(f"{'case':24}{'held-out metric':22}{'before':>10}{'after':>10}{'seconds':>9}")
     with TemporaryDirectory() as folder:
         for case in (case for case in CASES if case.name in names):
             one = run(case, Path(folder), base, model, QUICK_STEPS if options.quick else case.steps)

@@ -1,6 +1,4 @@
-"""What is run: each method with the rows it learns from, its settings, and the held-out number it
-is meant to move.
-"""
+"""The cases: each method with its rows, settings, and target metric on held-out rows."""
 
 from __future__ import annotations
 

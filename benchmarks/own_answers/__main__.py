@@ -1,11 +1,11 @@
 """python -m benchmarks.own_answers [--quick] [--tiny] [--only NAME ...] [--seeds N]:
-SmolLM2-135M-Instruct with LoRA learns from its own answers to write more positively, by VADER's
-lexicon, which is told on prompts that it never trained on.
+train SmolLM2-135M-Instruct with LoRA online to write more positively. The reward is the score of
+VADER's lexicon, evaluated on held-out prompts.
 
-Each method runs once for each of three seeds; `--quick` runs one method for one seed and few steps.
-`--tiny`: instead all weights of a random model of half a million learn to write small letters, in
-seconds. Exit status: 0 every method raised the held-out reward by its bar on average and by
-something with every seed, 1 some did not.
+Each method runs with three seeds; `--quick` runs one method with one seed for few steps. `--tiny`
+trains all weights of a random model of half a million weights to write lowercase letters, in
+seconds. Exit status: 0 every method raises the mean held-out reward by its bar, and with every
+seed; 1 otherwise.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def learn(method: str, model: Path | None, folder: Path, seed: int, rounds: int)
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.own_answers", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="grpo alone, one seed, few rounds")
+    parser.add_argument("--quick", action="store_true", help="only grpo, one seed, few rounds")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(

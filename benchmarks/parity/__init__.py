@@ -1,1 +1,1 @@
-"""The same step by Valence and by TRL: same weights, same tokens, float32 on both sides."""
+"""Compare a step of Valence with TRL's: same weights, same tokens, float32 on both sides."""

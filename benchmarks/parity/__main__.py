@@ -1,7 +1,8 @@
-"""python -m benchmarks.parity [--quick]: is a step of Valence the step that TRL takes, and the one
-of HALOs' formulas?
+"""python -m benchmarks.parity [--quick]: compare a step of Valence with TRL's step, and with
+HALOs' formulas.
 
-Exit status: 0 all figures held, 1 some fell short, 2 there is no environment with TRL.
+Exit status: 0 all figures are within their bars, 1 some are not, 2 there is no environment with
+TRL.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHOWN = tuple(row.case for row in INTENDED if row.case is not None)
 class Difference:
     """One figure of one case on both sides.
 
-    A figure that either side lacks, or that is not finite, is infinitely far off.
+    A figure that either side lacks, or that is not finite, has an infinite difference.
     """
 
     case: Case
@@ -60,7 +61,7 @@ def compared(case: Case, mine: Figures, other: Figures) -> list[Difference]:
 
 
 def run(stage_of: Callable[[Path], Stage], cases: Sequence[Case], python: Path) -> list[Difference]:
-    """Both sides of every case on one stage, as a table on the way."""
+    """Run both sides of every case on one stage, and print a table."""
     with TemporaryDirectory() as scratch:
         stage = stage_of(Path(scratch))
         of_trl = [case for case in cases if case.peer == "TRL"]
@@ -78,7 +79,7 @@ def run(stage_of: Callable[[Path], Stage], cases: Sequence[Case], python: Path) 
                 print(line(row), flush=True)
             differences += rows
     if not any(row.figure == "kl" and row.ours > 0 for row in differences):
-        raise RuntimeError("every z0 is at its clamp: the comparison would say nothing about it")
+        raise RuntimeError("every z0 is clamped, so the comparison would not cover it")
     return differences
 
 
@@ -90,7 +91,7 @@ def line(row: Difference) -> str:
 
 
 def verdict(stage: str, differences: Sequence[Difference]) -> str:
-    """The largest difference of each figure over all cases, its bar, and whether it held."""
+    """The largest difference of each figure over all cases, with its bar and `held` or `short`."""
     worst: dict[str, float] = {}
     for row in differences:
         if row.case not in SHOWN:
@@ -103,18 +104,18 @@ def verdict(stage: str, differences: Sequence[Difference]) -> str:
     if meant:
         smallest = min(row.relative for row in meant)
         held = "held" if all(row.held for row in meant) else "short"
-        parts.append(f"least difference that is meant {smallest:.1e} (bar over {BAR:.0e}) {held}")
+        parts.append(f"smallest intended difference {smallest:.1e} (bar over {BAR:.0e}) {held}")
     return f"{stage}: " + ", ".join(parts)
 
 
 def print_intended() -> None:
-    print("\nDifferences that are meant")
+    print("\nIntended differences")
     for row in INTENDED:
         print(
             f"\n{row.peer:6}"
-            f"{row.case.name if row.case else 'not run: one side refuses it, or has no such thing'}"
+            f"{row.case.name if row.case else 'not run: one side rejects or lacks it'}"
         )
-        print(f"      what: {row.title}\n      why:  {row.reason}")
+        print(f"      difference: {row.title}\n      reason:     {row.reason}")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What is compared: for every case, the settings of both sides that mean the same step."""
+"""The cases: equivalent settings of both sides for the same step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Case:
     ours, theirs: settings of Valence's loss and of the other side's configuration. trainer: a key
     of SOURCES. figures: what both report and is compared. batch: rows of one batch of the other
     side, which accumulates over all. swapped: policy and reference change places. short: prompts of
-    one token. steps: the last of so many is compared, without updates between them. names: what
-    Valence calls a figure that the other side calls otherwise. real: with the real model, too (each
-    kind of loss once).
+    one token. steps: number of steps, of which the last is compared, without updates between them.
+    names: what Valence calls a figure that the other side calls otherwise. real: with the real
+    model, too (each kind of loss once).
     """
 
     name: str
@@ -77,7 +77,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 KTO = (*STEP, *REWARDS, "kl")
 PAIRS = (*STEP, *REWARDS, "rewards/accuracies")
 UNSCALED = {"rewards/chosen": "logratio/chosen", "rewards/rejected": "logratio/rejected"}
-"""HALOs' rewards of kto are log-ratios, which have a name of their own in Valence."""
+"""HALOs' rewards of kto are log-ratios, which have another name in Valence."""
 
 
 def trl(

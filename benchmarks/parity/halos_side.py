@@ -1,9 +1,9 @@
-"""One step of each case by HALOs' formulas, from the papers: plain log-softmax, one sequence after
-the other, no loss of Valence.
+"""One step of each case by HALOs' formulas, from the papers: log-softmax, one sequence at a time,
+without the losses of Valence.
 
 KTO: arXiv 2402.01306. DPO: 2305.18290. IPO: 2310.12036. SimPO: 2405.14734. SLiC: 2305.10425. PPO:
 1707.06347. GRPO: 2402.03300. Clamped log-ratios (humanline): 2509.24207. The settings have the
-names that they have there.
+names of the papers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where the sides differ on purpose: what differs, and why.
+"""Intended differences between the sides, with their reasons.
 
-Those that a step can show are run, and have to differ.
+Differences that a step can show are run, and must differ.
 """
 
 from __future__ import annotations

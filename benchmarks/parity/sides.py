@@ -1,4 +1,4 @@
-"""A case's step by Valence, by the formulas of HALOs, and by TRL, in a process with its own
+"""A case's step by Valence, by the formulas of HALOs, and by TRL in a separate process and
 environment.
 """
 
@@ -67,7 +67,7 @@ class Here:
         return engine, build_reference(engine, fresh_adapter=False, model=other, name="second")
 
     def _plain(self, policy: Path, reference: Path) -> tuple[nn.Module, nn.Module]:
-        """As transformers has them: an engine would bring attention of its own."""
+        """As transformers has them: a PolicyModel would replace the attention."""
         first, second = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             for folder in (policy, reference)

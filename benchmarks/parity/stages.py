@@ -1,4 +1,4 @@
-"""The models and rows that every case runs on: a tiny random model, and a real one on real rows."""
+"""The models and rows of all cases: a tiny random model, and a real one on real rows."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One step of each case by TRL's own trainers, run with the interpreter of TRL's own environment.
+"""One step of each case by TRL's trainers, run with the interpreter of TRL's environment.
 
 Usage: python trl_side.py JOB.json RESULTS.json
 
-Rows come as token ids. They go through the trainers' own preparation (pairing, truncation, padding)
-as text in which every token is spelled out, under a tokenizer that reads such text and nothing
-else. What the trainers made of them is handed back.
+Rows are token ids. They pass through the trainers' preparation (pairing, truncation, padding) as
+text that spells out every token, with a tokenizer that reads only such text. The results include
+the tokens that the trainers used.
 """
 
 # pyright: reportMissingImports=false

@@ -1,1 +1,1 @@
-"""What each of several processes holds of a model that is split over them."""
+"""Memory of each process of a sharded run."""

@@ -1,12 +1,13 @@
-"""python -m benchmarks.ranks [--quick]: the memory of each process against the number of processes.
+"""python -m benchmarks.ranks [--quick]: the memory of each process by the number of processes.
 
-A random Llama-shaped model of 227 million weights (--quick: 45 million) in float32 trains in full
-for four steps with AdamW, from a folder to an exported folder: in one process, and split over 2 and
-4 (`parallel.shard: full`). Told is the largest memory that any process had at any time (VmHWM),
-less what the program takes without a model. One process holds 16 bytes a weight (weight, gradient,
-two moments); of n processes each is to hold an n-th of that, the layer that it runs, and embedding
-and head. All losses that they log must agree. The seconds are of processes that share the cores of
-one machine: they tell nothing. Exit status: 0 all figures held, 1 some fell short.
+A random Llama-shaped model of 227 million weights (--quick: 45 million) trains in float32 without
+an adapter for four steps with AdamW, from loading to export: in one process, and sharded over 2 and
+4 (`parallel.shard: full`). The figure is the largest peak memory of any process (VmHWM), less that
+of the program without a model. One process needs 16 bytes per weight (weight, gradient, two
+moments). Each of n processes should need an n-th of that, the layer that it runs, and embedding and
+head. All logged losses must agree. The seconds are of processes that share the cores of one
+machine, so they are not meaningful. Exit status: 0 all figures are within their bars, 1 some are
+not.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from valence.distributed.launcher import launch
 WORKER = (sys.executable, "-m", "benchmarks.ranks.worker")
 RANKS = (1, 2, 4)
 SHARES = {2: 0.65, 4: 0.45}
-"""The most that a process may take, as a share of what a single one does."""
+"""Largest allowed memory of a process, as a share of that of a single process."""
 AGREE = 1e-5
 
 
 def make(folder: Path, width: int, layers: int) -> int:
-    """A model, rows and a recipe. Returns the number of weights."""
+    """Write a model, rows and a recipe. Return the number of weights."""
     tokenizer = tokenizer_of_bytes()
     tokenizer.save_pretrained(folder / "model")
     config = LlamaConfig(
@@ -98,7 +99,7 @@ def main() -> int:
         weights = make(Path(place), width, layers)
         runs = {ranks: run(Path(place), ranks) for ranks in RANKS}
     print(f"{weights / 1e6:.0f} million weights: 16 bytes each are {16 * weights / 1e6:.0f} MB")
-    print(f"{'processes':>10}{'MB each':>10}{'of one':>8}{'an n-th':>9}{'s a step':>10}  losses")
+    print(f"{'processes':>10}{'peak MB':>10}{'share':>8}{'ideal':>9}{'s/step':>10}  losses")
     largest = runs[1][0]
     for ranks, (peak, log, seconds) in runs.items():
         losses = " ".join(f"{record['loss']:.6f}" for record in log)
@@ -108,7 +109,7 @@ def main() -> int:
         )
     off = max(largest_difference(runs[ranks][1], runs[1][1]) for ranks in RANKS)
     if not off <= AGREE or math.isnan(off):
-        print(f"losses or gradient norms differ by {off:.2g}: no figure is told")
+        print(f"losses or gradient norms differ by {off:.2g}: no figures")
         return 1
     figures = [
         (f"memory of 1 in {ranks}", runs[ranks][0] / largest, bar) for ranks, bar in SHARES.items()

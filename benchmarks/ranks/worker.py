@@ -1,4 +1,4 @@
-"""One process of a run: `valence` itself, and how much memory it took at most."""
+"""One process of a run: `valence`, and its peak memory."""
 
 from __future__ import annotations
 

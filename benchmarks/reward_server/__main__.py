@@ -1,21 +1,21 @@
 """python -m benchmarks.reward_server [--quick]: throughput and latency of `valence serve-reward`
-for 200 clients at a time.
+with 200 concurrent clients.
 
-The server runs in a process of its own and serves a function whose scores can be told from the text
-alone; every score that comes back is compared with the one that is due. Clients keep their
-connections and ask one request after the other. Told are requests and answers per second, and of
-the seconds that a request takes the median and the 99th percentile.
+The server runs in a separate process and serves a function whose scores follow from the text alone;
+every returned score is compared with the expected one. Clients keep their connections and send one
+request after the other. The output has requests and answers per second, and the median and the 99th
+percentile of the seconds per request.
 
-    small    one answer a request, as samplers ask that score an answer as soon as it has ended
-    large    64 answers a request, as our own client asks
-    slow     one answer a request, and a reward that takes 50 ms a call, however many answers it is
-             given: one at a time it would serve 20 answers a second
-    over     as large, four times as many requests at a time as may wait: those that are refused
-             come again when they are told to
-    kill     as large; in the middle the server is killed and started again, and clients ask again
+    small    one answer per request, as samplers send that score each answer when it ends
+    large    64 answers per request, as Valence's client sends
+    slow     one answer per request, and a reward that takes 50 ms per call for any number of
+             answers: without batching it would serve 20 answers per second
+    over     like large, with four times as many concurrent requests as may wait: refused requests
+             are sent again after the time that the server states
+    kill     like large; the server is killed and restarted in the middle, and clients retry
 
-Server and clients share the cores of one machine. Exit status: 0 all figures held, 1 some fell
-short.
+Server and clients share the cores of one machine. Exit status: 0 all figures reach their bars, 1
+some do not.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ HEADS = (
     ("answers/s", 11),
     ("median s", 10),
     ("p99 s", 8),
-    ("again", 7),
+    ("retries", 8),
 )
 BARS = (
     ("wrong scores", lambda results: float(sum(f.wrong for f in results.values())), "<=", 0.0),
@@ -195,7 +195,7 @@ def main() -> int:
         print(
             f"{name:<11}{n:>10}{one.answers:>9}{one.seconds:>7.1f}"
             f"{n / one.seconds:>12.0f}{one.answers / one.seconds:>11.0f}"
-            f"{one.at(0.5):>10.3f}{one.at(0.99):>8.3f}{one.again:>7}",
+            f"{one.at(0.5):>10.3f}{one.at(0.99):>8.3f}{one.again:>8}",
             flush=True,
         )
     lines, held = list[str](), True

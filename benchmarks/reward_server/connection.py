@@ -1,4 +1,4 @@
-"""A client for many connections at a time."""
+"""A client for many concurrent connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import asyncio
 class Connection:
     """A connection that is kept from request to request.
 
-    (httpx needs as long for a request, with so many at a time, as the server for ten.)
+    (httpx needs as long for a request, with this concurrency, as the server for ten.)
     """
 
     def __init__(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""A reward whose scores can be told from the text alone."""
+"""A reward whose scores follow from the text."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""What a step will take on many devices: a model of its work, memory and communication, and how
-well it foretells a step here.
+"""A model of the work, memory and communication of a step on many devices, and its accuracy for a
+step on this machine.
 """

@@ -1,15 +1,16 @@
-"""python -m benchmarks.scale_model [--quick | --table]: does the model behind docs/scale.md
-foretell what a step takes?
+"""python -m benchmarks.scale_model [--quick | --table]: check the predictions of the model
+behind docs/scale.md.
 
 The model counts the operations of a step, the bytes that travel, and the memory of each process.
-Here it is given what two processes of one thread measure (a step of 1,024 tokens that each runs
-apart, sums of gradients, the optimizer's update), and says how long steps of a model of 18 million
-weights take in float32: with one process, with two, and with weights that are split over two. They
-are then timed, in turn; all figures are medians. Other work on the machine spoils them. Beside that
-stand published figures of Llama 3.1 8B, of which that of 8 GPUs sets a constant, and that of 128 is
-foretold.
---quick: three rounds instead of fifteen. --table: prints the tables of docs/scale.md, and measures
-nothing. Exit status: 0 all figures held, 1 some fell short.
+Its inputs are measurements of two processes with one thread each: a step of 1,024 tokens that each
+runs without the other, sums of gradients, and the optimizer's update. It predicts the time of
+float32 steps of a model of 18 million weights with one process, with two, and with weights sharded
+over two. The steps are then timed in turn; all figures are medians. Other work on the machine
+distorts them. The second comparison is with published figures of Llama 3.1 8B: the figure for 8
+GPUs sets a constant, and the one for 128 is predicted.
+
+--quick: three rounds instead of fifteen. --table: print the tables of docs/scale.md without
+measuring. Exit status: 0 all figures are within their bars, 1 some are not.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from benchmarks.scale_model.here import Step, machine, measured, steps
 from benchmarks.scale_model.measure import WAYS
 
 STEP, GAIN, LOSS, PUBLISHED = 1.3, 1.2, 1e-6, 1.1
-"""The most that is allowed.
+"""Largest allowed deviations.
 
-Predicted by measured, or the reverse: of a step, of how much faster two processes are than one, and
-of a published figure; and the relative difference of losses from that of one process.
+Predicted over measured, or the reverse: of a step, of the speedup of two processes, and of a
+published figure; and the relative difference of losses from that of one process.
 """
 
 
@@ -49,7 +50,7 @@ def report(step_table: Sequence[Step], measured_values: Mapping[str, Any]) -> st
 
 
 def verdict(step_table: Sequence[Step]) -> tuple[str, bool]:
-    """The last line, and whether everything held."""
+    """The last line, and whether all figures are within their bars."""
     alone = {step.name: step for step in step_table if step.way == "one process"}
     figures = (
         *(
@@ -85,7 +86,9 @@ def _off(ratio: float) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_model", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three rounds instead of fifteen")
-    parser.add_argument("--table", action="store_true", help="the tables of docs/scale.md alone")
+    parser.add_argument(
+        "--table", action="store_true", help="print only the tables of docs/scale.md"
+    )
     arguments = parser.parse_args()
     if arguments.table:
         print(tables.text(), end="")

@@ -101,7 +101,7 @@ def lengths(rows: int = ROWS) -> list[int]:
 
 
 def work(rows: Sequence[int], answers: int = 1) -> Work:
-    """Of a pass over rows of these lengths, each a prompt with so many answers."""
+    """Of a pass over rows of these lengths, each a prompt with ``answers`` answers."""
     tokens = scored = pairs = 0.0
     for length in rows:
         prompt, answer = PROMPT * length, (1 - PROMPT) * length / answers

@@ -1,4 +1,4 @@
-"""What the model says of steps on this machine, beside what they take."""
+"""Predicted and measured times of steps on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from valence.models.speed import Work
 
 @dataclass(frozen=True)
 class Step:
-    """A step run in one of the ways, in seconds. loss: what it gave."""
+    """A step in one of the layouts, in seconds, with its loss."""
 
     name: str
     way: str
@@ -35,7 +35,7 @@ class Step:
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """Starts two processes of one thread each, and returns what they timed."""
+    """Start two processes of one thread each, and return their measurements."""
     with (
         TemporaryDirectory() as folder,
         patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}),
@@ -52,7 +52,7 @@ def measured(rounds: int) -> dict[str, Any]:
 
 
 def machine(values: Mapping[str, Any], processes: int) -> Machine:
-    """This one, when so many processes work at once."""
+    """This machine, with ``processes`` concurrent processes."""
     timings = values["seconds"]
     small, large = (timings[f"sum, {size}"] for size in SENT)
     # of two processes, an all-reduce brings each as many bytes as it sums

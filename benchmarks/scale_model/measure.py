@@ -1,5 +1,5 @@
-"""One of two processes that time what the model needs to know of this machine, and steps that it is
-to foretell.
+"""One of two processes that measure the inputs of the model on this machine, and the steps that it
+predicts.
 
 ``python -m benchmarks.scale_model.measure FILE ROUNDS`` under ``valence.distributed.launcher``:
 rank 0 writes the result.
@@ -35,14 +35,14 @@ from valence.types import Origin, TokenizedCompletion, TokenizedExample
 HIDDEN, INNER, LAYERS, VOCABULARY = 512, 1536, 4, 4096
 BUDGET = 256
 STEPS = {"512 tokens": 512, "1,536 tokens": 1536}
-"""Tokens of the steps that are foretold: few, so that what travels counts, and many."""
+"""Tokens of the predicted steps: few, so that communication counts, and many."""
 WAYS = {"one process": 1, "two processes": 2, "two, sharded": 2}
 SENT = (1 << 16, 1 << 24)
 """Bytes of the gradients whose sums are timed."""
 UPDATED = 1 << 22
 """Weights whose update is timed."""
 SPACING = 1024
-"""Tokens of the step that says how fast a process is when it waits for no other."""
+"""Tokens of the step that measures the speed of a process that waits for no other."""
 
 
 def rows(tokens: int) -> list[TokenizedExample]:
@@ -106,18 +106,18 @@ class Timer:
     """
 
     def __init__(self, group: Group) -> None:
-        self.group, self.found = group, dict[str, list[float]]()
+        self.group, self.seconds = group, dict[str, list[float]]()
 
     def time(self, name: str, processes: int, call: Callable[..., object], *arguments: Any) -> None:
         """As long as the slower one takes."""
         self.group.barrier(name)
         local_seconds = _seconds(call, *arguments) if self.group.rank < processes else 0.0
-        self.found.setdefault(name, []).append(
+        self.seconds.setdefault(name, []).append(
             float(self.group.gather(torch.tensor([local_seconds], dtype=torch.float64)).max())
         )
 
     def medians(self) -> dict[str, float]:
-        return {name: median(seconds) for name, seconds in self.found.items()}
+        return {name: median(values) for name, values in self.seconds.items()}
 
 
 def _seconds(call: Callable[..., object], *arguments: Any) -> float:
@@ -153,7 +153,7 @@ def ways(group: Group) -> dict[str, Way]:
 
 
 def timed(group: Group, variants: dict[str, Way], rounds: int) -> dict[str, float]:
-    """Seconds of everything, the medians of so many rounds."""
+    """Seconds of all measurements, as medians of ``rounds`` rounds."""
     sent = [torch.zeros(size // 4, requires_grad=True) for size in SENT]
     weights = torch.zeros(UPDATED, requires_grad=True)
     for buffer in (*sent, weights):
@@ -171,7 +171,7 @@ def timed(group: Group, variants: dict[str, Way], rounds: int) -> dict[str, floa
         for size, buffer in zip(SENT, sent, strict=True):
             timer.time(f"sum, {size}", 2, group.reduce_gradients, [buffer])
         if not done:
-            timer.found.clear()  # what is set up at first
+            timer.seconds.clear()  # what is set up at first
     return timer.medians()
 
 

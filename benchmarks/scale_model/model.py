@@ -1,4 +1,4 @@
-"""What a step of several processes takes: operations, bytes that travel, and so seconds.
+"""A model of a step of several processes: operations, transferred bytes, and seconds.
 
 For dense models.
 """
@@ -17,14 +17,14 @@ from valence.models.shape import Shape
 from valence.models.speed import Work
 
 MASTER = 4
-"""Bytes of a weight that trains, and of its gradient."""
+"""Bytes of a trained weight, and of its gradient."""
 UPDATE = 28
 """Bytes that AdamW moves for a weight: it reads weight, gradient and two moments, and writes all
 but the gradient.
 """
 
 COPIED = 2
-"""Bytes that a copy moves for each of its own."""
+"""Bytes that a copy moves per copied byte."""
 
 NOT_SPLIT = Split()
 """Each process holds all weights."""
@@ -70,14 +70,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Layout:
-    """So many processes, and how they share the weights."""
+    """The number of processes, and how they share the weights."""
 
     processes: int
     split: Split = NOT_SPLIT
 
     @property
     def dealt(self) -> int:
-        """Processes, or groups of those that share each layer, that have rows of their own."""
+        """Number of data-parallel ranks: processes, or groups of tensor-parallel ones."""
         return self.processes // self.split.tensor
 
 
@@ -90,9 +90,9 @@ def sharded(
 
 @dataclass(frozen=True)
 class Job:
-    """A step. trained, measured: what all processes together run forward and backward, and forward
-    alone. micro_batches: of a process, in each of these passes. balance: mean work of a process by
-    the most. width: bytes of a number of the products.
+    """A step. trained, measured: work of all processes with and without a backward pass.
+    micro_batches: of a process, in each of these passes. balance: mean work of a process over the
+    largest. width: bytes per number in matrix multiplications.
     """
 
     shape: Shape

@@ -1,1 +1,1 @@
-"""Labels that a good order of labelling saves."""
+"""Number of labels that a good labelling order saves."""

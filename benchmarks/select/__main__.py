@@ -1,22 +1,22 @@
 """python -m benchmarks.select [--quick] [--seeds N] [--only SET] [--cache FOLDER]: how many labels
 `valence select` saves.
 
-Rows that have labels already play unlabelled ones. Of each set, 30 % of the prompts are held out.
-20 random rows of the rest are labelled, then the next 10 in each step, in one of these orders:
+Labelled rows stand in for unlabelled ones. 30 % of the prompts of each set are held out. 20 random
+rows of the rest are labelled, then 10 more in each step, in one of these orders:
 
 - random
-- margin: rows first of which the classifier is least sure (`valence select` with answers)
-- disagreement: rows first on which classifiers of 10 bootstrap samples disagree
-- answers: rows first whose answers are far from the labelled ones and from each other
-- prompts: the same with prompts (`valence select` with prompts alone)
+- margin: the least certain predictions of the classifier first (`valence select` with answers)
+- disagreement: the largest disagreement of classifiers of 10 bootstrap samples first
+- answers: answers that are far from the labelled ones and from each other first
+- prompts: the same with prompts (`valence select` with prompts only)
 
 The figure is the AUC on the held-out rows of a logistic regression on the hidden states of
 SmolLM2-135M-Instruct, trained on the rows labelled so far. Differences to random order are paired:
-both orders have the same first rows and held-out rows. `saved` is how many fewer labels an order
-needs to reach the mean AUC that random order has after 100 labels, or 60 of the smaller set
+both orders have the same first rows and held-out rows. `saved` is the number of labels that an
+order saves to reach the mean AUC of random order after 100 labels, or 60 of the smaller set
 (negative: it needs more). Intervals are of the mean over seeds, for `saved` from 200 bootstrap
-samples of them. Sets: those of benchmarks.flips, with their held-out rows. --cache: keeps the
-hidden states in a folder. Exit status: 0 the figures held their bars, 1 some did not.
+samples of them. The sets are those of benchmarks.flips with their held-out rows. --cache: store the
+hidden states in a folder. Exit status: 0 all figures reach their bars, 1 some do not.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a step costs against its size."""
+"""The cost of a step by its size."""

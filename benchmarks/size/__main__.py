@@ -1,10 +1,10 @@
-"""python -m benchmarks.size [--quick]: does the cost of a pass grow with its tokens, and with
-nothing else?
+"""python -m benchmarks.size [--quick]: check that the cost of a micro-batch grows only with its
+number of tokens.
 
-Forward and backward of one micro-batch by the engine (bfloat16 over float32 masters, compiled
-layers where there is a compiler), on random tokens: (1) answers of 256 tokens to prompts of 256,
-filling 1k to 64k tokens; (2) 1 to 64 answers of 64 tokens to one prompt of 512. Exit status: 0 all
-figures held, 1 some fell short.
+Forward and backward pass of one micro-batch (bfloat16 with float32 weights, compiled layers where
+there is a compiler) on random tokens: (1) answers of 256 tokens to prompts of 256, in micro-batches
+of 1k to 64k tokens; (2) 1 to 64 answers of 64 tokens to one prompt of 512. Exit status: 0 all
+figures are within their bars, 1 some are not.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from valence.types import MicroBatch, Origin, TokenizedCompletion, TokenizedExam
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 ANSWERS = (1, 2, 4, 8, 16, 32, 64)
 SLOWER, LARGER, DEARER = 0.8, 1.3, 1.3
-"""Least tokens per second of the largest against those at 4k; most memory per token against that at
-4k; most time per distinct token with many answers against that of one.
+"""Minimum speed of the largest size relative to 4k tokens; maximum memory per token relative to 4k
+tokens; maximum time per distinct token with many answers relative to one.
 """
 
 
@@ -62,8 +62,8 @@ def micro_batch(
 
 
 def measured(engine: PolicyModel, batch: MicroBatch, repeats: int) -> tuple[float, float]:
-    """Seconds (the median) and peak memory above idle (MB) of a pass, gradients of the weights left
-    out of the memory.
+    """Median seconds, and peak memory above idle (MB) without the gradients of the weights, of a
+    forward and backward pass.
     """
 
     def step() -> float:
@@ -73,7 +73,7 @@ def measured(engine: PolicyModel, batch: MicroBatch, repeats: int) -> tuple[floa
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    step()  # what is compiled or faulted in at first
+    step()  # compiles, and maps memory
     seconds, peak = peak_above_idle(step, engine.device)
     return median([seconds, *(step() for _ in range(repeats - 1))]), peak
 
@@ -97,7 +97,7 @@ def sizes(engine: PolicyModel, largest: int, repeats: int) -> list[tuple[int, fl
 def many_answers(engine: PolicyModel, max_answers: int, repeats: int) -> list[tuple[int, float]]:
     """Answers, and seconds per distinct token."""
     print(
-        f"\n{'answers':>8}{'tokens':>9}{'apart':>9}{'seconds':>9}{'tokens/s':>10}{'apart/s':>10}",
+        f"\n{'answers':>8}{'tokens':>9}{'unshared':>9}{'seconds':>9}{'tokens/s':>10}{'unshared/s':>12}",
         flush=True,
     )
     points: list[tuple[int, float]] = []
@@ -108,7 +108,7 @@ def many_answers(engine: PolicyModel, max_answers: int, repeats: int) -> list[tu
         points.append((answers, seconds / laid))
         print(
             f"{answers:8}{laid:9}{unshared:9}{seconds:9.3f}"
-            f"{laid / seconds:10.0f}{unshared / seconds:10.0f}",
+            f"{laid / seconds:10.0f}{unshared / seconds:12.0f}",
             flush=True,
         )
     return points

@@ -1,8 +1,8 @@
-"""python -m benchmarks.step [--quick]: how fast, and in how much memory, is a training step beside
-TRL's, and for how much of it does training wait for micro-batches?
+"""python -m benchmarks.step [--quick]: compare the speed and memory of a training step with TRL's,
+and measure how long training waits for micro-batches.
 
-Exit status: 0 all figures held, 1 some fell short, 2 there is no environment with TRL: then only
-the waiting was measured.
+Exit status: 0 all figures reach their bars, 1 some do not, 2 there is no environment with TRL: then
+only the waiting is measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="three cases (or those named), against TRL at its best alone",
+        help="three cases (or those of --only), against TRL's fastest configuration only",
     )
     parser.add_argument(
         "--only",
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument(
         "--alone",
         action="store_true",
-        help="without TRL: only how long training waits for micro-batches",
+        help="without TRL: measure only how long training waits for micro-batches",
     )
     arguments = parser.parse_args()
     cases = tuple(

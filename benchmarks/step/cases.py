@@ -1,4 +1,4 @@
-"""What is measured: the table of cases, and the bars that their figures are held against."""
+"""The measured cases, and the bars for their figures."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ PROMPT_10 = Lengths(10, 20)
 class Case:
     """One kind of step: ``prompts`` prompts with ``answers`` completions each.
 
-    bar: how many times as fast as TRL at its best it should be (None: reported, not held against
-    anything).
-    without_sharing: compared with Valence itself when every completion brings a prompt of its own that it
-    shares with no other.
+    bar: required speedup over TRL's fastest configuration (None: only reported). without_sharing:
+    compared with Valence on the same completions with separate prompts, which share no prefix.
     """
 
     name: str
@@ -94,10 +92,10 @@ SMALL_STEPS = Case("dpo, 64 short pairs", "dpo", prompts=64, answers=2, shape=TI
 """A model so small that preparing micro-batches takes a few percent of a step."""
 
 FLOOR_BAR = 0.7
-"""Share of the floor that the cases with a bar should reach."""
+"""Required ratio of the minimum time to the measured time, for cases with a bar."""
 MEMORY_BAR, CHECKPOINTED_BAR = 0.5, 0.8
-"""Most of TRL's peak memory that they may take, without and with activation checkpointing."""
+"""Largest allowed share of TRL's peak memory, without and with activation checkpointing."""
 WAITING_BAR = 0.5
-"""Most of a step (percent) for which training may wait for its micro-batches."""
+"""Largest allowed share of a step (percent) in which training waits for its micro-batches."""
 UNSHARED_BAR = 0.97
-"""Sharing is never slower than not sharing, less what two medians differ by from run to run."""
+"""Sharing prefixes is never slower than not sharing them, within the noise of two medians."""

@@ -1,5 +1,5 @@
-"""All cases, one after the other: do both sides compute the same, how long do they take, did every
-figure hold?
+"""Run all cases: check that both sides compute the same, time them, and compare the figures with
+their bars.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ EXACT_BAR = 1e-4
 
 
 def small(case: Case) -> Case:
-    """The case on a model and rows on which float32 takes no time."""
+    """The case with a model and rows so small that float32 is fast."""
     return replace(case, shape=TINY, prompt=Lengths(12, 40), completion=Lengths(8, 30))
 
 
 def compare(cases: tuple[Case, ...], peer: Peer | None, scratch: Path, *, quick: bool) -> int:
-    """Every case's table as it is done, then the verdict. Returns the exit status.
+    """Print every case's table as it finishes, then the verdict. Return the exit status.
 
     Without a peer, measures only how long training waits for micro-batches.
     """
@@ -65,7 +65,7 @@ def compare_with_peer(
     *,
     quick: bool,
 ) -> list[Result] | None:
-    """Print every case's table as it is done. None: the sides do not compute the same."""
+    """Print every case's table as it finishes. None: the sides do not compute the same."""
     versions = ", ".join(f"{name} {version}" for name, version in peer.ask("versions").items())
     print(f"TRL's environment: {versions}; {THREADS} threads on both sides", flush=True)
     far, where = exact(tuple(map(small, cases)), models_of, peer, scratch / "exact")
@@ -75,7 +75,7 @@ def compare_with_peer(
         flush=True,
     )
     if not far <= EXACT_BAR:
-        print("no time is shown: the sides do not compute the same. short")
+        print("no times, because the sides do not compute the same. short")
         return None
     plan, results = QUICK if quick else FULL, list[Result]()
     for case in cases:

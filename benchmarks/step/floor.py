@@ -1,5 +1,5 @@
-"""The least time that a step can take on this machine: its necessary products at the rates that
-torch reaches for their shapes.
+"""The minimum time of a step on this machine: its necessary matrix multiplications at the rates
+that PyTorch reaches for their shapes.
 
 Necessary is: each distinct prompt token and each trained token once through the layers, forward and
 backward; each measured token (KTO's mismatched completions) forward; the head at trained and
@@ -43,7 +43,7 @@ class Work:
 
 
 def floor(case: Case, units: list[TokenizedExample]) -> float:
-    """Seconds that a step of these units cannot do without, at the rates of now."""
+    """Minimum seconds of a step of these units, at rates measured now."""
     linear_seconds.cache_clear()
     attention_seconds.cache_clear()
     shape, work = case.shape, work_of(case, units)
@@ -92,12 +92,14 @@ def work_of(case: Case, units: list[TokenizedExample]) -> Work:
 
 
 def _pairs(before: int, count: int) -> int:
-    """What ``count`` tokens behind ``before`` others see, each itself included."""
+    """Pairs of a query and a key for ``count`` tokens after ``before`` others, which attend to
+    themselves and all earlier tokens.
+    """
     return count * before + count * (count + 1) // 2
 
 
 def linear_layers(shape: Shape) -> list[tuple[int, int, int]]:
-    """(inputs, outputs, how many) of the matrices of one layer."""
+    """(inputs, outputs, count) of the matrices of one layer."""
     query_size, shared = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return [
         (shape.hidden, query_size, 1), (shape.hidden, shared, 2), (query_size, shape.hidden, 1),

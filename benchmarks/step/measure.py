@@ -1,4 +1,4 @@
-"""One case on all sides, step by step in turn: figures that agree, then times, then memory."""
+"""Measure one case on all sides, alternating step by step: agreement, then times, then memory."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from benchmarks.step.stage import MAX_LENGTH, Models, draw_sets, padded_tokens
 from valence.types import TokenizedExample
 
 TOLERANCE = 2e-2
-"""Relative, of losses and gradient norms in bfloat16: several times as far as TRL is from itself in
-another precision.
+"""Relative tolerance of losses and gradient norms in bfloat16: several times the difference of TRL
+between two precisions.
 """
-PROBES = 2  # steps by which the fastest way is found
-# TRL at its defaults is timed once, on the largest set alone: a step of it takes as long as ten
-# others
+PROBES = 2  # steps that decide which way is the fastest
+# TRL at its defaults is timed once, on the largest set only: its step takes as long as ten others
 DEFAULTS_SETS = 1
-FEWEST_PROMPTS = 2  # of all sets together, so that lengths are spread at all
+FEWEST_PROMPTS = 2  # of all sets together, so that lengths vary
 
 
 class Way(NamedTuple):
-    """How TRL computes: "mixed" (float32 weights under autocast, its default), "bfloat16" (weights
-    too) or "float32".
-    compiled: its layers are, by torch.compile.
+    """TRL's precision: "mixed" (float32 weights under autocast, its default), "bfloat16" (also the
+    weights) or "float32". compiled: its layers are compiled with torch.compile.
     """
 
     precision: str
@@ -73,8 +71,8 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that a step can take, measured in turn with the steps: the machine's rates change
-    with the minutes.
+    """The minimum time of a step, measured in turn with the steps because the machine's rates
+    change within minutes.
     """
 
     case: Case
@@ -86,10 +84,9 @@ class Floor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. steps: timed ones of each side, at least. ways: those of which TRL at
-    its best takes the fastest.
-    all_sides: TRL with compiled layers and at its defaults too, and memory, with and without
-    activation checkpointing.
+    """The amount of measurements. steps: minimum number of timed steps of each side. ways: the
+    candidates for TRL's fastest configuration. all_sides: also TRL with compiled layers and at its
+    defaults, and memory with and without activation checkpointing.
     """
 
     sets: int

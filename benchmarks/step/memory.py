@@ -1,6 +1,6 @@
-"""The most memory that a call takes above the process as it is at rest.
+"""The peak memory of a call above that of the idle process.
 
-Both sides measure with this.
+Both sides use this module.
 """
 
 from __future__ import annotations

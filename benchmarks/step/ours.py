@@ -1,6 +1,5 @@
-"""Valence's side, in this process: ``Objective.run``, the part of Valence that every training step
-runs. For "grpo" the answers come with what is known of them when they have been sampled and judged:
-log-probabilities and advantages.
+"""Valence's side, in this process: ``Objective.run``, which is part of every training step. For
+"grpo" the answers have the log-probabilities and advantages of sampled and scored completions.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ class Ours:
             self.sets = [[self._judged(unit) for unit in units] for units in sets]
 
     def rows(self, number: int) -> list[dict[str, Any]]:
-        """The rows of a step as TRL's side is told of them, with the reference's values, which are
-        in the cache from now on.
+        """The rows of a step as sent to TRL's side, with the reference's values, which this call
+        adds to the cache.
         """
         units = self.sets[number]
         records: list[dict[str, Any]] = [
@@ -198,8 +197,8 @@ def mismatched(units: list[TokenizedExample]) -> list[TokenizedExample]:
 
 
 def unshared(units: list[TokenizedExample]) -> list[TokenizedExample]:
-    """Every answer behind a prompt of its own, which differs from the others in its first token:
-    nothing can be shared.
+    """Every answer after a separate prompt that differs from the others in its first token, so that
+    no prefix is shared.
     """
     return [
         replace(

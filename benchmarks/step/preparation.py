@@ -1,5 +1,5 @@
-"""How long training waits for the micro-batches of its steps: prepared when a step begins, and
-prepared while the step before computes, in turn.
+"""Measure how long training waits for micro-batches that are prepared at the start of a step, or in
+a thread during the previous step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER = f"\n  {'':24}{'s/step':>8}{'waiting':>10}{'prepared ahead: s/step':>25}
 
 @dataclass(frozen=True)
 class Preparation:
-    """Rounds of consecutive steps of a case: without and with preparing them ahead."""
+    """Rounds of consecutive steps of a case, without and with preparation ahead."""
 
     case: Case
     inline: list[StepTimes]
@@ -43,7 +43,7 @@ class Preparation:
 
 
 def waiting_share(rounds: list[StepTimes]) -> float:
-    """Seconds of waiting or preparing in the main thread, in percent of all."""
+    """Share of time (percent) in which the main thread waits or prepares."""
     return 100 * sum(times.waiting for times in rounds) / sum(times.total for times in rounds)
 
 
@@ -61,7 +61,7 @@ def measure_all(
 ) -> list[Preparation]:
     """Measure each case, and print its line."""
     print(
-        f"{HEADER}\n  (waiting: for micro-batches, the main thread; bar {WAITING_BAR}% of a step)",
+        f"{HEADER}\n  (waiting: main thread, for micro-batches; bar {WAITING_BAR}% of a step)",
         flush=True,
     )
     preparations: list[Preparation] = []

@@ -1,4 +1,4 @@
-"""The table, and the line that says what held."""
+"""The table of a case, and the last line with all figures and bars."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ class Figure:
 
 
 def table(result: Result) -> str:
-    """A case's figures, one line for each side; none of them when losses or gradients differ."""
+    """A case's figures, one line per side. Without figures if losses or gradients differ."""
     case = result.case
     title = (
         f"\n{case.name}: {case.prompts} prompts x {case.answers} completions, "
         f"{case.shape.name} model"
     )
     if result.differ:
-        return f"{title}\n  no time is shown, the sides do not compute the same: {result.differ}"
+        return f"{title}\n  no times, because the sides do not compute the same: {result.differ}"
     lines = [
         f"{title}; losses and gradient norms agree to {result.agreement:.0e}",
         HEAD,
         _line(result, result.ours, None),
     ]
     lines += [_line(result, side, result.ratio(name)) for name, side in result.others.items()]
-    lines += [f"  left out, rounding leads it elsewhere: {why}" for why in result.left_out]
+    lines += [f"  excluded, differs by rounding: {why}" for why in result.left_out]
     return "\n".join(lines)
 
 
 def _line(result: Result, side: Side, ratio: Spread | None) -> str:
     step = side.per_step()
     faster = f"{ratio.median:14.2f} {_range(ratio)}" if ratio else " " * 29
-    # The floor is that of all sets, which a side that ran on some of them alone has no share of.
+    # The minimum time is that of all sets, so sides that ran only some of them have no share.
     share = (
         f"{result.share(side):9.2f}"
         if len(side.seconds) == len(result.floor.seconds)
@@ -113,7 +113,7 @@ def figures(results: list[Result], preparations: list[Preparation]) -> list[Figu
 
 
 def verdict(results: list[Result], preparations: list[Preparation]) -> tuple[str, bool]:
-    """The last line, and whether everything held."""
+    """The last line, and whether all figures reach their bars."""
     all_of_them = figures(results, preparations)
     held = all(figure.held for figure in all_of_them) and not any(
         result.differ for result in results

@@ -1,4 +1,4 @@
-"""What both sides are given: models in folders, and rows as tokens."""
+"""The inputs of both sides: models in folders, and rows as tokens."""
 
 from __future__ import annotations
 

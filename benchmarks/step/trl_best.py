@@ -1,14 +1,12 @@
-"""What is changed in TRL to make its step as fast as it can be while it stays TRL's: its trainers,
-losses and padded batches.
+"""Changes that make TRL's step as fast as possible with its trainers, losses and padded batches.
 
-- The head runs at completion positions alone. TRL 1.16 does this on a GPU; elsewhere it runs it at
-every position.
-- The head is one product, whose logits are turned into probabilities where they lie and kept, so
-that the backward pass is two
-  products. Entropy and mean logit, which TRL computes for its logs, are left out.
-- Batches padded on the right go without a mask, which causal attention does not need. Attention is
-then a causal kernel over
-  grouped heads.
+- The head runs only at completion positions. TRL 1.16 does this on a GPU; elsewhere it runs the
+  head at every position.
+- The head is one matrix multiplication, whose logits become probabilities in place and are kept, so
+  that the backward pass is two multiplications. Entropy and mean logit, which TRL computes for its
+  logs, are omitted.
+- Batches that are padded on the right have no mask, which causal attention does not need. Attention
+  then runs in a causal kernel over grouped heads.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ UNWATCHED = 1024  # rows of logits that exist at once without a gradient
 
 @contextmanager
 def best() -> Iterator[None]:
-    """TRL's head replaced inside the block."""
+    """Replace TRL's head inside the block."""
     with mock.patch.multiple(
         utils, _use_triton=mock.Mock(return_value=True), _ChunkedLogProbFunction=KeptHead
     ):
@@ -36,7 +34,7 @@ def best() -> Iterator[None]:
 
 
 def without_needless_mask(backbone: nn.Module) -> None:
-    """Leaves out the mask of a batch that is padded on the right alone."""
+    """Remove the mask of batches that are padded only on the right."""
 
     def drop(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         mask = kwargs.get("attention_mask")
@@ -67,14 +65,16 @@ class KeptHead(torch.autograd.Function):
         _outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
         if bias is not None or temperature != 1.0 or softcap is not None or scale != 1.0:
-            raise NotImplementedError("only a plain head is served here")
+            raise NotImplementedError(
+                "only a head without bias, temperature, softcap and scale is supported"
+            )
         ctx.set_materialize_grads(False)
         ctx.dtypes = hidden.dtype, weight.dtype
         dtype = (
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
         )
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-        # not under no_grad, where the weight alone says that it wants one
+        # not under no_grad, where only the weight requires a gradient
         if ctx.needs_input_grad[0]:
             weights, logp = hidden @ weight.t(), hidden.new_empty(len(hidden), dtype=torch.float32)
             _normalize(weights, target, logp)
@@ -106,9 +106,9 @@ class KeptHead(torch.autograd.Function):
 
 
 def _normalize(logits: Tensor, target: Tensor, logp: Tensor | None) -> Tensor:
-    """Turns logits[N, V] into probabilities where they lie.
+    """Turn logits[N, V] into probabilities in place.
 
-    Returns the logarithm of the targets' [N], in ``logp`` if given.
+    Returns the log-probabilities of the targets [N], in ``logp`` if it is not None.
     """
     logp = logits.new_empty(len(logits), dtype=torch.float32) if logp is None else logp
     for rows, wanted, out in zip(

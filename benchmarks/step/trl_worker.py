@@ -1,9 +1,9 @@
-"""TRL's side: a process in TRL's own environment that is told what to do over a pipe, one line of
-JSON at a time.
+"""TRL's side: a process in TRL's environment that receives commands over a pipe, one line of JSON
+each.
 
 Usage: python -m benchmarks.step.trl_worker
 
-Every line in is {"do": name, ...}, answered by one line: a JSON object, or {"error": text}.
+Every input line is {"do": name, ...}. The reply is one line: a JSON object, or {"error": text}.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TRAINERS = {
     "bradley_terry": (trl.RewardTrainer, trl.RewardConfig),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
 }
-# A trainer wants a data set when it is made; the rows that are measured come later, through the
-# trainer's own collator.
+# A trainer needs a data set at construction; the measured rows come later, through the trainer's
+# collator.
 STAND_INS = {
     "kto": {"prompt": spelled([3, 4]), "completion": spelled([5]), "label": True},
     "dpo": {"prompt": spelled([3, 4]), "chosen": spelled([5]), "rejected": spelled([6])},
@@ -105,8 +105,8 @@ class Session:
 
 
 def trainer_of(options: dict[str, Any], scratch: str) -> Any:
-    """TRL's trainer as it comes, or with what makes its step fast: reference values given, nothing
-    recomputed.
+    """TRL's trainer at its defaults, or in its fastest configuration: precomputed reference values
+    and no activation checkpointing.
     """
     method = options["method"]
     trainer, config = TRAINERS[method]
@@ -131,7 +131,7 @@ def trainer_of(options: dict[str, Any], scratch: str) -> Any:
     if with_reference and not options["best"]:
         extra["ref_model"] = AutoModelForCausalLM.from_pretrained(options["reference"], dtype=dtype)
     tokenizer = tokenizer_of_ids(16, EOS)
-    # a score is read before the padding, which must not look like the end of an answer
+    # the score is read before the padding, so padding must differ from the end of an answer
     if method == "bradley_terry":
         tokenizer.pad_token = PAD
     extra |= {
@@ -142,7 +142,7 @@ def trainer_of(options: dict[str, Any], scratch: str) -> Any:
 
 
 def kto_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As TRL pairs them: behind each prompt the completion of the row before, cyclically."""
+    """Pairs as TRL makes them: each prompt with the completion of the previous row, cyclically."""
     before = [rows[i - 1]["answers"][0] for i in range(len(rows))]
     return [
         {
@@ -189,7 +189,7 @@ def reward_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def grpo_columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """As TRL hands a batch of rollouts to its loss: prompts padded on the left, completions on the
+    """A batch of rollouts in the form of TRL's loss: prompts padded on the left, completions on the
     right.
     """
     answers = [answer for row in rows for answer in row["answers"]]
@@ -222,7 +222,7 @@ COLUMNS: dict[str, Any] = {
 
 
 class Worker:
-    """What can be asked for. A case is a list of row sets, and the sessions that run them."""
+    """The commands. A case is a list of row sets, and the sessions that run them."""
 
     def __init__(self, scratch: str) -> None:
         self.scratch = scratch
@@ -233,7 +233,7 @@ class Worker:
         return {module.__name__: module.__version__ for module in (trl, torch, transformers, peft)}
 
     def rows(self, sets: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """The rows of the next case. Sessions of the case before are let go."""
+        """Set the rows of the next case, and drop the sessions of the previous one."""
         self.sets, self.sessions = sets, {}
         torch.compiler.reset()
         return {}

@@ -1,20 +1,20 @@
 """python -m benchmarks.truncation [--seeds N] [--rounds N] [--gae-lambda L]: PPO on a constant
 reward.
 
-A constant reward holds no information: value estimates should settle at it, and the share of
-completions that are cut off at `rollout.max_new_tokens` should not move far. Two rules for the
-value after the last token of a truncated completion are compared, on a random model of 27 tokens
-whose completions are cut off about half of the time:
+A constant reward contains no information: value estimates should converge to it, and the share of
+completions that are truncated at `rollout.max_new_tokens` should not change much. The benchmark
+compares two rules for the value after the last token of a truncated completion, on a random model
+of 27 tokens that truncates about half of its completions:
 
-- `zero`: none. The reward is for the whole completion and is added at its last token. This is what
-  Valence does.
-- `bootstrap`: the value estimate before the last token, as for an episode that goes on. The outcome
-  reward is then counted twice: the target of the value at the last token is R + V, which has no
+- `zero`: no value. The reward is for the whole completion and is added at its last token. Valence
+  uses this rule.
+- `bootstrap`: the value estimate before the last token, as for an unfinished episode. The outcome
+  reward then counts twice: the target of the value at the last token is R + V, which has no
   fixed point.
 
 With a lambda below 1, errors of the value estimates count most at the last token, and whitening
-makes advantages of any size out of them: the share of truncated completions then moves although
-there is nothing to learn. With the default of this benchmark, 1, they count alike at all tokens.
+scales them up to full-size advantages. The share of truncated completions then changes although
+there is nothing to learn. With 1, the default of this benchmark, all tokens count equally.
 
 Exit status: 0 if with `zero` the value estimates end within 0.5 of the reward and truncation did
 not rise by more than 0.25, 1 if not.

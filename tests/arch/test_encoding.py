@@ -1,4 +1,4 @@
-"""Text files are UTF-8 in every locale: whoever opens one as text names its encoding."""
+"""Text files are UTF-8 in every locale: code that opens one as text names its encoding."""
 
 from __future__ import annotations
 

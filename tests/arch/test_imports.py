@@ -140,7 +140,7 @@ COME_WITH = {
 """Imported without being declared -> the dependency that cannot work without it."""
 
 ELSEWHERE = ("vllm",)
-"""What only runs in an environment of its own imports, a server's plugin."""
+"""Imports of code that only runs in a separate environment: a server's plugin."""
 
 PURE = ("torch", "annotated_types", "typing_extensions")
 
@@ -428,7 +428,7 @@ def test_what_needs_no_tensors_loads_no_torch(tmp_path: Path) -> None:
 
 
 def run_python(code: str, *arguments: str) -> str:
-    """What this code prints in a process of its own."""
+    """The output of this code in a separate process."""
     command = [sys.executable, "-c", code, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

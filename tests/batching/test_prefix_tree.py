@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.prefix_trees import sharing, strand_sets
+from tests.prefix_trees import sequence_sets, sharing
 from valence.batching import prefix_tree
 from valence.batching.prefix_tree import (
     PrefixTree,
@@ -22,7 +22,7 @@ from valence.batching.prefix_tree import (
 )
 
 
-def strand(ids: list[int] | str, mask: str = "") -> TokenSequence:
+def token_sequence(ids: list[int] | str, mask: str = "") -> TokenSequence:
     """``mask``: an x for each token that is measured; what it does not say is not."""
     read = tuple(c == "x" for c in mask.ljust(len(ids)))
     return TokenSequence(tuple(map(int, ids)), read)
@@ -31,8 +31,8 @@ def strand(ids: list[int] | str, mask: str = "") -> TokenSequence:
 shares = st.sampled_from([1, 2, 3, 4, prefix_tree.MIN_SHARED_TOKENS])
 
 
-def num_rows(strands: Sequence[TokenSequence]) -> int:
-    return len(build_prefix_tree(strands).tokens)
+def num_rows(sequences: Sequence[TokenSequence]) -> int:
+    return len(build_prefix_tree(sequences).tokens)
 
 
 def path(results: PrefixTree, s: int) -> list[int]:
@@ -47,24 +47,24 @@ def rows(results: PrefixTree, s: int) -> list[int]:
     return [row for k in path(results, s) for row in range(*results.segments[k][:2])]
 
 
-@given(strand_sets(), shares)
-def test_every_path_spells_its_sequence(strands: list[TokenSequence], min_shared: int) -> None:
+@given(sequence_sets(), shares)
+def test_every_path_spells_its_sequence(sequences: list[TokenSequence], min_shared: int) -> None:
     with sharing(min_shared):
-        result = build_prefix_tree(strands)
-    assert len(result.leaves) == len(strands)
-    for s, one in enumerate(strands):
+        result = build_prefix_tree(sequences)
+    assert len(result.leaves) == len(sequences)
+    for s, one in enumerate(sequences):
         actual = rows(result, s)
         assert tuple(result.tokens[actual]) == one.token_ids
         assert result.position_ids[actual].tolist() == list(range(len(one.token_ids)))
         assert result.previous[actual].tolist() == [-1, *actual[:-1]]
 
 
-@given(strand_sets(), shares)
+@given(sequence_sets(), shares)
 def test_segments_come_parents_first_and_tile_the_rows(
-    strands: list[TokenSequence], min_shared: int
+    sequences: list[TokenSequence], min_shared: int
 ) -> None:
     with sharing(min_shared):
-        result = build_prefix_tree(strands)
+        result = build_prefix_tree(sequences)
     assert [start for start, _, _ in result.segments] == [
         0,
         *(end for _, end, _ in result.segments[:-1]),
@@ -73,21 +73,21 @@ def test_segments_come_parents_first_and_tile_the_rows(
     assert all(
         start < end and -1 <= parent < k for k, (start, end, parent) in enumerate(result.segments)
     )
-    assert {k for s in range(len(strands)) for k in path(result, s)} == set(
+    assert {k for s in range(len(sequences)) for k in path(result, s)} == set(
         range(len(result.segments))
     )
     for name in ("tokens", "position_ids", "previous", "sequence_ids", "loss_mask"):
         assert getattr(result, name).shape == result.tokens.shape
 
 
-@given(strand_sets(), shares)
+@given(sequence_sets(), shares)
 def test_a_measured_token_has_one_row_and_one_reader(
-    strands: list[TokenSequence], min_shared: int
+    sequences: list[TokenSequence], min_shared: int
 ) -> None:
     with sharing(min_shared):
-        result = build_prefix_tree(strands)
+        result = build_prefix_tree(sequences)
     readers = Counter[int]()
-    for s, one in enumerate(strands):
+    for s, one in enumerate(sequences):
         actual = np.array(rows(result, s))
         read = actual[np.array(one.loss_mask)]
         assert result.loss_mask[read].all()
@@ -100,43 +100,45 @@ def test_a_measured_token_has_one_row_and_one_reader(
     assert set(readers.values()) <= {1}
 
 
-@given(strand_sets(), shares)
+@given(sequence_sets(), shares)
 def test_a_token_that_none_measures_belongs_to_a_sequence_that_has_it(
-    strands: list[TokenSequence], min_shared: int
+    sequences: list[TokenSequence], min_shared: int
 ) -> None:
     with sharing(min_shared):
-        result = build_prefix_tree(strands)
-    inside = [set(rows(result, s)) for s in range(len(strands))]
+        result = build_prefix_tree(sequences)
+    inside = [set(rows(result, s)) for s in range(len(sequences))]
     assert all(row in inside[s] for row, s in enumerate(result.sequence_ids.tolist()))
 
 
-@given(strand_sets(), shares, st.randoms(use_true_random=False))
+@given(sequence_sets(), shares, st.randoms(use_true_random=False))
 def test_the_order_of_the_sequences_costs_no_row(
-    strands: list[TokenSequence], min_shared: int, draw: Random
+    sequences: list[TokenSequence], min_shared: int, draw: Random
 ) -> None:
     with sharing(min_shared):
-        result = num_rows(strands)
-        assert num_rows(strands[::-1]) == num_rows(draw.sample(strands, len(strands))) == result
-    assert result <= sum(len(one.token_ids) for one in strands)
+        result = num_rows(sequences)
+        assert (
+            num_rows(sequences[::-1]) == num_rows(draw.sample(sequences, len(sequences))) == result
+        )
+    assert result <= sum(len(one.token_ids) for one in sequences)
 
 
-@given(strand_sets(measured=False))
-def test_with_nothing_measured_every_beginning_is_laid_once(strands: list[TokenSequence]) -> None:
+@given(sequence_sets(measured=False))
+def test_with_nothing_measured_every_beginning_is_laid_once(sequences: list[TokenSequence]) -> None:
     with sharing(1):
-        result = num_rows(strands)
+        result = num_rows(sequences)
     assert result == len(
-        {one.token_ids[:n] for one in strands for n in range(1, len(one.token_ids) + 1)}
+        {one.token_ids[:n] for one in sequences for n in range(1, len(one.token_ids) + 1)}
     )
 
 
-@given(strand_sets(), shares)
+@given(sequence_sets(), shares)
 def test_a_beginning_is_shared_only_if_it_is_long_enough(
-    strands: list[TokenSequence], min_shared: int
+    sequences: list[TokenSequence], min_shared: int
 ) -> None:
     with sharing(min_shared):
-        result = build_prefix_tree(strands)
-    users = Counter(k for s in range(len(strands)) for k in path(result, s))
-    for s in range(len(strands)):
+        result = build_prefix_tree(sequences)
+    users = Counter(k for s in range(len(sequences)) for k in path(result, s))
+    for s in range(len(sequences)):
         shared = [k for k in path(result, s) if users[k] > 1]
         assert (
             not shared or result.position_ids[result.segments[shared[-1]][1] - 1] + 1 >= min_shared
@@ -146,7 +148,7 @@ def test_a_beginning_is_shared_only_if_it_is_long_enough(
 def test_a_prompt_is_laid_once_for_all_its_answers() -> None:
     prompt = "12345678901234567890"
     result = build_prefix_tree(
-        [strand(prompt + answer, " " * 20 + "xxx") for answer in ("111", "222", "133")]
+        [token_sequence(prompt + answer, " " * 20 + "xxx") for answer in ("111", "222", "133")]
     )
     assert result.segments == ((0, 20, -1), (20, 23, 0), (23, 26, 0), (26, 29, 0))
     assert result.leaves == (1, 3, 2)
@@ -160,14 +162,20 @@ def test_a_short_prompt_is_laid_for_each() -> None:
     assert prefix_tree.MIN_SHARED_TOKENS == 16
     for length, laid in ((15, 2 * 15 + 2), (16, 16 + 2)):
         prompt = "0" * length
-        assert num_rows([strand(prompt + answer, " " * length + "x") for answer in "12"]) == laid
+        assert (
+            num_rows([token_sequence(prompt + answer, " " * length + "x") for answer in "12"])
+            == laid
+        )
 
 
 def test_a_turn_is_measured_by_one_and_context_of_another() -> None:
     """Two turns of one conversation judged separately: everything is there once."""
     first, second = "0" * 20, "0" * 20 + "1" * 20 + "2" * 20
     result = build_prefix_tree(
-        [strand(second + "3", " " * 60 + "x"), strand(first + "1" * 20, " " * 20 + "x" * 20)]
+        [
+            token_sequence(second + "3", " " * 60 + "x"),
+            token_sequence(first + "1" * 20, " " * 20 + "x" * 20),
+        ]
     )
     assert len(result.tokens) == 61
     assert result.sequence_ids[20:40].tolist() == [1] * 20
@@ -178,29 +186,32 @@ def test_a_turn_is_measured_by_one_and_context_of_another() -> None:
 
 def test_what_two_sequences_measure_is_laid_for_each() -> None:
     """Also when they are the same, as when one answer was judged twice."""
-    same = strand("0" * 20 + "12", " " * 20 + "xx")
+    same = token_sequence("0" * 20 + "12", " " * 20 + "xx")
     result = build_prefix_tree([same, same])
     assert result.segments == ((0, 20, -1), (20, 22, 0), (22, 24, 0))
     assert sorted(result.leaves) == [1, 2]
 
 
-@pytest.mark.parametrize("strands", [[strand("1", "x")], [strand("12", " x"), strand("12", "xx")]])
-def test_a_measured_first_token_is_an_error(strands: list[TokenSequence]) -> None:
+@pytest.mark.parametrize(
+    "sequences",
+    [[token_sequence("1", "x")], [token_sequence("12", " x"), token_sequence("12", "xx")]],
+)
+def test_a_measured_first_token_is_an_error(sequences: list[TokenSequence]) -> None:
     with pytest.raises(ValueError):
-        build_prefix_tree(strands)
+        build_prefix_tree(sequences)
 
 
 def rows_of_path(tree: PrefixTree, sequence: int) -> list[int]:
     return [row for k in tree.path(sequence) for row in range(*tree.segments[k][:2])]
 
 
-@given(strand_sets(), shares, st.data())
+@given(sequence_sets(), shares, st.data())
 def test_a_selection_is_a_tree_of_its_sequences(
-    strands: list[TokenSequence], min_shared: int, data: st.DataObject
+    sequences: list[TokenSequence], min_shared: int, data: st.DataObject
 ) -> None:
-    chosen = data.draw(st.lists(st.sampled_from(range(len(strands))), min_size=1, unique=True))
+    chosen = data.draw(st.lists(st.sampled_from(range(len(sequences))), min_size=1, unique=True))
     with sharing(min_shared):
-        tree = build_prefix_tree(strands).select(chosen)
+        tree = build_prefix_tree(sequences).select(chosen)
     assert [start for start, _, _ in tree.segments] == [
         0,
         *(end for _, end, _ in tree.segments[:-1]),
@@ -212,28 +223,28 @@ def test_a_selection_is_a_tree_of_its_sequences(
     num_readers = Counter[int]()
     for number, sequence in enumerate(chosen):
         rows = rows_of_path(tree, number)
-        assert tuple(tree.tokens[rows]) == strands[sequence].token_ids
+        assert tuple(tree.tokens[rows]) == sequences[sequence].token_ids
         assert tree.position_ids[rows].tolist() == list(range(len(rows)))
         assert tree.previous[rows].tolist() == [-1, *rows[:-1]]
         reads = tree.loss_mask[rows] & (tree.sequence_ids[rows] == number)
-        assert tuple(reads) == strands[sequence].loss_mask
+        assert tuple(reads) == sequences[sequence].loss_mask
         num_readers.update(np.array(rows)[reads].tolist())
     assert num_readers == Counter(np.flatnonzero(tree.loss_mask).tolist())
     paths = [set(rows_of_path(tree, number)) for number in range(len(chosen))]
     assert all(row in paths[s] for row, s in enumerate(tree.sequence_ids.tolist()))
 
 
-@given(strand_sets(measured=False), shares, st.data())
+@given(sequence_sets(measured=False), shares, st.data())
 def test_a_selection_is_the_tree_that_would_be_built(
-    strands: list[TokenSequence], min_shared: int, data: st.DataObject
+    sequences: list[TokenSequence], min_shared: int, data: st.DataObject
 ) -> None:
     """Segments too: one that has lost its siblings is no longer apart from its parent."""
     chosen = sorted(
-        data.draw(st.lists(st.sampled_from(range(len(strands))), min_size=1, unique=True))
+        data.draw(st.lists(st.sampled_from(range(len(sequences))), min_size=1, unique=True))
     )
     with sharing(min_shared):
-        selected = build_prefix_tree(strands).select(chosen)
-        built = build_prefix_tree([strands[s] for s in chosen])
+        selected = build_prefix_tree(sequences).select(chosen)
+        built = build_prefix_tree([sequences[s] for s in chosen])
     assert selected.segments == built.segments
     assert selected.leaves == built.leaves
     for name in ("tokens", "position_ids", "previous", "loss_mask"):

@@ -1,5 +1,5 @@
-"""The recipes that the repository ships: each loads, with the real table of methods and with the
-data beside it. Those for large models fit the GPUs that they name.
+"""The recipes of the repository: each loads, with the real table of methods and with the data next
+to it. Those for large models fit the GPUs that they name.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ Plans = Callable[..., Plan]
 
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plans:
-    """Plans of a recipe on so many GPUs of 80 GB."""
+    """Plans of a recipe for different numbers of GPUs with 80 GB."""
     monkeypatch.setattr(plan, "best_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(plan, "free_memory", lambda _: int(0.97 * HBM))
     monkeypatch.setattr(

@@ -39,7 +39,7 @@ SUMMED = {"ipo": {"normalize": False}}
 """What makes a row read sums over whole answers, which some modifiers ask for."""
 NEVER_ALONE = 10_000
 ONE_ROW, SEVERAL = 1, 60
-"""Tokens of a micro-batch: each row of data has one of its own, or several share one."""
+"""Tokens of a micro-batch: one row of data per micro-batch, or several."""
 ON: dict[str, dict[str, Any]] = {
     "humanline": {"humanline": (-0.05, 0.1)},
     "ld_alpha": {"ld_alpha": 0.3},
@@ -221,7 +221,7 @@ def plain_gradient(name: str) -> Tensor:
 def test_a_modifier_of_sampled_answers_changes_the_gradient(
     name: str, settings: dict[str, Any]
 ) -> None:
-    """Also beside answers of which nothing is known that it reads, where it has no effect."""
+    """Also next to answers without a record of their sampling, on which it has no effect."""
     policy, reference = valued() if settings.get("value") else models_of(name)
     off: dict[str, Any] = {"correction": None}
     _, _, plain = gradient(objective(name, policy, reference, **off), sampled())

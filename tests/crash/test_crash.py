@@ -58,7 +58,7 @@ def test_processes_killed_at_random_end_as_if_nothing_had_been(laboratory: Labor
 def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_resumed(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By SIGKILL, in a process of its own."""
+    """By SIGKILL, in a separate process."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run, recipe = tmp_path / "run", tmp_path / "recipe.json"
     recipe.write_text(json.dumps(place.recipe(CASE["kto, lora"])), encoding="utf-8")

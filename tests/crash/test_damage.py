@@ -55,7 +55,7 @@ DAMAGES = (cut, empty, flip, zero, Path.unlink, rename)
 
 @pytest.fixture(scope="module")
 def stopped(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of a case as it was amid step 11, with checkpoints of steps 8 and 9 or 6 and 9."""
+    """The run of a case as it was during step 11, with checkpoints of steps 8 and 9 or 6 and 9."""
 
     @cache
     def at(name: str) -> Path:

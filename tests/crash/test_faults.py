@@ -68,7 +68,7 @@ def complete_checkpoints(run: Path) -> list[int]:
 def fail_in_save(
     index: int, case: str, place: Place, disk: Disk, folder: Path
 ) -> tuple[list[str], bool]:
-    """A run in which one operation of the save of step 6 fails, if it has so many.
+    """A run in which operation ``index`` of the save of step 6 fails, if it has that many.
 
     The run warns of it and goes on, and later saves succeed. Returns the operations of that save,
     and whether one failed.
@@ -90,7 +90,7 @@ def fail_in_save(
 def test_some_operation_of_a_save_may_fail_once(
     index: int, place: Place, disk: Disk, tmp_path: Path
 ) -> None:
-    """The first, and one amid it. All are in the slow test."""
+    """The first operation, and one in the middle. The slow test covers all of them."""
     assert fail_in_save(index, "kto, lora", place, disk, tmp_path)[1]
 
 
@@ -234,7 +234,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, left: int) -> None:
-    """Leaves so many bytes."""
+    """Fill the disk up to ``left`` free bytes."""
     with (disk / "filler").open("wb") as filler:
         free = os.statvfs(disk)
         filler.write(bytes(free.f_bavail * free.f_bsize - left))

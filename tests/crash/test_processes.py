@@ -43,9 +43,9 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 def test_whoever_is_killed_the_same_command_ends_the_run_as_if_nothing_had_been(
     laboratory: Laboratory,
 ) -> None:
-    """The launcher, rank 1 amid a step, and rank 0 amid a save.
+    """The launcher, rank 1 during a step, and rank 0 during a save.
 
-    At once with whole copies, and with weights that are split.
+    Concurrently for replicated weights and for tensor-parallel ones.
     """
 
     def killed(name: str) -> Trial:

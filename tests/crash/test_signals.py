@@ -172,7 +172,7 @@ def test_a_second_signal_ends_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It ends amid the step, and nothing more is saved."""
+    """The run ends during the step, and nothing more is saved."""
     run, ended = tmp_path / "run", list[int]()
 
     def twice() -> None:

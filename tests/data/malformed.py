@@ -1,4 +1,4 @@
-"""Files as people really have them, and what becomes of each: so many Examples, or an error."""
+"""Realistic malformed files, with the number of examples that each yields, or its error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error(code: str, *names: str) -> Expected:
 
 @dataclass(frozen=True)
 class Case:
-    """A file, and what becomes of it: so many Examples (``works``), or an error.
+    """A file with the number of examples that it yields (``works``), or its error.
 
     line: where the error points (None: the file as a whole).
     row: it is one row's fault, so that it can be skipped.

@@ -15,7 +15,7 @@ from valence.types import TokenizedExample
 
 
 def judged(count: int, ups: int | None = None) -> tuple[TokenizedExample, ...]:
-    """So many judgements, the first ``ups`` of them thumbs up (default: every second one)."""
+    """A number of judgements, the first ``ups`` of them thumbs up (default: every second one)."""
     labels = [i % 2 == 0 if ups is None else i < ups for i in range(count)]
     return tuple(
         unit(f"row{i}", "judgement", (5, i), (7, i), label=label) for i, label in enumerate(labels)

@@ -31,8 +31,8 @@ TARGETS = ["q_proj", "v_proj", "up_proj"]
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained for two steps. shares: an sft term beside the loss; packs: False runs one
-    sequence at a time.
+    """A loss and its settings, trained for two steps. shares: add an sft term to the loss; packs:
+    False runs one sequence at a time.
     """
 
     loss: str

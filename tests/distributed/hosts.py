@@ -81,7 +81,7 @@ class Hosts:
         return [int(pid) for pid in _ip("netns", "pids", self.names[host]).split()]
 
     def disconnect(self) -> None:
-        """No packet passes any more. No connection is closed by that, and no process is told."""
+        """Drop all packets. This closes no connection, and no process is notified."""
         _ip("-n", self.names[1], "link", "set", CABLE, "down")
 
     def reconnect(self) -> None:

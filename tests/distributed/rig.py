@@ -50,7 +50,7 @@ def run(
     deadline: float = 30.0,
     started: Sequence[int] | None = None,
 ) -> list[Ended]:
-    """Calls job(group, *args) in each of so many processes, or in those of them that are
+    """Calls job(group, *args) in each of ``size`` processes, or in those of them that are
     started.
     """
     started = range(size) if started is None else started

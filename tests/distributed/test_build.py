@@ -281,7 +281,7 @@ def planned(group: Group, place: Path) -> list[Any]:
 
 
 def noted(group: Group, place: Path) -> list[Any]:
-    """What is said of models that cannot be read in parts."""
+    """Warnings about models that cannot be read in parts."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         policy, _ = build_models(
@@ -445,8 +445,8 @@ def test_hosts_with_other_folders_are_told_what_differs(
 
 
 def peak(action: Callable[[], Any]) -> tuple[int, Any]:
-    """The most bytes that this process had of its own during the action, beyond those before (files
-    that it maps are not its own), and what the action gave.
+    """Peak anonymous memory (bytes) of this process during the action, less that before it (mapped
+    files do not count), and the result of the action.
     """
 
     def anonymous_memory() -> int:
@@ -470,8 +470,8 @@ def peak(action: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def measured(group: Group, place: Path, shard: str) -> tuple[int, int]:
-    """Bytes of a model's weights, and the most that a process had of its own while it built policy
-    and reference (but did not run them).
+    """Bytes of a model's weights, and the peak anonymous memory while a process built policy and
+    reference (but did not run them).
     """
     recipe = {"model": {"name": "large"}}
     building.check_layout = model_build.check_layout = lambda engine: None

@@ -218,8 +218,8 @@ def parts(group: Group) -> dict[str, Any]:
 
 
 def evaluate_with_cache(group: Group, folder: str) -> list[tuple[float, int, int]]:
-    """Evaluations with a reference whose values each process keeps in a place of its own: none,
-    all, and those of rank 0 are there.
+    """Evaluations with a reference cache per process that is empty, full, or full on rank 0 only.
+    Each item is the loss with the hits and misses of the cache.
     """
     case = Case("dpo")
     policy, reference = models(case)

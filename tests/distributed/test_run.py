@@ -1,5 +1,5 @@
-"""A run of several processes is that of one: every logged number, weights, rows of an evaluation,
-and how it is taken up.
+"""A run of several processes equals that of one: every logged number, weights, rows of an
+evaluation, and resuming.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LAYOUT_METRICS = {
 }
 """Numbers that depend on how a step was cut."""
 SHORT = {"train": {"epochs": 1.6}, "run": {"save_every": 2, "log_every": 3, "keep": None}}
-"""8 steps of 4 rows, but for one of 2; a save amid the log's window."""
+"""8 steps of 4 rows, one of them of 2; a save in the middle of the log's window."""
 
 
 def written(

@@ -47,7 +47,7 @@ class Trainer:
         run_config: Any,
     ) -> None:
         assert scaling_config.use_gpu is ("GPU" in RESOURCES)
-        self.loop, self.given, self.config, self.workers = (
+        self.loop, self.loop_config, self.config, self.workers = (
             loop,
             train_loop_config,
             torch_config,
@@ -71,7 +71,7 @@ class Trainer:
             get_world_size=lambda: self.workers,
             get_local_world_size=lambda: self.workers,
         )
-        self.loop(self.given)
+        self.loop(self.loop_config)
         assert os.environ["LOCAL_RANK"] == "0", "a worker sees its own GPU alone"
 
 

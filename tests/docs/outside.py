@@ -1,6 +1,6 @@
-"""Programs of others that pages name, run here with what this machine has: launchers with two
-processes; a job of Slurm and the pods of Kubernetes as processes here; Ray by a stand-in; the demo
-with a tiny model; an installation beside what it depends on.
+"""Third-party programs that pages name, run with the means of this machine: launchers with two
+processes; a Slurm job and the pods of Kubernetes as local processes; Ray by a stand-in; the demo
+with a tiny model; an installation next to its dependencies.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Round:
 
     @cached_property
     def batch(self) -> MicroBatch:
-        """Ids are of no account: what is said of them is put in their place.
+        """Token ids have no effect: their log-probabilities replace them.
 
         No two answers share a beginning.
         """

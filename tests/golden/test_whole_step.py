@@ -258,7 +258,7 @@ def test_delta_is_frozen_in_evaluation() -> None:
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5, 1e6], ids=str)
 def test_the_gradient_is_clipped_once_and_then_applied(clip_norm: float | None) -> None:
-    """One step of plain descent goes along the whole step's gradient, shortened as a whole."""
+    """A step of gradient descent follows the step's gradient, clipped by its global norm."""
     policy = models("tokens").policy
     before = [p.detach().clone() for p in policy.parameters()]
     policy.zero_grad()

@@ -20,7 +20,7 @@ MODULE = f"valence.data.importers.{NAME}"
 
 
 def entry(number: int, vote: Any = True, **changes: Any) -> dict[str, Any]:
-    """A line of the export: a vote on a completion of its own, by a rater of its own."""
+    """A line of the export: the vote of another rater on another completion."""
     return {
         "id": f"v{number}",
         "at": 1000 + number,

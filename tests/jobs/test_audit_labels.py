@@ -256,7 +256,7 @@ def test_a_regression_is_the_minimum_of_its_own_loss() -> None:
 
 
 def test_no_row_is_predicted_from_itself_or_its_copies() -> None:
-    """Random features of more dimensions than rows: whoever sees a label predicts it."""
+    """With more random features than rows, a model that sees a label predicts it."""
     torch.manual_seed(0)
     features = torch.randn(40, 200)
     labels = [i % 2 == 0 for i in range(40)]

@@ -226,7 +226,7 @@ def test_a_second_pass_over_what_the_first_one_kept(
 def test_the_masks_for_cuda_say_what_is_seen(
     fill: Callable[[int], int], segments: Segments, number: int
 ) -> None:
-    """Of a whole forest, and of a second pass behind a first one."""
+    """For a full prefix tree, and for a second pass after a first one."""
     windows = (0, 1, 4, 20)
     paths = [path(segments, k) for k in range(len(segments))]
     parts = split_by_gradient(
@@ -332,7 +332,7 @@ def test_the_compiler_of_attention_has_room_for_every_size() -> None:
 
 
 def test_a_second_pass_has_few_sizes_on_cuda() -> None:
-    """Each is a program of its own."""
+    """Each is a separate program."""
     sizes: set[tuple[int, int]] = set()
     for rows in range(3000, 4000, 7):
         parts = split_by_gradient(

@@ -31,14 +31,14 @@ class Counted:
     """
 
     def __init__(self, inner: Reference, plus: float = 0.0) -> None:
-        self.inner, self.plus, self.asked = inner, plus, 0
+        self.inner, self.plus, self.num_batches = inner, plus, 0
         self.name, self.precision = inner.name, inner.precision
 
     def digests(self) -> Digests:
         return self.inner.digests()
 
     def __call__(self, batch: MicroBatch) -> Tensor:
-        self.asked += 1
+        self.num_batches += 1
         return self.inner(batch) + self.plus * batch.loss_mask
 
 
@@ -133,7 +133,7 @@ def test_the_same_answer_behind_another_prompt_is_another_entry(tmp_path: Path) 
 
 
 def test_sequences_are_found_in_whatever_company_and_layout(tmp_path: Path) -> None:
-    """Alone or beside others that share their prompt; on either side; with the same prompt and
+    """Alone or with others that share their prompt; on either side; with the same prompt and
     another answer.
     """
     _, reference = policy_and_reference()
@@ -200,7 +200,7 @@ def test_a_micro_batch_partly_known_is_computed_whole_and_the_known_part_stays(
     mixed = CachedReference(moved, tmp_path)
     batch = batch_of(rows)
     result = mixed(batch)
-    assert (mixed.hits, mixed.misses, moved.asked) == (2, 2, 1)
+    assert (mixed.hits, mixed.misses, moved.num_batches) == (2, 2, 1)
     known = batch.sequence_ids < 2
     torch.testing.assert_close(result[known], first, rtol=0, atol=0)
     torch.testing.assert_close(
@@ -289,7 +289,7 @@ def test_values_of_another_version_are_tried_first(
         return
     for _ in range(3):
         assert torch.equal(cached(batch), remaining)
-    assert live.asked == 1
+    assert live.num_batches == 1
 
 
 def test_values_can_be_checked(tmp_path: Path) -> None:

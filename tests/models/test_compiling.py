@@ -1,4 +1,4 @@
-"""What the compiler is told of the layers."""
+"""The information that the compiler has about the layers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from valence.rollouts import HFGenerator, Sampling
 
 @pytest.mark.slow
 def test_attention_is_not_run_again_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler computes again what it thinks cheap, and knows nothing of this operator but what
-    it is told.
+    """The compiler recomputes operators that it considers cheap, and knows only the registered cost
+    of this operator.
     """
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")

@@ -122,7 +122,7 @@ def test_no_more_rows_are_filled_in_than_the_model_has_positions() -> None:
 
 
 def test_sums_are_those_of_the_cpu_and_always_the_same() -> None:
-    """A run that is taken up is to end bit for bit as it would have."""
+    """A resumed run ends bit for bit as an undisturbed one."""
     values, place = torch.randn(2, 100_000), torch.randint(0, 7, (100_000,))
     result = sum_by_index(values.to(CUDA), place.to(CUDA), 7)
     torch.testing.assert_close(

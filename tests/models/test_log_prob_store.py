@@ -1,4 +1,4 @@
-"""Entries in a folder: found again whatever happened to whoever wrote them, and never wrong."""
+"""Entries in a folder are readable after any end of the writing process, and never wrong."""
 
 from __future__ import annotations
 
@@ -113,10 +113,7 @@ def test_an_open_ledger_takes_in_what_others_add(tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
-    """What a process that was killed leaves: any beginning of an index.
-
-    Nothing is said about it.
-    """
+    """A killed process leaves any prefix of an index, which is read without a warning."""
     filled(tmp_path / "whole")
     (path,) = (tmp_path / "whole").glob("*.index")
     raw = path.read_bytes()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from tests.prefix_trees import conversations, encoded, sharing, strand_sets
+from tests.prefix_trees import conversations, encoded, sequence_sets, sharing
 from tests.tiny_models import ARCHITECTURES, tiny
 from valence.batching.micro_batches import make_micro_batch
 from valence.batching.prefix_tree import TokenSequence
@@ -132,9 +132,9 @@ def policy(name: str, mode: str = "full") -> PolicyModel:
 
 
 FAST = ("llama", "gemma2", "gpt2")
-"""Rotary positions and shared keys; local layers and soft-caps; learnt positions.
+"""Rotary positions and shared keys; local layers and soft-caps; learned positions.
 
-The others have no part of their own that is not in one of these, and are slow tests.
+The others have no part that these lack, and are slow tests.
 """
 
 
@@ -179,18 +179,18 @@ def cached_policy(name: str) -> PolicyModel:
     "name", named(["llama", "mistral-window", "gemma2", "gpt2"], ["llama", "gemma2"])
 )
 @settings(max_examples=12)
-@given(strand_sets(), st.integers(1, 4), st.integers(0, 2**7 - 1), st.integers(3, 40))
+@given(sequence_sets(), st.integers(1, 4), st.integers(0, 2**7 - 1), st.integers(3, 40))
 def test_any_tree_of_prompts_and_completions(
-    name: str, strands: list[TokenSequence], min_shared: int, trains: int, stride: int
+    name: str, token_sequences: list[TokenSequence], min_shared: int, trains: int, stride: int
 ) -> None:
-    """stride: tells the letters of the sequences apart as tokens."""
-    assume(any(any(strand.loss_mask) for strand in strands))
+    """stride: distance between the token ids of distinct letters."""
+    assume(any(any(token_sequence.loss_mask) for token_sequence in token_sequences))
     with sharing(min_shared):
-        batch = make_micro_batch([encoded(strand) for strand in strands])
+        batch = make_micro_batch([encoded(token_sequence) for token_sequence in token_sequences])
     batch = replace(
         batch,
         tokens=3 + stride * batch.tokens,
-        requires_grad=tuple(bool(trains >> s & 1) for s in range(len(strands))),
+        requires_grad=tuple(bool(trains >> s & 1) for s in range(len(token_sequences))),
     )
     compare(cached_policy(name), batch, rough=name in ROUGH)
 

@@ -149,7 +149,7 @@ def test_a_shared_token_counts_once_for_every_sequence_that_trains() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("extra", [0, 48])
 def test_sequences_without_gradient_do_not_count(packed: bool, extra: int) -> None:
-    """KTO's mismatched completions, in a pass of their own (along 0) or in that of the others."""
+    """KTO's mismatched completions, in a separate pass (extra 0) or in that of the others."""
     engine = policy()
     engine.lay_out(packed=packed)
     engine.max_joint_rows = extra

@@ -51,7 +51,7 @@ KINDS = ARCHITECTURES | {
     ),
 }
 WITHOUT_SCORES = ("llama-tied", "llama-dynamic", "cohere", "granite")
-"""Those that have a head of their own for tokens alone, or cannot have one for scores."""
+"""Architectures with a special head for tokens, or without support for a score head."""
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 LORA = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
 

@@ -94,7 +94,7 @@ def test_values_and_gradients_are_those_of_tempered_logits(
 
 
 def test_references_are_computed_at_the_same_temperature_and_known_by_it() -> None:
-    """A frozen copy, a copy that follows, the adapter switched off, and a model of its own with the
+    """A frozen copy, a synced copy, the policy without its adapter, and a separate model with the
     same weights.
     """
     batch = forest_of(conversations())

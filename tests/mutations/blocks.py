@@ -41,7 +41,7 @@ class Block:
 
 
 def find_blocks(source: str, file: str) -> list[Block]:
-    return [block for block, _ in _Blocks(source, file).found]
+    return [block for block, _ in _Blocks(source, file).blocks]
 
 
 def block_at(blocks: list[Block], start: int) -> int | None:
@@ -54,7 +54,7 @@ def add_marks(source: str, package: str, first: int) -> str:
     """The source with a mark in each of its blocks, which have the numbers from ``first``."""
     text, tree = Text(source), ast.parse(source)
     inserted: list[tuple[int, int, str]] = []
-    for number, (block, node) in enumerate(_Blocks(source, "").found, first):
+    for number, (block, node) in enumerate(_Blocks(source, "").blocks, first):
         if isinstance(node, ast.Lambda):
             inserted += [
                 (block.start, 1, f"({MARKS}.__setitem__({number}, 1) or ("),
@@ -85,7 +85,7 @@ def marks_module(size: int) -> str:
 
 
 def _before(node: ast.AST, statement: str, source: str, at: int) -> str:
-    """A statement in front of another one: in a line of its own if that one has a body."""
+    """A statement in front of another one: on a separate line if that one has a body."""
     if not isinstance(node, (*COMPOUND, *DEFINED)):
         return f"{statement}; "
     return f"{statement}\n{source[source.rfind(chr(10), 0, at) + 1 : at]}"
@@ -108,11 +108,11 @@ def _is_future(node: ast.stmt) -> bool:
 class _Blocks:
     def __init__(self, source: str, file: str) -> None:
         self.text, self.file = Text(source), file
-        self.found: list[tuple[Block, ast.stmt | ast.Lambda]] = []
+        self.blocks: list[tuple[Block, ast.stmt | ast.Lambda]] = []
         self._visit(ast.parse(source), False)
 
     def _add(self, start: int, end: int, node: ast.stmt | ast.Lambda) -> None:
-        self.found.append((Block(self.file, start, end), node))
+        self.blocks.append((Block(self.file, start, end), node))
 
     def _visit(self, node: ast.AST, inside: bool) -> None:
         """inside: the node is part of a function."""

@@ -21,7 +21,7 @@ STRATA = {
 }  # fmt: skip
 """Prefix of a path -> its weight in the sample. A file belongs to the first prefix that fits."""
 RARE = {"arguments": 0.3, "keyword": 0.4, "return": 0.3}
-"""Operators whose mutants mostly fail at once, and the weight of one beside the others'."""
+"""Operators whose mutants mostly fail at once -> weight of such a mutant; that of others is 1."""
 
 
 def is_under(file: str, folder: str) -> bool:

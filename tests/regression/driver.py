@@ -1,6 +1,6 @@
 """Runs recipes in one process, with the package that PYTHONPATH names.
 
-A program of its own: it imports the standard library and ``valence``, of which it calls
+A separate program: it imports the standard library and ``valence``, of which it calls
 ``valence.train`` and ``python -m valence train``. Its argument is a JSON file with
 
     tree     the folder that ``valence`` is to be imported from

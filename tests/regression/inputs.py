@@ -105,7 +105,7 @@ def _chat(topic: int) -> list[dict[str, str]]:
 
 
 def _thumb(draw: random.Random, i: int) -> dict[str, Any]:
-    """Three completions of each prompt, in rows of their own."""
+    """Three completions of each prompt, in separate rows."""
     return {
         "prompt": _chat(i // 3),
         "completion": _text(draw, 1, 12),

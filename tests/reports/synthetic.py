@@ -260,8 +260,8 @@ def write_run(
     times: int = 4,
     status: str = "done",
 ) -> Path:
-    """A healthy run of ``thumbs``, ``pairs`` or ``own`` answers, with so many evaluations of so
-    many rows.
+    """A healthy run on ``thumbs`` or ``pairs``, or an online one (``own``), with ``times``
+    evaluations of ``rows`` rows.
     """
     (folder / "eval").mkdir(parents=True, exist_ok=True)
     evaluations = [round(i * steps / (times - 1)) for i in range(times)]

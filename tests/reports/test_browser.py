@@ -266,7 +266,7 @@ def test_a_run_that_goes_on_is_loaded_anew_where_one_was(
 
 
 def settled(page: Page, condition: str) -> bool:
-    """Whether it holds of a page that may just be loaded anew."""
+    """Whether the condition is true on a page that may be reloading."""
     try:
         return bool(page.evaluate(condition))
     except Error:

@@ -1,4 +1,4 @@
-"""Signs that a run goes wrong: each is seen where it was planted, and none in a healthy run."""
+"""Warning signs of a failing run: each is detected in a log with it, and none in a healthy run."""
 
 from __future__ import annotations
 

@@ -121,16 +121,16 @@ class CompleteSink(Memory):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = []
+        self.events = []
 
     def start(self, config, folder, resumed):
-        self.told.append(("start", dict(config), folder, resumed))
+        self.events.append(("start", dict(config), folder, resumed))
 
     def table(self, name, step, rows):
-        self.told.append((name, step, [dict(row) for row in rows]))
+        self.events.append((name, step, [dict(row) for row in rows]))
 
     def end(self, status):
-        self.told.append(status)
+        self.events.append(status)
 
 
 def test_methods_that_a_sink_has_are_called_and_the_others_are_not_missed(tmp_path):
@@ -151,7 +151,7 @@ def test_methods_that_a_sink_has_are_called_and_the_others_are_not_missed(tmp_pa
     ] * 30
     sinks.table("eval/samples", 3, rows)
     sinks.close("interrupted")
-    start, (name, step, shown), status = full.told
+    start, (name, step, shown), status = full.events
     assert start == ("start", {"a.b": 1}, tmp_path, True)
     assert (name, step, status, message) == ("eval/samples", 3, "interrupted", [])
     assert len(shown) == 20
@@ -185,8 +185,8 @@ def test_an_error_anywhere_is_reported_once_and_the_others_go_on(method, tmp_pat
 
 
 class Slow(Memory):
-    """Has so many records left when it is closed: one less each time it is asked, if it gets on.
-    On the clock of the module each question takes so many times CLOSING."""
+    """Has ``left`` records to send when it is closed: one less at each query, if it gets on.
+    On the clock of the module each query takes ``takes`` times CLOSING."""
 
     def __init__(self, monkeypatch, *, left, takes=0.7, gets_on=True):
         super().__init__()

@@ -107,7 +107,7 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trackio(tmp_path: Path) -> None:
-    """In a process of its own, as it has one folder in each."""
+    """In a separate process, as it has one folder in each."""
     code = (
         "import sys; from pathlib import Path; from tests.reports.tracked import Killed, "
         "killed_twice\n"

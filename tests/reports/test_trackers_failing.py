@@ -18,7 +18,7 @@ __all__ = ["home"]
 
 
 class Fake:
-    """A library that does as it is told."""
+    """A stand-in for a tracker's library."""
 
     def __init__(self, at: str = "", does: Callable[[], None] = lambda: None) -> None:
         self.at, self.does, self.got = at, does, list[Any]()
@@ -60,7 +60,7 @@ def test_a_library_that_fails_is_reported_once(
     monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", Fake(at, fails))
     run = Killed(tmp_path)
     run.go(0, 5)
-    (message,) = run.said
+    (message,) = run.warnings
     assert "tensorboard" in message
     assert "nobody there" in message
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
@@ -77,13 +77,13 @@ def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(
     )
     run = Killed(tmp_path)
     run.go(0, 5)
-    (unclosed,) = run.said
+    (unclosed,) = run.warnings
     assert "tensorboard" in unclosed
     assert "0.3" in unclosed
-    run.said.clear()
+    run.warnings.clear()
     run.go(6, 200)
     never.set()
-    (behind,) = run.said
+    (behind,) = run.warnings
     assert "50" in behind
 
 

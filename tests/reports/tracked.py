@@ -1,4 +1,4 @@
-"""A run with a tracker and without a model, that is killed and taken up as real ones are."""
+"""A run with a tracker and without a model that is killed and resumed as real runs are."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def record(step: int) -> dict[str, Any]:
 
 
 class Killed:
-    """A run without a model: a log, evaluations and one tracker, killed and taken up as real ones
+    """A run without a model: a log, evaluations and one tracker, killed and resumed as real runs
     are.
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder, self.settings, self.said = (
+        self.folder, self.settings, self.warnings = (
             folder,
             {"kind": "tensorboard", **settings},
             list[str](),
@@ -95,8 +95,8 @@ class Killed:
         if keep is not None:
             lines = (self.folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
             log.load_state_dict({"bytes": len(b"".join(lines[:keep]))})
-        tracker = Tracker(self.settings, self.said.append)
-        fan = FanOut([log], [tracker], self.said.append)
+        tracker = Tracker(self.settings, self.warnings.append)
+        fan = FanOut([log], [tracker], self.warnings.append)
         fan.start(CONFIG, self.folder, keep is not None)
         (self.folder / "eval").mkdir(exist_ok=True)
         for step in range(first, last + 1):
@@ -120,8 +120,8 @@ class Killed:
 
 
 def killed_twice(run: Killed) -> None:
-    """Killed when it was ahead of its checkpoint, then when it was behind, then to the end, and
-    taken up once more after it.
+    """Kill a run ahead of its checkpoint and then behind it, run it to the end, and resume it once
+    more.
     """
     run.go(0, 5, closes=False)  # the checkpoint is that of step 4
     run.go(5, 6, keep=5)
@@ -130,7 +130,7 @@ def killed_twice(run: Killed) -> None:
     log.write_text(log.read_text() + json.dumps(record(7)) + "\n")
     run.go(8, 8, keep=8, test=True, closes=False)
     run.go(9, 8, keep=9, test=True)
-    assert run.said == []
+    assert run.warnings == []
 
 
 def wandb_records(content: bytes) -> Iterator[bytes]:

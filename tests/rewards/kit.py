@@ -109,15 +109,19 @@ Script = Callable[[dict[str, Any], int], Reply]
 
 
 class RewardServer(ThreadingHTTPServer):
-    """``seen``: the requests, ``heads``: their headers, ``most``: how many were under way at a
-    time, ``connections``: how many were made, ``open``: how many there are."""
+    """A server that records its requests.
+
+    requests: the bodies. heads: their headers. max_concurrent: the largest number of requests at a
+    time. connections: number of connections so far. open: number of open connections.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
 
     def __init__(self, script: Script, port: int = 0) -> None:
-        self.script, self.seen, self.heads = script, list[dict[str, Any]](), list[dict[str, str]]()
-        self.under_way = self.most = self.connections = self.open = 0
+        self.script = script
+        self.requests, self.heads = list[dict[str, Any]](), list[dict[str, str]]()
+        self.under_way = self.max_concurrent = self.connections = self.open = 0
         self.lock, self.over = threading.Lock(), threading.Event()
         super().__init__(("127.0.0.1", port), _Handler)
 
@@ -146,10 +150,10 @@ class _Handler(BaseHTTPRequestHandler):
         actual = self.server
         inputs = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with actual.lock:
-            actual.seen.append(inputs)
+            actual.requests.append(inputs)
             actual.heads.append(dict(self.headers))
-            number, actual.under_way = len(actual.seen) - 1, actual.under_way + 1
-            actual.most = max(actual.most, actual.under_way)
+            number, actual.under_way = len(actual.requests) - 1, actual.under_way + 1
+            actual.max_concurrent = max(actual.max_concurrent, actual.under_way)
         try:
             reply = actual.script(inputs, number)
             self._send(reply)

@@ -1,4 +1,4 @@
-"""Runs published code of OpenRLHF in a process of its own: its clients for a server of ours, its
+"""Runs published code of OpenRLHF in a separate process: its clients for a server of ours, its
 server for a client of ours.
 
 python openrlhf_side.py clients URL,URL FOLDER... asks with the client of each version, prints what

@@ -20,7 +20,7 @@ from benchmarks.reward_server.judge import number
 from valence.types import Completion
 
 EIGHT = asyncio.Barrier(8)
-"""Answers "pid" have no score before so many calls with one run together."""
+"""Answers "pid" have no score before eight calls with one run together."""
 
 
 def of_tokens(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:

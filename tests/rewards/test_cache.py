@@ -116,7 +116,7 @@ def test_failures_are_not_kept(tmp_path: Path) -> None:
         cached = cached_reward(stub.url, tmp_path)
         assert values(cached, answers(2)) == [None, 0.5]
         assert values(cached, answers(2)) == [0.25, 0.5]
-    assert [len(request["query"]) for request in stub.seen] == [2, 1]
+    assert [len(request["query"]) for request in stub.requests] == [2, 1]
 
 
 # How much is held

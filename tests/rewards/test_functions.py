@@ -41,7 +41,7 @@ NUMBER = iter(range(10**6))
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes a module into the current folder under a name of its own, and gives that name."""
+    """Write a module into the current folder under a unique name, and return that name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
 

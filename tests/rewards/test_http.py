@@ -70,7 +70,7 @@ def test_what_is_sent_and_what_comes_back() -> None:
     ]
     with server(Reply([1, -0.5, 2e3])) as stub:
         assert values(reward(stub.url), inputs) == [1.0, -0.5, 2000.0]
-    assert stub.seen == [
+    assert stub.requests == [
         {
             "query": ["q yes", "<user>hi<assistant>no", "q? "],
             "prompts": ["q ", "<user>hi<assistant>", "q? "],
@@ -94,7 +94,7 @@ def test_the_column_of_labels_can_be_named() -> None:
             reward(stub.url, settings={"label": "solution"}),
             [answer("a", solution="4"), answer("b", label="4")],
         )
-    assert stub.seen[0]["labels"] == ["4"]
+    assert stub.requests[0]["labels"] == ["4"]
     assert result[0].value == 1.0
     assert "'solution'" in result[1].error
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_sent_makes_no_request() -> None:
             error(reward(stub.url), [answer("a", label=float("nan"))]), "label", "float"
         )
         assert has_words(error(reward(stub.url), [answer("a", label=object())]), "label", "object")
-    assert stub.seen == []
+    assert stub.requests == []
 
 
 def test_batches_are_in_order_never_empty_and_only_so_many_at_a_time() -> None:
@@ -125,8 +125,8 @@ def test_batches_are_in_order_never_empty_and_only_so_many_at_a_time() -> None:
     with server(backwards) as stub:
         combined = reward(stub.url, batch_size=3, concurrency=4)
         assert values(combined, answers(47)) == [float(i) for i in range(47)]
-    assert sorted(len(request["query"]) for request in stub.seen) == [2] + [3] * 15
-    assert stub.most == 4
+    assert sorted(len(request["query"]) for request in stub.requests) == [2] + [3] * 15
+    assert stub.max_concurrent == 4
 
 
 def test_a_token_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_reply_that_is_none_fails_the_whole_call(body: bytes, words: list[obje
         message = error(client(stub.url, retries=2), answers(2))
     _, _, reason = message.partition(f"{stub.url}: ")
     assert has_words(reason, *words)
-    assert len(stub.seen) == 1  # it would be the same again
+    assert len(stub.requests) == 1  # it would be the same again
 
 
 @pytest.mark.parametrize(("value", "words"), [
@@ -212,7 +212,7 @@ def test_only_failures_that_may_pass_are_tried_again(
     with server(reply) as stub:
         result = error(client(stub.url, retries=2, pauses=pauses), answers(2))
     assert has_words(result, stub.url, *words)
-    assert len(stub.seen) == (3 if again else 1)
+    assert len(stub.requests) == (3 if again else 1)
     assert len(pauses) == (2 if again else 0)
     assert has_words(result, "3 tries") is again
 
@@ -236,7 +236,7 @@ def test_a_server_that_hangs_or_trickles_has_a_deadline(reply: Reply) -> None:
         assert has_words(
             error(client(stub.url, timeout=0.2, retries=1), answers(1)), stub.url, "0.2 s"
         )
-    assert len(stub.seen) <= 2
+    assert len(stub.requests) <= 2
 
 
 def test_a_server_that_hangs_is_given_two_time_outs_however_many_retries() -> None:
@@ -244,7 +244,7 @@ def test_a_server_that_hangs_is_given_two_time_outs_however_many_retries() -> No
         result, clock = client(stub.url, timeout=0.3, retries=9), count()
         calls_of(result).clock = lambda: 0.3 * next(clock)
         assert has_words(error(result, answers(1)), "0.3 s", "2 tries")
-    assert len(stub.seen) == 2
+    assert len(stub.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_only_time_outs_use_up_the_time(statuses: list[int], seconds: float, tri
         http_client = client(stub.url, timeout=60.0, retries=len(statuses) - 1)
         calls_of(http_client).clock = lambda: now[0]
         assert has_words(error(http_client, answers(1)), f"{tries} tries")
-    assert len(stub.seen) == tries
+    assert len(stub.requests) == tries
 
 
 def test_a_reply_without_end_is_cut() -> None:
@@ -319,7 +319,7 @@ def test_retry_after_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pauses[2] <= 4 * FIRST_PAUSE
     with server(Reply(status=503, headers={"Retry-After": "3600"})) as stub:
         assert has_words(error(client(stub.url, retries=3), answers(1)), 503)
-    assert len(stub.seen) == 1  # an hour is not waited for
+    assert len(stub.requests) == 1  # an hour is not waited for
 
 
 # Scores of some answers
@@ -348,7 +348,7 @@ def test_scores_of_some_answers_are_taken_by_their_index() -> None:
         assert [score.value for score in item] == [None, -1.0, None, 2.5]
         assert "rendered" in item[0].error
         assert item[2].error.endswith(": too long")
-    assert (len(stub.seen), len(other.seen), pauses) == (2, 0, [])  # it did not rest
+    assert (len(stub.requests), len(other.requests), pauses) == (2, 0, [])  # it did not rest
 
 
 @pytest.mark.parametrize("reply", [
@@ -377,7 +377,7 @@ def test_scores_of_some_answers_are_taken_by_their_index() -> None:
 def test_a_reply_that_does_not_have_each_answer_once_has_no_scores(reply: Reply) -> None:
     with server(reply) as stub:
         assert has_words(error(client(stub.url, retries=1), answers(3)), reply.status)
-    assert len(stub.seen) == 2
+    assert len(stub.requests) == 2
 
 
 def test_that_all_have_failed_is_an_answer_too() -> None:
@@ -387,7 +387,7 @@ def test_that_all_have_failed_is_an_answer_too() -> None:
     assert "no 0" in result[0].error
     assert "no 1" in result[1].error
     assert len(result[0].error) < 600
-    assert len(stub.seen) == 1
+    assert len(stub.requests) == 1
 
 
 def test_our_own_server_and_client_agree_on_what_failed() -> None:
@@ -424,10 +424,10 @@ def test_the_others_take_over_and_one_that_recovers_is_asked_again() -> None:
         http_client = client(one.url, two.url, pauses=pauses)
         calls_of(http_client).backend.clock = lambda: clock[0]
         assert [values(http_client, [answer("x")]) for _ in range(4)] == [[2.0]] * 4
-        assert (len(one.seen), len(two.seen), pauses) == (1, 4, [])  # it rests meanwhile
+        assert (len(one.requests), len(two.requests), pauses) == (1, 4, [])  # it rests meanwhile
         clock[0] += module.FIRST_REST + 0.1
         assert values(http_client, [answer("x")]) == [2.0]
-        assert (len(one.seen), len(two.seen)) == (2, 5)
+        assert (len(one.requests), len(two.requests)) == (2, 5)
         broken = False
         clock[0] += module.FIRST_REST + 0.1
         assert values(http_client, [answer("x")]) == [2.0]  # a second failure makes the rest longer
@@ -446,8 +446,8 @@ def test_servers_share_the_calls() -> None:
         assert (
             values(client(one.url, two.url, batch_size=1, concurrency=4), answers(12)) == [1.0] * 12
         )
-    assert min(len(one.seen), len(two.seen)) >= 4
-    assert all(len(request["query"]) == 1 for messages in (one, two) for request in messages.seen)
+    assert min(len(one.requests), len(two.requests)) >= 4
+    assert all(len(request["query"]) == 1 for stub in (one, two) for request in stub.requests)
 
 
 def test_a_server_that_hangs_costs_one_deadline() -> None:
@@ -455,7 +455,7 @@ def test_a_server_that_hangs_costs_one_deadline() -> None:
         http_client = client(one.url, two.url, timeout=1.0)
         calls_of(http_client).backend.clock = lambda: 0.0  # it rests as long as this takes
         assert [values(http_client, [answer("x")]) for _ in range(5)] == [[2.0]] * 5
-    assert (len(one.seen), len(two.seen)) == (1, 5)
+    assert (len(one.requests), len(two.requests)) == (1, 5)
 
 
 def test_all_servers_are_named_when_none_answers() -> None:

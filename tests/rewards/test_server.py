@@ -461,17 +461,17 @@ class Broken:
     name, deterministic = "broken", True
 
     def __init__(self, mode: str) -> None:
-        self.how = mode
+        self.mode = mode
 
     async def __call__(self, completions: Sequence[Completion]) -> Any:
         scores = [Score(number(c.text)) for c in completions]
         if all(c.text != "bad" for c in completions):
             return scores
-        if self.how == "raises":
+        if self.mode == "raises":
             raise ValueError("I do not like \ud800 this")
-        if self.how == "leaves":
+        if self.mode == "leaves":
             raise SystemExit(3)
-        return {"fewer": scores[:-1], "more": [*scores, Score(1.0)], "none": None}[self.how]
+        return {"fewer": scores[:-1], "more": [*scores, Score(1.0)], "none": None}[self.mode]
 
     async def close(self) -> None:
         pass

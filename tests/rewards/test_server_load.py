@@ -257,7 +257,7 @@ ROOT = Path(cli.__file__).parents[2]
 
 
 class Command:
-    """`valence serve-reward` in a process of its own."""
+    """`valence serve-reward` in a separate process."""
 
     def __init__(self, *words: str, function: str = FUNCTION, **environment: str) -> None:
         self.process = subprocess.Popen(

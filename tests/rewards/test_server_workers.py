@@ -1,5 +1,5 @@
-"""Served functions: they fail, hang, crash and print in processes of their own, and only their own
-requests notice.
+"""Served functions fail, hang, crash and print in separate processes, which affects only their
+requests.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_hanging_calls_are_killed_and_the_function_goes_on(text: str) -> None:
 
 
 def hangs_for_long(server: Served, number: int) -> None:
-    """Once so many calls are under way, they count as having begun long ago."""
+    """Once this many calls are under way, they count as having begun long ago."""
     starts = server.service.batcher.call_starts
     wait_for(lambda: len(starts) == number)
     for call in list(starts):

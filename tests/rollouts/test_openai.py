@@ -31,7 +31,7 @@ def test_answers(server: Completions) -> None:
     assert sampler.gives_tokens is server.speaks
     rows = sampler.generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1), progress=heard.append)
     assert sum(heard) == 6
-    requests = [body for path, body in server.asked if path == "/v1/completions"][1:]
+    requests = [body for path, body in server.requests if path == "/v1/completions"][1:]
     assert {body["model"] for body in requests} == {"base"}
     assert len({body["seed"] for body in requests}) == 6
     assert {str(body["prompt"]) for body in requests} == (
@@ -62,7 +62,7 @@ def test_the_first_end_token_is_the_most_important(server: Completions) -> None:
     ends = [9, END, 6, 7, 5]
     sampler = OpenAIGenerator(server.url + "/v1", Words(), end_ids=ends, timeout=5.0)  # type: ignore[arg-type]
     rows = sampler.generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1))
-    requests = [body for path, body in server.asked if path == "/v1/completions"][-1]
+    requests = [body for path, body in server.requests if path == "/v1/completions"][-1]
     if server.speaks:
         assert set(requests["stop_token_ids"]) == set(ends)
     else:
@@ -73,7 +73,9 @@ def test_the_first_end_token_is_the_most_important(server: Completions) -> None:
 def test_a_text_begins_once(server: Completions) -> None:
     """The server, too, puts the first token before it."""
     generator(server, prefix=(1,)).generate([(1, 5, 6), (5, 6)], 1, Sampling())
-    requests = [str(body["prompt"]) for path, body in server.asked if path == "/v1/completions"][1:]
+    requests = [str(body["prompt"]) for path, body in server.requests if path == "/v1/completions"][
+        1:
+    ]
     assert sorted(requests) == (["[1, 5, 6]", "[5, 6]"] if server.speaks else ["5 6", "5 6"])
 
 
@@ -92,7 +94,7 @@ def test_a_busy_server_is_asked_again(server: Completions) -> None:
     )
     assert len(sampler.generate([(5,)], 1, Sampling())[0]) == 1
     server.on["/v1/completions"] = lambda body: (429, {"error": {"message": "slow down"}})
-    server.asked.clear()
+    server.requests.clear()
     with raises_error("rollout-server-lost", where=server.url) as raised:
         sampler.generate([(5,)], 1, Sampling())
     assert "slow down" in raised.error.message

@@ -64,12 +64,12 @@ class Server:
     version, gives_tokens, dtype = 1, True, "float32"
 
     def __init__(self, logp: float) -> None:
-        self.logp, self.asked, self.scored = logp, [], 0
+        self.logp, self.modes, self.scored = logp, [], 0
 
     def generate(
         self, prompts: Sequence[Any], n: int, sampling: Sampling, **_: Any
     ) -> list[list[Completion]]:
-        self.asked.append(sampling)
+        self.modes.append(sampling)
         return [[Completion("p", (7,), (self.logp,), "", "length")] for _ in prompts]
 
     def logps(self, pairs: Sequence[Any]) -> list[list[float]]:
@@ -90,7 +90,7 @@ def test_a_check_asks_for_more_only_where_there_is_a_difference() -> None:
     assert check(fine, [(4,)], run, measure, 0.1) == pytest.approx(0.05)  # type: ignore[arg-type]
     assert (fine.scored, requests) == (0, [0.7])
     # A part of the vocabulary would have other log-probabilities than the trainer's.
-    assert (fine.asked[0].top_p, fine.asked[0].temperature) == (1.0, 0.7)
+    assert (fine.modes[0].top_p, fine.modes[0].temperature) == (1.0, 0.7)
     with raises_error("rollout-logps-mismatch", fix="--no-enable-prefix-caching"):
         check(far, [(4,)], run, measure, 0.1)  # type: ignore[arg-type]
     assert (far.scored, requests) == (1, [0.7, 0.7, 1.0])

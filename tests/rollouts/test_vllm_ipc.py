@@ -85,7 +85,7 @@ def test_every_tensor_arrives_through_one_buffer(
     live = {name: value.clone() for name, value in WEIGHTS.items()}
     sampler.sync(1, live.items)
     assert_received(device, WEIGHTS)
-    updates = [body["update_info"] for path, body in fake.asked if path == "/update_weights"]
+    updates = [body["update_info"] for path, body in fake.requests if path == "/update_weights"]
     assert [info["names"] for info in updates] == [["a"], ["b"], ["c"]]
     assert device.num_synchronized == len(updates)
     assert [buffer.numel() for buffer in device.exports] == [24]

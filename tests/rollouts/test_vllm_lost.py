@@ -23,7 +23,7 @@ def test_a_restarted_server_is_sent_the_weights_before_it_samples(
 ) -> None:
     sampler.sync(1, weights)
     fake.version = "default"
-    fake.asked.clear()
+    fake.requests.clear()
     rows = sampler.generate(PROMPTS, 1, Sampling())
     assert {row[0].version for row in rows} == {1}
     paths = fake.paths()

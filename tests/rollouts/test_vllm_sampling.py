@@ -20,7 +20,7 @@ def test_tokens_in_and_out(fake: Fake, sampler: VLLMGenerator) -> None:
     assert sum(heard) == 6
     bodies = {
         tuple(body["token_ids"]): body
-        for path, body in fake.asked[-2:]
+        for path, body in fake.requests[-2:]
         if path == "/inference/v1/generate"
     }
     assert set(bodies) == set(PROMPTS)
@@ -47,11 +47,11 @@ def test_tokens_in_and_out(fake: Fake, sampler: VLLMGenerator) -> None:
 
 def test_seeds_differ_by_prompt_and_seed_and_repeat(fake: Fake, sampler: VLLMGenerator) -> None:
     def seeds(seed: int) -> list[int]:
-        fake.asked.clear()
+        fake.requests.clear()
         sampler.generate(PROMPTS, 2, Sampling(seed=seed))
         return sorted(
             body["sampling_params"]["seed"]
-            for path, body in fake.asked
+            for path, body in fake.requests
             if path == "/inference/v1/generate"
         )
 

@@ -275,8 +275,8 @@ def test_tokens_in_and_out(sides: dict[str, Side], monkeypatch: pytest.MonkeyPat
 
 
 def test_more_prompts_than_are_read_at_once(sides: dict[str, Side]) -> None:
-    """A seeded answer whose prompt is read in two parts ends the engine of a server on a CPU that
-    is told nothing about it.
+    """Without a setting for it, a seeded answer whose prompt is read in two parts ends the engine
+    of a server on a CPU.
     """
     side = sides["disk"]
     prompts = [tuple((7 * i + k) % 300 + 5 for i in range(300)) for k in range(40)]

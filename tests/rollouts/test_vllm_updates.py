@@ -29,7 +29,7 @@ def test_an_update_in_order_and_what_carries_its_version(
     assert fake.paths() == ["/server_info", "/weight_info", *UPDATE]
     rows = sampler.generate(PROMPTS, 1, Sampling())
     assert {(row[0].version, row[0].versions) for row in rows} == {(3, ())}
-    salts = {body["cache_salt"] for path, body in fake.asked if path == "/inference/v1/generate"}
+    salts = {body["cache_salt"] for path, body in fake.requests if path == "/inference/v1/generate"}
     assert salts == {fake.version}
     sampler.sync(4, weights)
     assert {row[0].version for row in sampler.generate(PROMPTS, 1, Sampling())} == {4}

@@ -46,7 +46,7 @@ class Fake:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
         self.dtype = "float32"
         self.paused = self.updating = self.asleep = False
-        self.asked: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
         self.on: dict[str, Callable[[Any], Reply | None]] = {}
         self.url = ""
         self.stopped = threading.Event()
@@ -58,10 +58,10 @@ class Fake:
 
     def paths(self) -> list[str]:
         """What was asked for, in order, without looks at its health."""
-        return [path for path, _ in self.asked if path != "/health"]
+        return [path for path, _ in self.requests if path != "/health"]
 
     def answer(self, path: str, body: Any) -> Reply:
-        self.asked.append((path, body))
+        self.requests.append((path, body))
         if self.asleep and path in NEEDS_MEMORY:
             return 500, {"error": {"message": "the engine is asleep"}}
         if path in self.on and (reply := self.on[path](body)) is not None:

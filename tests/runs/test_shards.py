@@ -153,7 +153,7 @@ def _full(*_: Any, **__: Any) -> Any:
 
 
 def _write_model(folder: Path) -> None:
-    """A model beside the state, which processes make together and one of them writes."""
+    """A model next to the state, which processes build together and one of them writes."""
     if torch.distributed.get_rank() == 0:
         (folder / "model").mkdir()
         (folder / "model/card").write_text("a card")

@@ -118,7 +118,7 @@ def test_compare_and_go_on_with_the_better_answer(browser: Browser, tmp_path: Pa
 
 
 class LabelledModel(ChatModel):
-    """Answers with a text of its own, by which the test tells models apart."""
+    """Answers with a unique text, by which the test tells models apart."""
 
     async def stream(self, *arguments: Any, **options: Any) -> AsyncGenerator[str | Answer, None]:
         text = f"answer of {'one' if self.name == SECRET_NAMES[0] else 'two'}"

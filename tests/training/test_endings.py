@@ -1,4 +1,4 @@
-"""However a run ends, what was trained is kept, and nothing is said or written that is not so."""
+"""However a run ends, the trained weights are saved, and messages and files are correct."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_a_state_is_saved_unless_the_weights_were_changing(
     tmp_path: Path,
     monkeypatch: Any,
 ) -> None:
-    """Interrupted before the update the state is that of the last step; amid it, it is that of no
-    step.
+    """Interrupted before the update, the state is that of the last step; during the update, that of
+    no step.
     """
     calls = {
         "forward": "valence.trainer.step.Objective.run",

@@ -66,7 +66,7 @@ def models(dtype: torch.dtype) -> Pair:
 
 def tokens(rows: Iterable[TokenizedExample]) -> int:
     return len(
-        build_prefix_tree([strand for row in rows for strand in token_sequences(row)]).tokens
+        build_prefix_tree([sequence for row in rows for sequence in token_sequences(row)]).tokens
     )
 
 
@@ -75,8 +75,8 @@ def num_micro_batches_of(rows: list[TokenizedExample], max_tokens: int) -> int:
 
 
 def budget_for(rows: list[TokenizedExample], micro_batches: int) -> int:
-    """A large token budget that cuts these rows into so many micro-batches, or more where that many
-    cannot be.
+    """A large token budget that divides these rows into ``micro_batches`` micro-batches, or into
+    the next possible number.
     """
     return next(
         budget

@@ -1,5 +1,5 @@
-"""Symbolic links inside a run's folder are refused: what a run writes stays in its folder, whoever
-filled that before.
+"""Symbolic links inside a run's folder are refused: a run writes only into its folder, whatever the
+folder contained before.
 """
 
 from __future__ import annotations

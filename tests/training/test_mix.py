@@ -1,5 +1,5 @@
-"""Several methods in one step, and a reference that moves: what they add up to, and that a run is
-taken up as it was.
+"""Several methods in one step, and a synced reference: the combined loss and gradient, and exact
+resuming.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def run_of(
 
 @pytest.mark.parametrize("budget", [10_000, 25])
 def test_each_method_is_averaged_over_its_own_rows(budget: int) -> None:
-    """The gradient of the step is the weighted sum of those of two steps of their own, however many
-    rows each has.
+    """The gradient of the step is the weighted sum of the gradients of two separate steps, however
+    many rows each has.
     """
     policy, reference = policy_and_reference()
     judged, shown = units("judgement", 7), units("demonstration", 3, seed=1)
@@ -215,7 +215,7 @@ def test_a_soft_sync_goes_part_of_the_way(tmp_path: Path) -> None:
 
 
 def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None:
-    """A run taken up after two steps ends as one that was never left."""
+    """A run resumed after two steps ends as an undisturbed one."""
     sections: dict[str, Any] = {
         "method": "bco",
         "reference": {"sync_every": 1, "sync_mix": 0.5},

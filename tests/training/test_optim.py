@@ -172,7 +172,7 @@ def test_a_share_of_a_round_number_of_steps_is_exact() -> None:
 def test_the_state_of_an_optimizer_survives_its_file(
     kind: Literal["adamw", "adamw_8bit"], tmp_path: Path
 ) -> None:
-    """Stopped, saved and taken up, it makes the steps that it would have made, bit for bit."""
+    """Saved and restored, the optimizer takes the same steps, bit for bit."""
     through, stopped, other = (_model_and_optimizer(kind) for _ in range(3))
     _train(through, range(5))
     _train(stopped, range(3))

@@ -81,9 +81,7 @@ def test_the_reference_point_is_clamped_once_after_the_sum() -> None:
 
 
 class WithAnother(SingleProcess):
-    """A process beside another one, whose rows are its own, and which always adds the same to every
-    sum.
-    """
+    """One of two processes. The other one has other rows and adds the same value to every sum."""
 
     def __init__(self, sums: dict[tuple[int, ...], Tensor]) -> None:
         self.sums = sums
@@ -127,10 +125,10 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
 @pytest.mark.parametrize(("budget", "extra", "passes"), [
     (10_000, 10_000, [True]),  # all in one pass
     (10_000, 0, [True, False]),  # over the keys and values of those that train
-    (30, 0, [False] * 3 + [True] * 2),  # in passes of their own
+    (30, 0, [False] * 3 + [True] * 2),  # in separate passes
 ])  # fmt: skip
 def test_mismatched_rows_run_without_a_graph(budget: int, extra: int, passes: list[bool]) -> None:
-    """What has no gradient of its own is detached where it runs with the others: see the losses'
+    """Sequences without a gradient are detached where they run with the others: see the losses'
     contract.
     """
     policy, reference = policy_and_reference()

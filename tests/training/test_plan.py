@@ -1,6 +1,4 @@
-"""What a run will take is said before it, and how much of it runs at once is chosen by what is
-free.
-"""
+"""The time and memory estimate of a run, and the size of micro-batches chosen from free memory."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def test_a_number_in_the_recipe_is_taken(recipe: dict[str, Any]) -> None:
 def test_the_number_is_written_down_and_kept(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a run that is taken up, and by one that is brought back, whatever is free then."""
+    """By a resumed run and by a restored one, whatever memory is free then."""
     run = build_run(recipe, rows=OBJECTS, quiet=True)
     largest = MAX_TOKENS["cpu"]
     assert (
@@ -238,7 +236,7 @@ def test_own_answers_are_measured_once_in_a_round(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the policy where it moves within the round, and by the reference if there is one; a value
-    model trains beside them.
+    model trains in addition.
     """
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
 

@@ -1,4 +1,4 @@
-"""Scores written beside rows of any format: the numbers, rows without any, and the command."""
+"""Scores added to rows of any format: the numbers, rows without any, and the command."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def change(run: Path, **sections: Any) -> None:
 
 @pytest.fixture(scope="module")
 def trained_online(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a reward that is no code, beside its prompts."""
+    """A run with a reward that is not code, next to its prompts."""
     place = tmp_path_factory.mktemp("online")
     rows = "".join(json.dumps({"prompt": f"say {word}"}) + "\n" for word in ("a", "b", "c", "d"))
     (place / "prompts.jsonl").write_text(rows)

@@ -1,5 +1,5 @@
-"""On a CUDA device the host hands over a whole step, and waits for it once, at its end: seen on one
-that is pretended.
+"""On a CUDA device the host launches a full step and synchronizes once, at its end. Tested on a
+pretended device.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ REMARKS = {
 
 
 def render(audit: Audit, *, training: bool = True) -> str:
-    """A screen without colours, for a terminal or a log. Nothing is said about what was not found.
+    """A screen without colours, for a terminal or a log. It has no lines about absent problems.
 
     training: these are the rows to train on, for which class weights are advised.
     """

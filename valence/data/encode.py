@@ -626,8 +626,8 @@ def _drop_partial_token_columns(
 
 
 def _cut_prompt(tokens: _Tokens, max_length: int) -> _Tokens | None:
-    """The prompt cut on the left, behind its head; None when none of its own tokens would be
-    left.
+    """The prompt cut on the left, behind its head; None when only the
+    head would be left.
     """
     room = max_length - max(tokens.length.answers, default=0) - tokens.head
     if room < 1:

@@ -13,7 +13,7 @@ REMEDIES = {
     "BuilderConfig": "set subset to one of the configurations that the message lists",
     "Unknown split": "set split to one of the splits that the message lists",
 }
-"""How what the library says of a mistake in a name begins, and what mends it."""
+"""The beginning of the library's message about a mistake in a name, and its fix."""
 
 
 def hub_rows(

@@ -73,7 +73,7 @@ def shard(
         setattr(policy, name, partial(_run_and_reshard, policy, getattr(policy, name)))
     policy.register_forward_hook(_reshard)
     policy.compute_device = group.device
-    policy.is_sharded, policy.each = True, sum_every_backward
+    policy.is_sharded, policy.sum_every_backward = True, sum_every_backward
     policy.max_over_ranks = partial(_max_over_ranks, group)
 
 
@@ -81,7 +81,7 @@ def sync_gradients(policy: Any, on: bool) -> None:
     """Set whether the next backward pass sums the gradients of all processes, including those that
     have accumulated.
     """
-    policy.set_requires_gradient_sync(on or policy.each)
+    policy.set_requires_gradient_sync(on or policy.sum_every_backward)
 
 
 def _fsdp_modules(policy: nn.Module) -> list[FSDPModule]:

@@ -86,7 +86,7 @@ def run_llama_cpp(
     end_ids: Collection[int],
     on_probe: Callable[[int], None] = lambda done: None,
 ) -> ArtifactResult:
-    """Run prompts through a GGUF file in a process of its own.
+    """Run prompts through a GGUF file in a separate process.
 
     variables: of the chat template. expected: the run's answers, at whose tokens logits are
     computed. on_probe: called with the number of prompts done. Raises UserError if llama.cpp does

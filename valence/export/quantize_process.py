@@ -1,4 +1,4 @@
-"""Quantize a GGUF file with a compiled library of llama.cpp, in a process of its own.
+"""Quantize a GGUF file with a compiled library of llama.cpp, in a separate process.
 
 ``python quantize_process.py LIBRARY SOURCE TARGET TYPE``; TYPE is llama.cpp's number of the type.
 It imports nothing but the standard library, because a library that fails ends its process.

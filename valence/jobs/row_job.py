@@ -198,9 +198,9 @@ class RowJob:
             for _ in islice(items, num_lines // self.lines_per_item):
                 pass
             return Tally(rows=num_lines, earlier=num_lines)
-        tally = Tally(earlier=self.output.num_kept)
+        tally = Tally(earlier=self.output.num_existing)
         lines = zip(count(1 + self.output.num_appended_to), self.output.read(), strict=False)
-        for item in islice(items, self.output.num_kept // self.lines_per_item):
+        for item in islice(items, self.output.num_existing // self.lines_per_item):
             for index, (number, line) in enumerate(islice(lines, self.lines_per_item)):
                 if not transform.is_valid(line, index):
                     raise self.output.foreign_line(number)
@@ -286,7 +286,7 @@ class OutputFile:
         self.path, self.window, self.fresh, self.append, self.fix = path, window, fresh, append, fix
         self.facts_path, self.checksum_path = _facts_path(path), _checksum_path(path)
         self.facts: dict[str, Any] = {}
-        self.num_appended_to = self.num_kept = self.num_expected = 0
+        self.num_appended_to = self.num_existing = self.num_expected = 0
         self.earlier: list[dict[str, Any]] = []
         self.stored_facts = None if fresh else self._read_facts()
 
@@ -352,7 +352,7 @@ class OutputFile:
                 )
 
     def open(self, num_lines: int) -> OutputFile:
-        """Lock the file to write all lines up to ``num_lines``; ``num_kept`` of them exist."""
+        """Lock the file to write all lines up to ``num_lines``; ``num_existing`` of them exist."""
         try:
             with ExitStack() as on_failure:
                 self._file = on_failure.enter_context(self._open_locked())
@@ -364,7 +364,7 @@ class OutputFile:
                 if self.stored_facts is not None and self.stored_facts != self.facts:
                     self._append_to(self.stored_facts)
                 self.num_appended_to = sum(part["lines"] for part in self.earlier)
-                self.num_kept = self._count_finished(num_lines)
+                self.num_existing = self._count_finished(num_lines)
                 self.num_expected = num_lines
                 on_failure.pop_all()
         except OSError as error:
@@ -455,7 +455,7 @@ class OutputFile:
         checksums = self.checksum_path.read_bytes().splitlines()
         start = self.num_appended_to
         for number, line in enumerate(
-            islice(self._lines(), start, start + self.num_kept), 1 + start
+            islice(self._lines(), start, start + self.num_existing), 1 + start
         ):
             if number > len(checksums) or checksums[number - 1] != _checksum(line):
                 raise self._error(
@@ -495,7 +495,7 @@ class OutputFile:
                 json.dumps(add_checksum(content), indent=1, ensure_ascii=False), encoding="utf-8"
             )
             partial.replace(self.facts_path)
-            num_lines = self.num_appended_to + self.num_kept
+            num_lines = self.num_appended_to + self.num_existing
             self._file.truncate(sum(len(line) for line in islice(self._lines(), num_lines)))
             self._checksums.truncate(num_lines * CHECKSUM_BYTES)
         except OSError as error:

@@ -1,7 +1,7 @@
-"""What may be added to a loss by a setting: other log-probabilities, other weights, or a term of
-its own.
+"""What may be added to a loss by a setting: other log-probabilities, other weights, or an
+additional term.
 
-Which rows of the table allow which is said there. A modifier's keyword-only parameters become
+The table defines which rows allow which modifier. A modifier's keyword-only parameters become
 settings of those rows. ``tokens`` are changed before they are summed, a ``view`` after that; a
 ``term`` is added to the loss.
 """

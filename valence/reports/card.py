@@ -197,7 +197,7 @@ def last_record(log: Path, step: int) -> dict[str, Any]:
 
 def license_of(model: str) -> dict[str, str]:
     """The licence that a model's card states, under the hub's names: ``license``, and
-    ``license_name`` and ``license_link`` for a licence of its own.
+    ``license_name`` and ``license_link`` for a custom licence.
 
     model: a folder, or a hub id, whose card is downloaded unless it is cached. A folder's
     config.json is read if its card states none. Empty if unknown.

@@ -313,7 +313,7 @@ class Dashboard(Progress):
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Show an activity that has no progress of its own."""
+        """Show an activity that has no progress bar."""
         self._activity = activity
         self.mark_changed()
         try:

@@ -110,7 +110,7 @@ def compare(
 
 def as_tables(value: Mapping[str, Any], title: str = "") -> list[Table]:
     """A mapping of any shape as tables: first its plain values, then each inner mapping or list of
-    mappings as a table of its own.
+    mappings as a separate table.
     """
     plain = [[key.replace("_", " "), item] for key, item in value.items() if not _has_rows(item)]
     tables: list[Table] = [(title, ("", ""), plain)] if plain else []

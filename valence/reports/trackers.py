@@ -1,6 +1,6 @@
 """Experiment trackers as sinks: tensorboard, wandb, trackio and mlflow.
 
-Each tracker works on a thread of its own, so that no step waits for it. ``metrics.jsonl`` is the
+Each tracker works on a separate thread, so that no step waits for it. ``metrics.jsonl`` is the
 authority: a tracker of a resumed run receives the records that it lacks, and no record twice.
 docs/decisions/0043-resuming-trackers.md explains how each library resumes.
 """
@@ -116,7 +116,7 @@ class Backend(Protocol):
 
 
 class Tracker:
-    """A sink that passes everything to a library on a thread of its own.
+    """A sink that passes everything to a library on a separate thread.
 
     An error on the thread is raised by the next call, so that the sink is reported and dropped.
     ``start`` imports the library before training, because an import next to training takes many

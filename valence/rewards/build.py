@@ -231,7 +231,7 @@ def _calls(
 
 
 def _calls_of(spec: RewardSettings, name: str, backend: Grader | PairComparer) -> Calls:
-    """Calls of an LLM judge: one request each. It has a cache of its own, for replies."""
+    """Calls of an LLM judge: one request each. Replies are cached separately."""
     return Calls(
         name,
         backend,

@@ -146,9 +146,9 @@ Item = tuple[Job, int]
 class Batcher:
     """Scores the completions of several requests in one call of the reward.
 
-    A request receives only the scores and the errors of its own completions. If a call fails as a
-    whole, its error may be about any of its requests, so the call is repeated, in groups and then
-    request by request. A completion is passed to the reward at most three times.
+    A request receives only the scores and the errors of the completions that it contains. If a call
+    fails as a whole, its error may be about any of its requests, so the call is repeated, in groups
+    and then request by request. A completion is passed to the reward at most three times.
 
     probe: returns why the reward cannot be called now, or None.
     """

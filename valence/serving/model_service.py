@@ -38,7 +38,7 @@ PATHS = ("/v1/chat/completions", "/v1/models", "/feedback", "/ab", "/metrics", "
 
 
 class ServiceMetrics:
-    """Prometheus metrics of a service, in a registry of their own."""
+    """Prometheus metrics of a service, in a separate registry."""
 
     def __init__(self, models: Sequence[ChatModel]) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram

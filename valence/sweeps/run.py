@@ -45,11 +45,11 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
 """Time for a trial to end by itself after a second signal."""
 MAX_EQUAL_FAILURES = 2
-"""A sweep ends when so many first trials fail with the same mistake, which all of them share."""
+"""A sweep ends when this many first trials fail with the same mistake, which all of them share."""
 RESULT_OF_SETTINGS = ("loss-not-finite", "weights-not-finite", "nothing-to-learn")
 """Codes of failures that other settings may avoid."""
 MIN_FINISHED, MIN_SHARE = 4, 1 / 3
-"""The rule for stopping early needs so many finished trials, and this share of the steps."""
+"""Number of finished trials and share of the steps before the rule for stopping early applies."""
 
 
 class StopRequestedError(Exception):

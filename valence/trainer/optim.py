@@ -38,7 +38,7 @@ SET_ELSEWHERE = {
     "weight_decay": "train.weight_decay",
     "betas": "train.betas",
 }
-"""Arguments of an optimizer class that have settings of their own."""
+"""Arguments of an optimizer class that have separate settings."""
 BETAS = (0.9, 0.999)
 """The default of ``train.betas``."""
 PROBE = 64

@@ -90,7 +90,7 @@ class _RepeatedPrompts(LazySequence[TokenizedExample]):
 
 @dataclass(frozen=True)
 class AuxiliaryPart:
-    """What `mix` adds to every step: a method, and examples of its own.
+    """What `mix` adds to every step: a method and its examples.
 
     ``name``: of its numbers in the log; ``rows``: of its corpus.
     """
@@ -281,7 +281,7 @@ class Prepared:
         return self.steps_from(0)
 
     def steps_from(self, first: int) -> int:
-        """Optimizer steps of the whole run when these rows come in after the first so many."""
+        """Optimizer steps of the whole run when these rows are added after step ``first``."""
         train, rollout = self.recipe.train, self.recipe.rollout
         if self.method.online:  # rounds do not end with an epoch
             rounds = up(train.epochs * len(self.corpora["train"].units) / train.batch_size)
@@ -424,7 +424,7 @@ def _stop_ids(recipe: Recipe, policy: Any) -> tuple[int, ...]:
 
 
 def _check_room(max_length: int, answers: int) -> None:
-    """Raises UserError when answers of so many tokens leave no room for their prompts."""
+    """Raises UserError when answers of ``answers`` tokens leave no room for their prompts."""
     if max_length - answers < 1:
         message = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
         raise UserError(

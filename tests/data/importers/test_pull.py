@@ -357,7 +357,7 @@ def trace(name: str) -> dict[str, Any]:
 
 
 def numbered(rows: list[dict[str, Any]], size: int) -> Answer:
-    """Pages of so many rows, whatever the limit, of one source."""
+    """Pages of ``size`` rows, whatever the limit, of one source."""
 
     def answer(request: Request) -> Any:
         results = [row for row in rows if row["source"] == request.one("source", row["source"])]

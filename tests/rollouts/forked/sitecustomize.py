@@ -1,6 +1,6 @@
-"""On the path of a vLLM server: its processes are copies of the first, which has loaded what they
-need. By itself each of the three loads PyTorch and vLLM anew, which is most of what a start of a
-tiny model takes.
+"""On the path of a vLLM server: its processes are copies of the first, which has loaded their
+libraries. Otherwise each of the three loads PyTorch and vLLM, which is most of the start of a tiny
+model.
 """
 
 import multiprocessing

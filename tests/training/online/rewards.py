@@ -53,7 +53,7 @@ calls_of_now_and_then: list[int] = []
 
 
 def now_and_then(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Rewards differ in one of so many calls."""
+    """Rewards differ in one of this many calls."""
     calls_of_now_and_then.append(len(completions))
     differs = len(calls_of_now_and_then) % period == 1
     return different(completions) if differs else [0.0] * len(completions)

@@ -88,7 +88,7 @@ def test_a_round_of_one_prompt_cannot_be_paired(place: Path) -> None:
 def test_fewer_prompts_than_a_round_are_asked_again(
     rows: list[dict[str, Any]], place: Path
 ) -> None:
-    """Each time with random numbers of its own."""
+    """Each call uses different random numbers."""
     prompts(place, rows)
     settings = recipe_without_eval(place, train={"max_steps": 3}, rollout={"steps": 2, "epochs": 2})
     run, _ = train(settings)

@@ -224,7 +224,7 @@ def test_a_sign_is_shown_once_it_lasts_and_not_in_a_healthy_run(name: str) -> No
 
 
 def test_short_completions_may_be_certain_and_equal() -> None:
-    """A single token that became certain is 3 nats away, and is said again and again."""
+    """A single token that became certain is 3 nats away and is sampled every time."""
     short = {"rollout/length": 2.0, "kl": 6.0, "rollout/duplicates": 1.0}
     assert shown([record(step, **short) for step in range(1, 9)]) == []
     long = short | {"rollout/length": 20.0}

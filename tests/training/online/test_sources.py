@@ -22,7 +22,7 @@ from valence.rollouts.transports import IpcTransfer, NcclTransfer
 
 
 class Endless:
-    """A server's client that goes on answering until it is told to stop."""
+    """A server's client that answers until it is stopped."""
 
     def __init__(self) -> None:
         self.began = threading.Semaphore(0)

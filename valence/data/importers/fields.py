@@ -111,7 +111,7 @@ def timestamp(value: object, unit: str | None = None) -> float:
     from 1970 to 9999.
 
     unit: of numbers: s, ms, us or ns. Without it, the magnitude decides: times from 1973 to 5138
-    are told apart. Times without a zone are UTC.
+    are distinguished. Times without a zone are UTC.
     """
     number = as_number(value)
     if number is not None:

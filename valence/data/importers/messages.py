@@ -315,7 +315,7 @@ def _join_turns(prompt: tuple[Message, ...], earlier: tuple[Message, ...]) -> tu
 
 
 def _turns(value: object) -> tuple[Message, ...]:
-    """The turns of one recorded message. Anthropic's results of tools are turns of their own."""
+    """The turns of one recorded message. Anthropic's tool results become separate turns."""
     role, fields = _role_and_fields(value) if isinstance(value, Mapping) else (None, {})
     if role is None:
         raise UnusableVote("shape_unknown", f"turn is {shown(value)}")
@@ -438,7 +438,7 @@ def _without_reasoning(turn: Message) -> Message:
 
 
 def _calls(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The tool calls beside a message's content, as OpenAI writes them."""
+    """The tool calls next to a message's content, as OpenAI writes them."""
     more = fields.get("additional_kwargs")
     calls = fields.get("tool_calls") or (
         more.get("tool_calls") if isinstance(more, Mapping) else None

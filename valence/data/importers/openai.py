@@ -3,7 +3,7 @@
 Preference rows hold ``input``, ``preferred_output`` and ``non_preferred_output``; Azure, Fireworks
 and Together use them as well. Stored completions have no field for feedback: it is where
 ``ReadOptions.paths["label"]`` says, such as a key of ``metadata``. Their prompts are in a column
-``messages``, or in listings of ``/chat/completions/{id}/messages``, given as files beside.
+``messages``, or in listings of ``/chat/completions/{id}/messages``, given as additional files.
 """
 
 from __future__ import annotations

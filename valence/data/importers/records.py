@@ -19,7 +19,7 @@ class HashedRater(str):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What one rater said of one completion, or of two.
+    """The rating by one person of one completion, or the choice between two.
 
     A reader yields one for each vote in an export, also where the vote contradicts an earlier one.
 
@@ -38,7 +38,7 @@ class Vote:
 
     tokens: how the completion was sampled, if this is known: prompt_ids, completion_ids, logps
     (nats), temperature, top_p, vocabulary (digest of the tokenizer), and correction_ids.
-    other_tokens: likewise of the other completion.
+    other_tokens: the same for the other completion.
     """
 
     source: str
@@ -78,7 +78,7 @@ class Vote:
     def key(self) -> str:
         """The same for all votes of one rater on one completion or comparison.
 
-        Of these, the last one counts. Votes of unknown raters are told apart by their ids.
+        Of these, the last one counts. Votes of unknown raters are distinguished by their ids.
         """
         rater = self.rater or f"vote {self.id}"
         return content_id(self.source, rater, self.target)

@@ -1,4 +1,4 @@
-"""The feedback tools whose exports are read: a row of a table for each, and a reader of its own."""
+"""The feedback tools whose exports are read: each has a row of a table and a reader."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def combine_votes(records: Iterable[Vote | Skipped]) -> Iterator[Vote | Skipped]
     """Join what one rater said of one completion in several records: a label, a score and a
     correction, each the latest one.
 
-    A record that changes an earlier one remains a vote of its own, which comes later.
+    A record that changes an earlier one remains a separate vote, which comes later.
     """
     by_key: dict[str, list[Vote]] = defaultdict(list)
     for record in records:
