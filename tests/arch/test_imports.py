@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "evaluation": (
         "checksums",
         "types",
+        "checksums",
         "data",
         "rewards",
         "reports",

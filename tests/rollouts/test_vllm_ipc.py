@@ -126,7 +126,7 @@ def test_the_buffer_is_not_in_an_expandable_segment(
     settings = "expandable_segments:True,max_split_size_mb:64"
     calls: list[str] = []
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", calls.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
     generator(fake.url, IpcTransfer(5.0, DEVICE, copies=False)).sync(1, WEIGHTS.items)
     assert calls == ["expandable_segments:False", settings]
 

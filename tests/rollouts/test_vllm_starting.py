@@ -250,7 +250,7 @@ def test_gpus_that_a_server_cannot_have(
 def test_a_server_has_only_its_gpus_and_its_share_of_their_memory(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_gpus = python(tmp_path, "", asked="print('vllm', '0.32.0')")
+    on_gpus = python(tmp_path, "", version_script="print('vllm', '0.32.0')")
 
     def server(**settings: Any) -> Server:
         return Server("model", folder=folder, python=on_gpus, **settings)

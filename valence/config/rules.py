@@ -402,12 +402,6 @@ def _server(c: Case) -> Iterator[Issue]:
         yield conflict(
             "rollout.url", "the server has no address", "set it, or set rollout.start: true"
         )
-    if rollout.uses_server and c.recipe.parallel.shards_weights:
-        yield conflict(
-            "rollout.engine",
-            "sharded weights cannot be sent to a server",
-            "set it to hf, or parallel.shard: off and parallel.tensor: 1",
-        )
     if rollout.engine == "openai" and c.method.is_on_policy:
         yield conflict(
             "rollout.engine",

@@ -92,7 +92,7 @@ def make_trainer(
             make_engine=partial(make_policy_engine, prepared, state)
             if samples_in_process
             else partial(
-                make_engine, prepared, state, messages, path,
+                make_engine, prepared, state, messages, path, world=world,
                 server_share=partial(planned_server_share, prepared, policy, world.size),
             ),
             make_policy_engine=partial(make_policy_engine, prepared, state),

@@ -202,14 +202,12 @@ class Collector:
                 nonlocal num_ended
                 num_ended += count
                 bar.update(num_ended)
-                self._check_stop()
+                self._check_stop(engine)
 
             records: list[list[Any]] | None = None
-            # a server may take longer than processes wait for each other
-            waiting = self._world.long_phase(phase) if engine.is_server else nullcontext()
             with (
                 self._stop.deferred(),
-                waiting,
+                engine.phase(phase),
                 self._convert_errors(engine),
                 self._unless_stopped(),
             ):
@@ -220,7 +218,8 @@ class Collector:
                     )
                 records = [[_to_record(c) for c in group] for group in completions or []]
         gathered_records = self._gather(records)
-        if self._state.has_split_weights:  # all processes have sampled the same
+        # without a server, all processes have then sampled the same
+        if self._state.has_split_weights and not engine.is_server:
             gathered_records = gathered_records[:1]
         groups = [group for part in gathered_records for group in part]
         return [
@@ -231,7 +230,7 @@ class Collector:
     def sample_ahead(self, prompts: Sequence[RolloutPrompt], n: int, seed: int) -> None:
         """Start to sample completions that the next call of ``sample`` returns."""
         token_ids = [prompt.example.prompt_ids for prompt in prompts]
-        with self._world.long_phase("sending weights"):
+        with self.engine.phase("sending weights"):
             if self._world.rank == 0:
                 self._ahead = token_ids, n, self.engine.begin(token_ids, n, self._sampling(seed))
 
@@ -244,7 +243,7 @@ class Collector:
             return None
         while not ahead[2].done():
             wait([ahead[2]], timeout=0.2)
-            self._check_stop()
+            self._check_stop(self.engine)
         return ahead[2].result()
 
     def _sampling(self, seed: int) -> Sampling:
@@ -262,17 +261,18 @@ class Collector:
         All of them where weights are split: processes then need each other for every token.
         """
         world = self._world
-        if self._state.has_split_weights:
-            return range(count)
         if engine.is_server:  # rank 0 asks
             return range(count if world.rank == 0 else 0)
+        if self._state.has_split_weights:
+            return range(count)
         share, rest = divmod(count, world.size)
         start = world.rank * share + min(world.rank, rest)
         return range(start, start + share + (world.rank < rest))
 
-    def _check_stop(self) -> None:
+    def _check_stop(self, engine: RolloutEngine) -> None:
         """Raise Interrupted when this process was asked to stop, unless others need it."""
-        is_free = self._world.size == 1 or not self._state.has_split_weights
+        needs_others = self._state.has_split_weights and not engine.is_server
+        is_free = self._world.size == 1 or not needs_others
         if is_free and self._stop.local.requested:
             raise self._stop.local.ended()
 

@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from valence.batching.micro_batches import make_micro_batches
-from valence.errors import UserError
+from valence.distributed.process_group import Group, SingleProcess, ignore
 from valence.models.adapters import has_adapter, largest_rank, save_adapter
 from valence.models.shape import shape_of, skeleton_of
 from valence.rollouts import Sampling
 from valence.rollouts.protocol import Named, Pair, Served
 from valence.rollouts.servers import Placement, Server, absolute_model, place_server
+from valence.rollouts.transports import narrow
 from valence.rollouts.vllm import VLLMGenerator
+from valence.runs.export import gather_adapter
 from valence.runs.messages import Messages
 from valence.trainer.prepare import Prepared
 from valence.trainer.sampling import PolicySampler
@@ -46,6 +49,10 @@ class RolloutEngine(Protocol):
 
     @property
     def at_once(self) -> int | None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Around the calls of ``generate`` and ``begin``, in all processes."""
+        ...
 
     def generate(
         self,
@@ -74,8 +81,11 @@ class ServerEngine:
     """Samples from a server. Before that it sends the policy's weights if they have changed, to a
     server that accepts any.
 
-    folder: of the run, for the server's log and for weights. server_share: returns the share of a
-    GPU's memory for a server that a training process shares the GPU with.
+    Weights that are split over processes are gathered one tensor at a time, which takes all
+    processes: inside ``phase`` the others do what rank 0 asks for.
+
+    folder: of the run, for the server's log and for weights. world: all processes. server_share:
+    returns the share of a GPU's memory for a server that a training process shares the GPU with.
     """
 
     is_server = True
@@ -88,19 +98,16 @@ class ServerEngine:
         messages: Messages,
         folder: Path | None,
         *,
+        world: Group | None = None,
         server_share: Callable[[], float | None] = lambda: None,
     ) -> None:
+        self._world = world or SingleProcess()
+        self._call_assistants: Callable[[], None] = ignore
+        self._stream: Generator[tuple[str, Tensor]] | None = None
         self._prepared, self._state, self._messages = prepared, state, messages
         self._recipe, self._policy = prepared.recipe, state.policy
         self.rollout = prepared.recipe.rollout
         self._run_folder, self._server_share = folder, server_share
-        if state.has_split_weights:
-            raise UserError(
-                "weights that are split over processes cannot be sent to a server",
-                code="rollout-engine-unsupported",
-                where="rollout.engine",
-                fix="set rollout.engine: hf, or set parallel.shard: off and parallel.tensor: 1",
-            )
         self.server: Server | None = None
         if self.rollout.engine == "vllm":
             _ = self._placement  # raises before anything is sampled
@@ -108,6 +115,14 @@ class ServerEngine:
         self._has_agreed = False
         self._thread = ThreadPoolExecutor(1, "valence-rollout")
         self._cancelled = Event()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self._world.long_phase(name, self._assist) as self._call_assistants:
+            try:
+                yield
+            finally:
+                self._close_stream()
 
     def generate(
         self,
@@ -206,14 +221,66 @@ class ServerEngine:
         return 0.005 if is_float32 else 0.1
 
     def _weights(self) -> Named:
-        return self._policy.causal.named_parameters()
+        """All weights of the policy, full tensors one by one."""
+        if not self._state.has_split_weights:
+            return self._policy.causal.named_parameters()
+        dtype = self.generator.weight_dtype if isinstance(self.generator, VLLMGenerator) else None
+        self._ask("weights", dtype and str(dtype).removeprefix("torch."))
+        self._stream = self._stream_weights(dtype)
+        return self._stream
+
+    def _stream_weights(self, dtype: torch.dtype | None) -> Generator[tuple[str, Tensor]]:
+        weights = self._gather_weights(dtype)
+        try:
+            for named in weights:  # noqa: UP028 (`yield from` would close it first)
+                yield named
+        finally:
+            for _ in weights:  # after an error too, because the other processes gather all of them
+                pass
+
+    def _gather_weights(self, dtype: torch.dtype | None) -> Generator[tuple[str, Tensor]]:
+        """All weights, in this dtype if it is narrower; all processes iterate at the same time."""
+        for name, tensor in narrow(self._policy.causal.named_parameters(), dtype):
+            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+
+    def _close_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def _ask(self, *job: Any) -> None:
+        """Make the other processes take part in a job (see ``_assist``)."""
+        self._close_stream()
+        self._call_assistants()
+        self._world.broadcast(job)
+
+    def _assist(self) -> None:
+        """Take part in the job that rank 0 asks for."""
+        kind, *arguments = self._world.broadcast(None)
+        if kind == "weights":
+            for _ in self._gather_weights(arguments[0] and getattr(torch, arguments[0])):
+                pass
+        elif kind == "adapter":
+            gather_adapter(self._policy.model, keep=False)
+        else:
+            self._measure_together(*arguments)
 
     def _save_adapter(self, folder: Path) -> None:
-        save_adapter(self._policy.model, folder)
+        if not self._state.has_split_weights:
+            save_adapter(self._policy.model, folder)
+            return
+        self._ask("adapter")
+        values = gather_adapter(self._policy.model, keep=True)
+        save_adapter(self._policy.model, folder, values)
 
-    @torch.no_grad()
     def _measure(self, pairs: Sequence[Pair], temperature: float) -> list[list[float]]:
         """The policy's log-probability of each token of each completion (nats)."""
+        if self._state.has_split_weights:
+            self._ask("measure", [[list(part) for part in pair] for pair in pairs], temperature)
+        return self._measure_together(pairs, temperature)
+
+    @torch.no_grad()
+    def _measure_together(self, pairs: Sequence[Pair], temperature: float) -> list[list[float]]:
         policy = self._policy
         units = [_as_example(*pair) for pair in pairs]
         logps: dict[int, list[float]] = {}
@@ -364,12 +431,13 @@ def make_engine(
     messages: Messages,
     folder: Path | None,
     *,
-    server_share: Callable[[], float | None] = lambda: None,
+    world: Group,
+    server_share: Callable[[], float | None],
 ) -> RolloutEngine:
     """Return the engine that ``rollout.engine`` names. See ``ServerEngine``."""
     if prepared.recipe.rollout.engine == "hf":
         return make_policy_engine(prepared, state)
-    return ServerEngine(prepared, state, messages, folder, server_share=server_share)
+    return ServerEngine(prepared, state, messages, folder, world=world, server_share=server_share)
 
 
 def make_policy_engine(prepared: Prepared, state: TrainState) -> PolicySampler:

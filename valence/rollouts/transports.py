@@ -395,7 +395,9 @@ def shareable_buffer(size: int, device: torch.device) -> Tensor:
     """
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     is_expandable = "expandable_segments:True" in settings
-    configure: Any = torch.cuda.memory._set_allocator_settings  # pyright: ignore[reportPrivateUsage]
+    configure: Any = getattr(  # PyTorch 2.13 renamed it
+        torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings
+    )
     if is_expandable:
         configure("expandable_segments:False")
     try:

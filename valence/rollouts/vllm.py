@@ -89,7 +89,7 @@ class VLLMGenerator:
         """
         with self._sync_lock:
             label = f"{self._run_label}-{len(self._versions)}-v{version}"
-            dtype = self._weight_dtype if adapter is None else None
+            dtype = self.weight_dtype if adapter is None else None
             self.transport.keep(label, lambda: narrow(weights(), dtype), adapter)
             # completions may have the new label before the last request of the update returns
             self._versions[label] = version
@@ -180,7 +180,7 @@ class VLLMGenerator:
         return [logps[i] for i in range(len(pairs))]
 
     @cached_property
-    def _weight_dtype(self) -> torch.dtype | None:
+    def weight_dtype(self) -> torch.dtype | None:
         """The dtype of the server's weights; None if unknown."""
         name = self.dtype
         return getattr(torch, name) if name else None

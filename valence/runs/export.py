@@ -188,7 +188,7 @@ def _write_adapter(
 ) -> None:
     """Write the adapter of a sharded model."""
     leads = group is None or group.rank == 0
-    values = _gather_adapter(model, leads)
+    values = gather_adapter(model, leads)
     with agreed(group):
         if leads:
             save_adapter(model, folder, values)
@@ -207,7 +207,7 @@ def _write_merged(
     from peft import get_peft_model_state_dict
 
     leads = group is None or group.rank == 0
-    values = _gather_adapter(model, leads)
+    values = gather_adapter(model, leads)
     with agreed(group):
         if leads:
             merged: Any = merge(model, get_peft_model_state_dict(model, state_dict=values))
@@ -215,8 +215,11 @@ def _write_merged(
             merged.save_pretrained(folder, max_shard_size=max_file_bytes)
 
 
-def _gather_adapter(model: Any, keep: bool) -> dict[str, Tensor]:
-    """All tensors of a model, with those of its adapter gathered on the CPU."""
+def gather_adapter(model: Any, keep: bool) -> dict[str, Tensor]:
+    """All tensors of a model, with those of its adapter gathered on the CPU.
+
+    All processes call it. keep: as for ``_gather``.
+    """
     from peft import get_peft_model_state_dict
 
     values = model.state_dict(keep_vars=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from valence.data.encode import Encoder
@@ -59,6 +60,9 @@ class PolicySampler:
     def at_once(self) -> int:
         """Completions per batch."""
         return self.generator.batch_size
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def generate(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +108,31 @@ def test_a_server_that_cannot_sleep_is_an_error(tmp_path: Path) -> None:
         with raises_error("rollout-server-cannot-sleep", where="/wake_up", fix="rollout.sleep"):
             sample(engine)
         engine.close()
+
+
+def test_an_update_that_failed_does_not_leave_the_other_processes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They gather all weights, so that this process does too before it asks for anything else."""
+    engine = server_engine({"url": "http://127.0.0.1:1"}, tmp_path)
+    events: list[str] = []
+
+    def gather(self: ServerEngine, dtype: Any) -> Iterator[tuple[str, str]]:
+        for name in "ab":
+            events.append(f"gather {name}")
+            yield name, name
+
+    state: Any = engine._state
+    state.has_split_weights = True
+    monkeypatch.setattr(ServerEngine, "_gather_weights", gather)
+    engine.generator.__dict__["weight_dtype"] = None
+    with engine.phase("sampling"):
+        engine._call_assistants = lambda: events.append("ask")
+        failed = iter(engine._weights())
+        next(failed)
+        next(iter(engine._weights()))
+    assert events == ["ask", "gather a", "gather b"] * 2
+    engine.close()
 
 
 @pytest.fixture
