@@ -22,8 +22,11 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
 from valence.config.load import load_recipe
+from valence.distributed.process_group import PlannedGroup
 from valence.lifecycle.restore import restore
 from valence.models import speed
+from valence.models.build import DTYPES
+from valence.models.memory import NCCL_BUFFERS
 from valence.planning import plan
 from valence.planning.memory import SLEEPING_SERVER
 from valence.planning.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
@@ -84,6 +87,23 @@ def test_as_many_tokens_run_at_once_as_fit_and_are_of_use(recipe: dict[str, Any]
 def test_a_number_in_the_recipe_is_taken(recipe: dict[str, Any]) -> None:
     result = planned(recipe, "train.micro_batch_tokens=77")
     assert replace(result, free=1).micro_batch_tokens == result.micro_batch_tokens == 77
+
+
+def test_stored_keys_and_buffers_of_communication_are_counted(recipe: dict[str, Any]) -> None:
+    """KL pairs read the keys and values of a first pass, unless there are several processes."""
+    with pretended():
+        single = planned(recipe, "model.dtype=bfloat16")
+        prepared = single.prepared
+        double = make_plan(prepared, group=PlannedGroup(2))
+        lines = " ".join(describe(double))
+    assert prepared.method.needs_kl_pairs
+    assert single.device.type == "cuda"
+    shape = single.shape
+    stored = 2 * shape.layers * shape.keys * DTYPES[prepared.recipe.model.dtype].itemsize
+    assert single.memory.per_token == double.memory.per_token + stored
+    assert (single.memory.communication, double.memory.communication) == (0, NCCL_BUFFERS)
+    assert double.memory.total(0) - NCCL_BUFFERS == single.memory.total(0)
+    assert "communication" in lines
 
 
 def test_the_number_is_written_down_and_kept(

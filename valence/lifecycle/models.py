@@ -282,7 +282,7 @@ def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bo
             bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
         )
         free = min_free_memory(free_memory(device), device, group)
-        return fits_on_one_device(prepared, shape, device, free)
+        return fits_on_one_device(prepared, shape, device, free, group.size)
 
     return choose_split(prepared.recipe, group.size, device, before=before, fits=fits)
 

@@ -19,7 +19,15 @@ from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.models.adapters import starts_at_base, unsplittable
 from valence.models.build import DTYPES
-from valence.models.memory import MOMENTS, Memory, Split, add_value_model, predict, sampling_bytes
+from valence.models.memory import (
+    MOMENTS,
+    NCCL_BUFFERS,
+    Memory,
+    Split,
+    add_value_model,
+    predict,
+    sampling_bytes,
+)
 from valence.models.shape import Shape, skeleton, skeleton_of
 from valence.planning.reward_models import (
     RewardModelSettings,
@@ -170,7 +178,13 @@ def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
 
 
 def memory_of(
-    prepared: Prepared, shape: Shape, device: torch.device, split: Split, *, compiled: bool = False
+    prepared: Prepared,
+    shape: Shape,
+    device: torch.device,
+    split: Split,
+    *,
+    compiled: bool = False,
+    processes: int = 1,
 ) -> Memory:
     """Estimate the memory that each process of a run needs."""
     recipe = prepared.recipe
@@ -189,8 +203,12 @@ def memory_of(
         **_moments(recipe),
         device=device,
         split=split,
+        # with several processes, KL pairs have separate micro-batches
+        has_second_pass=prepared.method.needs_kl_pairs and processes == 1,
     )
     memory = estimate(compiled=compiled)
+    if processes > 1 and device.type == "cuda":
+        memory = replace(memory, communication=NCCL_BUFFERS)
     if prepared.has_separate_value_model:
         memory = add_value_model(memory, estimate(), shape, width)
     if rollouts := prepared.rollouts(shape, device):
@@ -251,12 +269,13 @@ def _moments(recipe: Recipe) -> dict[str, float]:
 
 
 def fits_on_one_device(
-    prepared: Prepared, shape: Shape, device: torch.device, free: int | None
+    prepared: Prepared, shape: Shape, device: torch.device, free: int | None, processes: int
 ) -> bool:
-    """Whether a process with ``free`` bytes can hold all weights and train them."""
+    """Whether each of the processes, with ``free`` bytes, can hold all weights and train them."""
     requested = prepared.recipe.train.micro_batch_tokens
     tokens = MIN_TOKENS if requested == "auto" else requested
-    memory = memory_of(prepared, shape, device, Split(tensor=prepared.recipe.parallel.tensor))
+    split = Split(tensor=prepared.recipe.parallel.tensor)
+    memory = memory_of(prepared, shape, device, split, processes=processes)
     return free is None or memory.total(tokens) <= MARGIN * free
 
 

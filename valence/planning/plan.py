@@ -304,14 +304,14 @@ def make_plan(
             group.size,
             device,
             before=sharded,
-            fits=lambda: fits_on_one_device(prepared, shape, device, free),
+            fits=lambda: fits_on_one_device(prepared, shape, device, free, group.size),
         )
         compiled = (
             pays_to_compile(prepared, shape.parameters, device, group.size)
             if split.single
             else False
         )
-        memory = memory_of(prepared, shape, device, split, compiled=compiled)
+        memory = memory_of(prepared, shape, device, split, compiled=compiled, processes=group.size)
     server = plan_server(recipe, device, group.size) if starts_server else None
     share = None
     if server is not None:
@@ -406,6 +406,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     }
     optional = {
         "gathered weights": memory.gathered,
+        "communication": memory.communication,
         "value model": memory.value,
         "reward models": memory.reward_models,
         "or, while sampling, completions": memory.sampling,
