@@ -46,7 +46,7 @@ CASES = (
     Case("dpo", "dpo", prompts=32, answers=2),
     Case("grpo 8@400", "grpo", prompts=8, answers=8, prompt=PROMPT_400),
 )
-PROMPTS_ON_A_CPU = 4
+PROMPTS_ON_A_CPU = 2
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,14 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from benchmarks.gpu.correctness import (
+    BACKENDS,
+    BOUNDS,
+    GROUPED,
+    compare_with_one_by_one,
+    grouped_policy,
+    long_batch,
+)
 from tests.models.test_oracle import PATTERNS, forest_of, one_by_one
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
@@ -131,3 +139,13 @@ def test_sums_are_those_of_the_cpu_and_always_the_same() -> None:
     assert all(
         torch.equal(result, sum_by_index(values.to(CUDA), place.to(CUDA), 7)) for _ in range(5)
     )
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_blocks_of_attention_equal_one_by_one(backend: str, dtype: torch.dtype) -> None:
+    """Full blocks, shared prefixes, two passes of different sizes, and seven heads to a key."""
+    policy = grouped_policy(GROUPED, dtype, CUDA)
+    errors = compare_with_one_by_one(policy, long_batch(GROUPED.vocabulary, CUDA), backend)
+    for error, bound in zip(errors, BOUNDS[dtype], strict=True):
+        assert error <= bound

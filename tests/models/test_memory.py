@@ -47,6 +47,11 @@ def test_compiled_layers_keep_less() -> None:
     assert predicted(compiled=True).per_token < 0.7 * predicted().per_token
 
 
+def test_a_second_pass_reads_the_keys_and_values_of_all_layers() -> None:
+    stored = 2 * SHAPE.layers * SHAPE.keys * 4
+    assert predicted(has_second_pass=True).per_token == predicted().per_token + stored
+
+
 def test_under_an_adapter_only_what_trains_has_a_gradient() -> None:
     result = predicted(ADAPTED, width=2, frozen_copy=True)
     assert result.weights == 2 * SHAPE.parameters + 4 * 1000

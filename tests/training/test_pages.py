@@ -13,6 +13,7 @@ import torch
 
 import valence
 from tests.logs import repeatable
+from tests.pretend import CUDA, pretended
 from tests.training.conftest import SharedRuns
 from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  (a fixture)
 from valence.errors import UserError
@@ -21,6 +22,7 @@ from valence.models import speed
 from valence.reports import page
 from valence.reports.rendering import write_atomically
 from valence.trainer import pages
+from valence.trainer.memory import peak_memory
 
 
 class Clock:
@@ -108,6 +110,15 @@ def test_rows_that_cannot_be_measured_alone_are_told_of(folder: Path, tmp_path: 
         sum(f"{tmp_path / 'train.jsonl'}:1" in note for note in run.model_writer.facts["notes"])
         == 1
     )
+
+
+def test_a_gpu_also_has_reserved_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended():
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2_000_000_000)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 3_000_000_000)
+        assert peak_memory(CUDA) == {"memory": 2.0, "memory_reserved": 3.0}
+        monkeypatch.undo()
+    assert list(peak_memory(torch.device("cpu"))) == ["memory"]
 
 
 def test_the_log_tells_of_time_and_memory(shared_runs: SharedRuns, tmp_path: Path) -> None:

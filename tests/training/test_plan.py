@@ -22,8 +22,12 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
 from valence.config.load import load_recipe
+from valence.distributed.process_group import PlannedGroup
+from valence.lifecycle import models
 from valence.lifecycle.restore import restore
 from valence.models import speed
+from valence.models.build import DTYPES
+from valence.models.memory import NCCL_BUFFERS
 from valence.planning import plan
 from valence.planning.memory import SLEEPING_SERVER
 from valence.planning.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
@@ -84,6 +88,48 @@ def test_as_many_tokens_run_at_once_as_fit_and_are_of_use(recipe: dict[str, Any]
 def test_a_number_in_the_recipe_is_taken(recipe: dict[str, Any]) -> None:
     result = planned(recipe, "train.micro_batch_tokens=77")
     assert replace(result, free=1).micro_batch_tokens == result.micro_batch_tokens == 77
+
+
+def test_layers_are_recomputed_only_where_memory_requires_it(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("train.checkpointing=auto", "train.micro_batch_tokens=2048")
+    assert planned(recipe, "train.checkpointing=auto").checkpointing == "off"
+    monkeypatch.setattr(plan, "free_memory", lambda _: 1)
+    assert planned(recipe, *overrides).checkpointing == "off"  # with one layer it saves nothing
+    deep: Any = tiny(vocab_size=len(tiny_tokenizer()), layers=4, dtype=torch.float32)
+    deep.save_pretrained(recipe["model"]["name"])
+    plain, full = (
+        planned(recipe, f"train.checkpointing={mode}", overrides[1]) for mode in ("off", "full")
+    )
+    assert plain.memory.total(2048) > full.memory.total(2048)
+    enough = int(plain.memory.total(2048) / MARGIN) + 1
+    for free, expected in ((enough, plain), (enough - 100, full), (None, plain)):
+        monkeypatch.setattr(plan, "free_memory", lambda _, free=free: free)
+        result = planned(recipe, *overrides)
+        assert result.checkpointing == expected.checkpointing
+        assert result.memory == expected.memory
+        assert f"checkpointing: {expected.checkpointing} (auto" in " ".join(describe(result))
+    monkeypatch.setattr(models, "free_memory", lambda _: enough - 100)
+    run = build_run(recipe, [*overrides, "train.max_steps=1"], rows=OBJECTS, quiet=True)
+    assert run.policy.checkpointing == "full"
+
+
+def test_stored_keys_and_buffers_of_communication_are_counted(recipe: dict[str, Any]) -> None:
+    """KL pairs read the keys and values of a first pass, unless there are several processes."""
+    with pretended():
+        single = planned(recipe, "model.dtype=bfloat16")
+        prepared = single.prepared
+        double = make_plan(prepared, group=PlannedGroup(2))
+        lines = " ".join(describe(double))
+    assert prepared.method.needs_kl_pairs
+    assert single.device.type == "cuda"
+    shape = single.shape
+    stored = 2 * shape.layers * shape.keys * DTYPES[prepared.recipe.model.dtype].itemsize
+    assert single.memory.per_token == double.memory.per_token + stored
+    assert (single.memory.communication, double.memory.communication) == (0, NCCL_BUFFERS)
+    assert double.memory.total(0) - NCCL_BUFFERS == single.memory.total(0)
+    assert "communication" in lines
 
 
 def test_the_number_is_written_down_and_kept(

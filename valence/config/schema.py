@@ -827,10 +827,12 @@ class Train(Section):
     """Leave out the last step of an epoch when it has fewer than batch_size examples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of examples and of every random draw."""
-    checkpointing: Literal["off", "selective", "full", "offloaded"] = "off"
+    checkpointing: Literal["auto", "off", "selective", "full", "offloaded"] = "off"
     """Activation checkpointing: compute layers again in the backward pass instead of storing their
     activations, for less memory and more time, with the same result. selective: every second layer.
-    full: every layer. offloaded: every layer, with its input moved to host memory.
+    full: every layer. offloaded: every layer, with its input moved to host memory. auto: full if
+    the estimated memory without it exceeds the free memory, for micro-batches of micro_batch_tokens
+    (4,096 if that is auto); else off.
     """
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the model's layers: faster steps after a slow start. auto: in runs that are long

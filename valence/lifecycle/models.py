@@ -33,6 +33,7 @@ from valence.models.build import (
 )
 from valence.models.cache import CachedReference
 from valence.models.check import check_layout
+from valence.models.checkpointing import Checkpointing
 from valence.models.compiling import compile_layers, why_not
 from valence.models.digest import model_digest
 from valence.models.loading import fingerprint
@@ -42,11 +43,12 @@ from valence.models.quantized import is_quantized
 from valence.models.reference import FrozenReference, Reference
 from valence.models.router import check_router
 from valence.models.scores import is_reward_model
-from valence.models.shape import decoder_layers, shape_of
+from valence.models.shape import Shape, decoder_layers, shape_of
 from valence.models.stream import CannotStreamError, DeferredWeights, build_without_weights
 from valence.models.values import add_values
 from valence.planning.memory import (
     at_rest,
+    choose_checkpointing,
     choose_split,
     fits_on_one_device,
     layers_of,
@@ -82,7 +84,8 @@ def build_models(
         check_ranks_agree(group, lambda: rows_of(prepared), "give all processes the same rows")
         data, layers = group.split(recipe.parallel.tensor)
         split = _split(prepared, model, group, sharded)
-        loader = _ModelLoader(prepared, split, data, layers)
+        checkpointing = _checkpointing(prepared, model, group, split)
+        loader = _ModelLoader(prepared, split, data, layers, checkpointing)
         policy, stream = loader.policy(model)
         if model is not None:
             _check_same_weights(group, "model", policy)
@@ -131,6 +134,7 @@ class _ModelLoader:
     split: Split
     data: Group
     layers: Group
+    checkpointing: Checkpointing
 
     def policy(self, model: nn.Module | None) -> tuple[PolicyModel, DeferredWeights | None]:
         """The policy from this model, or from the one that the recipe names."""
@@ -156,7 +160,7 @@ class _ModelLoader:
             dtype=DTYPES[spec.dtype],
             lora=spec.lora,
             adapter=spec.adapter,
-            checkpointing=recipe.train.checkpointing,
+            checkpointing=self.checkpointing,
             levels=recipe.loss.get("levels"),
             check=self.split.single,
         )
@@ -272,17 +276,35 @@ def _check_same_weights(group: Group, name: str, engine: PolicyModel) -> None:
     )
 
 
+def _shape(prepared: Prepared, model: nn.Module | None) -> Shape:
+    spec = prepared.recipe.model
+    return shape_of(
+        layers_of(prepared, model),
+        lora=spec.lora,
+        adapter=spec.adapter,
+        quantize=spec.quantize is not None,
+    )
+
+
+def _checkpointing(
+    prepared: Prepared, model: nn.Module | None, group: Group, split: Split
+) -> Checkpointing:
+    """The checkpointing mode; `auto` is decided by the free memory before the model is loaded."""
+    mode = prepared.recipe.train.checkpointing
+    if mode != "auto":
+        return mode
+    device = best_device()
+    free = min_free_memory(free_memory(device), device, group)
+    return choose_checkpointing(prepared, _shape(prepared, model), device, split, free, group.size)
+
+
 def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bool | None) -> Split:
     """How weights are split over the processes. before: the decision of an earlier start."""
-    spec, device = prepared.recipe.model, best_device()
+    device = best_device()
 
     def fits() -> bool:
-        bare = layers_of(prepared, model)
-        shape = shape_of(
-            bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
-        )
         free = min_free_memory(free_memory(device), device, group)
-        return fits_on_one_device(prepared, shape, device, free)
+        return fits_on_one_device(prepared, _shape(prepared, model), device, free, group.size)
 
     return choose_split(prepared.recipe, group.size, device, before=before, fits=fits)
 

@@ -343,6 +343,7 @@ def build_policy(
         if scores
         else PolicyModel(model, compute=compute)
     )
+    engine.checkpointing = checkpointing
     disable_cpu_repacking(model)
     if check:
         check_layout(engine.eval())  # dropout of an adapter would make two forward passes differ

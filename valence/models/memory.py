@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from valence.models.shape import Shape
 
 PROGRAM = 400_000_000  # bytes of Python and its libraries; a CUDA context takes about as much
+NCCL_BUFFERS = 1_500_000_000  # bytes of a process that communicates: 1 to 2 GB
 HIDDEN = 14  # vectors of hidden size that a layer saves for the backward pass, per token
 INNER = 4  # vectors of the size inside its feed-forward layer that it saves, per token
 COMPILED = 0.55  # fraction of them that a compiled layer saves, all in the dtype of its products
@@ -59,6 +60,7 @@ class Memory:
     ``value``: weights, gradients and optimizer state of a value model. ``reward_models``: their
     weights. ``sampling``: completions while they are sampled; the activations of training do not
     exist at that time. ``server``: what a server on the same GPU keeps while it sleeps.
+    ``communication``: buffers of NCCL.
     """
 
     weights: int
@@ -73,6 +75,7 @@ class Memory:
     reward_models: int = 0
     sampling: int = 0
     server: int = 0
+    communication: int = 0
 
     def total(self, tokens: int) -> int:
         """Return the bytes of a run with this many tokens in the largest micro-batch."""
@@ -83,6 +86,7 @@ class Memory:
             + self.gradient
             + self.optimizer
             + self.gathered
+            + self.communication
         )
         return (
             fixed
@@ -119,13 +123,15 @@ def predict(
     moments_of_matrices: float | None = None,
     device: torch.device = torch.device("cpu"),
     split: Split = Split(),
+    has_second_pass: bool = False,
 ) -> Memory:
     """Return the estimated bytes of a run in each process.
 
     width: bytes per number of the computation. frozen_copy: whether the reference is a separate
     model. adapter_copy: whether the reference is a copy that shares the frozen weights. moments:
     bytes of the optimizer's state per trained weight in float32. moments_of_matrices: the same for
-    matrices of hidden layers, if these have a different optimizer.
+    matrices of hidden layers, if these have a different optimizer. has_second_pass: whether
+    sequences without a gradient read the keys and values of a first pass, which all layers store.
 
     Trained weights are float32 masters (float64 with float64), with a gradient and two moments, and
     a copy for products in bfloat16. The gradient of a vocabulary matrix briefly exists twice,
@@ -149,6 +155,7 @@ def predict(
     unpacked = shape.hidden * max(shape.inner, shape.heads) * width if shape.quantized else 0
     recomputed = RECOMPUTED[checkpointing]
     inputs = 0 if checkpointing == "offloaded" else shape.layers * shape.hidden * stream
+    stored_keys = 2 * shape.layers * (shape.keys // split.tensor) * width if has_second_pass else 0
     copies_gradient = shape.full and not (device.type == "cpu" and split.single)
     memory = Memory(
         weights=stored + parameters * copies + unpacked + (0 if shape.full else trained * masters),
@@ -157,7 +164,8 @@ def predict(
         + (shape.vocabulary * shape.hidden * masters // split.tensor if copies_gradient else 0),
         optimizer=int((trained * moments + extra_bytes) * (2 if width == 8 else 1)),
         head=_head(device),
-        per_token=int((1 - recomputed) * saved + recomputed * (inputs + saved / shape.layers)),
+        per_token=stored_keys
+        + int((1 - recomputed) * saved + recomputed * (inputs + saved / shape.layers)),
     )
     return memory if split.ways == 1 else _sharded(memory, shape, split, width)
 

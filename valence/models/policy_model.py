@@ -21,6 +21,7 @@ from valence.models.attention import (
     attention_candidates,
     key_value_memory,
 )
+from valence.models.checkpointing import Checkpointing
 from valence.models.flex import BLOCK, is_flex, visible
 from valence.models.gradients import write_embedding_gradients
 from valence.models.head import (
@@ -57,6 +58,8 @@ class PolicyModel(nn.Module):
 
     compiled = False
     """Whether the decoder layers are compiled."""
+    checkpointing: Checkpointing = "off"
+    """Which decoder layers run again in the backward pass."""
     max_joint_rows = 48
     """Rows without a gradient, up to which they are computed in the same pass as the others."""
     is_sharded = False

@@ -19,7 +19,16 @@ from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.models.adapters import starts_at_base, unsplittable
 from valence.models.build import DTYPES
-from valence.models.memory import MOMENTS, Memory, Split, add_value_model, predict, sampling_bytes
+from valence.models.checkpointing import Checkpointing
+from valence.models.memory import (
+    MOMENTS,
+    NCCL_BUFFERS,
+    Memory,
+    Split,
+    add_value_model,
+    predict,
+    sampling_bytes,
+)
 from valence.models.shape import Shape, skeleton, skeleton_of
 from valence.planning.reward_models import (
     RewardModelSettings,
@@ -35,6 +44,7 @@ from valence.trainer.targets import is_run
 
 MARGIN = 0.8  # share of the free memory that `auto` plans to use
 SLEEPING_SERVER = 2**31  # bytes that a server keeps on a GPU while it sleeps: an estimate
+CHECKPOINTING_TOKENS = 4096  # tokens per micro-batch for which `checkpointing: auto` decides
 MIN_TOKENS = 512  # tokens per micro-batch that `auto` never goes below
 
 
@@ -170,9 +180,19 @@ def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
 
 
 def memory_of(
-    prepared: Prepared, shape: Shape, device: torch.device, split: Split, *, compiled: bool = False
+    prepared: Prepared,
+    shape: Shape,
+    device: torch.device,
+    split: Split,
+    *,
+    compiled: bool = False,
+    processes: int = 1,
+    checkpointing: Checkpointing | None = None,
 ) -> Memory:
-    """Estimate the memory that each process of a run needs."""
+    """Estimate the memory that each process of a run needs.
+
+    checkpointing: the choice of `auto`; by default that of the recipe, with "full" for `auto`.
+    """
     recipe = prepared.recipe
     lora, is_named = recipe.model.lora, recipe.reference.model is not None
     # without a split, a copy shares the policy's frozen weights
@@ -185,12 +205,16 @@ def memory_of(
         width=width,
         frozen_copy=prepared.needs_reference and is_separate,
         adapter_copy=prepared.needs_reference and is_copy and not is_separate,
-        checkpointing=recipe.train.checkpointing,
+        checkpointing=checkpointing or _set_checkpointing(recipe) or "full",
         **_moments(recipe),
         device=device,
         split=split,
+        # with several processes, KL pairs have separate micro-batches
+        has_second_pass=prepared.method.needs_kl_pairs and processes == 1,
     )
     memory = estimate(compiled=compiled)
+    if processes > 1 and device.type == "cuda":
+        memory = replace(memory, communication=NCCL_BUFFERS)
     if prepared.has_separate_value_model:
         memory = add_value_model(memory, estimate(), shape, width)
     if rollouts := prepared.rollouts(shape, device):
@@ -240,6 +264,39 @@ def server_share(
     return max(0.01, math.floor(100 * remaining) / 100)
 
 
+def _set_checkpointing(recipe: Recipe) -> Checkpointing | None:
+    """The recipe's checkpointing mode; None for `auto`."""
+    mode = recipe.train.checkpointing
+    return None if mode == "auto" else mode
+
+
+def choose_checkpointing(
+    prepared: Prepared,
+    shape: Shape,
+    device: torch.device,
+    split: Split,
+    free: int | None,
+    processes: int,
+) -> Checkpointing:
+    """The recipe's checkpointing mode; for `auto`, "full" if a micro-batch needs it.
+
+    free: bytes available to each process before a model is loaded; None if unknown.
+    """
+    if mode := _set_checkpointing(prepared.recipe):
+        return mode
+    requested = prepared.recipe.train.micro_batch_tokens
+    tokens = CHECKPOINTING_TOKENS if requested == "auto" else requested
+    stored, recomputed = (
+        memory_of(prepared, shape, device, split, processes=processes, checkpointing=mode).total(
+            tokens
+        )
+        for mode in ("off", "full")
+    )
+    fits = free is None or stored <= MARGIN * free
+    # a model of one layer would save nothing
+    return "off" if fits or recomputed >= stored else "full"
+
+
 def _moments(recipe: Recipe) -> dict[str, float]:
     """Bytes of the optimizer's state per weight, as ``predict`` takes them."""
     kind = optimizer_class(recipe.train)
@@ -251,12 +308,13 @@ def _moments(recipe: Recipe) -> dict[str, float]:
 
 
 def fits_on_one_device(
-    prepared: Prepared, shape: Shape, device: torch.device, free: int | None
+    prepared: Prepared, shape: Shape, device: torch.device, free: int | None, processes: int
 ) -> bool:
-    """Whether a process with ``free`` bytes can hold all weights and train them."""
+    """Whether each of the processes, with ``free`` bytes, can hold all weights and train them."""
     requested = prepared.recipe.train.micro_batch_tokens
     tokens = MIN_TOKENS if requested == "auto" else requested
-    memory = memory_of(prepared, shape, device, Split(tensor=prepared.recipe.parallel.tensor))
+    split = Split(tensor=prepared.recipe.parallel.tensor)
+    memory = memory_of(prepared, shape, device, split, processes=processes)
     return free is None or memory.total(tokens) <= MARGIN * free
 
 

@@ -22,7 +22,7 @@ from valence.distributed.tensor_parallel import check_tensor_parallel
 from valence.errors import UserError
 from valence.models import speed
 from valence.models.build import DTYPES, best_device, check_vocabulary
-from valence.models.checkpointing import recompute_layers
+from valence.models.checkpointing import Checkpointing, recompute_layers
 from valence.models.compiling import why_not
 from valence.models.memory import Memory, Split, free_memory
 from valence.models.policy_model import PolicyModel
@@ -33,6 +33,7 @@ from valence.planning.memory import (
     MIN_TOKENS,
     SLEEPING_SERVER,
     check_offload,
+    choose_checkpointing,
     choose_split,
     fits_on_one_device,
     layers_of,
@@ -63,7 +64,8 @@ class Plan:
 
     free: bytes available to each process on its device; None if unknown. processes: their number.
     split: how weights are split over them. server: the GPUs of a sampling server that the run
-    starts. server_share: of their memory; None is vLLM's default.
+    starts. server_share: of their memory; None is vLLM's default. checkpointing: the mode that is
+    used, also for `auto`.
     """
 
     prepared: Prepared
@@ -75,6 +77,7 @@ class Plan:
     split: Split
     server: Placement | None = None
     server_share: float | None = None
+    checkpointing: Checkpointing = "off"
 
     @property
     def dealt(self) -> int:
@@ -151,7 +154,6 @@ class Plan:
 
         again: in later epochs, when the reference's log-probabilities are cached.
         """
-        recipe = self.prepared.recipe
         is_cached = again and self._keeps_reference
         operations = [
             speed.step(
@@ -165,7 +167,7 @@ class Plan:
                     if method.asks_reference
                     else ()
                 ),
-                checkpointing=recipe.train.checkpointing,
+                checkpointing=self.checkpointing,
             )
             + (self._rollout_operations(trained) if method.online else 0)
             for step in self.work
@@ -240,7 +242,7 @@ class Plan:
         )
         headless = replace(self.shape, vocabulary=0)
         values = (
-            speed.step(headless, trained, checkpointing=recipe.train.checkpointing)
+            speed.step(headless, trained, checkpointing=self.checkpointing)
             if prepared.has_separate_value_model
             else 0
         )
@@ -277,11 +279,13 @@ def make_plan(
     *,
     sharded: bool | None = None,
     starts_server: bool = True,
+    checkpointing: Checkpointing | None = None,
 ) -> Plan:
     """Plan a run from its recipe, model and device, without loading weights.
 
     model: used instead of the model that the recipe names. group: all processes call this together
     and get the same plan. sharded: an earlier decision to split weights over processes.
+    checkpointing: the mode of a policy that is already loaded.
     starts_server: whether a run is planned, which may start a sampling server.
 
     Raises UserError if the model does not exist, the tokenizer or adapter does not fit it, or it
@@ -293,7 +297,6 @@ def make_plan(
         check_offload(recipe, device)
         bare = layers_of(prepared, model)
         check_vocabulary(bare, prepared.tokenizer)
-        recompute_layers(bare, recipe.train.checkpointing, device)
         check_tensor_parallel(bare, recipe.parallel.tensor)
         shape = shape_of(
             bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
@@ -304,20 +307,32 @@ def make_plan(
             group.size,
             device,
             before=sharded,
-            fits=lambda: fits_on_one_device(prepared, shape, device, free),
+            fits=lambda: fits_on_one_device(prepared, shape, device, free, group.size),
         )
         compiled = (
             pays_to_compile(prepared, shape.parameters, device, group.size)
             if split.single
             else False
         )
-        memory = memory_of(prepared, shape, device, split, compiled=compiled)
+        mode = checkpointing or choose_checkpointing(
+            prepared, shape, device, split, free, group.size
+        )
+        recompute_layers(bare, mode, device)
+        memory = memory_of(
+            prepared,
+            shape,
+            device,
+            split,
+            compiled=compiled,
+            processes=group.size,
+            checkpointing=mode,
+        )
     server = plan_server(recipe, device, group.size) if starts_server else None
     share = None
     if server is not None:
         memory = replace(memory, server=SLEEPING_SERVER if server.is_shared else 0)
         share = server_share(recipe, server, memory, device)
-    return Plan(prepared, shape, memory, device, free, group.size, split, server, share)
+    return Plan(prepared, shape, memory, device, free, group.size, split, server, share, mode)
 
 
 def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, processes: int) -> bool:
@@ -344,7 +359,14 @@ def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, proc
 
 def planned_tokens(prepared: Prepared, policy: PolicyModel, world: Group) -> int:
     """Tokens of a micro-batch that the plan chooses for a loaded policy. All processes call it."""
-    plan = make_plan(prepared, policy.causal, world, sharded=policy.is_sharded, starts_server=False)
+    plan = make_plan(
+        prepared,
+        policy.causal,
+        world,
+        sharded=policy.is_sharded,
+        checkpointing=policy.checkpointing,
+        starts_server=False,
+    )
     return plan.micro_batch_tokens
 
 
@@ -406,6 +428,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     }
     optional = {
         "gathered weights": memory.gathered,
+        "communication": memory.communication,
         "value model": memory.value,
         "reward models": memory.reward_models,
         "or, while sampling, completions": memory.sampling,
@@ -421,6 +444,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         f"weights: {shape.parameters:,}{trained}{narrow}",
         *_describe_optimizer(plan),
         *_describe_split(plan),
+        *_describe_checkpointing(plan),
         f"memory: about {_gigabytes(total)}{per_process} "
         f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
         *_describe_server(plan),
@@ -525,6 +549,13 @@ def _describe_times(plan: Plan) -> list[str]:
             f"in total, if every completion has {rollout.max_new_tokens:,} tokens"
         )
     return lines
+
+
+def _describe_checkpointing(plan: Plan) -> list[str]:
+    if plan.prepared.recipe.train.checkpointing != "auto":
+        return []
+    reason = "needs less memory" if plan.checkpointing == "full" else "memory suffices"
+    return [f"checkpointing: {plan.checkpointing} (auto: {reason})"]
 
 
 def _describe_split(plan: Plan) -> list[str]:

@@ -391,7 +391,9 @@ MACHINE = (
         "Learning rate", ("lr",), axis={"rangemode": "tozero"}
     ),  # otherwise a constant would be drawn at 0
     Chart("Tokens per second", ("tokens/s",), "since the previous record"),
-    Chart("Memory", ("memory",), "GB, maximum so far", axis={"rangemode": "tozero"}),
+    Chart(
+        "Memory", ("memory", "memory_reserved"), "GB, maximum so far", axis={"rangemode": "tozero"}
+    ),
 )
 
 COUNTERS = frozenset(

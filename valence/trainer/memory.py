@@ -22,12 +22,17 @@ from valence.trainer.track import Phase
 Result = TypeVar("Result")
 
 
-def peak_memory(device: torch.device) -> float:
-    """The most memory in use so far, in GB: of a GPU by tensors, else by this process."""
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Metrics of the most memory in use so far, in GB: of a GPU by tensors, and reserved for them;
+    else of this process.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+        return {
+            "memory": torch.cuda.max_memory_allocated(device) / 1e9,
+            "memory_reserved": torch.cuda.max_memory_reserved(device) / 1e9,
+        }
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
 
 
 class MemoryRetry:

@@ -565,7 +565,7 @@ class Trainer:
 
     def _system_metrics(self) -> dict[str, float]:
         seconds = {f"seconds/{phase}": spent for phase, spent in self.state.window.spent.items()}
-        return seconds | {"memory": peak_memory(self.policy.device)}
+        return seconds | peak_memory(self.policy.device)
 
     # Measuring and sampling
 

@@ -1,0 +1,1 @@
+"""The test plan of a GPU in one command."""
