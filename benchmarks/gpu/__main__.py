@@ -94,12 +94,12 @@ def check_numbers(device: torch.device) -> Iterator[Result]:
     shape = correctness.GROUPED if on_gpu else correctness.GROUPED_SMALL
     for backend, dtype, *errors in correctness.measure_errors(device, shape):
         dtype_name = str(dtype).removeprefix("torch.")
-        for error, bound, what in zip(
+        for error, bound, quantity in zip(
             errors, correctness.BOUNDS[dtype], ("log-probability", "gradient"), strict=True
         ):
             yield Result(
                 "A",
-                f"{backend}, {dtype_name}: {what}",
+                f"{backend}, {dtype_name}: {quantity}",
                 error,
                 bound,
                 "packed",
