@@ -194,7 +194,7 @@ def test_a_process_that_is_killed_ends_the_others_before_the_deadline(
 @slow
 def test_a_process_that_does_not_start_is_named() -> None:
     (first,) = rig.run(jobs.never, 3, deadline=0.5, started=[0])
-    lost(first, "rank-missing", "rank 1, 2", "0.5 s")
+    lost(first, "rank-missing", "ranks: 1, 2", "0.5 s")
     assert first.mistake is not None
     assert first.mistake.where == "rank 0"
     (second,) = rig.run(jobs.never, 3, deadline=0.5, started=[1])

@@ -19,6 +19,7 @@ import pytest
 from tests.logs import repeatable
 from tests.programs import Program
 from tests.reports.tracked import ROOT, Killed, home, killed_twice, wandb_records
+from valence.reports import trackers
 from valence.reports.sinks import SAMPLES
 
 __all__ = ["home"]
@@ -71,9 +72,13 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*select_dtypes")  # pandas, about how mlflow writes a table
-def test_mlflow_in_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_database", [False, True])
+def test_mlflow_without_a_server(
+    has_database: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow import MlflowClient
 
+    monkeypatch.setattr(trackers, "find_spec", lambda name: has_database)
     run = Killed(tmp_path / "first", kind="mlflow", project="mine", tags=["tiny"])
     run.folder.mkdir()
     killed_twice(run)
@@ -95,9 +100,14 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     )
     tables = [file.path for file in client.list_artifacts(item.info.run_id, "eval")]
     points += Counter(
-        ("eval.samples", int(path.removesuffix(".json").rsplit("-", 1)[1])) for path in tables
+        (
+            SAMPLES if has_database else "eval.samples",
+            int(path.removesuffix(".json").rsplit("-", 1)[1]),
+        )
+        for path in tables
     )
-    assert_complete(points, lambda name: name.replace("/", "."))
+    # in a folder, names are those of files
+    assert_complete(points, str if has_database else lambda name: name.replace("/", "."))
     table = json.loads(
         Path(client.download_artifacts(item.info.run_id, f"{SAMPLES}-step-3.json")).read_text()
     )
