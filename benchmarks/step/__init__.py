@@ -3,9 +3,11 @@ threads, step by step in turn.
 """
 
 import os
+import sys
 
 THREADS = 2
-# Before torch is imported, in both processes: threads of the one side that wait by spinning would
-# slow the other.
-os.environ["OMP_WAIT_POLICY"] = "passive"
-os.environ["OMP_NUM_THREADS"] = str(THREADS)
+if "torch" not in sys.modules:
+    # torch reads them when it is imported. Threads of one side that wait by spinning would slow the
+    # other side.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)
