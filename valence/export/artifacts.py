@@ -27,7 +27,7 @@ from valence.export.gguf_file import (
 from valence.export.gguf_tokenizer import has_nfc_normalizer
 from valence.export.llama_cpp import INSTALL, LlamaCpp, check_quantizer, quantize, run_llama_cpp
 from valence.export.ollama import modelfile
-from valence.export.probes import Probe, ProbeResult, run_transformers
+from valence.export.probes import ArtifactResult, Probe, ProbeResult, run_transformers
 from valence.export.verify import ExportDifference, Verification, compare
 from valence.runs.store import write_atomically
 
@@ -160,6 +160,20 @@ def _verify_transformers(
         )
     except (OSError, ValueError, RuntimeError) as error:
         return Verification(name, kind, "not verified", reason=f"it cannot be loaded ({error})")
+    return _compare(
+        name,
+        kind,
+        reference,
+        artifact,
+        size=size,
+        notes=_base_note(reference),
+    )
+
+
+def _compare(
+    name: str, kind: str, reference: ReferenceRun, artifact: ArtifactResult, **options: Any
+) -> Verification:
+    """Compare an artifact with the run. options: those of ``compare``."""
     return compare(
         name,
         kind,
@@ -168,9 +182,8 @@ def _verify_transformers(
         artifact,
         end_names=reference.end_names,
         bos=reference.encoder.tokenizer.bos_token_id,  # type: ignore[arg-type]
-        size=size,
         rounded_base=reference.rounded_base,
-        notes=_base_note(reference),
+        **options,
     )
 
 
@@ -215,16 +228,12 @@ def _verify_gguf(
             "start llama-server with --chat-template-kwargs "
             f"'{json.dumps(dict(reference.variables))}', as in the recipe"
         )
-    return compare(
+    return _compare(
         path.name,
         kind,
-        reference.probes,
-        reference.answers,
+        reference,
         artifact,
-        end_names=reference.end_names,
-        bos=reference.encoder.tokenizer.bos_token_id,  # type: ignore[arg-type]
         size=size,
-        rounded_base=reference.rounded_base,
         weights_error=partial(max_tensor_error, folder, path) if has_weights else lambda: None,
         notes=notes,
     )
