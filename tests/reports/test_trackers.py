@@ -79,6 +79,9 @@ def test_mlflow_without_a_server(
     from mlflow import MlflowClient
 
     monkeypatch.setattr(trackers, "find_spec", lambda name: has_database)
+    elsewhere = tmp_path / "current"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
     run = Killed(tmp_path / "first", kind="mlflow", project="mine", tags=["tiny"])
     run.folder.mkdir()
     killed_twice(run)
@@ -113,6 +116,7 @@ def test_mlflow_without_a_server(
     )
     assert table["columns"] == ["origin", "prompt", "completion", "label", "reward"]
     assert len(table["data"]) == 20
+    assert not list(elsewhere.iterdir())
 
 
 @pytest.mark.slow

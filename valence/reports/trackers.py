@@ -500,8 +500,9 @@ class Mlflow:
         from mlflow import MlflowClient
 
         state, resumed = run.state, "run" in run.state
-        uri = run.settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or _mlflow_uri(run)
-        uri = state.setdefault("uri", uri)
+        uri = run.settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        self._is_in_run_folder = not uri
+        uri = state.setdefault("uri", uri or _mlflow_uri(run))
         self._is_folder = uri.startswith("file:") or not re.match(r"[\w+-]+://|databricks", uri)
         if self._is_folder:  # which MLflow otherwise refuses in favour of a database
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -518,7 +519,15 @@ class Mlflow:
         from mlflow.entities import Param
 
         known = self._client.get_experiment_by_name(run.project)
-        experiment = known.experiment_id if known else self._client.create_experiment(run.project)
+        # A database's own default is `mlruns` in the current directory.
+        artifacts = run.directory("mlflow") / "artifacts" if self._is_in_run_folder else None
+        experiment = (
+            known.experiment_id
+            if known
+            else self._client.create_experiment(
+                run.project, artifact_location=artifacts.as_uri() if artifacts else None
+            )
+        )
         tags = dict.fromkeys(run.tags, "true")
         created = self._client.create_run(experiment, run_name=run.name, tags=tags)
         params = [Param(self._name(n), exact(value)[:6000]) for n, value in run.config.items()]
