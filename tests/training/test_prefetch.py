@@ -22,6 +22,7 @@ from tests.training.resuming import Killed, killed, records, resumed_steps, weig
 from tests.training.test_run import DEMONSTRATIONS, recipe, written
 from tests.units import models_for, objective, units_for
 from valence.api import build_run
+from valence.batching import micro_batches
 from valence.batching.micro_batches import StepPacker
 from valence.data import column_files, example_store, tokenize
 from valence.errors import UserError
@@ -142,6 +143,39 @@ def test_prefetching_changes_no_bit(
         (step, False) for step in range(ahead.total_steps)
     ]
     assert_same(ahead, alone)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_builds_one_prefix_tree_per_loss(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its preparation; none when it runs."""
+    num_trees = {"preparation": 0, "step": 0}
+    current = threading.local()  # the stage that each thread is in
+    build, prepare = micro_batches.build_prefix_tree, Trainer._prepare_inputs
+    optimizer_step = trainer_module.optimizer_step
+
+    def counted(*arguments: Any) -> Any:
+        if stage := getattr(current, "stage", None):
+            num_trees[stage] += 1
+        return build(*arguments)
+
+    def during(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            current.stage = stage
+            try:
+                return function(*arguments, **options)
+            finally:
+                current.stage = None
+
+        return run
+
+    monkeypatch.setattr(micro_batches, "build_prefix_tree", counted)
+    monkeypatch.setattr(Trainer, "_prepare_inputs", during("preparation", prepare))
+    monkeypatch.setattr(trainer_module, "optimizer_step", during("step", optimizer_step))
+    result = train(CASES[name](folder, tmp_path), tmp_path / "run")
+    num_losses = 2 if name == "kto and sft" else 1
+    assert num_trees == {"preparation": num_losses * result.total_steps, "step": 0}
 
 
 class Steps:
