@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import valence
 from valence.lifecycle import models, scorers
+from valence.models import attention as prefix_attention
 from valence.models import head
 from valence.models.flex import Visible
 from valence.planning import plan
@@ -309,6 +310,49 @@ def attention(
     return torch.softmax(scores.masked_fill(unseen, float("-inf")), -1) @ v
 
 
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """Stands for PyTorch's ``varlen_attn``: each sequence separately, with all scores at once.
+
+    The last query of a sequence is at the position of its last key. A query attends to at most
+    window_size[0] keys before its position, and window_size[1] after; -1: to all.
+    """
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    before, after = window_size
+    ends_q, ends_k = cu_seq_q.cpu().tolist(), cu_seq_k.cpu().tolist()
+    assert (ends_q[-1], ends_k[-1]) == (len(query), len(key))
+    lengths = [list(map(int.__sub__, ends[1:], ends)) for ends in (ends_q, ends_k)]
+    assert [max_q, max_k] == [max(item) for item in lengths]
+    parts: list[Tensor] = []
+    for q, k, v in zip(
+        query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True
+    ):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        positions = torch.arange(len(k), device=q.device)
+        distance = positions[len(k) - len(q) :, None] - positions
+        is_hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if before >= 0:
+            is_hidden |= distance > before
+        if after >= 0:
+            is_hidden |= distance < -after
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        weights = torch.softmax(scores.masked_fill(is_hidden, float("-inf")), -1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(parts)
+
+
 @contextmanager
 def _in_backward(device: Named) -> Iterator[None]:
     """Python that runs in a backward pass, which PyTorch does outside of such modes: gradients, and
@@ -382,6 +426,7 @@ def pretended() -> Iterator[list[str]]:
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))
         stack.enter_context(mock.patch.object(head, "has_triton", return_value=False))
         stack.enter_context(mock.patch.object(Visible, "__call__", attention))
+        stack.enter_context(mock.patch.object(prefix_attention, "varlen_attn", varlen_attention))
         stack.enter_context(_in_backward(device))
         stack.enter_context(_in_threads(device.waits))
         stack.enter_context(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Iterator
@@ -15,9 +14,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.device.measure import median_seconds, release_memory, synchronize
+from valence.models.attention import ATTENTION_BACKENDS, CannotPackError, Layout
 from valence.models.check import compiler_failures
 from valence.models.flex import FlexVariant, Visible
-from valence.models.layout import segment_table, segments_of
+from valence.models.layout import packed_runs, segment_table, segments_of
 from valence.models.memory import out_of_memory
 
 VARIANTS: tuple[FlexVariant, ...] = ("flex", "flex_dynamic")
@@ -109,27 +109,28 @@ SMALL_CASES = (
 def measure_attention(
     case: AttentionCase, device: torch.device, repeats: int
 ) -> Iterator[AttentionFigures]:
-    """Measure each variant of FlexAttention, PyTorch's attention over separate documents, and
-    FlashAttention where it is installed.
+    """Measure each variant of FlexAttention, FlashAttention for sequences of different lengths
+    (with copies of shared prefixes), and PyTorch's attention over separate documents.
     """
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, case.rows, case.head_dim).to(device, torch.bfloat16).requires_grad_()
         for heads in (case.heads, case.kv_heads, case.kv_heads)
     )
-    segments, scale = segments_of(segment_table(case.segments)), case.head_dim**-0.5
+    table, scale = segment_table(case.segments), case.head_dim**-0.5
+    segments = segments_of(table)
     calls: dict[str, Any] = {}
     for variant in VARIANTS:
         visible = Visible(segments, (0,), device, variant)
         calls[variant] = partial(visible, q, k, v, scale, 0, 0.0)
+    layout = Layout(table, None, scale, runs=packed_runs(segments, device))
+    calls["flash"] = partial(ATTENTION_BACKENDS["flash"].attend, q, k, v, layout)
     if not case.has_prefix:
         calls["sdpa"] = partial(_separate_documents, q, k, v, case)
-        if device.type == "cuda" and importlib.util.find_spec("flash_attn"):
-            calls["flash_varlen"] = partial(_flash_varlen, q, k, v, case)
     for backend, call in calls.items():
         try:
             yield _measure(case, backend, call, (q, k, v), repeats)
-        except compiler_failures() as error:
+        except (CannotPackError, *compiler_failures()) as error:
             reason = "out of memory" if out_of_memory(error) else str(error).splitlines()[0]
             yield AttentionFigures(case, backend, failure=reason)
         release_memory(device)
@@ -169,14 +170,3 @@ def _separate_documents(q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) ->
         out = scaled_dot_product_attention(batch[0], batch[1], batch[2], is_causal=True)
         parts.append(out.transpose(0, 1).flatten(1, 2)[None])
     return torch.cat(parts, 2)
-
-
-def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    bounds = [0, *(end for _, end, _ in case.segments)]
-    lengths = torch.tensor(bounds, dtype=torch.int32, device=q.device)
-    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
-    return flash_attn_varlen_func(
-        *rows, lengths, lengths, case.length, case.length, causal=True
-    ).transpose(0, 1)[None]

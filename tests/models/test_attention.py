@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.prefix_trees import Segments, dense_attention, forests, path, visible_mask
+from tests.pretend import CUDA, pretended, varlen_attention
 from valence.models import attention, flex, layout, native
 from valence.models.attention import (
     ATTENTION_BACKENDS,
@@ -23,14 +24,15 @@ from valence.models.attention import (
     Layout,
     attend,
     key_value_memory,
+    layout_inputs,
 )
 from valence.models.flex import BLOCK, Visible
 from valence.models.layout import segment_table, segments_of, split_by_gradient
 from valence.models.policy_model import padded_size
 from valence.planning.plan import MAX_TOKENS
 
-WAYS = ("products", "sdpa")
-"""Backends with gradients in float64."""
+WAYS = ("products", "sdpa", "flash")
+"""Backends with gradients in float64, FlashAttention by a stand-in."""
 SCALE = 0.3
 few = settings(max_examples=25)
 
@@ -53,14 +55,16 @@ def attend_by(
     softcap: float = 0.0,
     scale: float = SCALE,
 ) -> Tensor:
-    """Attention [1, T, H, D_v] by this backend."""
-    visible = (
-        Visible(segments_of(forest), (window,), q.device, backend)
-        if flex.is_flex(backend)
-        else None
-    )
-    layout = Layout(forest, visible, scale, window, softcap)
-    return ATTENTION_BACKENDS[backend].attend(q, k, v, layout)
+    """Attention [1, T, H, D_v] by this backend; without a GPU, ``flash`` calls a stand-in for
+    PyTorch's FlashAttention.
+    """
+    inputs = layout_inputs(forest, (window,), q.device, backend)
+    layout = Layout(forest, inputs.get("visible"), scale, window, softcap, inputs.get("runs"))
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "flash" and not q.is_cuda:
+            patch.setattr(attention, "varlen_attn", varlen_attention)
+            patch.setattr(attention, "_flash_unsupported", lambda *_: None)
+        return ATTENTION_BACKENDS[backend].attend(q, k, v, layout)
 
 
 def heads(
@@ -111,9 +115,9 @@ def test_each_backend_computes_the_formula(
     if unsupported(inputs[0], inputs[2], softcap):
         inputs = [x.detach() for x in inputs]
     if reason := unsupported(inputs[0], inputs[2], softcap):
-        assert backend == "cpu", reason
-        if softcap or dtype != torch.bfloat16:
-            return
+        assert backend in ("cpu", "flash"), reason
+        if softcap or dtype != torch.bfloat16 or backend == "flash":
+            return  # ``test_random_trees`` calls a stand-in
         pytest.skip(reason)
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
     expected = dense_attention(*exact, visible_mask(TREE, window), 0.125, softcap)
@@ -125,6 +129,22 @@ def test_each_backend_computes_the_formula(
         assert result.dtype == dtype
         error = (result.double().cpu() - reference).norm() / reference.norm()
         assert error < TOLERANCES[dtype]
+
+
+def test_inputs_that_flash_attention_cannot_compute() -> None:
+    def reason(dtype: torch.dtype, d: int = 64, d_v: int = 64, softcap: float = 0.0) -> str:
+        q, _, v = (x.detach().to(CUDA) for x in heads(4, d=d, d_v=d_v, dtype=dtype))
+        return ATTENTION_BACKENDS["flash"].unsupported(q, v, softcap) or ""
+
+    q, _, v = heads(4, d=64, d_v=64, dtype=torch.bfloat16)
+    assert "CUDA" in (ATTENTION_BACKENDS["flash"].unsupported(q, v, 0.0) or "")
+    with pretended():
+        assert reason(torch.bfloat16) == reason(torch.float16) == ""
+        assert reason(torch.bfloat16, 256, 256) == ""
+        assert "bfloat16" in reason(torch.float32)
+        assert "256" in reason(torch.bfloat16, 264, 264)
+        assert "one size" in reason(torch.bfloat16, 64, 32)
+        assert "soft-cap" in reason(torch.bfloat16, softcap=2.0)
 
 
 def test_the_automatic_choice_on_a_cpu() -> None:
@@ -150,6 +170,7 @@ def test_random_trees(
     way: str, segments: Segments, window: int, softcap: float, max_scores: int
 ) -> None:
     inputs = heads(segments[-1][1])
+    softcap = 0.0 if way == "flash" else softcap
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MAX_SCORES", max_scores)
         out = attend_by(way, *inputs, segment_table(segments), window, softcap)

@@ -40,10 +40,14 @@ CASES += [
 
 
 def built(
-    name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch.device
+    name: str,
+    checkpointing: Any,
+    trains: tuple[bool, ...],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[PolicyModel, MicroBatch]:
     model = tiny(name, dtype=torch.float32).to(device)
-    engine = build_policy(model, dtype=torch.float32, checkpointing=checkpointing)
+    engine = build_policy(model, dtype=dtype, checkpointing=checkpointing)
     engine.max_joint_rows = 0
     units = conversations()
     with sharing(4):
@@ -157,6 +161,22 @@ def test_a_requested_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VALENCE_ATTENTION", "flax")
     with raises_error("environment-variable-invalid", where="VALENCE_ATTENTION", fix="sdpa"):
         built("llama", "off", PATTERNS[0], HOST)
+
+
+def test_flash_attention_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, with two passes and a sliding window; refused for float32."""
+    expected = measured(*built("qwen3", "full", PATTERNS[1], HOST, torch.bfloat16))
+    monkeypatch.setenv("VALENCE_ATTENTION", "flash")
+    with pretended():
+        engine, batch = built("qwen3", "full", PATTERNS[1], CUDA, torch.bfloat16)
+        assert (engine.packs, engine.attention_backend) == (True, "flash")
+        assert engine.computation == "torch.bfloat16 forest attention flash"
+        results = [item.cpu() for item in measured(engine, batch)]
+        with raises_error("packing-fails", where="VALENCE_ATTENTION"):
+            built("qwen3", "off", PATTERNS[0], CUDA)
+    torch.testing.assert_close(results[0], expected[0], rtol=0.02, atol=0.05)
+    error = (results[1] - expected[1]).norm() / expected[1].norm()
+    assert error < 0.03
 
 
 def test_a_model_that_does_not_pack_runs_one_sequence_at_a_time_on_a_device_too() -> None:

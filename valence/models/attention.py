@@ -17,19 +17,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import register_flop_formula
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from valence.errors import UserError
 from valence.models import native
-from valence.models.flex import Visible
+from valence.models.flex import Visible, is_flex, visible
 from valence.models.layout import (
     Block,
+    PackedRuns,
     SegmentTable,
     hidden_keys,
     make_blocks,
     make_runs,
+    packed_runs,
     segments_of,
 )
 from valence.models.products import bfloat16_operands
@@ -39,6 +42,8 @@ MAX_SCORES = 1 << 21
 """Scores that exist at once, so that they stay in the CPU's cache; more only if one run of a single
 head has more.
 """
+MAX_FLASH_HEAD = 256
+"""Largest head that PyTorch's FlashAttention computes."""
 HARMLESS_TENSORS = ("position_ids", "cache_position", "forest")
 """Keyword arguments that do not change attention."""
 
@@ -62,13 +67,15 @@ def prefix_tree_attention(
     softcap: float | None = None,
     forest: Tensor | None = None,
     visible: Visible | None = None,
+    runs: PackedRuns | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of every token to the tokens on its path. query[1, H, T, D], key[1, H_kv, T, D],
     value[1, H_kv, T, D_v] -> [1, T, H, D_v].
 
     attention_mask: the return value of ``window_of_mask`` for this layer. forest: the segment table
-    of ``layout.py``. visible: the same as block masks for FlexAttention. Raises CannotPackError.
+    of ``layout.py``. visible, runs: the same for FlexAttention and for FlashAttention. Raises
+    CannotPackError.
     """
     if not torch.compiler.is_compiling():
         _check_request(attention_mask, sliding_window, forest, others)
@@ -82,9 +89,12 @@ def prefix_tree_attention(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
         softcap or 0.0,
+        runs,
     )
     if visible is not None:
         return _by_flex(query, key, value, layout), None
+    if runs is not None:
+        return _by_flash(query, key, value, layout), None
     if query.device.type == "cpu":
         return _by_operator(query, key, value, layout, backend="auto"), None
     return _by_sdpa(query, key, value, layout), None
@@ -191,6 +201,8 @@ class Layout(NamedTuple):
     """Width of the sliding window; 0 without one."""
     softcap: float = 0.0
     """Bound of the scores; 0 without one."""
+    runs: PackedRuns | None = None
+    """The segment table as FlashAttention needs it."""
 
 
 class AttentionBackend(NamedTuple):
@@ -217,8 +229,8 @@ def _by_operator(
     """Attention by the operator ``attend``. backend: "auto" lets the operator choose when it runs,
     because compiled programs are stored on disk and may run where the kernel cannot.
     """
-    forest, _, scale, window, softcap = layout
-    return attend(query, key, value, forest, scale, window, softcap, backend)[0]
+    settings = layout.scale, layout.window, layout.softcap
+    return attend(query, key, value, layout.forest, *settings, backend)[0]
 
 
 # Compiled layers are split here: their programs take any number of tokens, FlexAttention's one.
@@ -258,6 +270,52 @@ def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tenso
     return torch.cat(parts)[torch.cat(order).argsort()][None]
 
 
+# Compiled layers are split here: the sizes and the numbers of runs differ from pass to pass.
+@torch.compiler.disable()
+def _by_flash(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+    """Attention by FlashAttention for sequences of different lengths.
+
+    A prefix that several runs share is copied for each of them, and its gradients are summed in the
+    type of the keys. Raises CannotPackError for inputs that FlashAttention cannot compute.
+    """
+    if reason := _flash_unsupported(query, value, layout.softcap):
+        raise CannotPackError(reason, code="packing-fails")
+    assert layout.runs is not None
+    key, value = _with_memory(key, value)
+    runs = layout.runs
+    q, k, v = (
+        x[0].transpose(0, 1)[rows]
+        for x, rows in ((query, runs.queries), (key, runs.keys), (value, runs.keys))
+    )
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        runs.cu_seqlens_q,
+        runs.cu_seqlens_k,
+        runs.max_seqlen_q,
+        runs.max_seqlen_k,
+        scale=layout.scale,
+        # With a right side of 0, the last query attends to all keys, and the others causally.
+        window_size=(layout.window - 1 if layout.window else -1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out[runs.order][None]
+
+
+def _flash_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
+    if not query.is_cuda:
+        return "FlashAttention runs on CUDA alone"
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return "FlashAttention computes bfloat16 and float16 alone"
+    if query.shape[3] != value.shape[3]:
+        return "FlashAttention needs keys and values of one size"
+    if query.shape[3] > MAX_FLASH_HEAD:
+        return f"FlashAttention computes heads of at most {MAX_FLASH_HEAD} numbers"
+    return "FlashAttention has no soft-cap here" if softcap else None
+
+
 def _products_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
     return None if query.device.type == "cpu" else "it computes on a CPU"
 
@@ -274,17 +332,31 @@ ATTENTION_BACKENDS = {
     "flex": AttentionBackend(_flex_unsupported, _by_flex),
     "flex_small": AttentionBackend(_flex_unsupported, _by_flex),
     "flex_dynamic": AttentionBackend(_flex_unsupported, _by_flex),
+    "flash": AttentionBackend(_flash_unsupported, _by_flash),
     "sdpa": AttentionBackend(lambda query, value, softcap: None, _by_sdpa),
 }
 """``check_layout`` chooses on CUDA, from ``attention_candidates``. ``prefix_tree_attention`` runs
-FlexAttention for block masks, cpu or products on a CPU, and sdpa elsewhere. The variants of flex
-are those of ``flex.FlexVariant``.
+FlexAttention for block masks, FlashAttention for packed runs, cpu or products on a CPU, and sdpa
+elsewhere. The variants of flex are those of ``flex.FlexVariant``.
 """
 AUTOMATIC_CUDA_BACKENDS = ("flex", "flex_small", "sdpa")
 """The first one that computes what the model's own attention does is used."""
-REQUESTABLE = ("flex", "flex_small", "flex_dynamic", "sdpa", "one_by_one")
+REQUESTABLE = ("flex", "flex_small", "flex_dynamic", "flash", "sdpa", "one_by_one")
 """Values of VALENCE_ATTENTION. one_by_one: each sequence separately, by the model's own attention.
 """
+
+
+def layout_inputs(
+    forest: Tensor, windows: tuple[int, ...], device: torch.device, backend: str
+) -> dict[str, Any]:
+    """Return the arguments of the model's forward that a backend needs besides the segment table,
+    to be shared by all layers. windows: those of the layers, 0 for none.
+    """
+    if is_flex(backend):
+        return {"visible": visible(forest, windows, device, backend)}
+    if backend == "flash":
+        return {"runs": packed_runs(segments_of(forest), device)}
+    return {}
 
 
 def attention_candidates(device: torch.device) -> tuple[str, ...]:

@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from valence.types import sent
 
 MAX_RUN_SCORES = 1 << 18
 """Queries x keys of one run in one block, and a quarter of those of all its runs: scores stay in
@@ -175,6 +178,47 @@ def make_runs(segments: SegmentTable) -> list[RowRun]:
         else:
             runs[run_of[k]] = RowRun(runs[run_of[k]].queries + queries, paths[k])
     return runs
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PackedRuns:
+    """All runs of a table one after another, as kernels for sequences of different lengths read
+    them: the queries of a run are the last of its keys, and attend causally.
+
+    queries[T_q], keys[T_k]: rows. cu_seqlens_q[R + 1], cu_seqlens_k[R + 1]: int32, where each run
+    starts. order[T_q]: where the result of each row of the queries is.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    order: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@lru_cache(maxsize=32)
+def packed_runs(segments: SegmentTable, device: torch.device) -> PackedRuns:
+    """Return the runs of a table on a device; cached for all layers of a pass."""
+    runs = make_runs(segments)
+    queries, keys = [run.queries for run in runs], [run.keys for run in runs]
+
+    def starts(rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int32)
+
+    with torch.inference_mode(False):  # the result is cached for passes with a gradient too
+        query_rows = torch.tensor([row for rows in queries for row in rows])
+        key_rows = torch.tensor([row for rows in keys for row in rows])
+        return PackedRuns(
+            queries=sent(query_rows, device),
+            keys=sent(key_rows, device),
+            order=sent(query_rows.argsort(), device),
+            cu_seqlens_q=sent(starts(queries), device),
+            cu_seqlens_k=sent(starts(keys), device),
+            max_seqlen_q=max(map(len, queries)),
+            max_seqlen_k=max(map(len, keys)),
+        )
 
 
 def _split_run(run: RowRun) -> list[RowRun]:

@@ -20,9 +20,10 @@ from valence.models.attention import (
     KeyValueMemory,
     attention_candidates,
     key_value_memory,
+    layout_inputs,
 )
 from valence.models.checkpointing import Checkpointing
-from valence.models.flex import BLOCK, is_flex, visible
+from valence.models.flex import BLOCK
 from valence.models.gradients import write_embedding_gradients
 from valence.models.head import (
     Head,
@@ -341,11 +342,7 @@ class PolicyModel(nn.Module):
             forest = torch.cat([forest, forest.new_tensor([[end, end + padding, -1, 1]])])
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             pos = torch.cat([pos, pos.new_zeros(padding)])
-        options: dict[str, Any] = (
-            {"visible": visible(forest, self._windows, self.device, self.attention_backend)}
-            if is_flex(self.attention_backend)
-            else {}
-        )
+        options = layout_inputs(forest, self._windows, self.device, self.attention_backend)
         options |= _router_outputs(routing)
         # Without a mask, transformers would derive one from the positions, and block on the device.
         mask = torch.ones_like(tokens[None])
