@@ -8,7 +8,7 @@ PAGE = ROOT / "docs" / "pitfalls.md"
 HEAD = """\
 # Pitfalls
 
-This page lists mistakes that released alignment libraries have made. Each is linked to the tests that show that Valence does not make it.
+This page lists mistakes that released alignment libraries have made, with links to the tests that detect the same mistake in Valence.
 """
 
 PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
