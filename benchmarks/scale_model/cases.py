@@ -43,7 +43,7 @@ H100 = Machine(
 )
 CONSTANTS = (
     (
-        "matrix products, bfloat16",
+        "matrix multiplications, bfloat16",
         "989 TFLOPS",
         "vendor: data sheets of H100 SXM and H200, without sparsity",
     ),
