@@ -133,7 +133,7 @@ GUIDE: dict[str, Guide] = {
         "`rewards/margins` rises.",
     ),
     "exo": Guide(
-        "Pairs, if the policy should concentrate on some of the completions that the labels favor "
+        "Pairs, if the policy should concentrate on some of the completions that the labels favour "
         "instead of covering all of them. `label_smoothing` is part of the method and must be "
         "above 0.",
         "The loss starts at 2.76. Its minimum is at a difference d = log((1-e)/e)/beta = 69 nats; "
