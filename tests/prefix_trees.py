@@ -77,7 +77,7 @@ def conversations() -> list[TokenizedExample]:
 
 
 @st.composite
-def forests(draw: st.DrawFn, *, segments: int = 9, longest: int = 40) -> Segments:
+def segment_trees(draw: st.DrawFn, *, segments: int = 9, longest: int = 40) -> Segments:
     """(first row, last row + 1, parent) of each segment, depth first.
 
     Lengths are up to ``longest``, and mostly short.

@@ -14,7 +14,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import correctness
 from benchmarks.gpu.__main__ import NEXT_STEPS, Result
 from benchmarks.gpu.correctness import long_batch
-from tests.pretend import CUDA, pretended
+from tests.simulated_cuda import CUDA, simulated_device
 from valence.models.flex import Visible
 from valence.models.layout import segment_table, segments_of
 from valence.trainer.step import Objective
@@ -52,7 +52,7 @@ def test_a_model_that_does_not_fit_has_no_figures(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_steps_of_a_device_have_the_losses_of_the_host() -> None:
     expected = [item.loss for item in measure_steps(SMALL_VARIANTS[2], HOST, 1e12, repeats=1)]
-    with pretended():
+    with simulated_device():
         figures = list(measure_steps(SMALL_VARIANTS[2], CUDA, 1e12, repeats=1))
     assert [item.loss for item in figures] == pytest.approx(expected, abs=0.02)
 
@@ -76,7 +76,7 @@ def is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("is_simulated")
 def test_all_steps_complete_on_the_simulated_device(capsys: pytest.CaptureFixture[str]) -> None:
-    with pretended():
+    with simulated_device():
         assert gpu.main([]) == 0
     table = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
     rows = [line for line in table if line[:1] in "ABCD" and line[1:2] == " "]

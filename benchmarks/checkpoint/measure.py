@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.checkpoint.cases import Case, build
 from benchmarks.step.memory import peak_above_idle
 from valence.runs import store
-from valence.runs.keeper import check
+from valence.runs.checkpoints import check
 from valence.trainer.trainer import Trainer
 
 WARM, QUIET = 3, 4

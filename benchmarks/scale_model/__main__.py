@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.scale_model import cases, tables
-from benchmarks.scale_model.here import Step, machine, measured, steps
 from benchmarks.scale_model.measure import WAYS
+from benchmarks.scale_model.this_machine import Step, machine, measured, steps
 
 STEP, GAIN, LOSS, PUBLISHED = 1.3, 1.2, 1e-6, 1.1
 """Largest allowed deviations.

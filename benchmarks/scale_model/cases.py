@@ -43,7 +43,7 @@ H100 = Machine(
 )
 CONSTANTS = (
     (
-        "matrix products, bfloat16",
+        "matrix multiplications, bfloat16",
         "989 TFLOPS",
         "vendor: data sheets of H100 SXM and H200, without sparsity",
     ),
@@ -65,7 +65,11 @@ CONSTANTS = (
         "8.4, 3.4, 14 us",
         "NCCL's own model of rings (`tuning.cc`)",
     ),
-    ("overlap of collectives and products", "complete", "assumed: neither slows the other"),
+    (
+        "overlap of collectives and matrix multiplications",
+        "complete",
+        "assumed: neither slows the other",
+    ),
 )
 
 ROWS, SHORTEST, LONGEST = 1024, 256, 3840

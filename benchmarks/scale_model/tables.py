@@ -15,8 +15,8 @@ STEP = (
     f"A step has {cases.ROWS:,} rows of {cases.SHORTEST} to {cases.LONGEST:,} tokens, "
     f"{sum(cases.lengths()) / 1e6:.1f} million "
     f"in all, a quarter of them in prompts. Micro-batches have {cases.AT_ONCE:,} tokens, "
-    f"activations are recomputed (`train.checkpointing: full`), matrix products are in bfloat16, "
-    f"adapters have rank 16, and the reference cache is empty."
+    f"activations are recomputed (`train.checkpointing: full`), matrix multiplications are in "
+    f"bfloat16, adapters have rank 16, and the reference cache is empty."
 )
 
 
@@ -45,8 +45,9 @@ def _tables() -> Iterator[tuple[str, str, str]]:
     )
     yield (
         "Throughput",
-        "Tokens per second and GPU; in brackets, seconds per step and the share of that time spent "
-        "in matrix products. Weights are sharded as `parallel.shard: auto` would on an H100.",
+        "Tokens per second and GPU; in parentheses, seconds per step and the share of that time "
+        "spent in matrix multiplications. Weights are sharded as `parallel.shard: auto` would on "
+        "an H100.",
         _table(["model, method", *several], _throughput()),
     )
     yield (

@@ -15,8 +15,8 @@ SmolLM2-135M-Instruct, trained on the rows labelled so far. Differences to rando
 both orders have the same first rows and held-out rows. `saved` is the number of labels that an
 order saves to reach the mean AUC of random order after 100 labels, or 60 of the smaller set
 (negative: it needs more). Intervals are of the mean over seeds, for `saved` from 200 bootstrap
-samples of them. The sets are those of benchmarks.flips with their held-out rows. --cache: store the
-hidden states in a folder. Exit status: 0 all figures reach their bars, 1 some do not.
+samples of them. The sets are those of benchmarks.wrong_labels with their held-out rows. --cache:
+store the hidden states in a folder. Exit status: 0 all figures reach their bars, 1 some do not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.flips.__main__ import SETS
+from benchmarks.wrong_labels.__main__ import SETS
 from examples.demo import assets
 from valence.data.load import DataFile, stream
 from valence.jobs.audit_labels import C_STATES, hidden_states, load_policy

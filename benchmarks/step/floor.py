@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.step.cases import Case, Shape
-from benchmarks.step.ours import mismatched
+from benchmarks.step.valence_side import mismatched
 from valence.types import TokenizedExample
 
 REPEATS = 2

@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.step.cases import Case
 from benchmarks.step.floor import floor
-from benchmarks.step.ours import Figures, Ours, unshared
 from benchmarks.step.peer import Peer
 from benchmarks.step.stage import MAX_LENGTH, Models, draw_sets, padded_tokens
+from benchmarks.step.valence_side import Figures, ValenceSide, unshared
 from valence.types import TokenizedExample
 
 TOLERANCE = 2e-2
@@ -161,7 +161,7 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
     # it counts the programs of all models of a process, and gives up at the eighth
     torch.compiler.reset()
     sets = plan.drawn(case)
-    mine = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
+    mine = ValenceSide(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
     peer.ask("rows", sets=[mine.rows(number) for number in range(len(sets))])
     wanted = [mine.step(number) for number in range(len(sets))]  # this also compiles
     way, best, left_out = fastest(peer, case, models, plan.ways, wanted)
@@ -180,7 +180,7 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
         result.others["defaults"] = Side("TRL defaults")
     if case.without_sharing:
         split = [unshared(units) for units in sets]
-        sides["apart"] = alone = Ours(
+        sides["apart"] = alone = ValenceSide(
             case, models, split, cache, dtype=torch.bfloat16, checkpointing=False
         )
         for number in range(len(sets)):
@@ -197,7 +197,7 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
             ).peak
     if plan.all_sides:
         torch.compiler.reset()
-        saving = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=True)
+        saving = ValenceSide(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=True)
         result.ours.checkpointed = warm_peak(saving)
         saving_too = load(
             peer, "checkpointed", case, models, Way(way.precision), checkpointing=True
@@ -336,7 +336,7 @@ def exact(
     worst, where = 0.0, ""
     for case in cases:
         models = models_of(case)
-        mine = Ours(
+        mine = ValenceSide(
             case, models, draw_sets(case, 2), cache, dtype=torch.float32, checkpointing=False
         )
         peer.ask("rows", sets=[mine.rows(number) for number in range(2)])

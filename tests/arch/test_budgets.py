@@ -13,7 +13,7 @@ from tests.arch.source import FILES, ROOT, shown, tree
 
 TAKES_ANYTHING = {
     "valence/reports/sinks.py": 1,
-    "valence/runs/keeper.py": 1,
+    "valence/runs/checkpoints.py": 1,
     "valence/rewards/threads.py": 1,
     "valence/trainer/pages.py": 1,
     "valence/network.py": 1,

@@ -20,7 +20,7 @@ from tests.crash.rig import CASE, STEPS, Halt, Place, count_steps, frozen, in_st
 from tests.errors import check_error, raises_error
 from valence.lifecycle import saved_models
 from valence.lifecycle.restore import restore
-from valence.runs.keeper import Damaged, Saved, check
+from valence.runs.checkpoints import Damaged, Saved, check
 
 CASES = KTO_LORA, FULL_MODELS = ("kto, lora", "sft, whole models")
 STOPPED_IN = 11

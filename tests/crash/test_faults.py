@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from benchmarks.crash.trial import differences, newest
 from tests.crash.rig import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
 from tests.errors import check_error
+from valence.runs import checkpoints, lock, store
 from valence.runs import folder as folders
-from valence.runs import keeper, lock, store
-from valence.runs.keeper import check
+from valence.runs.checkpoints import check
 
 KTO = CASE["kto, lora"]
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}
@@ -38,7 +38,7 @@ BACKGROUND = pytest.mark.parametrize("background", [
 
 
 def saved_in_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "MIN_BACKGROUND_BYTES", 0)
+    monkeypatch.setattr(checkpoints, "MIN_BACKGROUND_BYTES", 0)
 
 
 def fails(disk: Disk, folder: Path, part: str, index: int) -> list[str]:
@@ -353,7 +353,7 @@ def test_a_clock_that_jumps_by_years_changes_nothing(
 
     monkeypatch.setattr(time, "time", lambda: real() + 365 * 86400 * next(jumps))
     monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
-    for module in (keeper, lock, folders):
+    for module in (checkpoints, lock, folders):
         monkeypatch.setattr(module, "datetime", Jumping)
     run, more = tmp_path / "run", {"run": {"max_time": "01:00:00"}}
     with monkeypatch.context() as patch:

@@ -296,15 +296,15 @@ def test_the_best_answers_of_each_prompt_are_taken_by_score_and_then_by_place(
 ) -> None:
     rows = [answer(1, n, score=score) for n, score in ((5, 0.5), (6, 2.0), (7, 0.5), (8, 0.1))]
     below, tied = (
-        "other answers to its prompt have larger scores",
-        "an answer to its prompt with the same score comes before it",
+        "other completions of its prompt have larger scores",
+        "a completion of its prompt with the same score comes before it",
     )
     assert chosen(tmp_path, 1, *rows) == ([(6,)], {below: 2, WORST: 1})
     assert chosen(tmp_path, 2, *rows) == ([(6,), (5,)], {tied: 1, WORST: 1})
     assert chosen(tmp_path, 9, *rows) == ([(6,), (5,), (7,)], {WORST: 1})
 
 
-WORST = "no other answer to its prompt has a smaller score"
+WORST = "no other completion of its prompt has a smaller score"
 
 
 def test_prompts_without_a_difference_of_scores_give_no_demonstration(tmp_path: Path) -> None:
@@ -312,15 +312,15 @@ def test_prompts_without_a_difference_of_scores_give_no_demonstration(tmp_path: 
     right = [answer(1, 5, score=0), answer(1, 6, score=1)]
     rows = [*right, answer(2, 5, score=0), answer(2, 6, score=0), answer(3, 7, score=0)]
     unused = {
-        WORST: 1, "all answers of its prompt have the same score": 2,
-        "its prompt has no other scored answer": 1,
+        WORST: 1, "all completions of its prompt have the same score": 2,
+        "its prompt has no other scored completion": 1,
     }  # fmt: skip
     assert chosen(tmp_path, 2, *rows) == ([(6,)], unused)
     ranking = {"prompt": "p", "completions": ["a", "b"], "scores": [1, 1]}
     other = {"prompt": "q", "completions": ["a", "b"], "scores": [1, 2]}
     loaded = load_rows(tmp_path, "demonstration", ranking, other, convert="best_to_demonstrations")
     assert [e.completion for e in loaded.examples if isinstance(e, Demonstration)] == ["b"]
-    assert loaded.files[0].unused == {"all answers of its prompt have the same score": 1}
+    assert loaded.files[0].unused == {"all completions of its prompt have the same score": 1}
 
 
 def test_a_threshold_is_the_smallest_score_that_is_imitated(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_groups_without_a_difference_make_no_pair_and_are_counted(tmp_path: Path
     ]
     loaded = load_rows(tmp_path, "preference", *rows, convert="scores_to_pairs")
     assert len(loaded.examples) == 1
-    assert loaded.files[0].unused == {"all answers of its prompt have the same score": 2}
+    assert loaded.files[0].unused == {"all completions of its prompt have the same score": 2}
 
 
 def test_a_ranking_of_tokens_is_the_same_whatever_was_known_of_its_sampling(tmp_path: Path) -> None:

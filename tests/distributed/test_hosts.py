@@ -22,7 +22,7 @@ from tests.distributed.hosts import ADDRESSES, CABLE, Hosts, two_hosts
 from tests.distributed.test_run import same
 from tests.errors import raises_error
 from valence.distributed.process_group import start
-from valence.runs.keeper import check
+from valence.runs.checkpoints import check
 from valence.runs.lock import holder
 
 pytestmark = pytest.mark.dist

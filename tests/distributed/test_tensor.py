@@ -21,7 +21,7 @@ from tests.distributed import jobs, rig
 from tests.distributed.rig import full
 from tests.errors import check_error, raises_error
 from tests.models.test_head import VARIANTS, VOCABULARY, make_layer, make_rows, objective, oracle
-from tests.models.test_oracle import PATTERNS, forest_of
+from tests.models.test_oracle import PATTERNS, prefix_tree_batch
 from tests.models.test_scores import reward_model
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
@@ -137,7 +137,7 @@ def steps(case: Case, data: Group, group: Group) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, foreach=False)
     results: dict[str, Tensor] = {}
     for step, trains in enumerate(PATTERNS[:2]):
-        batch = forest_of(conversations(), trains)
+        batch = prefix_tree_batch(conversations(), trains)
         # some are padding, whose embedding does not train
         batch = replace(batch, tokens=batch.tokens % 19)
         slopes = torch.randn(
@@ -347,7 +347,7 @@ def counted(world: Group) -> tuple[int, int, int]:
 
     type(group).sum = sum_  # type: ignore[method-assign]
     with Largest() as largest:
-        out = engine(forest_of(conversations())).logp
+        out = engine(prefix_tree_batch(conversations())).logp
         forward = sums[0]
         out.sum().backward()
     return largest.count, forward, sums[0] - forward
@@ -367,7 +367,7 @@ def test_the_head_is_never_whole() -> None:
 
 def others(group: Group) -> dict[str, Tensor]:
     """What a reference says, and a reward model."""
-    batch = forest_of(conversations())
+    batch = prefix_tree_batch(conversations())
     policy = built(Case("llama", "lora checkpointed"), SingleProcess(), group)
     separate = FrozenReference(copy.deepcopy(policy))
     results = {

@@ -61,10 +61,11 @@ and what its training curves look like. `valence losses NAME` prints the same in
 | `s` | sigmoid, `1/(1 + exp(-x))` |
 | `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` of the row |
 | `margin` | required lead of the chosen completion, from the column `margin` of the row; 0 if the row has none |
-| `z0` | reference point of kto: the mean of `r` over mismatched completions of the step, at least 0 |
+| `z0` | reference point of kto: the mean of `r` over the mismatched completions of the step (each prompt with the completion of another row), at least 0 |
 | `delta` | threshold of bco. Each step computes the mean `beta*r` of both classes and takes the midpoint; `delta` is the running mean of these midpoints, saved with the run |
 | `A`, `rho` | advantage; ratio of the probability of a token (or completion) under the policy to that under the policy that sampled it |
 | `G`, `R` | number of completions per prompt; reward (or score) of a completion |
+| `G_t`, `V_t` | return and value estimate at a token; `G` and `V` in the formula of the [value](modifiers.md#value) term |
 | `mean_g`, `std_g` | mean and standard deviation of `R` over the completions of a prompt |
 | `score`, `target` | output of a reward model; the score in the row, or 1 for thumbs up and 0 for thumbs down |
 | `[S]`, `[P]`, `[T]`, `[A]` | one value per completion, pair, token, attribute |
@@ -111,7 +112,7 @@ MODIFIERS_PAGE = """\
 # Modifiers
 
 Modifiers are settings of the `loss` section. They change the log-probabilities or weights that a loss reads, or add a term to the loss.
-Each loss lists the modifiers that it supports. Setting any other modifier is an error, as for an unknown setting.
+Each loss lists the modifiers that it supports; all others are errors.
 [Notation](index.md#notation) defines the symbols.
 
 You can combine modifiers. They apply in this order

@@ -8,7 +8,7 @@ PAGE = ROOT / "docs" / "pitfalls.md"
 HEAD = """\
 # Pitfalls
 
-This page lists mistakes that released alignment libraries have made. Each is linked to the tests that show that Valence does not make it.
+This page lists mistakes that released alignment libraries have made, with links to the tests that detect the same mistake in Valence.
 """
 
 PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -314,7 +314,7 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
         "Packing that restarts position ids but does not mask attention, so that sequences attend to "
         "each other": (
             "tests/models/test_oracle.py::test_a_token_of_another_sequence_changes_nothing",
-            "tests/models/test_oracle.py::test_a_forest_equals_one_by_one_in_values_and_gradients",
+            "tests/models/test_oracle.py::test_a_prefix_tree_equals_one_by_one_in_values_and_gradients",
         ),
         "Computing log-softmax in bfloat16": (
             "tests/models/test_oracle.py::test_bfloat16_over_float32_masters_keeps_float32_logits",

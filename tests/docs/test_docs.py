@@ -19,7 +19,7 @@ from tests.contract import test_contract
 from tests.docs import losses as losses_page
 from tests.docs import pitfalls, settings
 from tests.docs.blocks import NUMBER, ROOT, Block, blocks, executed, refreshed, same_output
-from tests.golden import test_paired, test_whole_step, whole
+from tests.golden import step_formulas, test_paired, test_whole_step
 from valence import cli, losses
 from valence.cli.explain import Doc, facts, read_doc
 from valence.config.load import load_recipe
@@ -126,7 +126,7 @@ def test_the_loss_of_the_worked_example_passes_the_contract(
     }
     assert METHODS[name].loss.settings.keys() == {"beta", *of_modifiers}
     assert f"## {name}\n" in losses_page.pages()["pairs.md"]
-    results = {**vars(whole), **vars(test_paired)}
+    results = {**vars(step_formulas), **vars(test_paired)}
     exec(golden, results)
     formula, several = results["formula"][name]
     monkeypatch.setitem(test_paired.DIRECTIONS, name, (1, -1))

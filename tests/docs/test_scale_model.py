@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.scale_model import __main__ as benchmark
-from benchmarks.scale_model import cases, here, measure
-from benchmarks.scale_model.here import Step
+from benchmarks.scale_model import cases, measure, this_machine
 from benchmarks.scale_model.measure import WAYS
 from benchmarks.scale_model.model import Job, Layout, Machine, dealt, seconds, sharded, volume
+from benchmarks.scale_model.this_machine import Step
 from tests.distributed.rig import run
 from valence.distributed.process_group import Group
 from valence.models import speed
@@ -139,7 +139,7 @@ def test_a_machine_is_found_from_its_timings() -> None:
         "apart, 2": 0.5,
         "update, 2": 0.25,
     }
-    result = here.machine({"seconds": selected, "apart": 3e9}, 2)
+    result = this_machine.machine({"seconds": selected, "apart": 3e9}, 2)
     assert result.seconds(4e6, 2, 2) == pytest.approx(2e-3 + 4e6 / 1e9)
     assert result.flops == pytest.approx(3e9 / 0.5)
     assert result.memory == pytest.approx(28 * measure.UPDATED / 0.25)
@@ -188,8 +188,8 @@ def test_steps_of_one_process_and_two_are_measured_and_foretold(
 ) -> None:
     ranks = run(small, 2)
     assert [rank.error for rank in ranks] == ["", ""]
-    monkeypatch.setattr(here, "STEPS", {"few": 256})
-    results = {step.way: step for step in here.steps(ranks[0].value)}
+    monkeypatch.setattr(this_machine, "STEPS", {"few": 256})
+    results = {step.way: step for step in this_machine.steps(ranks[0].value)}
     assert list(results) == list(WAYS)
     assert [step.loss for step in results.values()] == pytest.approx(
         [results["one process"].loss] * 3, rel=1e-6

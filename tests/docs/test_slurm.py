@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import ROOT
-from tests.docs.outside import JOB, SLURM, stand_ins
+from tests.docs.third_party import JOB, SLURM, stand_ins
 
 ONE, SEVERAL = (ROOT / "examples/slurm" / name for name in ("train.sbatch", "nodes.sbatch"))
 TASK = JOB | {

@@ -14,8 +14,8 @@ import pytest
 
 from tests.command import command
 from tests.docs.blocks import ROOT, blocks
-from tests.docs.outside import OUTSIDE
 from tests.docs.settings import is_setting
+from tests.docs.third_party import OUTSIDE
 from tests.docs.walk import (
     BY_SHELL,
     PAGES,

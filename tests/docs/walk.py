@@ -30,7 +30,7 @@ from ruamel.yaml import YAML
 
 from tests.command import command
 from tests.docs.blocks import ROOT, Block, blocks, same_output
-from tests.docs.outside import OUTSIDE, Outside, smaller
+from tests.docs.third_party import OUTSIDE, Outside, smaller
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny

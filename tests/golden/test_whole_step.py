@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.golden.measured import ModelOutputs, Of, measured, models, rows, slope
-from tests.golden.whole import IDLE, STEP_FORMULAS, Step, answers, reference_points, value_error
+from tests.golden.model_outputs import ModelOutputs, Of, measured, models, rows, slope
+from tests.golden.step_formulas import (
+    IDLE,
+    STEP_FORMULAS,
+    Step,
+    answers,
+    reference_points,
+    value_error,
+)
 from tests.units import objective
 from valence.batching.kl_pairs import make_kl_pairs
 from valence.batching.micro_batches import StepPacker
@@ -133,7 +140,7 @@ def build_objective(name: str, settings: dict[str, Any], budget: int = BUDGET) -
 
 def test_every_row_and_modifier_has_its_formula() -> None:
     assert sorted(LOSSES.keys() - STEP_FORMULAS.keys()) == [], (
-        "give these rows a formula of their whole step in tests/golden/whole.py"
+        "give these rows a formula of their whole step in tests/golden/step_formulas.py"
     )
     known = {
         m

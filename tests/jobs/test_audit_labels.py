@@ -297,7 +297,7 @@ def test_planted_flips_are_found(place: Path) -> None:
     result = audit_labels([write("thumbs.jsonl", thumbs())], model="model", quiet=True)
     states = result.kinds[0].states
     assert states is not None
-    assert states.can_tell
+    assert states.is_informative
     assert states.rows == NUM_ROWS
     lines = [int(suspect.origin.rpartition(":")[2]) - 1 for suspect in states.suspects]
     # by chance 0.6 of the first six are flipped
@@ -353,7 +353,7 @@ def test_a_model_that_cannot_tell_labels_apart_lists_nothing(place: Path) -> Non
     )
     states = result.kinds[0].states
     assert states is not None
-    assert not states.can_tell
+    assert not states.is_informative
     assert states.interval[0] <= 0.5 <= states.interval[1]
     assert (states.suspects, states.num_suspects, result.out) == ((), 0, None)
     assert not Path("review.jsonl").exists()

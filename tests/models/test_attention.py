@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.prefix_trees import Segments, dense_attention, forests, path, visible_mask
-from tests.pretend import CUDA, pretended, varlen_attention
+from tests.prefix_trees import Segments, dense_attention, path, segment_trees, visible_mask
+from tests.simulated_cuda import CUDA, simulated_device, varlen_attention
 from valence.models import attention, flex, layout, native
 from valence.models.attention import (
     ATTENTION_BACKENDS,
@@ -50,7 +50,7 @@ def attend_by(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    forest: Tensor,
+    prefix_tree: Tensor,
     window: int = 0,
     softcap: float = 0.0,
     scale: float = SCALE,
@@ -58,8 +58,8 @@ def attend_by(
     """Attention [1, T, H, D_v] by this backend; without a GPU, ``flash`` calls a stand-in for
     PyTorch's FlashAttention.
     """
-    inputs = layout_inputs(forest, (window,), q.device, backend)
-    layout = Layout(forest, inputs.get("visible"), scale, window, softcap, inputs.get("runs"))
+    inputs = layout_inputs(prefix_tree, (window,), q.device, backend)
+    layout = Layout(prefix_tree, inputs.get("visible"), scale, window, softcap, inputs.get("runs"))
     with pytest.MonkeyPatch.context() as patch:
         if backend == "flash" and not q.is_cuda:
             patch.setattr(attention, "varlen_attn", varlen_attention)
@@ -138,7 +138,7 @@ def test_inputs_that_flash_attention_cannot_compute() -> None:
 
     q, _, v = heads(4, d=64, d_v=64, dtype=torch.bfloat16)
     assert "CUDA" in (ATTENTION_BACKENDS["flash"].unsupported(q, v, 0.0) or "")
-    with pretended():
+    with simulated_device():
         assert reason(torch.bfloat16) == reason(torch.float16) == ""
         assert reason(torch.bfloat16, 256, 256) == ""
         assert "bfloat16" in reason(torch.float32)
@@ -161,7 +161,7 @@ def test_the_automatic_choice_on_a_cpu() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @few
 @given(
-    forests(),
+    segment_trees(),
     st.sampled_from([0, 1, 3, 20]),
     st.sampled_from([0.0, 0.8]),
     st.sampled_from([1 << 21, 700]),
@@ -209,7 +209,7 @@ FILLS = {"not padded": int, "padded": partial(padded_size, device="cpu")}
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @pytest.mark.parametrize("way", WAYS)
 @few
-@given(forests(segments=6, longest=20), st.sampled_from([0, 3]), st.integers(0, 5))
+@given(segment_trees(segments=6, longest=20), st.sampled_from([0, 3]), st.integers(0, 5))
 def test_a_second_pass_over_what_the_first_one_kept(
     way: str, fill: Callable[[int], int], segments: Segments, window: int, number: int
 ) -> None:
@@ -231,19 +231,19 @@ def test_a_second_pass_over_what_the_first_one_kept(
     )
     memory = KeyValueMemory(fill(count))
     results: list[Tensor] = []
-    for rows, forest, is_reading in (
+    for rows, prefix_tree, is_reading in (
         (torch.cat([parts.grad_rows, torch.zeros(more, dtype=torch.long)]), filled_up, False),
         (parts.no_grad_rows, parts.no_grad_table, True),
     ):
         with torch.no_grad(), key_value_memory(memory, is_reading=is_reading):
-            results.append(attend_by(way, *(x[:, :, rows] for x in inputs), forest, window))
+            results.append(attend_by(way, *(x[:, :, rows] for x in inputs), prefix_tree, window))
     torch.testing.assert_close(results[0][:, :count], full[:, parts.grad_rows])
     torch.testing.assert_close(results[1], full[:, parts.no_grad_rows])
 
 
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @few
-@given(forests(segments=7, longest=30), st.integers(0, 6))
+@given(segment_trees(segments=7, longest=30), st.integers(0, 6))
 def test_the_masks_for_cuda_say_what_is_seen(
     fill: Callable[[int], int], segments: Segments, number: int
 ) -> None:
@@ -256,13 +256,13 @@ def test_the_masks_for_cuda_say_what_is_seen(
     nobody = torch.full((fill(len(parts.grad_rows)) - len(parts.grad_rows),), -1)
     order = torch.cat([parts.grad_rows, nobody, parts.no_grad_rows])
     full = torch.arange(segments[-1][1])
-    for forest, keys, queries in (
+    for prefix_tree, keys, queries in (
         (segment_table(segments), full, full),
         (parts.no_grad_table, order, parts.no_grad_rows),
     ):
         if not len(queries):
             continue
-        visible = Visible(segments_of(forest), windows, torch.device("cpu"))
+        visible = Visible(segments_of(prefix_tree), windows, torch.device("cpu"))
         zero, rows, columns = (
             torch.tensor(0),
             torch.arange(len(queries))[:, None],
@@ -371,7 +371,7 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
 
 
 @few
-@given(forests(), st.sampled_from([0, 1, 4]))
+@given(segment_trees(), st.sampled_from([0, 1, 4]))
 def test_every_query_attends_to_itself_and_columns_have_32_bits(
     segments: Segments, window: int
 ) -> None:
@@ -458,17 +458,18 @@ def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
 def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) -> None:
-    forest = segment_table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
+    prefix_tree = segment_table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     inputs = heads(40, dtype=dtype, d=16, d_v=16)
-    torch.library.opcheck(attend, (*inputs, forest, SCALE, 0, 0.0))
-    out, lse = (x.detach() for x in attend(*inputs, forest, SCALE, 0, 0.0))
+    torch.library.opcheck(attend, (*inputs, prefix_tree, SCALE, 0, 0.0))
+    out, lse = (x.detach() for x in attend(*inputs, prefix_tree, SCALE, 0, 0.0))
     plain = [x.detach() for x in inputs]
     torch.library.opcheck(
-        attention.attend_backward, (torch.randn_like(out), out, lse, *plain, forest, SCALE, 0, 0.0)
+        attention.attend_backward,
+        (torch.randn_like(out), out, lse, *plain, prefix_tree, SCALE, 0, 0.0),
     )
 
 
-def test_a_layer_that_hands_no_forest_over_says_so() -> None:
+def test_a_layer_that_hands_no_prefix_tree_over_says_so() -> None:
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(attention.CannotPackError) as error:
         attention.prefix_tree_attention(nn.Module(), q, q, q, None)
@@ -482,7 +483,7 @@ def test_a_layer_that_hands_no_forest_over_says_so() -> None:
 ])  # fmt: skip
 def test_what_is_not_done_here_is_refused(others: dict[str, object], code: str) -> None:
     q = torch.randn(1, 2, 5, 4)
-    requests = {"attention_mask": None, "forest": segment_table([(0, 5, -1)])} | others
+    requests = {"attention_mask": None, "prefix_tree": segment_table([(0, 5, -1)])} | others
     with pytest.raises(attention.CannotPackError) as error:
         attention.prefix_tree_attention(nn.Module(), q, q, q, **requests)  # type: ignore[arg-type]
     assert error.value.code == code
@@ -494,7 +495,7 @@ def test_autocast_narrows_what_comes_in_and_nothing_inside(
     kernels: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Products of bfloat16 numbers are summed in float32, as they are without autocast."""
-    forest = segment_table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
+    prefix_tree = segment_table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     wide = heads(40, d=16, d_v=16, dtype=torch.float32)
     results: list[list[Tensor]] = []
     for request, autocast in (
@@ -502,7 +503,9 @@ def test_autocast_narrows_what_comes_in_and_nothing_inside(
         ([x.detach().bfloat16().requires_grad_() for x in wide], False),
     ):
         with kernels(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out, _ = attention.prefix_tree_attention(nn.Module(), *request, None, forest=forest)
+            out, _ = attention.prefix_tree_attention(
+                nn.Module(), *request, None, prefix_tree=prefix_tree
+            )
         assert out.dtype == torch.bfloat16
         with kernels():
             results.append(with_gradients(out, request))

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from tests.models.test_oracle import PATTERNS, forest_of
+from tests.models.test_oracle import PATTERNS, prefix_tree_batch
 from tests.prefix_trees import conversations
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
@@ -129,7 +129,7 @@ def test_layers_are_compiled_around_the_attention_of_cuda() -> None:
     """
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
-    batches = [forest_of(conversations(), trains) for trains in PATTERNS] + [
+    batches = [prefix_tree_batch(conversations(), trains) for trains in PATTERNS] + [
         plain_batch([torch.arange(1, n)]) for n in (30, 70)
     ]
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.float32).requires_grad_(False)

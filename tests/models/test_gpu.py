@@ -18,7 +18,7 @@ from benchmarks.gpu.correctness import (
     grouped_policy,
     long_batch,
 )
-from tests.models.test_oracle import PATTERNS, forest_of, one_by_one
+from tests.models.test_oracle import PATTERNS, one_by_one, prefix_tree_batch
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
 from valence.losses.views import sum_by_index
@@ -89,7 +89,7 @@ def measured(
 def test_values_and_gradients_agree(
     name: str, dtype: torch.dtype, tolerance: float, trains: tuple[bool, ...], extra: int
 ) -> None:
-    batch = forest_of(conversations(), trains)
+    batch = prefix_tree_batch(conversations(), trains)
     results = []
     for device in (torch.device("cpu"), CUDA):
         engine = PolicyModel(wide(name, dtype=dtype).to(device))
@@ -102,9 +102,9 @@ def test_values_and_gradients_agree(
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
-def test_a_forest_equals_one_by_one(name: str) -> None:
+def test_a_prefix_tree_equals_one_by_one(name: str) -> None:
     engine = PolicyModel(wide(name).to(CUDA))
-    batch = moved(forest_of(conversations()), CUDA)
+    batch = moved(prefix_tree_batch(conversations()), CUDA)
     with torch.device(CUDA):
         wanted = one_by_one(engine, batch)
     torch.testing.assert_close(engine(batch).logp.double(), wanted, rtol=1e-3, atol=1e-3)
@@ -112,7 +112,7 @@ def test_a_forest_equals_one_by_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_layers_are_the_same_computation(name: str) -> None:
-    batch = moved(forest_of(conversations(), PATTERNS[1]), CUDA)
+    batch = moved(prefix_tree_batch(conversations(), PATTERNS[1]), CUDA)
     engine = build_policy(wide(name).to(CUDA), dtype=torch.float32)
     plain = measured(engine, batch, engine.max_joint_rows)
     assert compile_layers(engine)
@@ -126,7 +126,7 @@ def test_no_more_rows_are_filled_in_than_the_model_has_positions() -> None:
     engine = PolicyModel(wide("gpt2", max_position_embeddings=32).to(CUDA))
     units = conversations()
     with torch.no_grad():
-        out = engine(moved(forest_of(units * 30), CUDA)).logp
+        out = engine(moved(prefix_tree_batch(units * 30), CUDA)).logp
     assert out.isfinite().all()
 
 

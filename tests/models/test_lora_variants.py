@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor
 
 from tests.errors import raises_error
-from tests.models.test_oracle import PATTERNS, compare, forest_of, oracle, sequences
+from tests.models.test_oracle import PATTERNS, compare, oracle, prefix_tree_batch, sequences
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
 from valence.config.schema import LORA_FIELDS_REFUSED, LoraSettings
@@ -108,7 +108,7 @@ def test_packed_equals_one_by_one_in_values_and_gradients(
     if not is_moe:
         engine.model.double()
     for trains in PATTERNS:
-        compare(engine, forest_of(conversations(), trains), rough=is_moe)
+        compare(engine, prefix_tree_batch(conversations(), trains), rough=is_moe)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -104,7 +104,7 @@ def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> N
         )
 
 
-def forest_of(units: list[TokenizedExample], trains: Sequence[bool] = ()) -> MicroBatch:
+def prefix_tree_batch(units: list[TokenizedExample], trains: Sequence[bool] = ()) -> MicroBatch:
     with sharing(4):
         batch = make_micro_batch(units)
     return replace(batch, requires_grad=tuple(trains)) if trains else batch
@@ -155,7 +155,7 @@ PATTERNS = (
 
 @pytest.mark.parametrize("name", named(list(ARCHITECTURES)))
 @pytest.mark.parametrize("mode", ["full", "lora", "checkpointed", "sdpa"])
-def test_a_forest_equals_one_by_one_in_values_and_gradients(
+def test_a_prefix_tree_equals_one_by_one_in_values_and_gradients(
     name: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "MAX_COLUMNS", 5)  # so that several chunks are crossed
@@ -165,7 +165,7 @@ def test_a_forest_equals_one_by_one_in_values_and_gradients(
         )
     engine = policy(name, mode)
     for trains in PATTERNS:
-        batch = forest_of(conversations(), trains)
+        batch = prefix_tree_batch(conversations(), trains)
         assert len(batch.tokens) == 60
         compare(engine, batch, rough=name in ROUGH)
 
@@ -198,11 +198,11 @@ def test_any_tree_of_prompts_and_completions(
 @pytest.mark.parametrize(
     "name", named(["llama", "mistral-window", "qwen3_moe", "gpt2"], ["llama", "qwen3_moe"])
 )
-def test_one_by_one_is_the_same_of_the_same_forest(name: str) -> None:
+def test_one_by_one_is_the_same_of_the_same_prefix_tree(name: str) -> None:
     engine = policy(name)
     engine.lay_out(packed=False)
     for trains in PATTERNS:
-        compare(engine, forest_of(conversations(), trains), rough=name in ROUGH)
+        compare(engine, prefix_tree_batch(conversations(), trains), rough=name in ROUGH)
 
 
 def test_soft_capping_is_not_left_out_one_by_one() -> None:
@@ -226,7 +226,7 @@ def test_values_as_on_cuda(name: str) -> None:
     """FlexAttention, which has no backward pass on a CPU."""
     engine = policy(name)
     engine.attention_backend = "flex"
-    batch = forest_of(conversations())
+    batch = prefix_tree_batch(conversations())
     torch.testing.assert_close(engine(batch).logp, one_by_one(engine, batch), rtol=1e-5, atol=1e-4)
 
 
@@ -236,7 +236,7 @@ def test_entropy_is_that_of_the_distribution(packed: bool, extra: int) -> None:
     engine = policy("llama")
     engine.lay_out(packed=packed)
     engine.max_joint_rows = extra
-    batch = forest_of(conversations(), PATTERNS[1])
+    batch = prefix_tree_batch(conversations(), PATTERNS[1])
     result = engine(batch, ["entropy"]).entropy
     assert result is not None
     assert (result[~batch.loss_mask] == 0).all()
@@ -272,7 +272,7 @@ def test_compiled_layers_are_the_same_computation(
     engine = policy(name)
     assert compile_layers(engine)
     for times, trains in ((1, PATTERNS[0]), (3, PATTERNS[0] * 3), (2, PATTERNS[1] * 2)):
-        batch = forest_of(
+        batch = prefix_tree_batch(
             [
                 replace(u, prompt_ids=(50 + k, *u.prompt_ids[1:]))
                 for k in range(times)
@@ -283,7 +283,9 @@ def test_compiled_layers_are_the_same_computation(
         compare(engine, batch, rough=True)
     compiled = counters["stats"]["unique_graphs"]
     compare(
-        engine, forest_of(conversations()[:2] * 5, PATTERNS[0] * 2 + PATTERNS[1][:6]), rough=True
+        engine,
+        prefix_tree_batch(conversations()[:2] * 5, PATTERNS[0] * 2 + PATTERNS[1][:6]),
+        rough=True,
     )
     assert counters["stats"]["unique_graphs"] == compiled, "another size was compiled again"
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from tests.errors import raises_error
 from tests.models.test_check import Leaky, codes
-from tests.models.test_oracle import PATTERNS, ROUGH, forest_of, gradients, named, sequences
+from tests.models.test_oracle import PATTERNS, ROUGH, gradients, named, prefix_tree_batch, sequences
 from tests.prefix_trees import conversations
 from tests.tiny import CHATML, tiny_tokenizer
 from tests.tiny_models import ARCHITECTURES, OTHERS, SMALL, tiny
@@ -109,12 +109,12 @@ def stock_scores(engine: Scorer, batch: MicroBatch) -> Tensor:
     "name",
     named([kind for kind in KINDS if kind not in WITHOUT_SCORES], ["llama", "gpt2", "gpt_neo"]),
 )
-def test_a_forest_scores_as_the_stock_model_one_by_one(name: str, mode: str) -> None:
+def test_a_prefix_tree_scores_as_the_stock_model_one_by_one(name: str, mode: str) -> None:
     rough = name in ROUGH or name == "gpt_neo"  # whose attention is in float32
     engine = scorer(name, mode, dtype=F32 if name == "qwen3_moe" else F64)
     assert engine.packs is (name != "gpt_neo")
     for trains in PATTERNS:
-        batch = forest_of(conversations(), trains)
+        batch = prefix_tree_batch(conversations(), trains)
         slopes = torch.randn(
             batch.sequences, 2, generator=torch.Generator().manual_seed(3), dtype=F64
         )
@@ -142,7 +142,7 @@ def test_one_by_one_is_the_same() -> None:
     engine = scorer()
     engine.lay_out(packed=False)
     for trains in PATTERNS:
-        batch = forest_of(conversations(), trains)
+        batch = prefix_tree_batch(conversations(), trains)
         out = engine(batch).score
         assert out is not None
         with engine.stock():
@@ -173,7 +173,7 @@ def test_a_leak_is_seen_and_layers_run_one_by_one() -> None:
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_the_head_is_float32_over_bfloat16(mode: str) -> None:
     engine, exact = scorer(mode=mode, dtype=BF16), scorer(mode=mode, dtype=F32)
-    batch = forest_of(conversations())
+    batch = prefix_tree_batch(conversations())
     result, wanted = engine(batch).score, exact(batch).score
     assert result is not None
     assert wanted is not None
@@ -370,7 +370,7 @@ def test_compiled_layers_score_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     engine = scorer(levels=3)
-    batch = forest_of(conversations())
+    batch = prefix_tree_batch(conversations())
     wanted = engine(batch).score
     assert compile_layers(engine)
     torch.testing.assert_close(engine(batch).score, wanted)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.test_oracle import PATTERNS, forest_of, named, policy
+from tests.models.test_oracle import PATTERNS, named, policy, prefix_tree_batch
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
 from valence.models import head
@@ -57,10 +57,10 @@ def test_values_and_gradients_are_those_of_tempered_logits(
 ) -> None:
     monkeypatch.setattr(head, "MAX_COLUMNS", 5)
     engine = policy(name, mode)
-    plain = engine(forest_of(conversations())).logp.detach()
+    plain = engine(prefix_tree_batch(conversations())).logp.detach()
     engine.temperature = HEAT
     engine.lay_out(packed=packed)
-    batch = forest_of(conversations(), PATTERNS[1])
+    batch = prefix_tree_batch(conversations(), PATTERNS[1])
     logp, entropy, squares = by_hand(engine, batch)
     rough = name == "gemma2"  # a softmax in float32 in the model's own attention
     near: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if rough else {"rtol": 1e-11, "atol": 1e-11}
@@ -97,7 +97,7 @@ def test_references_are_computed_at_the_same_temperature_and_known_by_it() -> No
     """A frozen copy, a synced copy, the policy without its adapter, and a separate model with the
     same weights.
     """
-    batch = forest_of(conversations())
+    batch = prefix_tree_batch(conversations())
     for mode in ("full", "lora"):
         engine = policy("llama", mode)
         cold = build_reference(engine, fresh_adapter=False).digests().model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.errors import raises_error
-from tests.models.test_oracle import PATTERNS, forest_of, policy
+from tests.models.test_oracle import PATTERNS, policy, prefix_tree_batch
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
 from valence.models.adapters import has_adapter
@@ -95,7 +95,7 @@ def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
     """
     engine = valued(trunk, name, mode)
     engine.lay_out(packed=packed)
-    batch = forest_of(conversations(), PATTERNS[1])
+    batch = prefix_tree_batch(conversations(), PATTERNS[1])
     trains = torch.tensor(batch.requires_grad)[batch.sequence_ids] & batch.loss_mask
     wanted = by_hand(engine, batch)
     slopes = torch.randn(
@@ -134,7 +134,7 @@ def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
 
 @pytest.mark.parametrize("mode", ["full", "lora", "checkpointed"])
 def test_with_a_trunk_of_its_own_a_critic_and_the_policy_do_not_touch_each_other(mode: str) -> None:
-    engine, batch = valued("separate", mode=mode), forest_of(conversations())
+    engine, batch = valued("separate", mode=mode), prefix_tree_batch(conversations())
     out = engine(batch, ("value",))
     assert out.value is not None
     trained = {key: p for key, p in engine.named_parameters() if p.requires_grad}
@@ -149,7 +149,7 @@ def test_with_a_trunk_of_its_own_a_critic_and_the_policy_do_not_touch_each_other
 
 
 def test_with_the_trunk_of_the_policy_its_gradient_trains_the_policy() -> None:
-    engine, batch = valued("shared"), forest_of(conversations())
+    engine, batch = valued("shared"), prefix_tree_batch(conversations())
     out = engine(batch, ("value",))
     assert out.value is not None
     slopes = torch.autograd.grad(
@@ -194,7 +194,7 @@ def test_a_critic_begins_at_zero_and_leaves_all_else_as_it_was(
     """What is saved and sampled, what log-probabilities are, and the generator of random
     numbers.
     """
-    engine, batch = policy("llama", mode), forest_of(conversations())
+    engine, batch = policy("llama", mode), prefix_tree_batch(conversations())
     saved, logp, random = dict(engine.model.state_dict()), engine(batch).logp, torch.get_rng_state()
     digest = model_digest(engine, adapter=True)
     add_values(engine, trunk=trunk)
@@ -220,7 +220,7 @@ def test_a_trunk_of_its_own_starts_as_the_policys() -> None:
         add_values(engine, trunk=trunk)
         assert engine.critic is not None
         torch.nn.init.normal_(engine.critic.head.weight, generator=torch.Generator().manual_seed(0))
-        out = engine(forest_of(conversations()), ("value",))
+        out = engine(prefix_tree_batch(conversations()), ("value",))
         assert out.value is not None
         results.append(out.value)
     assert torch.equal(results[0], results[1])
@@ -232,7 +232,7 @@ def test_a_trunk_of_its_own_starts_as_the_policys() -> None:
 def test_what_trains_is_all_that_a_saved_state_needs(
     trunk: Literal["separate", "shared"], mode: str
 ) -> None:
-    engine, batch = valued(trunk, mode=mode), forest_of(conversations())
+    engine, batch = valued(trunk, mode=mode), prefix_tree_batch(conversations())
     saved = {key: p.detach().clone() for key, p in engine.named_parameters() if p.requires_grad}
     other = policy("llama", mode)
     add_values(other, trunk=trunk)
@@ -266,7 +266,7 @@ def test_values_over_bfloat16_are_float32(mode: str, packed: bool) -> None:
     assert engine.critic is not None
     torch.nn.init.normal_(engine.critic.head.weight, generator=torch.Generator().manual_seed(0))
     engine.lay_out(packed=packed)
-    result = engine(forest_of(conversations()), ("value",)).value
+    result = engine(prefix_tree_batch(conversations()), ("value",)).value
     assert result is not None
     assert result.dtype == engine.critic.head.weight.dtype == torch.float32
     assert not torch.equal(result, result.bfloat16().float())
@@ -275,7 +275,7 @@ def test_values_over_bfloat16_are_float32(mode: str, packed: bool) -> None:
     for part in (exact, exact.critic.trunk if exact.critic else None):
         assert part is not None
         part.compute = None
-    wanted = exact(forest_of(conversations()), ("value",)).value
+    wanted = exact(prefix_tree_batch(conversations()), ("value",)).value
     assert wanted is not None
     assert 0 < (result - wanted).abs().max() < 0.3
 
@@ -284,7 +284,7 @@ def test_values_over_bfloat16_are_float32(mode: str, packed: bool) -> None:
 def test_a_reference_has_no_critic_and_follows_the_policy_all_the_same(
     trunk: Literal["separate", "shared"],
 ) -> None:
-    engine, batch = valued(trunk, mode="lora"), forest_of(conversations())
+    engine, batch = valued(trunk, mode="lora"), prefix_tree_batch(conversations())
     critic = engine.critic
     frozen = build_reference(engine, fresh_adapter=False)
     following = build_reference(engine, fresh_adapter=False, follows=True)
@@ -305,7 +305,7 @@ def test_a_reference_has_no_critic_and_follows_the_policy_all_the_same(
 def test_what_has_no_values_is_said(tmp_path: Any) -> None:
     engine = policy("llama")
     with pytest.raises(ValueError, match="add_values"):
-        engine(forest_of(conversations()), ("value",))
+        engine(prefix_tree_batch(conversations()), ("value",))
     engine.is_sharded = True
     with raises_error("value-head-unsupported", where="parallel", fix="parallel.shard: off"):
         add_values(engine, trunk="shared")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from valence.reports.compared import ComparedRun, find_runs, read_runs
+from valence.reports.comparable_runs import ComparedRun, find_runs, read_runs
 
 
 def config(

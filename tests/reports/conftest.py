@@ -8,7 +8,7 @@ import pytest
 
 from tests.reports.comparing import a_run, config, read, thumbs
 from tests.reports.hostile import hostile_run
-from valence.reports.compared import ComparedRun
+from valence.reports.comparable_runs import ComparedRun
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from tests.errors import raises_error
 from tests.reports.comparing import a_run, online_evaluation, read, thumbs
 from valence.reports import comparison
-from valence.reports.compared import ComparedRun
+from valence.reports.comparable_runs import ComparedRun
 from valence.reports.comparison import BEST, comparison_markdown, comparison_page, tables, write_out
 from valence.reports.page import report_markdown
 from valence.reports.rundata import read_run

@@ -15,7 +15,7 @@ import pytest
 
 from tests.errors import raises_error
 from tests.reports.comparing import a_run, config, online_evaluation, read, thumbs
-from valence.reports.compared import ComparedRun, find_runs, shortest_labels
+from valence.reports.comparable_runs import ComparedRun, find_runs, shortest_labels
 from valence.reports.comparison import (
     BEST,
     MAX_DISAGREEMENTS,
@@ -264,7 +264,7 @@ def test_places_are_among_a_runs_own_rows_whatever_the_scale_and_the_same_count_
     assert [item.places for item in result] == [{"one": (0.75, 0.2), "two": (0.5, 30.0)}] * 2
 
 
-def test_own_answers_are_shown_of_each_run_and_cut(tmp_path: Path) -> None:
+def test_online_completions_are_shown_of_each_run_and_cut(tmp_path: Path) -> None:
     runs = read(
         a_run(tmp_path / "x", online_evaluation(20, 1.0, 0.0, "Short.")),
         a_run(tmp_path / "y", online_evaluation(20, 0.0, 0.0, "w" * (MAX_TEXT + 7))),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
-from tests.pretend import CUDA, pretended
+from tests.simulated_cuda import CUDA, simulated_device
 from valence.distributed.process_group import SingleProcess
 from valence.reports.metrics import Meter, auc
 from valence.types import Mean, Ranked
@@ -152,7 +152,7 @@ def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
     """However much was added."""
     for micro_batches in (1, 7):
         meter, group = Meter(), Several([])
-        with pretended() as waits:
+        with simulated_device() as waits:
             values = torch.zeros(2, device=CUDA)
             for _ in range(micro_batches):
                 meter.pool(

@@ -63,7 +63,7 @@ def test_every_chart_is_one_that_plotly_knows(tmp_path, kind):
         Figure(data=chart["data"], layout=chart["layout"])
 
 
-def test_the_reward_of_own_answers_and_its_divergence_have_charts(tmp_path):
+def test_the_reward_of_online_completions_and_its_divergence_have_charts(tmp_path):
     result = curves(read_run(write_run(tmp_path, "own")))
     reward = result["Learning"]["Reward of sampled answers"]
     assert [t.get("fill") for t in reward["data"]] == [None, "toself", None]

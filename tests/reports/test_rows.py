@@ -110,7 +110,7 @@ def test_demonstrations_surprise_by_nats_a_token() -> None:
     assert [(row["id"], result) for row, result in surprise(rows)] == [("odd", 3.0), ("long", 1.0)]
 
 
-def test_own_answers_and_rows_without_numbers_surprise_nobody() -> None:
+def test_online_completions_and_rows_without_numbers_surprise_nobody() -> None:
     assert surprise(online_rows(1.0, 5)) == []
     bare: list[Json] = [
         {},

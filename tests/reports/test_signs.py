@@ -106,7 +106,7 @@ def test_numbers_that_are_not_finite(healthy: dict[str, RunData]) -> None:
     assert (skipped.name, numbers(skipped.message)) == ("skipped", [2, 7])
 
 
-def test_own_answers_that_are_paid_for_length(healthy: dict[str, RunData]) -> None:
+def test_online_completions_that_are_paid_for_length(healthy: dict[str, RunData]) -> None:
     rng = random.Random(0)
     longer = ended(
         healthy["own"],

@@ -18,7 +18,7 @@ import pytest
 
 from tests.logs import repeatable
 from tests.programs import Program
-from tests.reports.tracked import ROOT, Killed, home, killed_twice, wandb_records
+from tests.reports.tracked_runs import ROOT, Killed, home, killed_twice, wandb_records
 from valence.reports import trackers
 from valence.reports.sinks import SAMPLES
 
@@ -123,7 +123,7 @@ def test_mlflow_without_a_server(
 def test_trackio(tmp_path: Path) -> None:
     """In a separate process, as it has one folder in each."""
     code = (
-        "import sys; from pathlib import Path; from tests.reports.tracked import Killed, "
+        "import sys; from pathlib import Path; from tests.reports.tracked_runs import Killed, "
         "killed_twice\n"
         "killed_twice(Killed(Path(sys.argv[1]), kind='trackio', project='mine', name='first'))\n"
         "from trackio.sqlite_storage import SQLiteStorage as S; import json\n"

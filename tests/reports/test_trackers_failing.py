@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.reports.tracked import CONFIG, Killed, home, record
+from tests.reports.tracked_runs import CONFIG, Killed, home, record
 from valence.reports import sinks as sinks_module
 from valence.reports import trackers as trackers_module
 from valence.reports.trackers import Tracker

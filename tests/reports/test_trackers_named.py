@@ -14,7 +14,7 @@ import torch
 
 from tests.docs.blocks import blocks
 from tests.errors import raises_error
-from tests.reports.tracked import ROOT, home
+from tests.reports.tracked_runs import ROOT, home
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe

@@ -28,7 +28,7 @@ from tests.rewards.kit import (
     server,
     values,
 )
-from tests.rewards.served import Numbers, number, served
+from tests.rewards.reward_servers import Numbers, number, served
 from valence.network import backoff
 from valence.rewards import http as module
 from valence.rewards import reward_of

@@ -17,7 +17,15 @@ import pytest
 
 from tests.errors import raises_error
 from tests.rewards.kit import has_words, wait_for
-from tests.rewards.served import Numbers, Served, http_get, http_post, http_request, number, served
+from tests.rewards.reward_servers import (
+    Numbers,
+    Served,
+    http_get,
+    http_post,
+    http_request,
+    number,
+    served,
+)
 from valence.rewards.server import ENDS, listening, split_query
 from valence.rewards.serving import Limits, Rate
 from valence.types import Completion, Score

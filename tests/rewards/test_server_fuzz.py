@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.rewards.served import Numbers, served
+from tests.rewards.reward_servers import Numbers, served
 from valence.rewards.serving import Limits
 
 EXAMPLES = 15

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.rewards.kit import wait_for
-from tests.rewards.served import Numbers, Served, http_get, number, served
+from tests.rewards.reward_servers import Numbers, Served, http_get, number, served
 from valence.rewards.http_limits import MAX_HEADERS, host_names, is_allowed_host
 from valence.rewards.serving import Limits
 

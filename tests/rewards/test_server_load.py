@@ -30,7 +30,14 @@ from benchmarks.reward_server.connection import Connection
 from tests.command import command
 from tests.errors import raises_error
 from tests.rewards.kit import has_words, wait_for
-from tests.rewards.served import Numbers, http_get, http_post, number, served, served_as_command
+from tests.rewards.reward_servers import (
+    Numbers,
+    http_get,
+    http_post,
+    number,
+    served,
+    served_as_command,
+)
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence import cli

@@ -20,7 +20,7 @@ import pytest
 from examples.demo.assets import cache_folder
 from tests.rewards.kit import wait_for
 from tests.rewards.openrlhf_side import LABELS, PROMPTS, QUERIES
-from tests.rewards.served import Numbers, served
+from tests.rewards.reward_servers import Numbers, served
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
 from valence.rewards.serving import Limits

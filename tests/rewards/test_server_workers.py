@@ -24,7 +24,7 @@ import pytest
 from benchmarks.reward_server.connection import Connection
 from tests.errors import raises_error
 from tests.rewards.kit import has_words, wait_for
-from tests.rewards.served import Served, http_get, http_post, number, served_as_command
+from tests.rewards.reward_servers import Served, http_get, http_post, number, served_as_command
 from valence import cli
 from valence.rewards.serving import Limits
 

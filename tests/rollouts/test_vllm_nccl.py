@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.errors import raises_error
-from tests.pretend import CUDA, pretended
 from tests.rollouts.vllm_server import HERE, UPDATE, WEIGHTS, Fake, generator, needs_vllm
+from tests.simulated_cuda import CUDA, simulated_device
 from valence.rollouts.transports import NcclTransfer
 
 DEADLINE = 5.0
@@ -123,7 +123,7 @@ def test_every_tensor_arrives_as_it_is_and_nobody_waits_for_ever(fake: Fake, gro
 
 
 def master_weights() -> dict[str, torch.Tensor]:
-    """Float32 weights on the pretended device: a matrix, and a vector."""
+    """Float32 weights on the simulated device: a matrix, and a vector."""
     return {"matrix": torch.full((2, 3), 1 / 3), "vector": torch.full((4,), 1 / 3)}
 
 
@@ -140,7 +140,7 @@ def test_the_host_copies_of_weights_are_pinned_and_in_the_dtype_of_the_server(
     connect(fake, group, received)
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pretended():
+    with simulated_device():
         monkeypatch.setattr(
             torch.cuda, "synchronize", lambda device=None: group.calls.append("wait")
         )
@@ -161,7 +161,7 @@ def test_without_copies_weights_do_not_leave_the_device(fake: Fake, group: Group
     """They are cast there, and a server that was restarted receives them from there again."""
     received: dict[str, torch.Tensor] = {}
     connect(fake, group, received)
-    with pretended() as waits:
+    with simulated_device() as waits:
         transport = NcclTransfer(DEADLINE, CUDA, copies=False)
         live = {name: tensor.to(CUDA) for name, tensor in master_weights().items()}
         sampler = generator(fake.url, transport)

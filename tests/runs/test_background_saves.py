@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from valence.runs import keeper
-from valence.runs.keeper import Checkpoints
+from valence.runs import checkpoints as checkpoint_files
+from valence.runs.checkpoints import Checkpoints
 
 
 class _Interrupt(BaseException):
@@ -33,7 +33,7 @@ def test_an_interrupted_wait_does_not_lose_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alarm: None
 ) -> None:
     """The next save of the same step would otherwise write into the folder of the first one."""
-    monkeypatch.setattr(keeper, "MIN_BACKGROUND_BYTES", 0)
+    monkeypatch.setattr(checkpoint_files, "MIN_BACKGROUND_BYTES", 0)
     may_write, states = threading.Event(), [{"w": torch.zeros(4)}, {"w": torch.ones(4), "x": 1}]
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
 

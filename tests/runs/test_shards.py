@@ -23,7 +23,7 @@ from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.runs import store
-from valence.runs.keeper import Checkpoints, check
+from valence.runs.checkpoints import Checkpoints, check
 from valence.runs.store import Stored
 
 pytestmark = pytest.mark.dist

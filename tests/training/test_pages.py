@@ -13,7 +13,7 @@ import torch
 
 import valence
 from tests.logs import repeatable
-from tests.pretend import CUDA, pretended
+from tests.simulated_cuda import CUDA, simulated_device
 from tests.training.conftest import SharedRuns
 from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  (a fixture)
 from valence.errors import UserError
@@ -113,7 +113,7 @@ def test_rows_that_cannot_be_measured_alone_are_told_of(folder: Path, tmp_path: 
 
 
 def test_a_gpu_also_has_reserved_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended():
+    with simulated_device():
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2_000_000_000)
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 3_000_000_000)
         assert peak_memory(CUDA) == {"memory": 2.0, "memory_reserved": 3.0}

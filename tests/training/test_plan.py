@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.errors import raises_error
-from tests.pretend import CUDA, pretended
+from tests.simulated_cuda import CUDA, simulated_device
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
@@ -117,7 +117,7 @@ def test_layers_are_recomputed_only_where_memory_requires_it(
 
 def test_stored_keys_and_buffers_of_communication_are_counted(recipe: dict[str, Any]) -> None:
     """KL pairs read the keys and values of a first pass, unless there are several processes."""
-    with pretended():
+    with simulated_device():
         single = planned(recipe, "model.dtype=bfloat16")
         prepared = single.prepared
         double = make_plan(prepared, group=PlannedGroup(2))
@@ -178,7 +178,7 @@ def online_plan(recipe: dict[str, Any], *overrides: str) -> Plan:
     )
 
 
-def test_of_own_answers_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
+def test_of_online_completions_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
     (line,) = [line for line in describe(online_plan(recipe)) if "prompts" in line]
     assert re.findall(r"\d+", line) == ["3", "3", "12"]  # steps in all and per epoch, prompts
 
@@ -221,13 +221,13 @@ def test_sampling_is_predicted_where_this_process_samples(
 def test_a_gpu_samples_as_many_completions_at_once_as_its_memory_allows(
     recipe: dict[str, Any],
 ) -> None:
-    """A quarter of the pretended device's 80 GB, whatever is free at the moment."""
+    """A quarter of the simulated device's 80 GB, whatever is free at the moment."""
     result = online_plan(recipe)
     prepared, small = result.prepared, result.shape
     tokens = prepared.rollouts(small, result.device)[1] + 8  # type: ignore[index]
     limit = 80 * 2**30 // 4
     large = replace(small, layers=1, keys=limit // (2 * 150 * tokens * 4))  # 150 completions fit
-    with pretended():
+    with simulated_device():
         assert prepared.completions_per_batch(small, CUDA) == 512
         assert prepared.completions_per_batch(large, CUDA) == 128
         assert prepared.completions_per_batch(replace(large, keys=10 * large.keys), CUDA) == 64
@@ -243,7 +243,7 @@ def test_a_server_on_the_gpu_of_training_has_what_training_leaves(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = 80 * 2**30
-    with pretended():
+    with simulated_device():
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         result = online_plan(recipe, *SERVER)
         alone = online_plan(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
@@ -270,7 +270,7 @@ def test_a_server_on_the_gpu_of_training_has_what_training_leaves(
 def test_a_server_without_room_for_its_weights_is_reported(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pretended():
+    with simulated_device():
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         result = online_plan(recipe, *SERVER)
         large = replace(result, shape=replace(result.shape, parameters=30 * 10**9))
@@ -278,7 +278,7 @@ def test_a_server_without_room_for_its_weights_is_reported(
         assert [line for line in describe(large) if "rollout.devices" in line]
 
 
-def test_own_answers_are_measured_once_in_a_round(
+def test_online_completions_are_measured_once_in_a_round(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the policy where it moves within the round, and by the reference if there is one; a value
@@ -435,7 +435,7 @@ def test_evaluation_is_part_of_the_time(
     assert seconds("eval.at_start=false") == pytest.approx(once, rel=0.3)
 
 
-def test_the_evaluation_of_own_answers_is_not_predicted(recipe: dict[str, Any]) -> None:
+def test_the_evaluation_of_online_completions_is_not_predicted(recipe: dict[str, Any]) -> None:
     assert online_plan(recipe).evaluation_seconds == 0
 
 

@@ -16,7 +16,7 @@ import torch
 
 import valence
 from tests.errors import check_error, raises_error
-from tests.pretend import CUDA, pretended
+from tests.simulated_cuda import CUDA, simulated_device
 from tests.training.online import rig
 from tests.training.resuming import Killed, killed, records, resumed_steps, weights
 from tests.training.test_run import DEMONSTRATIONS, recipe, written
@@ -399,7 +399,7 @@ def test_planning_communicates_with_no_other_rank(name: str) -> None:
 def test_the_batches_of_cuda_wait_in_pinned_memory_and_are_copied_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pretended() as waits:
+    with simulated_device() as waits:
         num_pinned: list[int] = []
 
         def pin(values: torch.Tensor) -> torch.Tensor:

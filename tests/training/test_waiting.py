@@ -1,5 +1,5 @@
 """On a CUDA device the host launches a full step and synchronizes once, at its end. Tested on a
-pretended device.
+simulated device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.prefix_trees import conversations
-from tests.pretend import CUDA, pretended
+from tests.simulated_cuda import CUDA, simulated_device
 from tests.tiny_models import tiny
 from tests.units import models_for, objective, units_for
 from valence.batching.micro_batches import make_micro_batch
@@ -40,7 +40,7 @@ FAST = ("dpo", "ppo", "bradley_terry")
     [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in METHODS],
 )
 def test_no_micro_batch_is_waited_for(name: str) -> None:
-    with pretended() as waits:
+    with simulated_device() as waits:
         policy, reference = moved(*models_for(name))
         actual = objective(name, policy, reference, budget=30)
         outcome = actual.run(units_for(name), iter(units_for(name, 3, 9)), backward=True)
@@ -55,7 +55,7 @@ def test_no_micro_batch_is_waited_for(name: str) -> None:
 
 
 def test_a_step_is_waited_for_once_when_all_of_it_has_been_handed_over() -> None:
-    with pretended() as waits:
+    with simulated_device() as waits:
         policy, reference = moved(*models_for("kto"))
         actual = objective("kto", policy, reference, budget=30)
         optimizer = torch.optim.AdamW(policy.parameters())
@@ -72,7 +72,7 @@ LORA = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "a
 
 @pytest.mark.parametrize("trunk", ["shared", "separate", None])
 def test_adapters_critics_and_what_else_is_told(trunk: Any) -> None:
-    with pretended() as waits:
+    with simulated_device() as waits:
         policy = build_policy(
             tiny(dtype=torch.float32), dtype=torch.float32, lora=None if trunk else LORA
         )
@@ -108,8 +108,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", [*WAITS, *REFUSED])
-def test_what_a_pretended_device_tells(kind: str) -> None:
-    with pretended() as waits:
+def test_what_a_simulated_device_tells(kind: str) -> None:
+    with simulated_device() as waits:
         x = sent(torch.ones(3), CUDA)
         assert x.device == CUDA
         assert x.is_cuda

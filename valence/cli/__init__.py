@@ -18,7 +18,7 @@ from valence.errors import UserError
 from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
 # Each module registers its commands.
-from valence.cli import runs, sweep, report, models, compare, export, look  # isort: skip
+from valence.cli import runs, sweep, report, models, compare, export, inspection  # isort: skip
 from valence.cli import imports, collect, audit, serve_model, rewards, serve, doctor  # isort: skip
 
 arrange(app)
@@ -125,7 +125,7 @@ __all__ = [
     "doctor",
     "export",
     "imports",
-    "look",
+    "inspection",
     "main",
     "models",
     "report",

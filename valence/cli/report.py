@@ -41,7 +41,7 @@ def report(
 
     Unfinished runs are reported with the data so far.
     """
-    from valence.reports.compared import find_runs, read_runs
+    from valence.reports.comparable_runs import find_runs, read_runs
     from valence.reports.comparison import (
         comparison_markdown,
         comparison_page,

@@ -474,16 +474,18 @@ class Data(Section):
     """Maximum tokens of a prompt with its completion."""
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
     """What to do with rows longer than max_length. drop: leave them out. cut_completion: cut off
-    the end of the answer (no end-of-turn token is added). cut_prompt: cut off the start of the
+    the end of the completion (no end-of-turn token is added). cut_prompt: cut off the start of the
     prompt (oldest turns first, never the last user turn).
     """
     limit: RowCount | None = None
     """Use only the first N rows of each list."""
     train_on: Literal["completion", "assistant"] = "completion"
-    """Which tokens of a demonstration to train on: the last answer, or every assistant turn."""
+    """Which tokens of a demonstration to train on. completion: those of the last assistant turn.
+    assistant: those of every assistant turn.
+    """
     as_chat: Literal["auto"] | bool = "auto"
     """Whether a text prompt becomes one user message of the chat template, and its completion the
-    assistant's answer. auto: if the tokenizer has a chat template. false: text is not wrapped,
+    assistant message. auto: if the tokenizer has a chat template. false: text is not wrapped,
     which is right for base models and for rows that are rendered with the template already.
     Evaluation, sampling and scoring do the same.
     """
@@ -555,9 +557,7 @@ class RewardSettings(Section):
     clip: tuple[float, float] | None = None
     """Smallest and largest reward; values outside are clipped."""
     gate: float | None = None
-    """Smallest value of this reward with which the other rewards of a completion count. Below it,
-    they are 0.
-    """
+    """If this reward of a completion is below the gate, its other rewards count 0."""
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of a rule or a function; settings of a reward model, a server or a judge.
     """
@@ -619,7 +619,7 @@ class Rollout(Section):
     """Passes over the completions of a round. null: the default of the method, which is 4 for `ppo`
     and 1 for the others."""
     steps: PositiveInt = 1
-    """Optimizer steps per pass, which divide its prompts among them."""
+    """Optimizer steps per pass. The prompts of the round are divided among them."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 512
     """Maximum tokens per completion."""
     temperature: PositiveFloat = 1.0
@@ -665,8 +665,8 @@ class Rollout(Section):
     Default: VALENCE_VLLM_PYTHON, or the Python of this program.
     """
     devices: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None
-    """With start: the GPUs of the server, as PyTorch counts those of this run. null: the first GPU
-    without a training process, or that of the first process if there is none.
+    """With start: the GPUs of the server, by their index in this process (as in `cuda:0`). null:
+    the first GPU without a training process, or that of the first process if there is none.
     """
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """With start: share of the memory of each GPU that the server may use. null: on a GPU with a
@@ -807,8 +807,8 @@ class Train(Section):
     optimizer_settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the optimizer class besides learning_rate, weight_decay and betas."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
-    """Peak learning rate. auto: the method's default for all weights or for an adapter (the end of
-    docs/settings.md has a table); a resumed run keeps its rate.
+    """Peak learning rate. auto: the method's default for all weights or for an adapter (see
+    the table of default learning rates in docs/settings.md). A resumed run keeps its rate.
     """
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the learning rate's decay to 0 after the warm-up. constant: no decay."""
@@ -920,9 +920,9 @@ class Eval(Section):
 
 class Samples(Section):
     prompts: NonNegativeInt = 0
-    """Answer N evaluation prompts before and after training, for the report."""
+    """Generate completions of N evaluation prompts before and after training, for the report."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 128
-    """Maximum tokens per answer."""
+    """Maximum tokens per completion."""
     temperature: NonNegativeFloat = 0.7
     """Sampling temperature; 0 takes the most likely token."""
 
@@ -931,7 +931,7 @@ class Samples(Section):
             yield no_effect(
                 "max_new_tokens",
                 "temperature",
-                why="no answers are sampled",
+                why="no completions are sampled",
                 fix="set run.samples.prompts",
             )
 

@@ -30,25 +30,25 @@ from valence.types import (
 class Unused(StrEnum):
     """Why a conversion does not use an example."""
 
-    UNDECIDED = "its soft label does not prefer the chosen answer"
-    NO_OTHER_JUDGED = "its prompt has no other rated answer"
-    NO_OTHER_UP = "its prompt has no other answer rated up"
-    NO_OTHER_DOWN = "its prompt has no other answer rated down"
-    NO_OTHER_SCORED = "its prompt has no other scored answer"
+    UNDECIDED = "its soft label does not prefer the chosen completion"
+    NO_OTHER_JUDGED = "its prompt has no other rated completion"
+    NO_OTHER_UP = "its prompt has no other completion rated up"
+    NO_OTHER_DOWN = "its prompt has no other completion rated down"
+    NO_OTHER_SCORED = "its prompt has no other scored completion"
     JUDGED_DOWN = "rated down"
-    JUDGED_BOTH_WAYS = "the same answer has both labels"
-    SAME_SCORES = "all answers of its prompt have the same score"
+    JUDGED_BOTH_WAYS = "the same completion has both labels"
+    SAME_SCORES = "all completions of its prompt have the same score"
     BETWEEN_BEST_AND_WORST = "its score is between the best and the worst of its prompt"
     WITHIN_THRESHOLD_OF_ALL = "its score is within the threshold of all others of its prompt"
     DIFFERENCE_BELOW_THRESHOLD = "the scores of its prompt differ by less than the threshold"
-    SAME_ANSWER = "the best and the worst answer are the same"
+    SAME_COMPLETION = "the best and the worst completion are the same"
     TRUNCATED = "it was truncated"
     BELOW_THRESHOLD = "its score is below data.threshold"
-    LOWEST_SCORE = "no other answer to its prompt has a smaller score"
-    NOT_IN_TOP_N = "other answers to its prompt have larger scores"
-    TIED_WITH_EARLIER = "an answer to its prompt with the same score comes before it"
+    LOWEST_SCORE = "no other completion of its prompt has a smaller score"
+    NOT_IN_TOP_N = "other completions of its prompt have larger scores"
+    TIED_WITH_EARLIER = "a completion of its prompt with the same score comes before it"
     REWARD_FAILED = "its reward failed"
-    ALL_REWARDS_FAILED = "its reward failed, and no other answer to its prompt has a score"
+    ALL_REWARDS_FAILED = "its reward failed, and no other completion of its prompt has a score"
 
 
 Converted = tuple[list[Example], list[tuple[Example, Unused]]]
@@ -299,7 +299,7 @@ def _reason_without_pair(answers: Sequence[ScoredAnswer], threshold: float) -> U
         return Unused.SAME_SCORES
     if max(scores) - min(scores) < threshold:
         return Unused.DIFFERENCE_BELOW_THRESHOLD
-    return Unused.SAME_ANSWER
+    return Unused.SAME_COMPLETION
 
 
 def _negative(answer: ScoredAnswer) -> float:
@@ -484,39 +484,39 @@ CONVERSIONS: dict[str, Conversion] = {
         scores_to_pairs,
         ("ranking", "scored"),
         "preference",
-        "the best against the worst answer of each prompt",
+        "the best against the worst completion of each prompt",
         settings=("threshold",),
     ),
     "scores_to_all_pairs": Conversion(
         scores_to_all_pairs,
         ("ranking", "scored"),
         "preference",
-        "every two answers of a prompt that differ in score",
+        "every two completions of a prompt that differ in score",
         settings=("threshold",),
     ),
     "scores_to_rankings": Conversion(
         scores_to_rankings,
         ("judgement", "scored"),
         "ranking",
-        "all rated answers of a prompt, by score or by label (up 1, down -1)",
+        "all rated completions of a prompt, by score or by label (up 1, down -1)",
     ),
     "rankings_to_scored": Conversion(
         rankings_to_scored,
         ("ranking",),
         "scored",
-        "every answer with its score",
+        "every completion with its score",
     ),
     "chosen_to_demonstrations": Conversion(
         chosen_to_demonstrations,
         ("preference", "ranking", "judgement"),
         "demonstration",
-        "chosen answers, thumbs up, and the best answer of a ranking",
+        "chosen completions, thumbs up, and the best completion of a ranking",
     ),
     "best_to_demonstrations": Conversion(
         best_to_demonstrations,
         ("ranking", "scored"),
         "demonstration",
-        "the `top_n` best answers of each prompt",
+        "the `top_n` best completions of each prompt",
         settings=("threshold", "top_n", "mask_truncated"),
     ),
 }

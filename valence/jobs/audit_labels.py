@@ -116,7 +116,7 @@ class HiddenStateAudit:
 
     auc: of cross-fitted probabilities against the given labels. rows: number of rows with hidden
     states. num_suspects: rows with a contradicted label; suspects: the first of them, most
-    suspicious first. Both are empty unless ``can_tell``.
+    suspicious first. Both are empty unless ``is_informative``.
     """
 
     auc: float
@@ -126,7 +126,7 @@ class HiddenStateAudit:
     suspects: tuple[SuspectRow, ...]
 
     @property
-    def can_tell(self) -> bool:
+    def is_informative(self) -> bool:
         """Whether the classifier is better than chance."""
         return self.interval[0] > 0.5
 
@@ -381,7 +381,7 @@ def audit_rows(
     probabilities = {
         rows.rated[kind_audit.kind][index].index: probability
         for kind_audit in kinds
-        if kind_audit.states is not None and kind_audit.states.can_tell
+        if kind_audit.states is not None and kind_audit.states.is_informative
         for index, probability in (states[kind_audit.kind].probabilities or {}).items()
     }
     return RowAudit(audit, rows, probabilities, duplicates, votes)
@@ -708,13 +708,13 @@ def _suspects(items: Sequence[RatedRow], states: _States, top: int) -> HiddenSta
         for i, probability in order
         if probability < 0.5
     ]
-    can_tell = states.interval[0] > 0.5
+    is_informative = states.interval[0] > 0.5
     return HiddenStateAudit(
         auc=states.auc,
         interval=states.interval,
         rows=len(order),
-        num_suspects=len(suspects) if can_tell else 0,
-        suspects=tuple(suspects[:top]) if can_tell else (),
+        num_suspects=len(suspects) if is_informative else 0,
+        suspects=tuple(suspects[:top]) if is_informative else (),
     )
 
 

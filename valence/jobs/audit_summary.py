@@ -166,7 +166,7 @@ def _print_states(audit: KindAudit, console: Console) -> None:
         print_message(console, f"{_too_few(audit)}{usable}")
         return
     quality = f"The model predicts labels of held-out rows with an AUC of {_auc_text(states)}"
-    if not states.can_tell:
+    if not states.is_informative:
         print_message(console, f"{quality}: it cannot separate the labels, so no row is listed.")
         return
     print_message(

@@ -32,8 +32,8 @@ from valence.lifecycle.changes import (
 from valence.planning.plan import planned_tokens
 from valence.reports.formatting import visible
 from valence.runs import store
+from valence.runs.checkpoints import Checkpoints, Saved
 from valence.runs.folder import RunFolder, now, versions
-from valence.runs.keeper import Checkpoints, Saved
 from valence.trainer.prepare import Prepared
 from valence.trainer.state import HEAVY, TrainState
 from valence.trainer.trainer import Trainer

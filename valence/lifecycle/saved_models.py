@@ -16,7 +16,7 @@ from valence.lifecycle.models import build_models
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.runs import store
-from valence.runs.keeper import Checkpoints, Damaged, Saved, check
+from valence.runs.checkpoints import Checkpoints, Damaged, Saved, check
 from valence.trainer.prepare import Prepared, prepare
 from valence.trainer.state import HEAVY, load_weights
 from valence.trainer.targets import load_run_recipe

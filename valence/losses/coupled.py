@@ -42,8 +42,8 @@ def aot_unpaired(
 
     -(1-e) log s(beta*D) - e log s(-beta*D), D = sort(r of thumbs up) - sort(r of thumbs down), r =
     logp - ref. The larger class is reduced to k, the size of the smaller one, at evenly spaced
-    quantiles. The loss of a sorted pair is divided equally between its two sequences; sequences
-    that were dropped have loss 0. Divide the sum over [S] by k. Melnyk et al. 2024,
+    quantiles. The loss of a sorted pair is divided equally between its two completions;
+    completions that were dropped have loss 0. Divide the sum over [S] by k. Melnyk et al. 2024,
     arXiv 2406.05882, Sec. 3 (unpaired).
 
     logp, ref [S]: summed log-probabilities of all completions of the step (nats); label[S]: True is

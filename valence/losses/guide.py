@@ -61,7 +61,7 @@ GUIDE: dict[str, Guide] = {
         "forward twice.",
     ),
     "dpo": Guide(
-        "The default for pairs, and the best-understood loss for pairs.",
+        "The default for pairs: the best-understood of these losses.",
         "The loss starts at log 2 = 0.693 and `rewards/accuracies` at 0.5. Usually both "
         "`logps/chosen` and `logps/rejected` fall, the latter faster, because only their "
         "difference is trained. If the training accuracy is near 1 and the held-out accuracy does "
@@ -81,7 +81,7 @@ GUIDE: dict[str, Guide] = {
         "it becomes negative and keeps falling, so look at `rewards/accuracies` on held-out pairs.",
     ),
     "ipo": Guide(
-        "Few pairs, or labels without noise. There, dpo would increase the difference of the "
+        "Few pairs, or labels without noise. On such data, dpo increases the difference of the "
         "log-ratios without limit; ipo has a finite target.",
         "The loss starts at 1/(2*tau)^2 = 25. The target is a difference of 5 nats per token, "
         "which is rarely reached, so the loss stays near 25 while `rewards/accuracies` rises. "
@@ -133,7 +133,7 @@ GUIDE: dict[str, Guide] = {
         "`rewards/margins` rises.",
     ),
     "exo": Guide(
-        "Pairs, if the policy should concentrate on some of the completions that the labels favor "
+        "Pairs, if the policy should concentrate on some of the completions that the labels favour "
         "instead of covering all of them. `label_smoothing` is part of the method and must be "
         "above 0.",
         "The loss starts at 2.76. Its minimum is at a difference d = log((1-e)/e)/beta = 69 nats; "
@@ -159,8 +159,9 @@ GUIDE: dict[str, Guide] = {
     "dpop": Guide(
         "Pairs that differ in a few tokens. dpo makes both completions of such pairs less likely; "
         "dpop penalizes a chosen completion that is less likely than under the reference.",
-        "The loss starts at log 2 = 0.693. It jumps if chosen completions become less likely, by 5 "
-        "per nat; `logratio/chosen` stays at 0 or above.",
+        "The loss starts at log 2 = 0.693. For each nat by which a chosen completion becomes "
+        "less likely than under the reference, it rises by 5, so `logratio/chosen` stays at 0 or "
+        "above.",
     ),
     "discopop": Guide(
         "Pairs, as an experiment: the loss was found by search, has no derivation and is not "
@@ -176,8 +177,8 @@ GUIDE: dict[str, Guide] = {
         "forward twice.",
     ),
     "sft": Guide(
-        "Completions to imitate. sft is the usual first training for a model that does not answer "
-        "in the right form.",
+        "The default for completions to imitate, and the usual first training for a model that "
+        "does not answer in the right form.",
         "The loss is the negative of `logps/token`, the mean over trained tokens. If the held-out "
         "loss rises while the training loss falls, the model overfits. On small data, overfitting "
         "starts after two or three epochs.",
@@ -214,10 +215,11 @@ GUIDE: dict[str, Guide] = {
         "wrong completions and easy or hard prompts.",
     ),
     "dapo": Guide(
-        "Instead of grpo, for long completions and many steps. All tokens have the same weight, so "
-        "long completions are penalized too. The wider upper interval lets unlikely tokens become "
-        "more likely, which preserves diversity. In online training, prompts whose completions "
-        "have equal rewards are replaced by others.",
+        "Instead of grpo, for long completions and many steps. All tokens have the same weight. In "
+        "grpo, each token of a long completion has less weight, so long bad completions are "
+        "penalized too little. The wider upper interval lets unlikely tokens become more likely, "
+        "which preserves diversity. In online training, prompts whose completions have equal "
+        "rewards are replaced by others.",
         "As grpo; `clipped` is lower because of the wider interval above 1.",
         "GRPO with a wider upper clipping bound and an average over all tokens of the step.",
     ),
@@ -250,9 +252,10 @@ GUIDE: dict[str, Guide] = {
         "completions.",
     ),
     "ppo": Guide(
-        "Scores that are comparable across prompts. In online training, a value head estimates the "
-        "expected return at every token, at the cost of another head or model to train. Training "
-        "on stored completions uses no value head: scores are normalized over the whole step.",
+        "Rewards that are comparable across prompts. In online training, a value head estimates "
+        "the expected return at every token, at the cost of another head or model to train. "
+        "Training on stored completions uses no value head: scores are normalized over the whole "
+        "step.",
         "The loss starts near 0 and its value says little; read `logratio/token` and `clipped` as "
         "for grpo. `value/explained` should rise from 0. If it is negative, the value head does "
         "harm: change its learning rate first.",

@@ -49,7 +49,7 @@ def ppo_clip(
 
     eps_low: lower clipping bound of the ratio, as a distance from 1.
     eps_high: upper clipping bound of the ratio, as a distance from 1.
-    dual_clip: cap of the ratio for negative advantages, above 1 + eps_high; null means no cap.
+    dual_clip: cap of the ratio for negative advantages; set it above 1 + eps_high. null: no cap.
     """
     rho = _exp(logp_t - old_t)
     gain = torch.minimum(rho * adv_t, rho.clamp(1 - eps_low, 1 + eps_high) * adv_t)
@@ -67,7 +67,7 @@ def gspo(
     geometric mean of the ratios of its tokens.
 
     -min(rho*A, clip(rho, 1-eps_low, 1+eps_high)*A), rho = exp((logp - old)/n). Zheng et al. 2025,
-    arXiv 2507.18071, Eq. 5-7. dual_clip works as in ppo_clip.
+    arXiv 2507.18071, Eq. 5-7. dual_clip works as for grpo.
 
     logp[S]: summed log-probability of the completion (nats); old[S]: that of the sampling policy;
     n[S]: number of tokens; adv[S]: advantage (usually normalized), the mean over tokens if it
@@ -76,7 +76,7 @@ def gspo(
     eps_low: lower clipping bound of the ratio, as a distance from 1; small, because the ratio is a
         mean over tokens.
     eps_high: upper clipping bound of the ratio, as a distance from 1.
-    dual_clip: cap of the ratio for negative advantages, above 1 + eps_high; null means no cap.
+    dual_clip: cap of the ratio for negative advantages; set it above 1 + eps_high. null: no cap.
     """
     return ppo_clip(logp / n, old / n, adv, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
 

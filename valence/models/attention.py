@@ -37,14 +37,14 @@ from valence.models.layout import (
 )
 from valence.models.products import bfloat16_operands
 
-NAME = "valence_forest"
+NAME = "valence_prefix_tree"
 MAX_SCORES = 1 << 21
 """Scores that exist at once, so that they stay in the CPU's cache; more only if one run of a single
 head has more.
 """
 MAX_FLASH_HEAD = 256
 """Largest head that PyTorch's FlashAttention computes."""
-HARMLESS_TENSORS = ("position_ids", "cache_position", "forest")
+HARMLESS_TENSORS = ("position_ids", "cache_position", "prefix_tree")
 """Keyword arguments that do not change attention."""
 
 
@@ -65,7 +65,7 @@ def prefix_tree_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    forest: Tensor | None = None,
+    prefix_tree: Tensor | None = None,
     visible: Visible | None = None,
     runs: PackedRuns | None = None,
     **others: Any,
@@ -73,18 +73,18 @@ def prefix_tree_attention(
     """Attention of every token to the tokens on its path. query[1, H, T, D], key[1, H_kv, T, D],
     value[1, H_kv, T, D_v] -> [1, T, H, D_v].
 
-    attention_mask: the return value of ``window_of_mask`` for this layer. forest: the segment table
-    of ``layout.py``. visible, runs: the same for FlexAttention and for FlashAttention. Raises
+    attention_mask: the return value of ``window_of_mask`` for this layer. prefix_tree: the segment
+    table of ``layout.py``. visible, runs: the same for FlexAttention and for FlashAttention. Raises
     CannotPackError.
     """
     if not torch.compiler.is_compiling():
-        _check_request(attention_mask, sliding_window, forest, others)
-    assert forest is not None
+        _check_request(attention_mask, sliding_window, prefix_tree, others)
+    assert prefix_tree is not None
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     layout = Layout(
-        forest,
+        prefix_tree,
         visible,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
@@ -108,10 +108,10 @@ def window_of_mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor 
 
 
 def _check_request(
-    mask: Tensor | None, window: int | None, forest: Tensor | None, others: dict[str, Any]
+    mask: Tensor | None, window: int | None, prefix_tree: Tensor | None, others: dict[str, Any]
 ) -> None:
     """Raise CannotPackError for arguments that packed attention does not implement."""
-    if forest is None:
+    if prefix_tree is None:
         raise CannotPackError(
             "its layers do not pass the boundaries of sequences to their attention",
             code="sequences-unmarked",
@@ -192,7 +192,7 @@ def _with_memory(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 class Layout(NamedTuple):
     """Settings of attention besides its inputs."""
 
-    forest: Tensor
+    prefix_tree: Tensor
     """The segment table of ``layout.py``."""
     visible: Visible | None
     """The same as block masks, which FlexAttention needs."""
@@ -230,7 +230,7 @@ def _by_operator(
     because compiled programs are stored on disk and may run where the kernel cannot.
     """
     settings = layout.scale, layout.window, layout.softcap
-    return attend(query, key, value, layout.forest, *settings, backend)[0]
+    return attend(query, key, value, layout.prefix_tree, *settings, backend)[0]
 
 
 # Compiled layers are split here: their programs take any number of tokens, FlexAttention's one.
@@ -249,7 +249,7 @@ def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tenso
     parts: list[Tensor] = []
     order: list[Tensor] = []
     groups = query.shape[1] // key.shape[1]
-    for block in make_blocks(segments_of(layout.forest), query.device):
+    for block in make_blocks(segments_of(layout.prefix_tree), query.device):
         q = query[0][:, block.queries].transpose(0, 1)
         k, v = (
             x[0][:, block.keys].transpose(0, 1).repeat_interleave(groups, 1) for x in (key, value)
@@ -347,15 +347,15 @@ REQUESTABLE = ("flex", "flex_small", "flex_dynamic", "flash", "sdpa", "one_by_on
 
 
 def layout_inputs(
-    forest: Tensor, windows: tuple[int, ...], device: torch.device, backend: str
+    prefix_tree: Tensor, windows: tuple[int, ...], device: torch.device, backend: str
 ) -> dict[str, Any]:
     """Return the arguments of the model's forward that a backend needs besides the segment table,
     to be shared by all layers. windows: those of the layers, 0 for none.
     """
     if is_flex(backend):
-        return {"visible": visible(forest, windows, device, backend)}
+        return {"visible": visible(prefix_tree, windows, device, backend)}
     if backend == "flash":
-        return {"runs": packed_runs(segments_of(forest), device)}
+        return {"runs": packed_runs(segments_of(prefix_tree), device)}
     return {}
 
 
@@ -394,7 +394,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    forest: Tensor,
+    prefix_tree: Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -409,7 +409,7 @@ def attend(
     again.
     """
     k, v = _with_memory(k, v)
-    segments = segments_of(forest)
+    segments = segments_of(prefix_tree)
     if _resolve(backend, q, v, softcap) == "cpu":
         out, lse = native.forward(q[0], k[0], v[0], _native_runs(segments), scale, window)
         return out.transpose(0, 1)[None], lse
@@ -434,7 +434,7 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    forest: Tensor,
+    prefix_tree: Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -455,7 +455,7 @@ def attend_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    forest: Tensor,
+    prefix_tree: Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -465,7 +465,7 @@ def attend_backward(
 
     The gradients of keys and values are summed in float32 over all queries.
     """
-    segments = segments_of(forest)
+    segments = segments_of(prefix_tree)
     if _resolve(backend, q, v, softcap) == "cpu":
         d_q, d_k, d_v = native.backward(
             q[0],
@@ -517,7 +517,7 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    forest: Tensor,
+    prefix_tree: Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -528,9 +528,9 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, forest, *ctx.settings = inputs
+    q, k, v, prefix_tree, *ctx.settings = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*output, q, k, v, forest)
+    ctx.save_for_backward(*output, q, k, v, prefix_tree)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:

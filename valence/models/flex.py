@@ -104,15 +104,16 @@ def _visible(
 
 
 def visible(
-    forest: Tensor,
+    prefix_tree: Tensor,
     windows: tuple[int, ...],
     device: torch.device,
     variant: FlexVariant = "flex",
 ) -> Visible:
-    """Return the block masks of a pass; cached, since a reference often follows the policy. forest:
-    the segment table of ``layout.py``.
+    """Return the block masks of a pass; cached, since a reference often follows the policy.
+
+    prefix_tree: the segment table of ``layout.py``.
     """
-    return _visible(segments_of(forest), windows, device, variant)
+    return _visible(segments_of(prefix_tree), windows, device, variant)
 
 
 def kernel_options(variant: FlexVariant, queries: int, keys: int) -> dict[str, Any]:

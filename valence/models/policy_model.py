@@ -118,7 +118,7 @@ class PolicyModel(nn.Module):
         attention = "" if is_default else f" attention {self.attention_backend}"
         return (
             f"{self.compute} "
-            f"{'forest' if self.packs else 'one by one'}"
+            f"{'prefix tree' if self.packs else 'one by one'}"
             f"{' compiled' if self.compiled else ''}{temperature}{head}{attention}"
         )
 
@@ -326,11 +326,12 @@ class PolicyModel(nn.Module):
         self,
         tokens: Tensor,
         pos: Tensor,
-        forest: Tensor,
+        prefix_tree: Tensor,
         routing: tuple[RouterBalance, Tensor] | None = None,
     ) -> Tensor:
-        """Return hidden states [T, h] of tokens[T] at positions pos[T]. forest: the segment table
-        of ``layout.py``. routing: accumulates how the tokens are routed, with their weights [T].
+        """Return hidden states [T, h] of tokens[T] at positions pos[T]. prefix_tree: the segment
+        table of ``layout.py``. routing: accumulates how the tokens are routed, with their weights
+        [T].
         """
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         count = len(tokens)
@@ -338,11 +339,13 @@ class PolicyModel(nn.Module):
         # separate sequence.
         padding = padded_size(count, self.device.type) - count
         if padding:
-            end = int(forest[:, 1].max())
-            forest = torch.cat([forest, forest.new_tensor([[end, end + padding, -1, 1]])])
+            end = int(prefix_tree[:, 1].max())
+            prefix_tree = torch.cat(
+                [prefix_tree, prefix_tree.new_tensor([[end, end + padding, -1, 1]])]
+            )
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             pos = torch.cat([pos, pos.new_zeros(padding)])
-        options = layout_inputs(forest, self._windows, self.device, self.attention_backend)
+        options = layout_inputs(prefix_tree, self._windows, self.device, self.attention_backend)
         options |= _router_outputs(routing)
         # Without a mask, transformers would derive one from the positions, and block on the device.
         mask = torch.ones_like(tokens[None])
@@ -351,7 +354,7 @@ class PolicyModel(nn.Module):
             attention_mask=mask,
             position_ids=pos[None],
             use_cache=False,
-            forest=forest,
+            prefix_tree=prefix_tree,
             **options,
         )
         if routing is not None:

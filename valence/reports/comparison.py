@@ -17,7 +17,7 @@ from markupsafe import Markup
 from valence.errors import UserError
 from valence.files import check_path
 from valence.reports.charts import title_of
-from valence.reports.compared import (
+from valence.reports.comparable_runs import (
     HEADLINES,
     ComparedRun,
     has_same_rows,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valence.reports.charts import COUNTERS, esc, figure
-from valence.reports.compared import HEADLINES, ComparedRun, has_same_scale, trained_seconds
+from valence.reports.comparable_runs import HEADLINES, ComparedRun, has_same_scale, trained_seconds
 from valence.reports.rows import Json
 from valence.reports.stats import finite, short
 

@@ -231,7 +231,7 @@ class Service:
                 raise refusal(CLIENT_LEFT, "the client disconnected")
             if not job.done.is_set():
                 raise refusal(
-                    504, f"{job.num_left} answers have no score after {self.limits.timeout:g} s"
+                    504, f"{job.num_left} completions have no score after {self.limits.timeout:g} s"
                 )
         finally:
             done.cancel()
@@ -321,7 +321,7 @@ class Service:
         if failed:
             scored = [Scored(index=k, reward=value) for k, value in values]
             error = (
-                f"{len(failed)} of {len(scores)} answers have no score; the first error: "
+                f"{len(failed)} of {len(scores)} completions have no score; the first error: "
                 f"{failed[0].error}"
             )
             raise Refusal(500, Problem(error=error, failed=failed, scored=scored), {})

@@ -120,10 +120,10 @@ def best_of_n(
     """Demonstrations from the `rollout.top_n` completions with the largest rewards of each prompt.
 
     Nakano et al. 2021, arXiv 2112.09332, Sec. 2 (best of n); Dong et al. 2023, arXiv 2304.06767
-    (RAFT). Among equal rewards, the completion sampled first is used. Prompts with several
-    completions that all have the same reward are dropped. So are truncated completions
-    (`rollout.mask_truncated`) and completions with a reward below `rollout.min_reward`. Without
-    `rollout.min_reward`, completions with the lowest reward of their prompt are dropped.
+    (RAFT). Among equal rewards, the completion sampled first is used. These are left out: truncated
+    completions (`rollout.mask_truncated`), prompts with several completions that all have the same
+    reward, and completions with a reward below `rollout.min_reward` or, if it is not set, with the
+    lowest reward of their prompt.
     """
     examples: list[TokenizedExample] = []
     for group in round:

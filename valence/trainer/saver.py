@@ -10,8 +10,8 @@ from valence.distributed.process_group import gather_objects
 from valence.errors import UserError
 from valence.models.cache import CachedReference
 from valence.reports.sinks import JsonlSink
+from valence.runs.checkpoints import Checkpoints
 from valence.runs.folder import RunFolder
-from valence.runs.keeper import Checkpoints
 from valence.runs.messages import Messages
 from valence.runs.state import State
 from valence.trainer.model_files import ModelWriter, SavedWith

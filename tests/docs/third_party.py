@@ -44,7 +44,7 @@ COMMANDS = {
     "torchrun": 'exec "$COPY" -m torch.distributed.run "$@"',
     "accelerate": 'exec "$COPY" -m accelerate.commands.accelerate_cli "$@"',
     "pip": f'PIP_NO_INDEX=1 exec {PYTHON} -m pip "$@"',  # what is installed is all that there is
-    "python": 'exec "$COPY" -m tests.docs.like_ray "$@"',
+    "python": 'exec "$COPY" -m tests.docs.ray_stub "$@"',
     "python3": f'exec {PYTHON} "$@"',
     "make": f"exec {shutil.which('make')} -f {shlex.quote(f'{ROOT}/Makefile')} -o .venv/.ready"
     f' BIN={shlex.quote(str(Path(sys.executable).parent))} "$@"',

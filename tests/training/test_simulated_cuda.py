@@ -1,4 +1,4 @@
-"""A complete run on a pretended CUDA device equals that on the host."""
+"""A complete run on a simulated CUDA device equals that on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import valence
-from tests.pretend import CUDA, pretended
+from tests.simulated_cuda import CUDA, simulated_device
 from tests.tiny import tiny_tokenizer
 from tests.training.online import rig
 from tests.training.test_run import recipe
@@ -63,7 +63,7 @@ def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path
     if name == OFFLOADED:
         there["train"] = settings["train"] | {"checkpointing": "offloaded"}
     valence.train(settings, quiet=True)
-    with pretended() as waits:
+    with simulated_device() as waits:
         run = valence.train(there, quiet=True)
         assert run.policy.device == CUDA
         assert sum(line.startswith("step.py:optimizer_step:") for line in waits) == run.step

@@ -1,4 +1,4 @@
-"""On a CUDA device, here a pretended one, the engine packs, says and learns what it does on the
+"""On a CUDA device, here a simulated one, the engine packs, says and learns what it does on the
 host, and waits for nothing.
 """
 
@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import pretend
+from tests import simulated_cuda
 from tests.errors import raises_error
 from tests.models.test_oracle import PATTERNS
 from tests.prefix_trees import conversations, sharing
-from tests.pretend import CUDA, HOST, pretended
+from tests.simulated_cuda import CUDA, HOST, simulated_device
 from tests.tiny_models import ARCHITECTURES, tiny
 from valence.batching.micro_batches import make_micro_batch
 from valence.models import attention
@@ -68,7 +68,7 @@ def test_a_device_says_what_the_host_does(
     name: str, checkpointing: Any, trains: tuple[bool, ...]
 ) -> None:
     wanted = measured(*built(name, checkpointing, trains, HOST))
-    with pretended() as waits:
+    with simulated_device() as waits:
         engine, batch = built(name, checkpointing, trains, CUDA)
         assert engine.device == CUDA
         assert engine.packs
@@ -96,7 +96,7 @@ def break_backends(patch: pytest.MonkeyPatch, backends: Collection[str]) -> None
     def run_flex(self: Visible, *arguments: Any) -> Tensor:
         if self.variant in backends:
             raise ERRORS[self.variant]
-        return pretend.attention(self, *arguments)
+        return simulated_cuda.attention(self, *arguments)
 
     patch.setattr(Visible, "__call__", run_flex)
     patch.setitem(sys.modules, "triton.errors", SimpleNamespace(TritonError=TritonError))
@@ -107,16 +107,16 @@ def break_backends(patch: pytest.MonkeyPatch, backends: Collection[str]) -> None
 @pytest.mark.parametrize(
     ("broken", "backend", "computation"),
     [
-        ((), "flex", "None forest"),
-        (("flex",), "flex_small", "None forest attention flex_small"),
-        (("flex", "flex_small"), "sdpa", "None forest attention sdpa"),
+        ((), "flex", "None prefix tree"),
+        (("flex",), "flex_small", "None prefix tree attention flex_small"),
+        (("flex", "flex_small"), "sdpa", "None prefix tree attention sdpa"),
     ],
 )
 def test_the_next_attention_backend_is_used_if_one_fails(
     broken: tuple[str, ...], backend: str, computation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = measured(*built("gemma2", "off", PATTERNS[1], HOST))
-    with pretended(), warnings.catch_warnings(record=True) as caught:
+    with simulated_device(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         break_backends(monkeypatch, broken)
         engine, batch = built("gemma2", "off", PATTERNS[1], CUDA)
@@ -134,7 +134,7 @@ def test_one_sequence_at_a_time_on_a_device_must_be_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = measured(*built("llama", "off", PATTERNS[0], HOST))[0]
-    with pretended(), monkeypatch.context() as patch:
+    with simulated_device(), monkeypatch.context() as patch:
         break_backends(patch, ("flex", "flex_small", "sdpa"))
         with raises_error("packing-fails", where="VALENCE_ATTENTION", fix="one_by_one"):
             built("llama", "off", PATTERNS[0], CUDA)
@@ -149,7 +149,7 @@ def test_one_sequence_at_a_time_on_a_device_must_be_allowed(
 
 def test_a_requested_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VALENCE_ATTENTION", "flex_dynamic")
-    with pretended():
+    with simulated_device():
         engine, _ = built("llama", "off", PATTERNS[0], CUDA)
         assert engine.attention_backend == "flex_dynamic"
         with monkeypatch.context() as patch:
@@ -167,10 +167,10 @@ def test_flash_attention_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, with two passes and a sliding window; refused for float32."""
     expected = measured(*built("qwen3", "full", PATTERNS[1], HOST, torch.bfloat16))
     monkeypatch.setenv("VALENCE_ATTENTION", "flash")
-    with pretended():
+    with simulated_device():
         engine, batch = built("qwen3", "full", PATTERNS[1], CUDA, torch.bfloat16)
         assert (engine.packs, engine.attention_backend) == (True, "flash")
-        assert engine.computation == "torch.bfloat16 forest attention flash"
+        assert engine.computation == "torch.bfloat16 prefix tree attention flash"
         results = [item.cpu() for item in measured(engine, batch)]
         with raises_error("packing-fails", where="VALENCE_ATTENTION"):
             built("qwen3", "off", PATTERNS[0], CUDA)
@@ -181,7 +181,7 @@ def test_flash_attention_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_that_does_not_pack_runs_one_sequence_at_a_time_on_a_device_too() -> None:
     model = tiny("bloom", dtype=torch.float32)
-    with pretended():
+    with simulated_device():
         with pytest.warns(PackingWarning) as caught:
             engine = build_policy(model.to(CUDA), dtype=torch.float32)
         assert not engine.packs

@@ -393,7 +393,7 @@ def _in_threads(waits: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def pretended() -> Iterator[list[str]]:
+def simulated_device() -> Iterator[list[str]]:
     """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait
     for it, each as ``file:function:number text``."""
     device = Named([])

@@ -15,7 +15,7 @@ from statistics import fmean, pstdev, stdev
 from typing import Any
 
 from tests.golden import test_paired as paired
-from tests.golden.measured import LEVELS, ModelOutputs, crossed, rows, sampled
+from tests.golden.model_outputs import LEVELS, ModelOutputs, crossed, rows, sampled
 from tests.golden.test_coupled import aot_formula, unpaired_formula
 from tests.golden.test_policy import cispo_formula, gspo_formula, ppo_formula, rloo_formula
 from tests.golden.test_unpaired import apo_formula, bco_formula, kto_formula

@@ -1,5 +1,5 @@
-"""python -m benchmarks.flips [--quick] [--seeds N] [--look audit training]: how many deliberately
-flipped labels an audit and a report find.
+"""python -m benchmarks.wrong_labels [--quick] [--seeds N] [--look audit training]: how many
+deliberately flipped labels an audit and a report find.
 
 5, 10 and 20 % of the training labels are flipped, and two methods order the rows:
 
@@ -179,7 +179,7 @@ def interval(values: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.flips", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.wrong_labels", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the audit, 8 seeds")
     parser.add_argument("--only", nargs="+", choices=SETS, metavar="SET", default=list(SETS))
     parser.add_argument("--look", nargs="+", choices=WAYS, default=WAYS)

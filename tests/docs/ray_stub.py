@@ -1,6 +1,6 @@
 """Ray, as far as a script for it uses it: workers are processes of this host.
 
-`python -m tests.docs.like_ray SCRIPT [WORD]...`
+`python -m tests.docs.ray_stub SCRIPT [WORD]...`
 """
 
 from __future__ import annotations

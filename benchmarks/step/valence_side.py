@@ -61,7 +61,7 @@ class StepTimes:
     total: float
 
 
-class Ours:
+class ValenceSide:
     """A policy with its reference's values kept in a folder, and the rows of several steps."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""python -m benchmarks.own_answers [--quick] [--tiny] [--only NAME ...] [--seeds N]:
+"""python -m benchmarks.online [--quick] [--tiny] [--only NAME ...] [--seeds N]:
 train SmolLM2-135M-Instruct with LoRA online to write more positively. The reward is the score of
 VADER's lexicon, evaluated on held-out prompts.
 
@@ -126,7 +126,7 @@ def tiny(method: str, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
     settings = recipe(method, folder / "model", folder, seed, rounds)
     rollout = settings["rollout"] | TINY_ROUND
     train = settings["train"] | {"learning_rate": TINY_RATE}
-    model, reward = {"name": str(folder / "model")}, "benchmarks.own_answers.letters:share"
+    model, reward = {"name": str(folder / "model")}, "benchmarks.online.letters:share"
     return settings | {
         "model": model,
         "reward": reward,
@@ -180,7 +180,7 @@ def learn(method: str, model: Path | None, folder: Path, seed: int, rounds: int)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.own_answers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.online", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only grpo, one seed, few rounds")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)

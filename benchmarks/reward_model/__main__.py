@@ -1,5 +1,5 @@
-"""python -m benchmarks.films [--quick]: a pointwise reward model, SmolLM2-135M-Instruct with an
-adapter, on film reviews.
+"""python -m benchmarks.reward_model [--quick]: a pointwise reward model on film
+reviews, SmolLM2-135M-Instruct with an adapter.
 
 It reads the last 500 characters of each review. The time includes reading, loading, training,
 evaluating 500 held-out reviews, and writing the model. Bars: 85 % accuracy on the held-out reviews,
@@ -45,7 +45,7 @@ def recipe(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.films", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reward_model", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the reviews")
     quick = parser.parse_args().quick
     held_out, trained = (100, TRAINED // 10) if quick else (HELD_OUT, TRAINED)
