@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.crash.forked import as_if_new, popen_forks, status_of
+from benchmarks.crash.forked import popen_forks, reset_process, status_of
 from benchmarks.crash.process import PRELOADED
 from valence import cli
 
@@ -202,7 +202,7 @@ def _watch(connection: socket.socket) -> int:
     if not (copy := os.fork()):
         for stream, value in enumerate(streams):
             os.dup2(value, stream)
-        as_if_new(environment, ())
+        reset_process(environment, ())
         os._exit(status_of(partial(_run_module, python, words, folder)))
     for stream in (0, 1, 2, *streams):  # of which the copy's is the last
         os.close(stream)

@@ -12,8 +12,8 @@ from statistics import median
 import torch
 
 from benchmarks.step.cases import WAITING_BAR, Case
-from benchmarks.step.ours import Ours, StepTimes
-from benchmarks.step.stage import Models, draw_sets
+from benchmarks.step.inputs import Models, draw_sets
+from benchmarks.step.valence_side import StepTimes, ValenceSide
 
 NUM_SETS = 2
 HEADER = f"\n  {'':24}{'s/step':>8}{'waiting':>10}{'prepared ahead: s/step':>25}{'waiting':>10}"
@@ -47,7 +47,7 @@ def waiting_share(rounds: list[StepTimes]) -> float:
     return 100 * sum(times.waiting for times in rounds) / sum(times.total for times in rounds)
 
 
-def measure_preparation(ours: Ours, *, rounds: int, steps: int) -> Preparation:
+def measure_preparation(ours: ValenceSide, *, rounds: int, steps: int) -> Preparation:
     """Run a case's steps both ways. The order changes from round to round."""
     times: dict[bool, list[StepTimes]] = {False: [], True: []}
     for turn in range(rounds):
@@ -68,7 +68,9 @@ def measure_all(
     for case in cases:
         torch.compiler.reset()
         sets = draw_sets(case, NUM_SETS)
-        ours = Ours(case, models_of(case), sets, cache, dtype=torch.bfloat16, checkpointing=False)
+        ours = ValenceSide(
+            case, models_of(case), sets, cache, dtype=torch.bfloat16, checkpointing=False
+        )
         for number in range(NUM_SETS):
             ours.rows(number)  # caches values of the reference
         rounds, steps = (2, 2) if quick else (4, 4)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash.process import Kill, Notes, train
-from benchmarks.crash.trial import Laboratory, Trial, differences, logged, newest
+from benchmarks.crash.process import Kill, ProcessRecord, train
+from benchmarks.crash.trial import CrashHarness, Trial, differences, logged, newest
 from tests.command import command
-from tests.crash.rig import CASE, STEPS, Disk, Halt, Place, count_steps, frozen, in_step
+from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, count_steps, frozen, in_step
 from tests.programs import fork_server
 
 KILLED = ("kto, lora", "dpo")
@@ -29,28 +29,30 @@ LAST_OF_SAVE = 9
 
 
 @pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> CrashHarness:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
         fork_server()
-        return Laboratory(tmp_path_factory.mktemp("laboratory"))
+        return CrashHarness(tmp_path_factory.mktemp("harness"))
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_processes_killed_at_random_end_as_if_nothing_had_been(laboratory: Laboratory) -> None:
+def test_processes_killed_at_random_end_as_if_nothing_had_been(harness: CrashHarness) -> None:
     def killed(name: str) -> list[Trial]:
         draw, trials = random.Random(name), list[Trial]()
         while sum(trial.kills for trial in trials) < 3:
             trials.append(
-                laboratory.until_done(CASE[name], laboratory.folder / f"{name} {len(trials)}", draw)
+                harness.run_with_random_kills(
+                    CASE[name], harness.folder / f"{name} {len(trials)}", draw
+                )
             )
         return trials
 
     with ThreadPoolExecutor(len(KILLED)) as workers:
         result = dict(zip(KILLED, workers.map(killed, KILLED), strict=True))
     assert [
-        (name, trial.wrong) for name, trials in result.items() for trial in trials if trial.wrong
+        (name, trial.errors) for name, trials in result.items() for trial in trials if trial.errors
     ] == []
 
 
@@ -63,7 +65,7 @@ def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_resumed(
     run, recipe = tmp_path / "run", tmp_path / "recipe.json"
     recipe.write_text(json.dumps(place.recipe(CASE["kto, lora"])), encoding="utf-8")
     server = fork_server()
-    (notes,) = several = server.RawArray(Notes, 1)
+    (notes,) = several = server.RawArray(ProcessRecord, 1)
     kill, printed = Kill("saving", 30), str(tmp_path / "printed")
     process = server.Process(target=train, args=(str(recipe), str(run), several, kill, printed))
     process.start()

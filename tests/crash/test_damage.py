@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.crash.trial import differences, newest
 from tests.command import command, command_error
-from tests.crash.rig import CASE, STEPS, Halt, Place, count_steps, frozen, in_step
+from tests.crash.helpers import CASE, STEPS, Halt, Place, count_steps, frozen, in_step
 from tests.errors import check_error, raises_error
 from valence.lifecycle import saved_models
 from valence.lifecycle.restore import restore

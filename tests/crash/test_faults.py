@@ -19,7 +19,7 @@ import pytest
 from safetensors import SafetensorError
 
 from benchmarks.crash.trial import differences, newest
-from tests.crash.rig import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
+from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
 from tests.errors import check_error
 from valence.runs import folder as folders
 from valence.runs import keeper, lock, store

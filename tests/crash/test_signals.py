@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.crash.trial import differences, newest
 from tests.command import command
-from tests.crash.rig import CASE, STEPS, Place, in_step
+from tests.crash.helpers import CASE, STEPS, Place, in_step
 from valence.lifecycle import start
 from valence.models.cache import CachedReference
 from valence.runs.store import Snapshot

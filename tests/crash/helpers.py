@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.crash.cases import CASES, Case, recipe
-from benchmarks.crash.process import operations
+from benchmarks.crash.process import on_file_change
 from tests.command import command, command_error
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
@@ -45,7 +45,7 @@ class Disk:
 
     def __init__(self) -> None:
         if not Disk._watched:
-            operations(lambda name, path: Disk.fault(name, path) if Disk.fault else None)
+            on_file_change(lambda name, path: Disk.fault(name, path) if Disk.fault else None)
         Disk._watched = True
 
     def call_for(self, act: Act, folder: Path) -> None:
