@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.step import THREADS
 from benchmarks.step.cases import SMALL_STEPS, TINY, Case, Lengths, Shape
 from benchmarks.step.inputs import Models, save_models
-from benchmarks.step.measure import FULL, QUICK, Result, exact, measured
+from benchmarks.step.measure import FULL, QUICK, Result, exact, measure
 from benchmarks.step.peer import Peer
 from benchmarks.step.preparation import measure_all
 from benchmarks.step.report import table, verdict
@@ -79,6 +79,6 @@ def compare_with_peer(
         return None
     plan, results = QUICK if quick else FULL, list[Result]()
     for case in cases:
-        results.append(measured(case, models_of(case), peer, scratch / "values", plan))
+        results.append(measure(case, models_of(case), peer, scratch / "values", plan))
         print(table(results[-1]), flush=True)
     return results

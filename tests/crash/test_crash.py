@@ -38,7 +38,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> CrashHarness:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_processes_killed_at_random_end_as_if_nothing_had_been(harness: CrashHarness) -> None:
+def test_randomly_killed_processes_end_like_undisturbed_ones(harness: CrashHarness) -> None:
     def killed(name: str) -> list[Trial]:
         draw, trials = random.Random(name), list[Trial]()
         while sum(trial.kills for trial in trials) < 3:

@@ -87,7 +87,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_program_that_is_killed_in_a_save_leaves_nobody_and_no_lock(
+def test_a_program_killed_in_a_save_leaves_no_process_and_no_lock(
     harness: CrashHarness, run: Path
 ) -> None:
     """As it is started by hand, and not from what was loaded before."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.distributed.rig import wait_for
+from tests.distributed.process_groups import wait_for
 from valence.distributed import process_group
 from valence.distributed.process_group import Group, SingleProcess, gather_objects
 from valence.distributed.watchdog import Collective, CollectiveWatchdog

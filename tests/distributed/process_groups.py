@@ -31,7 +31,7 @@ def full(tensor: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankResult:
     """A process that has ended: the result of its job or its mistake, and its exit code."""
 
     value: Any = None
@@ -49,7 +49,7 @@ def run(
     *args: Any,
     deadline: float = 30.0,
     started: Sequence[int] | None = None,
-) -> list[Ended]:
+) -> list[RankResult]:
     """Calls job(group, *args) in each of ``size`` processes, or in those of them that are
     started.
     """
@@ -75,7 +75,9 @@ def run(
     results = [_received(pipe) for pipe, _ in pairs]
     for process in ranks:
         process.join()
-    return [Ended(*item, process.exitcode) for item, process in zip(results, ranks, strict=True)]
+    return [
+        RankResult(*item, process.exitcode) for item, process in zip(results, ranks, strict=True)
+    ]
 
 
 def wait_for(*paths: Path, seconds: float = 60.0) -> None:

@@ -170,7 +170,7 @@ def test_a_learned_table_of_positions_ends(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
-def test_rotary_positions_go_on(kind: str) -> None:
+def test_rotary_positions_continue_across_segments(kind: str) -> None:
     place: dict[str, Any] = {"code": "too-long", "where": "rows:1", "fix": "at most {limit}"}
     with warnings.catch_warnings(action="error"):
         check_positions(tiny(kind), 256, "it has", **place)

@@ -101,7 +101,7 @@ def test_values_and_gradients_agree(
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
-def test_a_forest_equals_one_by_one(name: str) -> None:
+def test_a_prefix_tree_equals_one_by_one(name: str) -> None:
     engine = PolicyModel(wide(name).to(CUDA))
     batch = moved(forest_of(conversations()), CUDA)
     with torch.device(CUDA):

@@ -51,7 +51,7 @@ def covered(segments: SegmentTable, window: int) -> Tensor:
 
 @given(forests(), windows, st.sampled_from([(1 << 18, 25_000), (60, 0), (200, 10**9)]))
 @example([(0, 30, -1), (30, 32, 0), (32, 33, 0)], 4, (1 << 18, 25_000))
-def test_blocks_cover_what_is_seen_exactly_once(
+def test_blocks_cover_visible_pairs_exactly_once(
     segments: Segments, window: int, sizes: tuple[int, int]
 ) -> None:
     """Whatever the size of a block, and however readily runs are put into one."""
@@ -90,7 +90,9 @@ def test_a_chain_of_segments_is_one_run(segments: Segments) -> None:
 
 
 @given(forests(), windows, st.randoms(use_true_random=False))
-def test_two_passes_see_what_one_sees(segments: Segments, window: int, draw: Random) -> None:
+def test_two_passes_see_the_same_pairs_as_one(
+    segments: Segments, window: int, draw: Random
+) -> None:
     parents = {parent for _, _, parent in segments}
     leaves = [k for k in range(len(segments)) if k not in parents]
     trains = [draw.random() < 0.5 for _ in leaves]

@@ -87,14 +87,14 @@ def go(process: subprocess.Popen[str]) -> None:
     pipe(process.stdin).flush()
 
 
-def test_what_one_process_adds_another_finds(tmp_path: Path) -> None:
+def test_another_process_reads_added_values(tmp_path: Path) -> None:
     first = filled(tmp_path)
     assert len(first) == 3
     assert read(tmp_path) == RIGHT
     assert opened(tmp_path).get(key(9)) is None
 
 
-def test_a_value_stays_what_it_was(tmp_path: Path) -> None:
+def test_a_stored_value_does_not_change(tmp_path: Path) -> None:
     store = filled(tmp_path)
     store.add({key(1): np.zeros(2, np.float32)})
     opened(tmp_path).add({key(1): np.zeros(2, np.float32)})
@@ -102,7 +102,7 @@ def test_a_value_stays_what_it_was(tmp_path: Path) -> None:
     assert read(tmp_path) == RIGHT
 
 
-def test_an_open_ledger_takes_in_what_others_add(tmp_path: Path) -> None:
+def test_an_open_store_reads_entries_that_others_add(tmp_path: Path) -> None:
     one, two = opened(tmp_path), opened(tmp_path)
     one.add({key(0): values(0)})
     two.add({key(1): values(1)})
@@ -148,7 +148,7 @@ def test_numbers_that_are_missing_are_seen(tmp_path: Path) -> None:
         assert read(tmp_path) == {}
 
 
-def test_what_was_damaged_can_be_added_again(tmp_path: Path) -> None:
+def test_damaged_entries_can_be_added_again(tmp_path: Path) -> None:
     filled(tmp_path)
     (path,) = tmp_path.glob("*.values")
     path.write_bytes(b"\xff" * path.stat().st_size)
@@ -225,7 +225,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("suffix", [".values", ".index"])
-def test_no_room_is_said_once_and_harms_nothing(suffix: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_loses_no_entry(suffix: str, tmp_path: Path) -> None:
     """Neither while the numbers are written, nor after them: a part of the next ones still fits the
     file.
     """
@@ -260,7 +260,7 @@ def test_files_of_another_identity_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "here")
 
 
-def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported_immediately(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with raises_error("reference-cache-unusable", where=str(tmp_path / "file")):
         opened(tmp_path / "file" / "inside")

@@ -155,7 +155,7 @@ PATTERNS = (
 
 @pytest.mark.parametrize("name", named(list(ARCHITECTURES)))
 @pytest.mark.parametrize("mode", ["full", "lora", "checkpointed", "sdpa"])
-def test_a_forest_equals_one_by_one_in_values_and_gradients(
+def test_a_prefix_tree_equals_one_by_one_in_values_and_gradients(
     name: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "MAX_COLUMNS", 5)  # so that several chunks are crossed
@@ -198,7 +198,7 @@ def test_any_tree_of_prompts_and_completions(
 @pytest.mark.parametrize(
     "name", named(["llama", "mistral-window", "qwen3_moe", "gpt2"], ["llama", "qwen3_moe"])
 )
-def test_one_by_one_is_the_same_of_the_same_forest(name: str) -> None:
+def test_one_by_one_equals_the_oracle_for_a_prefix_tree(name: str) -> None:
     engine = policy(name)
     engine.lay_out(packed=False)
     for trains in PATTERNS:

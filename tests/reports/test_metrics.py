@@ -72,7 +72,7 @@ def test_auc_is_the_share_of_pairs_in_the_right_order(up: list[float], down: lis
 
 
 @pytest.mark.parametrize("positive", [[True, True], [False, False]])
-def test_auc_without_both_classes_is_nothing(positive: list[bool]) -> None:
+def test_auc_without_both_classes_is_missing(positive: list[bool]) -> None:
     assert auc(column(1.0, 2.0), torch.tensor(positive)) is None
 
 
@@ -83,7 +83,7 @@ def test_means_are_pooled_by_count_and_not_averaged() -> None:
     assert meter.reduce(SingleProcess()) == {"x": pytest.approx(13 / 4)}
 
 
-def test_a_mean_over_nothing_is_left_out() -> None:
+def test_a_mean_without_values_is_omitted() -> None:
     meter = Meter()
     meter.add(
         {
@@ -168,12 +168,12 @@ def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
             assert len(waits) == 1  # all else is read after that, on the host
 
 
-def test_nothing_added_is_nothing() -> None:
+def test_an_empty_meter_has_no_metrics() -> None:
     assert Meter().reduce(SingleProcess()) == {}
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_auc_of_what_is_not_a_number_is_not_a_number(at: int) -> None:
+def test_auc_of_nan_is_nan(at: int) -> None:
     values = column(1.0, 0.0, 2.0)
     values[at] = math.nan
     result = auc(values, torch.tensor([True, False, True]))
@@ -181,7 +181,7 @@ def test_auc_of_what_is_not_a_number_is_not_a_number(at: int) -> None:
     assert math.isnan(result)
 
 
-def test_a_process_may_have_measured_nothing_or_something_else() -> None:
+def test_processes_may_lack_metrics_of_others() -> None:
     one, other, idle = Meter(), Meter(), Meter()
     one.add({"x": mean(1.0, 2.0), "rewards/auc": Ranked(column(1.0, 3.0), column(0.0, 1.0))})
     other.add({"y": mean(5.0), "rewards/auc": Ranked(column(2.0), column(1.0)), "x": mean(6.0)})

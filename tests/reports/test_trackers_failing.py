@@ -87,7 +87,7 @@ def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(
     assert "50" in behind
 
 
-def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(
+def test_a_resumed_run_sends_records_that_a_tracker_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", Fake("open", fails))
@@ -100,7 +100,7 @@ def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(
     assert fake.got[-1] == ("close", "done")
 
 
-def test_a_step_hands_its_record_over_at_once(
+def test_a_step_passes_its_record_on_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()

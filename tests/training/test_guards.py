@@ -249,7 +249,7 @@ def test_preferred_answers_that_become_unlikely_are_one_warning() -> None:
     assert AnomalyDetector().update({}) == []
 
 
-def test_training_goes_on_with_a_full_disk_until_too_many_saves_failed(
+def test_training_continues_with_a_full_disk_until_too_many_saves_failed(
     settings: dict[str, Any],
     tmp_path: Path,
     undisturbed: Undisturbed,

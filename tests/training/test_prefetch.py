@@ -17,7 +17,7 @@ import torch
 import valence
 from tests.errors import check_error, raises_error
 from tests.pretend import CUDA, pretended
-from tests.training.online import rig
+from tests.training.online import recipes
 from tests.training.resuming import Killed, killed, records, resumed_steps, weights
 from tests.training.test_run import DEMONSTRATIONS, recipe, written
 from tests.units import models_for, objective, units_for
@@ -95,8 +95,8 @@ def mixed(folder: Path, place: Path) -> dict[str, Any]:
 
 def online(place: Path, method: str) -> dict[str, Any]:
     """Two epochs of two steps per round: three of four steps can be prepared ahead."""
-    rig.make(place)
-    return rig.recipe(place, method, rollout={"steps": 2, "epochs": 2}, run=LOGGED)
+    recipes.make(place)
+    return recipes.recipe(place, method, rollout={"steps": 2, "epochs": 2}, run=LOGGED)
 
 
 CASES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {

@@ -75,7 +75,7 @@ def test_what_cannot_return_router_logits_is_an_error(
 
 
 @pytest.mark.slow
-def test_layers_are_not_compiled_of_their_own_accord(
+def test_layers_are_not_compiled_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from valence.lifecycle import models

@@ -15,7 +15,7 @@ import torch
 
 import valence
 from tests.command import command
-from tests.distributed.rig import run as together
+from tests.distributed.process_groups import run as run_in_processes
 from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.training.rounds import REWARDS, judge, prompts, sample
@@ -162,8 +162,11 @@ def in_processes(group: Group, place: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_several_processes_write_what_one_does(place: Path) -> None:
-    assert [item.error for item in together(in_processes, 2, place, deadline=60.0)] == ["", ""]
+def test_several_processes_write_the_same_as_one(place: Path) -> None:
+    assert [item.error for item in run_in_processes(in_processes, 2, place, deadline=60.0)] == [
+        "",
+        "",
+    ]
     assert Path("two.jsonl").read_bytes() == bytes_of()
     assert [row["score"] for row in read("scored.jsonl")] == [
         None if i // 3 == 1 else i % 3 for i in range(21)

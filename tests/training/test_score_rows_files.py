@@ -45,7 +45,7 @@ def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
         assert (tally.rows, tally.earlier) == (17, remaining), share
 
 
-def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_score_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = score_all()
     score()
     Path("out.jsonl").write_bytes(b"".join(expected.splitlines(keepends=True)[:13]))
@@ -395,7 +395,7 @@ def test_a_file_that_was_moved_aside_before_its_lock_is_not_written(
         score("scored.jsonl")
 
 
-def test_a_full_disk_is_said_so_and_gone_on_from(place: Path) -> None:
+def test_a_full_disk_is_reported_and_scoring_resumes(place: Path) -> None:
     rows = write(
         "rows.jsonl",
         [{"prompt": f"{i} ", "completion": "yes", "more": "x" * 1000} for i in range(50)],

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.errors import raises_error
-from tests.training.online.rig import logged, make, recipe, recipe_without_eval
+from tests.training.online.recipes import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
 from valence.online.collector import distinct_4grams, duplicates
 from valence.reports.diagnostics import CollapseDetector, diagnose
@@ -77,7 +77,7 @@ def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> Non
     assert text.index(warning) < text.index("\n|")
 
 
-def test_without_a_limit_a_run_goes_on_without_a_gradient(place: Path) -> None:
+def test_without_a_limit_a_run_continues_without_a_gradient(place: Path) -> None:
     run, _ = train(
         recipe_without_eval(
             place,
