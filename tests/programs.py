@@ -76,7 +76,7 @@ class Program:
         self.pid: int = self.process.pid
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Exit status, or minus the number of the signal; None while the program runs."""
         return self.process.exitcode
 
     def wait(self, seconds: float = 120.0) -> int:
@@ -97,7 +97,7 @@ class Program:
             os.kill(self.pid, number)
 
     def kill(self) -> int:
-        """SIGKILL, and the exit status."""
+        """Kill the program with SIGKILL and return its exit status."""
         self.send_signal(signal.SIGKILL)
         self.process.join()
         return self.process.exitcode
@@ -130,7 +130,7 @@ PASSED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 PRELOADED_IN_COPIES = ("accelerate.commands.accelerate_cli", "torch.distributed.launcher.api")
 """Imported by copies in addition to PRELOADED_HERE."""
 LOOKS_EVERY = 0.02
-"""Seconds between two looks whether a copy has ended."""
+"""Seconds between two checks whether a copy has ended."""
 CLIENT = f"""
 import json, os, signal, socket, sys
 numbers = [getattr(signal, name) for name in {PASSED}]

@@ -126,7 +126,7 @@ def test_lengths_are_those_before_any_cut() -> None:
 @pytest.mark.parametrize(
     ("mode", "lost"), [("drop", 100), ("cut_completion", 80), ("cut_prompt", 100)]
 )
-def test_what_truncation_costs(mode: str, lost: int) -> None:
+def test_the_audit_counts_truncated_tokens(mode: str, lost: int) -> None:
     rows = [
         judged(Ids((5,) * n), Ids((6,) * m), True, n) for n, m in [(1, 2), (2, 2), (3, 4), (10, 90)]
     ]

@@ -45,7 +45,7 @@ def run_on():
         signal.pause()
 
 """
-"""What a script begins with. A process that nobody ends dies by SIGALRM."""
+"""Start of each script. SIGALRM ends processes that remain after a failed test."""
 MISTAKE = "valence: recipe.yaml:3: there is no such method\n  to fix it: name another\n"
 
 
@@ -296,7 +296,7 @@ def test_all_are_out_of_time(place: Place) -> None:
 
 @slow
 def test_no_process_survives_the_launcher(place: Place) -> None:
-    place.stop(QUICK, signal.SIGKILL)  # ends when nobody holds its output any more
+    place.stop(QUICK, signal.SIGKILL)  # ends when all processes have closed its output
     for rank in range(2):  # rank 1 may end later; its signal may come once per launcher thread
         wait_until(lambda rank=rank: "saved" in place.notes(rank))
         assert set(place.notes(rank)) == {"15", "saved"}

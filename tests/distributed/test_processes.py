@@ -30,7 +30,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=slow), pytest.param(4, marks=slow)])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each of 2, and of 4 processes found."""
+    """Results of the job in 2 and in 4 processes."""
     ended = process_groups.run(jobs.members, request.param)
     assert [item.error for item in ended] == [""] * request.param
     assert [item.code for item in ended] == [0] * request.param
@@ -118,7 +118,7 @@ def test_a_second_group_has_no_state_of_the_first() -> None:
 
 
 def lost(ended: process_groups.RankResult, code: str, *parts: str) -> None:
-    """A process ended with this mistake, whose text names these ranks and collectives."""
+    """Assert that a process ended with this error, which names these ranks and collectives."""
     assert ended.mistake is not None
     check_error(ended.mistake, code)
     assert [part for part in parts if part not in ended.mistake.message] == []
@@ -162,7 +162,7 @@ def test_a_long_phase_that_is_not_reported_has_the_deadline(is_killed: bool) -> 
 
 @slow
 def test_diverging_processes_raise_an_error() -> None:
-    first, second = process_groups.run(jobs.they_part, 2, deadline=2.0)
+    first, second = process_groups.run(jobs.call_different_collectives, 2, deadline=2.0)
     parted = [
         item for item in (first, second) if item.mistake and item.mistake.code == "ranks-parted"
     ]

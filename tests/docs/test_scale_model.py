@@ -55,7 +55,7 @@ def test_shapes_are_those_of_the_models(name: str, billions: float) -> None:
     assert result.largest * result.layers + result.outside == result.parameters
 
 
-def test_what_travels_counted_by_hand() -> None:
+def test_transferred_bytes_counted_by_hand() -> None:
     job = Job(SHAPE, WORK, (WORK,), micro_batches=3)
     off = volume(job, Layout(4))
     assert off == {"weights": 0, "gradients": 0.75 * 2 * 4000, "within layers": 0}
@@ -110,7 +110,9 @@ def test_seconds_of_a_sum_over_processes() -> None:
     ],
 )
 @pytest.mark.parametrize("slow", [1.0, 100.0])
-def test_what_overlaps_takes_between_the_longer_and_the_sum(layout: Layout, slow: float) -> None:
+def test_an_overlapping_step_takes_between_the_longer_part_and_the_sum(
+    layout: Layout, slow: float
+) -> None:
     machine = Machine(flops=1e6, memory=1e9, near=1e6 / slow, far=1e5 / slow, start=1e-5)
     job = Job(SHAPE, WORK, (WORK,), micro_batches=4)
     result = seconds(job, layout, machine)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.prefix_trees import Segments, dense_attention, forests, path, visible_mask
+from tests.prefix_trees import Segments, dense_attention, path, prefix_trees, visible_mask
 from valence.models import attention, flex, layout, native
 from valence.models.attention import (
     ATTENTION_BACKENDS,
@@ -141,7 +141,7 @@ def test_the_automatic_choice_on_a_cpu() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @few
 @given(
-    forests(),
+    prefix_trees(),
     st.sampled_from([0, 1, 3, 20]),
     st.sampled_from([0.0, 0.8]),
     st.sampled_from([1 << 21, 700]),
@@ -188,7 +188,7 @@ FILLS = {"not padded": int, "padded": partial(padded_size, device="cpu")}
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @pytest.mark.parametrize("way", WAYS)
 @few
-@given(forests(segments=6, longest=20), st.sampled_from([0, 3]), st.integers(0, 5))
+@given(prefix_trees(segments=6, longest=20), st.sampled_from([0, 3]), st.integers(0, 5))
 def test_a_second_pass_over_cached_keys_and_values(
     way: str, fill: Callable[[int], int], segments: Segments, window: int, number: int
 ) -> None:
@@ -222,7 +222,7 @@ def test_a_second_pass_over_cached_keys_and_values(
 
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @few
-@given(forests(segments=7, longest=30), st.integers(0, 6))
+@given(prefix_trees(segments=7, longest=30), st.integers(0, 6))
 def test_cuda_masks_equal_the_visible_pairs(
     fill: Callable[[int], int], segments: Segments, number: int
 ) -> None:
@@ -350,7 +350,7 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
 
 
 @few
-@given(forests(), st.sampled_from([0, 1, 4]))
+@given(prefix_trees(), st.sampled_from([0, 1, 4]))
 def test_every_query_attends_to_itself_and_columns_have_32_bits(
     segments: Segments, window: int
 ) -> None:

@@ -91,7 +91,7 @@ def test_an_adapters_own_dropout_stays() -> None:
 
 
 def test_a_continued_adapter_trains_without_dropout(tmp_path: Path) -> None:
-    """Which nobody has asked for here."""
+    """Dropout is 0 unless the recipe sets it."""
     actual = build_policy(tiny(dtype=F32), dtype=F32, lora=lora(dropout=0.5))
     for name, p in actual.named_parameters():
         if "lora_B" in name:

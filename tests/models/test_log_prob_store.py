@@ -25,7 +25,7 @@ from valence.models.log_prob_store import HEADER_SIZE, ROW, LogProbStore, count_
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"of": "tests"}
 DESCRIPTORS = Path("/proc/self/fd")
-"""Of the files that this process has open, where the system shows them."""
+"""Folder with links to the open files of this process, on systems that have one."""
 
 WRITER = """
 import sys
@@ -60,7 +60,7 @@ def filled(folder: Path, count: int = 3) -> LogProbStore:
 
 
 def read(folder: Path, count: int = 3) -> dict[int, list[float]]:
-    """What a new process would find."""
+    """The entries that a new process reads."""
     results = {i: opened(folder).get(key(i)) for i in range(count)}
     return {i: entry.tolist() for i, entry in results.items() if entry is not None}
 
@@ -215,7 +215,7 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file of this process can become larger: what does not fit is not written."""
+    """Inside the block, writes beyond this file size (bytes) fail."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

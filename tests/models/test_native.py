@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.models.test_attention import heads, plain_products, with_gradients
-from tests.prefix_trees import Segments, dense_attention, forests, visible_mask
+from tests.prefix_trees import Segments, dense_attention, prefix_trees, visible_mask
 from tests.programs import Program
 from valence.models import native
 from valence.models.attention import attend
@@ -81,7 +81,7 @@ def test_it_rounds_no_more_than_plain_products(d: int, d_v: int, groups: int, wi
 # The bound is one of random rounding errors, which a few trees in a thousand exceed (1.54 times
 # was seen), so the examples are always the same.
 @settings(max_examples=30, derandomize=True)
-@given(forests(segments=6, longest=300), st.sampled_from([0, 1, 40]))
+@given(prefix_trees(segments=6, longest=300), st.sampled_from([0, 1, 40]))
 def test_any_prefix_tree_across_tile_borders(segments: Segments, window: int) -> None:
     for ours, plain in zip(*errors(bfloat16_heads(segments, d=32), segments, window), strict=True):
         assert ours <= max(1.5 * plain, 2**-8)

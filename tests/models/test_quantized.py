@@ -99,13 +99,13 @@ def prepared(source: dict[str, Any]) -> Prepared:
 
 
 def loaded(place: Path, **more: Any) -> Any:
-    """The quantized model by itself."""
+    """The quantized model without an adapter."""
     return load_model(str(place / "llama"), **{"dtype": torch.float32, "quantize": True} | more)
 
 
 @torch.no_grad()
 def logps_of(model: Any) -> Tensor:
-    """Log-probabilities that a model gives by itself."""
+    """Log-probabilities by the model's own forward."""
     return PolicyModel(disable_cpu_repacking(model).to(DEVICE).eval())(BATCH).logp
 
 

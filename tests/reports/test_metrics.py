@@ -28,7 +28,7 @@ def mean(*values: float) -> Mean:
 
 @dataclass
 class Several:
-    """Processes, of which the others have these messages."""
+    """A group whose other processes send these messages."""
 
     others: list[Tensor]
     rank: int = 0
@@ -47,8 +47,8 @@ class Several:
         return torch.cat([values, *self.others])
 
 
-def together(*meters: Meter) -> dict[str, float]:
-    """What several processes find, each with its own meter. All of them find the same."""
+def reduce_together(*meters: Meter) -> dict[str, float]:
+    """Reduce the meters of several processes. Asserts that all processes get the same result."""
     sent: list[Tensor] = []
     for meter in meters:
         meter.reduce(alone := Several([]))
@@ -122,7 +122,10 @@ def test_processes_are_pooled_by_count() -> None:
     first.add({"x": mean(1.0), "y": mean()})
     second.add({"x": mean(4.0, 4.0, 4.0), "y": mean(3.0)})
     third.add({"x": mean(), "y": mean()})
-    assert together(first, second, third) == {"x": pytest.approx(13 / 4), "y": pytest.approx(3.0)}
+    assert reduce_together(first, second, third) == {
+        "x": pytest.approx(13 / 4),
+        "y": pytest.approx(3.0),
+    }
 
 
 def test_columns_of_processes_are_ranked_together() -> None:
@@ -141,7 +144,7 @@ def test_columns_of_processes_are_ranked_together() -> None:
             {"other": Ranked(column(*values[:1]), torch.tensor(classes[:1], dtype=torch.bool))}
         )
     wins = (2 > 1) + (2 > 3)
-    assert together(*meters) == {
+    assert reduce_together(*meters) == {
         "auc": pytest.approx(wins / 2),
         "other": 0.0,
         "x": pytest.approx(2.0),
@@ -185,5 +188,5 @@ def test_processes_may_lack_metrics_of_others() -> None:
     one, other, idle = Meter(), Meter(), Meter()
     one.add({"x": mean(1.0, 2.0), "rewards/auc": Ranked(column(1.0, 3.0), column(0.0, 1.0))})
     other.add({"y": mean(5.0), "rewards/auc": Ranked(column(2.0), column(1.0)), "x": mean(6.0)})
-    assert together(one, idle, other) == {"rewards/auc": 1.0, "x": 3.0, "y": 5.0}
-    assert together(idle, Meter()) == {}
+    assert reduce_together(one, idle, other) == {"rewards/auc": 1.0, "x": 3.0, "y": 5.0}
+    assert reduce_together(idle, Meter()) == {}

@@ -76,7 +76,7 @@ class Model:
         self.optimizer.load_state_dict(store.for_optimizer(state["optimizer"], self.optimizer))
 
     def numbers(self) -> dict[str, Tensor]:
-        """All tensors, whole."""
+        """All tensors, gathered."""
         results = {
             f"{kind} {name}": value
             for kind in HEAVY[:2]
@@ -167,7 +167,7 @@ FAULTS: list[tuple[int, Any, str]] = [
     (1, hashlib, "file_digest"),
     (0, store, "fsync_path"),
 ]
-"""Which process cannot do what."""
+"""The rank that fails, and the function that fails there."""
 
 
 @pytest.fixture(scope="module")

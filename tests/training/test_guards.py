@@ -49,7 +49,7 @@ def spy_on_objectives(
 
 
 def make_gradients_nan(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    """From the step after this one on."""
+    """Make all gradients NaN after step ``first``."""
 
     def fill(objective: Objective, step: int, backward: bool) -> None:
         for p in objective.policy.parameters():

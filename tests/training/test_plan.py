@@ -443,7 +443,7 @@ def test_the_evaluation_of_an_online_run_is_not_predicted(recipe: dict[str, Any]
     ("train.checkpointing=offloaded", "checkpointing-unsupported", "train.checkpointing"),
     ("model.lora={targets: [no_such]}", "lora-targets", "model.lora.targets"),
 ])  # fmt: skip
-def test_what_cannot_be_done_is_found_before_a_weight_is_loaded(
+def test_unsupported_settings_are_errors_before_weights_are_loaded(
     override: str, code: str, where: str, recipe: dict[str, Any]
 ) -> None:
     (Path(recipe["model"]["name"]) / "model.safetensors").unlink()

@@ -208,7 +208,7 @@ def test_a_run_killed_with_a_prepared_step_resumes_with_the_step_that_was_not_do
     ids, steps.ids = steps.ids, []
 
     def kill() -> None:
-        """In the third step, when the fourth is prepared, with the checkpoint of two steps."""
+        """End the run in step 3, once step 4 is prepared. The checkpoint is of step 2."""
         if len(steps.ids) == 2:
             deadline = time.monotonic() + 30
             while (3, True) not in [(step, thread) for step, _, thread in preparations.calls]:

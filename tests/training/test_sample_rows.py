@@ -78,7 +78,7 @@ def test_a_row_holds_the_answer_as_it_was_drawn(place: Path) -> None:
         assert row["logps"] == pytest.approx(list(result.logps), abs=2e-4)
 
 
-def test_how_it_was_drawn_stands_in_the_row_and_beside(place: Path) -> None:
+def test_sampling_settings_are_in_the_row_and_in_the_about_file(place: Path) -> None:
     sample(temperature=0.5, top_p=0.9, seed=4)
     row, about = read("answers.jsonl")[4], json.loads(Path("answers.jsonl.about.json").read_text())
     drawn = {
@@ -128,7 +128,7 @@ def test_the_answers_to_a_prompt_depend_on_the_seed_and_its_place_alone(place: P
 # Stopping and going on
 
 
-def test_a_file_that_was_cut_is_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_output_file_is_resumed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is sampled twice."""
     expected = bytes_of()
     sample()
@@ -284,7 +284,7 @@ def test_a_mistake_is_one_message(place: Path, capsys: pytest.CaptureFixture[str
     assert shown.out == ""
 
 
-def test_what_does_not_fit_the_memory_can_be_gone_on_with(
+def test_scoring_resumes_after_running_out_of_memory(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [row["completion_ids"] for row in map(json.loads, bytes_of().splitlines())]

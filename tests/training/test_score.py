@@ -74,7 +74,7 @@ def records(run: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, no reference may be run."""
+    """Fail the test if a reference model runs."""
 
     def fail(*_: Any) -> None:
         pytest.fail("a reference was run")

@@ -58,7 +58,7 @@ def test_a_model_has_no_reward_against_itself(place: Path) -> None:
     assert {answer["reward"] for line in read() for answer in line["valence"]["answers"]} == {0.0}
 
 
-def test_what_is_written_is_data_again(place: Path) -> None:
+def test_scored_rows_are_read_as_data(place: Path) -> None:
     score("preference.jsonl", out="once.jsonl")
     before, after = (
         load([SourceSettings(path=path)], "preference").examples

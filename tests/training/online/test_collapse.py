@@ -129,7 +129,7 @@ def test_a_killed_run_ends_at_the_same_step(place: Path) -> None:
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
 
 
-def test_a_run_that_ended_goes_on_when_it_is_told_to(place: Path) -> None:
+def test_a_run_that_ended_early_resumes_with_a_larger_limit(place: Path) -> None:
     first = recipe_without_eval(
         place,
         reward=CONSTANT,

@@ -74,7 +74,7 @@ def test_every_method_runs_and_logs_what_it_did(method: str, place: Path) -> Non
         6,
         9,
         9,
-    ]  # the third round goes on with the next epoch
+    ]  # the third round starts the next epoch
     assert [row["rounds"] for row in rows] == [1, 1, 2, 2, 3, 3]
     assert "reward/mean" not in rows[1]  # a second pass over the answers of a round
     assert all(torch.isfinite(p).all() for p in weights(run).values())
