@@ -182,7 +182,7 @@ def _serve(at: str) -> None:
         listening.bind(f"{at}.new")
         listening.listen(64)
         os.rename(f"{at}.new", at)  # it answers from the moment that it is seen
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watching processes are not joined
         while True:
             connection, _ = listening.accept()
             if not os.fork():

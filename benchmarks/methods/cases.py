@@ -13,8 +13,8 @@ Rows = Literal["thumbs", "pairs", "shown", "films", "stars"]
 
 @dataclass(frozen=True)
 class Case:
-    """One run. number: a metric of the evaluation; up: it should rise. rate: of learning, constant;
-    steps: of the optimizer.
+    """One run. number: the target metric. up: the metric should rise, not fall. rate: constant
+    learning rate. steps: number of optimizer steps.
     """
 
     name: str
@@ -37,7 +37,7 @@ ROWS: dict[str, Rows] = {
 
 OTHER_LOSS = ("slic", "cpo", "discopop")
 """Methods whose first steps change something other than the margin: the likelihood of the chosen
-answer, or (discopop) both answers the other way. What they are meant to lower is their loss.
+answer, or (discopop) both answers the other way. Their target metric is the loss.
 """
 
 
