@@ -1,4 +1,4 @@
-"""Other libraries that the benchmarks compare with Valence, each in a separate environment."""
+"""Environments of the libraries that the benchmarks compare with Valence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NO_TRL = (
 
 
 def peer_python() -> Path | None:
-    """The interpreter of TRL's environment, if there is one."""
+    """The interpreter of TRL's environment, or None if it does not exist."""
     python = Path(os.environ.get("VALENCE_PEER_TRL") or ROOT / ".peers" / "trl") / "bin" / "python"
     return python if python.exists() else None
 
 
-def surroundings() -> dict[str, str]:
-    """This process's environment variables, without those that make another interpreter
-    import this one's packages.
+def peer_environment() -> dict[str, str]:
+    """This process's environment variables, without those that would make the peer's interpreter
+    import packages from this environment.
     """
     return {
         name: value

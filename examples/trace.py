@@ -50,13 +50,13 @@ ROW_DATA = (
     TokenizedCompletion, Loaded, EncodedSet, Corpus, StepPacker, PrefixTree, RankBatches,
     MicroBatch, PolicyOutput, StepResult, RolloutPrompt, RolloutGroup, Completion, Score,
 )  # fmt: skip
-"""The forms that a row takes on its way."""
+"""Types that hold a row, from the file to the micro-batch."""
 
 STORAGE = ("ExampleStore.item", "TokenizedDataset.item", "TokenizedDataset._parts")
 """Functions that return a row in the form in which it was stored."""
 
 SAMPLED = "HFGenerator.completion"
-"""Here a completion comes into being."""
+"""The function that samples a completion."""
 
 STEP = "optimizer_step"
 """Inside this function, a row is also a tensor of log-probabilities, or the loss."""
@@ -77,7 +77,7 @@ BRANCHES = {
     "_Step._record": "metrics",
     "SingleProcess.norm": "norm of the gradient",
 }
-"""Functions off the row's own way, and what they compute."""
+"""Functions outside the path of the row, and their results."""
 
 PACKAGE = Path(valence.__file__).parent
 WORDS = (

@@ -29,7 +29,7 @@ ROWS = [
 
 
 def command(*words: str) -> int:
-    """The exit status of ``valence`` with these words."""
+    """Exit status of ``valence`` with these arguments."""
     try:
         _run(words)
     except SystemExit as exit:

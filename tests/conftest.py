@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 REQUIRE_ALL = os.environ.get("VALENCE_REQUIRE_ALL") == "1"
-"""Set where nothing may be missing: a skipped test is a failure there, unless it needs a GPU."""
+"""If this variable is set, skipped tests fail, except those that need a GPU."""
 
 
 def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:

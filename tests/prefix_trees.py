@@ -29,7 +29,9 @@ def sharing(minimum: int) -> Iterator[None]:
 
 @st.composite
 def sequence_sets(draw: st.DrawFn, measured: bool = True) -> list[TokenSequence]:
-    """Sequences of few distinct tokens: many extend each other, share prefixes, or are equal."""
+    """Sequences of few distinct tokens, many of which extend each other, share prefixes, or are
+    equal.
+    """
     results: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 7))):
         stem = draw(st.sampled_from(results)) if results and draw(st.booleans()) else ()
@@ -77,7 +79,7 @@ def conversations() -> list[TokenizedExample]:
 
 
 @st.composite
-def segment_trees(draw: st.DrawFn, *, segments: int = 9, longest: int = 40) -> Segments:
+def prefix_trees(draw: st.DrawFn, *, segments: int = 9, longest: int = 40) -> Segments:
     """(first row, last row + 1, parent) of each segment, depth first.
 
     Lengths are up to ``longest``, and mostly short.

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.crash.forked import as_if_new, popen_forks, status_of
+from benchmarks.crash.forked import popen_forks, reset_process, status_of
 from benchmarks.crash.process import PRELOADED
 from valence import cli
 
@@ -76,7 +76,7 @@ class Program:
         self.pid: int = self.process.pid
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Exit status, or minus the number of the signal; None while the program runs."""
         return self.process.exitcode
 
     def wait(self, seconds: float = 120.0) -> int:
@@ -97,7 +97,7 @@ class Program:
             os.kill(self.pid, number)
 
     def kill(self) -> int:
-        """SIGKILL, and the exit status."""
+        """Kill the program with SIGKILL and return its exit status."""
         self.send_signal(signal.SIGKILL)
         self.process.join()
         return self.process.exitcode
@@ -130,7 +130,7 @@ PASSED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 PRELOADED_IN_COPIES = ("accelerate.commands.accelerate_cli", "torch.distributed.launcher.api")
 """Imported by copies in addition to PRELOADED_HERE."""
 LOOKS_EVERY = 0.02
-"""Seconds between two looks whether a copy has ended."""
+"""Seconds between two checks whether a copy has ended."""
 CLIENT = f"""
 import json, os, signal, socket, sys
 numbers = [getattr(signal, name) for name in {PASSED}]
@@ -182,7 +182,7 @@ def _serve(at: str) -> None:
         listening.bind(f"{at}.new")
         listening.listen(64)
         os.rename(f"{at}.new", at)  # it answers from the moment that it is seen
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watching processes are not joined
         while True:
             connection, _ = listening.accept()
             if not os.fork():
@@ -202,7 +202,7 @@ def _watch(connection: socket.socket) -> int:
     if not (copy := os.fork()):
         for stream, value in enumerate(streams):
             os.dup2(value, stream)
-        as_if_new(environment, ())
+        reset_process(environment, ())
         os._exit(status_of(partial(_run_module, python, words, folder)))
     for stream in (0, 1, 2, *streams):  # of which the copy's is the last
         os.close(stream)

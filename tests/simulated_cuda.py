@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: its tensors say that they are on it, and the host does what is
+"""A simulated CUDA device: its tensors claim to be on it, and the host computes what is
 asked of them. What runs takes the ways that are for CUDA and may not mix devices; where the host
 would have to wait for the device is noted.
 """
@@ -45,10 +45,10 @@ ASKS = (
     "equal",
     "bincount",
 )
-"""Operators whose result, or its size, only the device knows."""
+"""Operators whose result or its size is only available after a synchronization."""
 STORED = (Tensor.data_ptr, Tensor.untyped_storage)
 WIDE = (aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out)
-"""Products of bfloat16 with results in float32, which a CPU does not have."""
+"""Matrix products of bfloat16 with float32 results, which PyTorch lacks on CPUs."""
 PICKS = (
     aten.index.Tensor,
     aten.index_put.default,
@@ -89,7 +89,7 @@ WIDENED = (
 """What autocast runs in its type on CUDA, and what in float32. A CPU has other lists."""
 GIGABYTE = 2**30
 PACKAGE_FOLDER = f"{Path(valence.__file__).parent}{os.sep}"
-"""Where the code under test is, whatever the folder of the checkout is called."""
+"""Folder of the package under test."""
 Kwargs = Mapping[str, Any]
 
 
@@ -126,7 +126,7 @@ class There(Tensor):
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Kwargs) -> Any:
-    """An operator on the device, by the host."""
+    """Run an operator of the device on the host."""
 
     def on_host(value: Any) -> Any:
         if isinstance(value, There):
@@ -222,7 +222,7 @@ class Named(TorchFunctionMode):
 
 
 class DeviceMode(TorchDispatchMode):
-    """Runs what is on the device, and looks at what the host waits for."""
+    """Runs operators of the device, and records operations that block the host."""
 
     def __init__(self, device: Named) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def _autocast(name: str, input_value: Any) -> Any:
 
 
 def _meant(value: Any) -> Any:
-    """What stands for the device, where that is asked for."""
+    """Replace the simulated device by the meta device in an argument."""
     return META if _is(CUDA, value) else value
 
 
@@ -285,7 +285,7 @@ def _is(device: torch.device, value: Any) -> bool:
 
 
 def _line() -> str:
-    """The line of Valence that runs: its file, function, number and text."""
+    """The current line of Valence: file, function, number and text."""
     stack = traceback.extract_stack()
     frame = next(
         (frame for frame in reversed(stack) if frame.filename.startswith(PACKAGE_FOLDER)), stack[-3]
@@ -380,7 +380,7 @@ def _in_backward(device: Named) -> Iterator[None]:
 
 @contextmanager
 def _in_threads(waits: list[str]) -> Iterator[None]:
-    """Threads that begin inside the block, which know of no mode of others."""
+    """Threads that start inside the block. Modes of the main thread do not apply there."""
     run = threading.Thread.run
 
     def there(self: threading.Thread) -> None:

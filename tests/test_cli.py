@@ -214,9 +214,7 @@ def test_mistakes_in_keys_are_listed_for_all_files_with_their_lines(place: Path)
     assert alone.where == "recipe.yaml:4 (data.train.0.keys)"
 
 
-def test_check_says_what_is_in_the_data_first(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_prints_the_audit_first(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert valence("check", "recipe.yaml") == 0
     shown = capsys.readouterr().out
     places = [
@@ -234,7 +232,7 @@ def test_check_says_what_is_in_the_data_first(
     assert shown.index("rows.jsonl:11") < shown.index("rows.jsonl  judgement")
 
 
-def test_check_says_everything_short_of_training(
+def test_check_reports_everything_except_training(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert valence("check", "recipe.yaml", "loss.beta=0.2") == 0
@@ -314,7 +312,7 @@ def test_inspect_shows_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
     check_error(error, "row-number-out-of-range", where="--row 11", fix="from 1 to 10")
 
 
-def test_inspect_counts_bad_rows_and_says_why_they_are_bad(
+def test_inspect_counts_bad_rows_with_reasons(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
@@ -336,7 +334,7 @@ def test_inspect_counts_bad_rows_and_says_why_they_are_bad(
     assert "maybe" in capsys.readouterr().out
 
 
-def test_inspect_shows_what_a_conversion_makes_of_a_row(
+def test_inspect_shows_the_conversion_of_a_row(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs = [
@@ -417,7 +415,7 @@ def test_losses_explains_a_method_of_a_reward(
         ("bradley_terry", "pairs", "rollout.num_rollouts"),
     ],
 )
-def test_losses_explains_what_a_reward_makes_of_a_loss(
+def test_losses_explains_how_a_reward_changes_a_loss(
     name: str, has: str, lacks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = explained(name, capsys)
@@ -429,7 +427,7 @@ def test_losses_explains_what_a_reward_makes_of_a_loss(
     ("name", "added"),
     [("rloo", {"kl_beta"}), ("kto", {"thumbs_up", "thumbs_quantile"}), ("grpo", set[str]())],
 )
-def test_losses_tells_the_settings_that_a_reward_adds(
+def test_losses_lists_the_settings_that_a_reward_adds(
     name: str, added: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored, actual = explained(name, capsys).split("rollout.num_rollouts")
@@ -534,7 +532,7 @@ def test_quiet_shows_the_warnings_of_the_audit_on_standard_error(
     assert len(warnings["unused"]) == 1
 
 
-def test_quiet_scoring_still_tells_which_rows_failed(
+def test_quiet_scoring_still_reports_failed_rows(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(place))
@@ -569,7 +567,7 @@ def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
     assert (place / "runs/first/report.html").is_file()
 
 
-def test_an_interrupt_before_anything_is_begun_is_told(
+def test_an_interrupt_before_the_first_phase_is_reported(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped() -> None:

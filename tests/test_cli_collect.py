@@ -90,7 +90,7 @@ def test_a_port_that_is_used_is_named() -> None:
         check_error(command_error("collect", "no-model", "--port", port), "server-cannot-listen")
 
 
-def test_nothing_is_left_locked_by_a_model_that_cannot_be_loaded() -> None:
+def test_a_model_that_cannot_be_loaded_leaves_no_lock() -> None:
     for _ in range(2):
         error = command_error("collect", "no-model", "--port", "0")
         assert error.code != "output-locked"
@@ -205,7 +205,7 @@ def test_two_models_are_compared_and_their_wins_are_printed(tmp_path: Path) -> N
         ("runs/a", "runs/a", "3", ["runs/a (step 3)", "runs/a"]),
     ],
 )
-def test_models_are_told_apart_by_their_names(
+def test_models_are_distinguished_by_name(
     target: str, rival: str | None, step: str | None, expected: list[str]
 ) -> None:
     assert collect.model_names(target, rival, step) == expected

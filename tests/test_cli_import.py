@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_summary_says_what_was_read_written_and_skipped(
+def test_the_summary_counts_read_written_and_skipped_rows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert valence("import", "chat-log", "log.jsonl") == 0
@@ -75,7 +75,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_json_says_why_nothing_was_imported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_reports_why_nothing_was_imported(capsys: pytest.CaptureFixture[str]) -> None:
     error = command_error("import", "chat-log", "log.jsonl", "--model", "large", "--json")
     check_error(error, "nothing-imported", where="log.jsonl", fix="--model")
     result = json.loads(capsys.readouterr().out)

@@ -23,17 +23,18 @@ from tempfile import TemporaryDirectory
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.checkpoint.cases import CASES, QUICK, Case, tokenizer_of_bytes
-from benchmarks.checkpoint.measure import PARTS, Figures, measured
+from benchmarks.checkpoint.measure import PARTS, Figures, measure_case
 
-FLOOR = 12
+MIN_BYTES = 12
 """Bytes of a trained weight and its two moments in float32."""
 BYTES, MEMORY, COPIES, FREE, BUSY, RESUME = 1.02, 1.1, 2.0, 0.67, 1.0, 1.0
-"""Largest allowed ratios.
+"""Maximum ratios.
 
-All cases: bytes over the minimum. The largest model: memory of a background save over that of the
-state; its call over a copy of the state into new memory; its stall with a core free, and with all
-cores busy, over a synchronous save; a resume over a synchronous save. With all cores busy, steps
-lose the core seconds of hashing and writing.
+BYTES: size of any checkpoint / MIN_BYTES per weight. The others are for the largest model. MEMORY:
+additional memory of a background save / size of the state. COPIES: duration of the call that starts
+a background save / copying the state into new memory. FREE, BUSY: stall of a background save /
+duration of a synchronous save, with a free core and with all cores busy (then hashing and writing
+take core seconds from the steps). RESUME: duration of a resume / that of a synchronous save.
 """
 
 ROWS: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
@@ -42,22 +43,23 @@ ROWS: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
     ("checkpoint (MB)", ".1f", lambda f: f.size / 1e6),
     ("  bytes per weight", ".2f", lambda f: f.size / f.weights),
     ("  memory for a background save (MB)", ".1f", lambda f: f.peak),
-    ("synchronous save (s)", ".3f", lambda f: median(f.at_once)),
+    ("synchronous save (s)", ".3f", lambda f: median(f.synchronous)),
     *((f"  {name}", ".3f", lambda f, name=name: f.parts[name]) for name in PARTS),
-    ("  core seconds", ".3f", lambda f: median(f.worked)),
+    ("  core seconds", ".3f", lambda f: median(f.cpu_seconds)),
     ("stall of a background save (s)", ".3f", lambda f: f.stall),
     ("  the call", ".3f", lambda f: median(f.call)),
     ("  slowdown of steps during the write", ".3f", lambda f: median(f.during_write)),
-    ("  until written", ".2f", lambda f: median(f.written)),
-    ("copy into new memory (s)", ".3f", lambda f: f.fresh),
-    ("  into existing memory", ".3f", lambda f: f.warm),
-    ("resume (s)", ".3f", lambda f: sum(f.resumed)),
-    ("  check", ".3f", lambda f: f.resumed[0]),
-    ("  read and restore", ".3f", lambda f: f.resumed[1] + f.resumed[2]),
+    ("  until written", ".2f", lambda f: median(f.until_written)),
+    ("copy into new memory (s)", ".3f", lambda f: f.copy_to_new),
+    ("  into existing memory", ".3f", lambda f: f.copy_to_existing),
+    ("resume (s)", ".3f", lambda f: sum(f.resume_seconds)),
+    ("  check", ".3f", lambda f: f.resume_seconds[0]),
+    ("  read and restore", ".3f", lambda f: f.resume_seconds[1] + f.resume_seconds[2]),
 )
 
 
 def table(figures_by_case: dict[Case, Figures]) -> str:
+    """A column per case and a line per figure."""
     lines = [f"{'':38}" + "".join(f"{case.name:>24}" for case in figures_by_case)]
     for name, form, value in ROWS:
         lines.append(
@@ -74,18 +76,18 @@ def verdict(figures_by_case: dict[Case, Figures]) -> tuple[str, bool]:
         key=lambda case: figures_by_case[case].weights,
     )
     free = next(case for case in figures_by_case if case.threads == 1)
-    largest, at_once = figures_by_case[busy], median(figures_by_case[busy].at_once)
+    largest, synchronous_save = figures_by_case[busy], median(figures_by_case[busy].synchronous)
     figures = (
-        ("bytes", max(f.size / f.weights for f in figures_by_case.values()) / FLOOR, BYTES),
+        ("bytes", max(f.size / f.weights for f in figures_by_case.values()) / MIN_BYTES, BYTES),
         ("memory", largest.peak * 1e6 / largest.size, MEMORY),
-        ("call", median(largest.call) / largest.fresh, COPIES),
+        ("call", median(largest.call) / largest.copy_to_new, COPIES),
         (
             "stall with a core free",
-            figures_by_case[free].stall / median(figures_by_case[free].at_once),
+            figures_by_case[free].stall / median(figures_by_case[free].synchronous),
             FREE,
         ),
-        ("stall with all cores busy", largest.stall / at_once, BUSY),
-        ("resume", sum(largest.resumed) / at_once, RESUME),
+        ("stall with all cores busy", largest.stall / synchronous_save, BUSY),
+        ("resume", sum(largest.resume_seconds) / synchronous_save, RESUME),
     )
     summary = "; ".join(
         f"{name} {v:.2f} (bar {bar:g}) {'held' if v <= bar else 'short'}"
@@ -107,12 +109,12 @@ def main() -> int:
     figures_by_case: dict[Case, Figures] = {}
     for case in QUICK if quick else CASES:
         with TemporaryDirectory() as folder:
-            figures_by_case[case] = measured(
+            figures_by_case[case] = measure_case(
                 case, Path(folder) / "run", tokenizer, 3 if quick else 5
             )
-    line, held = verdict(figures_by_case)
+    line, is_within_bars = verdict(figures_by_case)
     print(f"{table(figures_by_case)}\n\n{line}")
-    return 0 if held else 1
+    return 0 if is_within_bars else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is trained: random models of several sizes, fine-tuned on random letters."""
+"""The trained models: random, of several sizes, fine-tuned on random letters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ ROWS, BATCH = 16, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama-shaped model, all of it trained or an adapter of rank 16. letters: of each row, a
-    token each, so that a step takes some tenths of a second. threads: of a step.
+    """A Llama-shaped model, trained in full or with an adapter of rank 16.
+
+    letters: length of each row in letters, which are one token each, so that a step takes some
+    tenths of a second. threads: PyTorch threads of a step.
     """
 
     name: str
@@ -44,17 +46,18 @@ SMALL, MIDDLE, LARGE = (
 )
 
 
-def _and_others(case: Case) -> tuple[Case, Case, Case]:
-    """A model as it is, with steps that leave a core free, and with an adapter."""
-    alone = replace(case, name=f"{case.name}, a core is free", threads=1)
-    return case, alone, replace(case, name=f"{case.name}, adapter", lora=True)
+def _with_variants(case: Case) -> tuple[Case, Case, Case]:
+    """The case, the same with steps that leave a core free, and the same with an adapter."""
+    free_core = replace(case, name=f"{case.name}, a core is free", threads=1)
+    return case, free_core, replace(case, name=f"{case.name}, adapter", lora=True)
 
 
-CASES = (SMALL, MIDDLE, *_and_others(LARGE))
-QUICK = (SMALL, *_and_others(MIDDLE))
+CASES = (SMALL, MIDDLE, *_with_variants(LARGE))
+QUICK = (SMALL, *_with_variants(MIDDLE))
 
 
 def tokenizer_of_bytes() -> PreTrainedTokenizerBase:
+    """A tokenizer with one token per byte."""
     with TemporaryDirectory() as folder:
         make_model(folder)
         return load_tokenizer(folder)
@@ -66,9 +69,9 @@ def build(
     tokenizer: PreTrainedTokenizerBase,
     callbacks: tuple[Callback, ...] = (),
 ) -> Trainer:
-    """A run that saves on request and never ends by itself.
+    """A run that saves only on request and never ends by itself.
 
-    In a folder with a checkpoint it goes on from there.
+    If the folder contains a checkpoint, the run resumes from it.
     """
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -84,11 +87,11 @@ def build(
             eos_token_id=2,
         )
     )
-    draw = random.Random(0)
+    rng = random.Random(0)
     rows = [
         {
             "prompt": f"{i}: ",
-            "completion": "".join(draw.choices(string.ascii_lowercase, k=case.letters)),
+            "completion": "".join(rng.choices(string.ascii_lowercase, k=case.letters)),
         }
         for i in range(ROWS)
     ]

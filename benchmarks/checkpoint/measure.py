@@ -25,10 +25,10 @@ from valence.runs import store
 from valence.runs.checkpoints import check
 from valence.trainer.trainer import Trainer
 
-WARM, QUIET = 3, 4
-"""Steps before anything is measured, and steps without a save before each save."""
+WARM_UP_STEPS, STEPS_BETWEEN_SAVES = 3, 4
+"""Steps before the first measurement, and steps without a save before each save."""
 PARTS = ("snapshot", "write", "fsync", "checksum", "rename", "remove")
-SEAMS: tuple[tuple[str, Any, str], ...] = (
+PATCHED: tuple[tuple[str, Any, str], ...] = (
     ("snapshot", store.Snapshot, "__init__"),
     ("write", store.Snapshot, "write"),
     ("fsync", os, "fsync"),
@@ -40,15 +40,16 @@ SEAMS: tuple[tuple[str, Any, str], ...] = (
 
 @dataclass
 class Figures:
-    """All of one case, in seconds and bytes. steps: those without a save; a number of each save in
-    all other lists.
+    """Figures of one case, in seconds unless stated otherwise. Lists have one item per save, but
+    ``steps`` one per step.
 
-    during_write: additional seconds of the steps until the save was on disk, compared with as many
-    steps without a save; written: all seconds of these steps.
-    at_once: a save that is waited for, with its parts, and ``worked`` its seconds of processors.
-    peak: memory (MB) of a save in the background. resumed: checking the files, reading them, and
-    taking them up. fresh, warm: a copy of as many bytes as the files have, into new memory and into
-    memory that is there.
+    weights: trained weights. size: bytes of a checkpoint. steps: steps without a save.
+    call: the call that starts a background save. until_written: the steps until that save is on
+    disk. during_write: ``until_written`` minus the same number of typical steps.
+    synchronous: a save that blocks training; cpu_seconds: its processor time; parts: mean of each
+    of its parts. peak: additional memory of a background save (MB).
+    resume_seconds: checking the files, reading them, and restoring the state.
+    copy_to_new, copy_to_existing: copying ``size`` bytes into new and into allocated memory.
     """
 
     weights: int
@@ -56,99 +57,104 @@ class Figures:
     steps: list[float] = field(default_factory=list[float])
     call: list[float] = field(default_factory=list[float])
     during_write: list[float] = field(default_factory=list[float])
-    written: list[float] = field(default_factory=list[float])
-    at_once: list[float] = field(default_factory=list[float])
-    worked: list[float] = field(default_factory=list[float])
+    until_written: list[float] = field(default_factory=list[float])
+    synchronous: list[float] = field(default_factory=list[float])
+    cpu_seconds: list[float] = field(default_factory=list[float])
     parts: dict[str, float] = field(default_factory=dict[str, float])
     peak: float = 0.0
-    resumed: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    fresh: float = 0.0
-    warm: float = 0.0
+    resume_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    copy_to_new: float = 0.0
+    copy_to_existing: float = 0.0
 
     @property
     def stall(self) -> float:
-        """By how much a save in the background delays training."""
+        """Median delay of training by a background save."""
         return median(
             call + during for call, during in zip(self.call, self.during_write, strict=True)
         )
 
 
-class Enough(Exception):
-    """All has been measured."""
+class Finished(Exception):
+    """Ends the run when all measurements are complete."""
 
 
-def measured(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, rounds: int) -> Figures:
-    """Trains a case, saving in between, and resumes from the checkpoint."""
+def measure_case(
+    case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, rounds: int
+) -> Figures:
+    """Train a case with saves, and resume from the last checkpoint."""
     torch.set_num_threads(case.threads)
     timings: list[Generator[None, float, None]] = []
-    ended = 0.0
+    step_end = 0.0
 
     def after_step(_: Trainer, __: Mapping[str, Any]) -> None:
-        nonlocal ended
+        nonlocal step_end
         try:
-            timings[0].send(time.perf_counter() - ended)
+            timings[0].send(time.perf_counter() - step_end)
         except StopIteration:
-            raise Enough from None
-        ended = time.perf_counter()
+            raise Finished from None
+        step_end = time.perf_counter()
 
     run = build(case, folder, tokenizer, (after_step,))
     figures = Figures(sum(p.numel() for p in run.state.trained_weights.values()))
-    timings.append(_script(run, folder, figures, rounds))
+    timings.append(measurement_loop(run, folder, figures, rounds))
     next(timings[0])
-    with suppress(Enough):
+    with suppress(Finished):
         run.fit()
     assert run.folder is not None
     run.folder.close()
-    figures.fresh, figures.warm = copies(figures.size)
-    figures.resumed = _resumed(run, _checkpoint(folder))
+    figures.copy_to_new, figures.copy_to_existing = copies(figures.size)
+    figures.resume_seconds = measure_resume(run, _checkpoint(folder))
     return figures
 
 
-def _script(
+def measurement_loop(
     run: Trainer, folder: Path, figures: Figures, rounds: int
 ) -> Generator[None, float, None]:
-    """What is done between steps.
+    """Save between steps, and fill in ``figures``.
 
-    It is sent the seconds of each, and ends when all has been measured.
+    The caller sends the duration of each step. The generator ends when all measurements are
+    complete.
     """
-    for _ in range(WARM):
+    for _ in range(WARM_UP_STEPS):
         yield
-    run.save()  # the first one also hashes what is frozen
-    slowed: list[list[float]] = []
+    run.save()  # the first save also hashes the frozen weights
+    seconds_while_writing: list[list[float]] = []
     for _ in range(rounds):
         yield
-        for _ in range(QUIET):
+        for _ in range(STEPS_BETWEEN_SAVES):
             figures.steps.append((yield))
-        began = time.perf_counter()
+        start = time.perf_counter()
         run.save(wait=False)
-        figures.call.append(time.perf_counter() - began)
-        slowed.append([])
-        while writing():
-            slowed[-1].append((yield))
+        figures.call.append(time.perf_counter() - start)
+        seconds_while_writing.append([])
+        while is_saving():
+            seconds_while_writing[-1].append((yield))
         yield
-        began, before = time.perf_counter(), time.process_time()
-        with timed() as parts:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        with time_parts() as parts:
             run.save()
-        figures.at_once.append(time.perf_counter() - began)
-        figures.worked.append(time.process_time() - before)
+        figures.synchronous.append(time.perf_counter() - start)
+        figures.cpu_seconds.append(time.process_time() - cpu_start)
         for name in PARTS:
             figures.parts[name] = figures.parts.get(name, 0.0) + parts[name] / rounds
-    usual = median(figures.steps)
-    figures.during_write = [sum(seconds) - len(seconds) * usual for seconds in slowed]
-    figures.written = [sum(seconds) for seconds in slowed]
+    typical = median(figures.steps)
+    figures.during_write = [
+        sum(seconds) - len(seconds) * typical for seconds in seconds_while_writing
+    ]
+    figures.until_written = [sum(seconds) for seconds in seconds_while_writing]
     yield
-    figures.peak = peak_above_idle(lambda: _in_background(run))[1]
+    figures.peak = peak_above_idle(lambda: save_in_background(run))[1]
     figures.size = sum(path.stat().st_size for path in _checkpoint(folder).iterdir())
 
 
-def _in_background(run: Trainer) -> None:
+def save_in_background(run: Trainer) -> None:
     run.save(wait=False)
-    while writing():
+    while is_saving():
         time.sleep(0.01)
 
 
-def writing() -> bool:
-    """Whether a save goes on in the background."""
+def is_saving() -> bool:
+    """Whether a background save is in progress."""
     return any(thread.name.startswith("save ") for thread in threading.enumerate())
 
 
@@ -158,54 +164,54 @@ def _checkpoint(folder: Path) -> Path:
 
 
 @contextmanager
-def timed() -> Iterator[Mapping[str, float]]:
-    """Seconds spent in each part of a save, in whatever thread."""
-    spent: dict[str, float] = defaultdict(float)
+def time_parts() -> Iterator[Mapping[str, float]]:
+    """Yield a mapping that accumulates the seconds of each part of a save, over all threads."""
+    seconds: dict[str, float] = defaultdict(float)
     with ExitStack() as patches:
-        for name, owner, attribute in SEAMS:
+        for name, owner, attribute in PATCHED:
             patches.enter_context(
-                patch.object(owner, attribute, _clocked(getattr(owner, attribute), name, spent))
+                patch.object(
+                    owner, attribute, _with_timer(getattr(owner, attribute), name, seconds)
+                )
             )
-        yield spent
+        yield seconds
 
 
-def _clocked(call: Callable[..., Any], name: str, spent: dict[str, float]) -> Callable[..., Any]:
-    def clocked(*args: Any, **named: Any) -> Any:
-        began = time.perf_counter()
+def _with_timer(call: Callable[..., Any], name: str, spent: dict[str, float]) -> Callable[..., Any]:
+    def call_with_timer(*args: Any, **named: Any) -> Any:
+        start = time.perf_counter()
         try:
             return call(*args, **named)
         finally:
-            spent[name] += time.perf_counter() - began
+            spent[name] += time.perf_counter() - start
 
-    return clocked
+    return call_with_timer
 
 
-def _resumed(run: Trainer, path: Path) -> tuple[float, float, float]:
-    """Seconds to check the files of a checkpoint, to read its state, and to take it up."""
-    moments = [time.perf_counter()]
+def measure_resume(run: Trainer, path: Path) -> tuple[float, float, float]:
+    """Seconds for checking the files of a checkpoint, reading its state, and restoring it."""
+    timestamps = [time.perf_counter()]
     check(path)
-    moments.append(time.perf_counter())
+    timestamps.append(time.perf_counter())
     state = store.load(path)
-    moments.append(time.perf_counter())
+    timestamps.append(time.perf_counter())
     run.load_state_dict(state)
-    moments.append(time.perf_counter())
-    begun, checked, read, written = moments
-    return checked - begun, read - checked, written - read
+    timestamps.append(time.perf_counter())
+    start, checked, loaded, restored = timestamps
+    return checked - start, loaded - checked, restored - loaded
 
 
 def copies(size: int) -> tuple[float, float]:
-    """Seconds of a copy of this size, into new memory and into memory that is there: medians of
-    five.
-    """
+    """Median seconds of five copies of ``size`` bytes into new memory and into allocated memory."""
     source = torch.ones(size, dtype=torch.uint8)
-    fresh: list[float] = []
-    warm: list[float] = []
+    copy_to_new: list[float] = []
+    copy_to_existing: list[float] = []
     for _ in range(5):
-        began = time.perf_counter()
+        start = time.perf_counter()
         target = source.clone()
-        fresh.append(time.perf_counter() - began)
-        began = time.perf_counter()
+        copy_to_new.append(time.perf_counter() - start)
+        start = time.perf_counter()
         target.copy_(source)
-        warm.append(time.perf_counter() - began)
+        copy_to_existing.append(time.perf_counter() - start)
         del target
-    return median(fresh), median(warm)
+    return median(copy_to_new), median(copy_to_existing)

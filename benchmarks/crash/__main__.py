@@ -24,47 +24,49 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 
 from benchmarks.crash.cases import CASES, QUICK, Case
-from benchmarks.crash.trial import PLACES, Laboratory, Trial
+from benchmarks.crash.trial import PHASES, CrashHarness, Trial
 
 KILLS, QUICK_KILLS = 200, 20
 QUICK_SECONDS = 75
-AT_ONCE = 2
+NUM_WORKERS = 2
 
 
 class Series:
-    """Trials of all cases in turn, until there are enough kills."""
+    """Trials of all cases in turn, until the minimum numbers of kills and seconds are reached."""
 
     def __init__(
-        self, laboratory: Laboratory, cases: list[Case], kills: int, seconds: float, seed: int
+        self, harness: CrashHarness, cases: list[Case], kills: int, seconds: float, seed: int
     ) -> None:
-        self.laboratory, self.kills, self.seed = laboratory, kills, seed
-        self.ends = time.monotonic() + seconds
+        self.harness, self.kills, self.seed = harness, kills, seed
+        self.deadline = time.monotonic() + seconds
         self.numbers = itertools.count()
         self.cases = cases
         self.trials: dict[str, list[Trial]] = {case.name: [] for case in cases}
         self.lock = threading.Lock()
 
     @property
-    def enough(self) -> bool:
+    def has_enough(self) -> bool:
         killed = sum(trial.kills for trials in self.trials.values() for trial in trials)
-        return killed >= self.kills and time.monotonic() >= self.ends
+        return killed >= self.kills and time.monotonic() >= self.deadline
 
     def run(self) -> None:
-        with ThreadPoolExecutor(AT_ONCE) as workers:
-            list(workers.map(self.laboratory.left_alone, self.cases))
-            for done in [workers.submit(self._work) for _ in range(AT_ONCE)]:
+        with ThreadPoolExecutor(NUM_WORKERS) as workers:
+            list(workers.map(self.harness.undisturbed_run, self.cases))
+            for done in [workers.submit(self._work) for _ in range(NUM_WORKERS)]:
                 done.result()
 
     def _work(self) -> None:
-        while not self.enough:
+        while not self.has_enough:
             with self.lock:
                 number = next(self.numbers)
             case = self.cases[number % len(self.cases)]
-            run = self.laboratory.folder / f"{case.name} {number}"
-            trial = self.laboratory.until_done(case, run, random.Random(f"{self.seed}/{number}"))
+            run = self.harness.folder / f"{case.name} {number}"
+            trial = self.harness.run_with_random_kills(
+                case, run, random.Random(f"{self.seed}/{number}")
+            )
             with self.lock:
                 self.trials[case.name].append(trial)
-                for error in trial.wrong:
+                for error in trial.errors:
                     print(
                         f"{case.name}, run {number} (killed {trial.kills} times): {error}",
                         flush=True,
@@ -73,25 +75,27 @@ class Series:
 
 
 def show(series: Series) -> None:
-    """Print a line per case: runs, kills by place, seconds of an undisturbed run, and seconds until
-    a restart trains.
+    """Print a line per case: runs, kills by phase, seconds of an undisturbed run, and mean seconds
+    from a restart to the first training step.
     """
     print(
         f"{'case':26}{'runs':>5}{'kills':>6}"
-        + "".join(f"{place:>13}" for place in PLACES)
+        + "".join(f"{phase:>13}" for phase in PHASES)
         + f"{'run s':>7}{'restart s':>11}"
     )
     rows = [
-        (name, trials, f"{series.laboratory.alone[name][1].seconds:7.1f}")
+        (name, trials, f"{series.harness.undisturbed[name][1].seconds:7.1f}")
         for name, trials in series.trials.items()
     ]
     rows.append(("all", [trial for trials in series.trials.values() for trial in trials], " " * 7))
-    for name, trials, alone in rows:
-        places = sum((trial.places for trial in trials), Counter[str]())
+    for name, trials, undisturbed in rows:
+        phases = sum((trial.phases for trial in trials), Counter[str]())
         restarts = [seconds for trial in trials for seconds in trial.restarts]
-        again = f"{mean(restarts):11.2f}" if restarts else f"{'-':>11}"
-        fell = "".join(f"{places[place]:13}" for place in PLACES)
-        print(f"{name:26}{len(trials):5}{places.total():6}{fell}{alone}{again}")
+        restart_seconds = f"{mean(restarts):11.2f}" if restarts else f"{'-':>11}"
+        kills_by_phase = "".join(f"{phases[phase]:13}" for phase in PHASES)
+        print(
+            f"{name:26}{len(trials):5}{phases.total():6}{kills_by_phase}{undisturbed}{restart_seconds}"
+        )
 
 
 def main() -> int:
@@ -117,7 +121,7 @@ def main() -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     with TemporaryDirectory() as folder:
         series = Series(
-            Laboratory(Path(folder)),
+            CrashHarness(Path(folder)),
             cases,
             kills,
             QUICK_SECONDS if options.quick else 0,
@@ -126,14 +130,18 @@ def main() -> int:
         series.run()
         show(series)
     all_trials = [trial for trials in series.trials.values() for trial in trials]
-    same, killed = (
-        sum(not trial.wrong for trial in all_trials),
+    num_identical, num_kills = (
+        sum(not trial.errors for trial in all_trials),
         sum(trial.kills for trial in all_trials),
     )
-    held = same == len(all_trials) and killed >= kills
-    print(f"identical {same}/{len(all_trials)} {'held' if same == len(all_trials) else 'short'} "
-          f"kills {killed}>={kills} {'held' if killed >= kills else 'short'}")  # fmt: skip
-    return 0 if held else 1
+    is_passed = num_identical == len(all_trials) and num_kills >= kills
+    identical_verdict = "held" if num_identical == len(all_trials) else "short"
+    kills_verdict = "held" if num_kills >= kills else "short"
+    print(
+        f"identical {num_identical}/{len(all_trials)} {identical_verdict} "
+        f"kills {num_kills}>={kills} {kills_verdict}"
+    )
+    return 0 if is_passed else 1
 
 
 if __name__ == "__main__":

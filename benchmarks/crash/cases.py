@@ -1,4 +1,4 @@
-"""The cases: every kind of method on a random model so small that a run takes a second."""
+"""The cases: every kind of method, on a random model so small that a run takes a second."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ TRAINED, HELD_OUT = 18, 5
 
 @dataclass(frozen=True)
 class Case:
-    """One recipe. rows: name of a file of them; lora: an adapter is trained instead of all weights;
-    processes: that train it.
+    """One recipe. rows: name of the file with the training rows, without suffix. lora: train an
+    adapter instead of all weights. sections: settings that differ from ``recipe``'s defaults.
+    processes: number of training processes.
     """
 
     name: str
@@ -27,9 +28,9 @@ class Case:
 
 
 def make_model(folder: str) -> None:
-    """A random model of two layers with a tokenizer of bytes.
+    """Write a random model of two layers with a tokenizer of bytes.
 
-    All of it trained has more state than is saved at once.
+    The state of full training is larger than the part that a save writes at once.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -61,6 +62,7 @@ def make_model(folder: str) -> None:
 
 
 def _row(kind: str, i: int) -> dict[str, Any]:
+    """Row number ``i`` of the format that a file of this kind has."""
     prompt, good, bad = (
         f"question {i} " + "why " * (i % 3),
         "good " * (1 + i % 4) + str(i),
@@ -80,6 +82,7 @@ def _row(kind: str, i: int) -> dict[str, Any]:
 
 
 def write_rows(folder: Path) -> None:
+    """Write a training file and a held-out file for each kind of rows."""
     for kind in ("thumbs", "pairs", "shown", "groups", "asked"):
         for name, numbers in ((kind, range(TRAINED)), (f"{kind}_held", range(100, 100 + HELD_OUT))):
             lines = (json.dumps(_row(kind, i)) + "\n" for i in numbers)
@@ -87,8 +90,10 @@ def write_rows(folder: Path) -> None:
 
 
 def recipe(case: Case, folder: Path) -> dict[str, Any]:
-    """5 steps an epoch, of which the last is short, 17 in all: an epoch ends between two saves, and
-    so does the log's window.
+    """Recipe of a run of 17 steps.
+
+    An epoch has 5 steps, the last of which has fewer rows. Epochs and logging windows end between
+    saves, so that a kill can hit any combination of these.
     """
     sections = {name: dict(section) for name, section in case.sections.items() if name != "mix"}
     model = {"name": str(folder / "model"), "dtype": "float32"} | (

@@ -1,4 +1,4 @@
-"""Programs that start as a fork of this process, which has loaded their libraries."""
+"""Start programs as forks of this process, which has already imported their libraries."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from unittest.mock import patch
 
 @contextmanager
 def popen_forks(program: Callable[[], None]):
-    """Inside the block ``subprocess.Popen`` calls ``program`` in a forked process, in the
-    environment and with the streams that it is given, whatever the command is.
+    """Inside the block, ``subprocess.Popen`` runs ``program`` in a forked process instead of the
+    command, with the environment and the streams of the call.
     """
 
-    plain = subprocess.Popen
+    original = subprocess.Popen
 
-    class Forked(plain):  # type: ignore[type-arg]
+    class Forked(original):  # type: ignore[type-arg]
         def __init__(
             self,
             command: Sequence[str],
@@ -33,10 +33,11 @@ def popen_forks(program: Callable[[], None]):
             pass_fds: Sequence[int],
             **arguments: Any,
         ) -> None:
-            def child() -> None:  # the last that Popen calls before it would start another program
-                subprocess.Popen = plain  # type: ignore[misc]  # what the program itself starts is no copy of it
+            def child() -> None:  # Popen's last call before it would execute the command
+                # processes that the program starts are real ones again
+                subprocess.Popen = original  # type: ignore[misc]
                 preexec_fn()
-                as_if_new(env, pass_fds)
+                reset_process(env, pass_fds)
                 os._exit(status_of(program))
 
             super().__init__(command, env=env, preexec_fn=child, pass_fds=pass_fds, **arguments)
@@ -45,12 +46,14 @@ def popen_forks(program: Callable[[], None]):
         yield
 
 
-def as_if_new(env: Mapping[str, str], inherited: Sequence[int]) -> None:
-    """No more files are open, signals do what they do by default, and objects are collected."""
+def reset_process(env: Mapping[str, str], inherited: Sequence[int]) -> None:
+    """Close inherited files, reset signal handlers and the environment, and enable the garbage
+    collector, as in a process that was started normally.
+    """
     for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *inherited}:
         try:
             os.close(fd)
-        except OSError:  # that of the listing itself
+        except OSError:  # the file descriptor of the listing
             continue
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -61,13 +64,17 @@ def as_if_new(env: Mapping[str, str], inherited: Sequence[int]) -> None:
 
 
 def status_of(program: Callable[[], None]) -> int:
-    """Of a program, to its end."""
+    """Run a program and return its exit status."""
     try:
         program()
         status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # as Python would
+    except SystemExit as exit_request:
+        status = (
+            exit_request.code
+            if isinstance(exit_request.code, int)
+            else int(exit_request.code is not None)
+        )
+    except BaseException:  # as the interpreter does
         traceback.print_exc()
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]

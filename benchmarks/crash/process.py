@@ -1,6 +1,5 @@
-"""A training process, or several that one starts.
-
-They record their position in shared memory, and can kill themselves at a chosen file operation.
+"""Training processes that record their progress in shared memory, and kill themselves at a chosen
+file operation or step.
 """
 
 from __future__ import annotations
@@ -30,15 +29,17 @@ PRELOADED = [
     "peft.tuners.lora.bnb",
     "plotly.offline",
 ]
-"""What every process needs and nothing changes: loaded once, before it is forked."""
+"""Modules that the fork server imports once for all training processes."""
 LOADING, TRAINING, EVALUATION, FINISHING = range(4)
 LAUNCHER = -1
 
 
-class Notes(ctypes.Structure):
-    """Of a process: its id, its phase, optimizer steps that it ran, file operations of saves and
-    others, whether it has killed one, and when it was ready to train (seconds of the machine's
-    monotonic clock, 0: never).
+class ProcessRecord(ctypes.Structure):
+    """Progress of a process, in shared memory.
+
+    phase: one of LOADING to FINISHING. steps: number of optimizer steps. saving, other: number of
+    file operations in checkpoints, and elsewhere in the run's folder. killed: whether the process
+    has sent the kill. ready: monotonic time (s) at which training started; 0 if it did not.
     """
 
     _fields_ = (
@@ -54,9 +55,12 @@ class Notes(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Kill:
-    """When: at file operation number ``at`` (from 1) of saves, or of others in the run's folder; in
-    step ``at``, as soon as the weights have changed; or after ``at`` seconds. who: the rank of the
-    process; or LAUNCHER, in what rank 0 does.
+    """When to kill which process.
+
+    by: "saving" and "other" count file operations (see ``ProcessRecord``), "steps" counts optimizer
+    steps, where the kill follows the change of the weights; all from 1. "seconds": time since the
+    start. at: the number of the operation or step, or the seconds. who: rank of the process, or
+    LAUNCHER, which is killed at an operation or step of rank 0.
     """
 
     by: Literal["saving", "other", "steps", "seconds"]
@@ -72,31 +76,31 @@ DIRECTORY = {
     "os.rename": 2,
     "shutil.rmtree": 1,
 }
-"""Events of operations on a path, and which of their arguments is the directory that it is relative
-to.
+"""Audit events with a path, and the index of the argument ``dir_fd`` that the path is relative to.
 """
 WRITES = os.O_WRONLY | os.O_RDWR
 
 
-def operations(act: Callable[[str, str], None]) -> None:
-    """From now on calls ``act`` with the name and the path of every operation of this process that
-    changes files, before it happens. What it raises prevents the operation. There is no way back
-    but to have ``act`` do nothing.
+def on_file_change(callback: Callable[[str, str], None]) -> None:
+    """Call ``callback`` with the name and path of every operation of this process that changes a
+    file, before the operation.
+
+    An exception of ``callback`` prevents the operation. An audit hook cannot be removed.
     """
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event in DIRECTORY:
-            act(
+            callback(
                 event,
                 _path(args[0], args[DIRECTORY[event]] if len(args) > DIRECTORY[event] else None),
             )
         elif (
             event == "open" and isinstance(args[2], int) and args[2] & WRITES
         ) or event == "os.truncate":
-            act(event, _path(args[0], None))
+            callback(event, _path(args[0], None))
 
     def fsync(handle: Any) -> None:
-        act("os.fsync", _path(handle if isinstance(handle, int) else handle.fileno(), None))
+        callback("os.fsync", _path(handle if isinstance(handle, int) else handle.fileno(), None))
         flush(handle)
 
     flush, os.fsync = os.fsync, fsync
@@ -104,65 +108,71 @@ def operations(act: Callable[[str, str], None]) -> None:
 
 
 def _path(name: Any, directory: int | None) -> str:
+    """Absolute path of a name or file descriptor. directory: ``dir_fd`` of the call."""
     if isinstance(name, int):
         return os.readlink(f"/proc/self/fd/{name}")
-    where = os.fsdecode(name)
-    if not os.path.isabs(where) and directory is not None and directory >= 0:
-        return os.path.join(os.readlink(f"/proc/self/fd/{directory}"), where)
-    return os.path.abspath(where)
+    path = os.fsdecode(name)
+    if not os.path.isabs(path) and directory is not None and directory >= 0:
+        return os.path.join(os.readlink(f"/proc/self/fd/{directory}"), path)
+    return os.path.abspath(path)
 
 
-def train(recipe: str, run: str, notes: Sequence[Notes], kill: Kill | None, command: str) -> None:
-    """`valence train`, in a process that was forked for it, or in several. said: a file for what it
-    prints.
+def train(
+    recipe: str, run: str, records: Sequence[ProcessRecord], kill: Kill | None, output: str
+) -> None:
+    """Run `valence train` in this forked process, or launch further ones.
+
+    records: one for each rank. output: path of the file for stdout and stderr.
     """
     if len(os.listdir(f"/proc/{os.getppid()}/task")) > 1:
         sys.exit("the parent had threads when it forked")
-    out = os.open(command, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
-        os.dup2(out, stream)
+        os.dup2(descriptor, stream)
     sys.argv = ["valence", "train", recipe, f"run.dir={run}"]
     launcher = os.getpid()
-    if len(notes) > 1:
-        sys.argv += ["--nproc", str(len(notes))]
-        with popen_forks(lambda: _work(run, notes, kill, launcher)):
+    if len(records) > 1:
+        sys.argv += ["--nproc", str(len(records))]
+        with popen_forks(lambda: _train_on_rank(run, records, kill, launcher)):
             _main()
     else:
-        _work(run, notes, kill, launcher)
+        _train_on_rank(run, records, kill, launcher)
 
 
-def _work(run: str, notes: Sequence[Notes], kill: Kill | None, launcher: int) -> None:
-    """A process that trains."""
+def _train_on_rank(
+    run: str, records: Sequence[ProcessRecord], kill: Kill | None, launcher: int
+) -> None:
+    """Train on this rank, record its progress, and kill a process when ``kill`` says."""
     rank = int(os.environ.get("RANK", "0"))
-    rank_notes = notes[rank]
-    rank_notes.pid = os.getpid()
+    record = records[rank]
+    record.pid = os.getpid()
 
     def count(kind: str) -> None:
-        setattr(rank_notes, kind, getattr(rank_notes, kind) + 1)
-        ours = kill is not None and kill.by == kind and rank == max(kill.who, 0)
+        setattr(record, kind, getattr(record, kind) + 1)
+        is_kill_here = kill is not None and kill.by == kind and rank == max(kill.who, 0)
         if (
             kill is not None
-            and ours
-            and getattr(rank_notes, kind) >= kill.at
-            and not rank_notes.killed
+            and is_kill_here
+            and getattr(record, kind) >= kill.at
+            and not record.killed
         ):
-            rank_notes.killed = 1
-            os.kill(launcher if kill.who == LAUNCHER else rank_notes.pid, signal.SIGKILL)
+            record.killed = 1
+            os.kill(launcher if kill.who == LAUNCHER else record.pid, signal.SIGKILL)
 
-    def changes(_: str, path: str) -> None:
+    def on_change(_: str, path: str) -> None:
         if path.startswith(run + os.sep):
             count("saving" if path[len(run) + 1 :].startswith("checkpoints") else "other")
 
-    _note(rank_notes, lambda: count("steps"))
-    operations(changes)
+    _record_progress(record, lambda: count("steps"))
+    on_file_change(on_change)
     from tqdm import std
 
     from valence.distributed import process_group
 
-    vars(std)[
-        "TqdmDefaultWriteLock"
-    ].mp_lock = None  # a semaphore, which would outlive a process that is killed
-    process_group.HEAD_START = 0.3  # long enough for who started it to see which one failed first
+    # a semaphore would outlive a killed process
+    vars(std)["TqdmDefaultWriteLock"].mp_lock = None
+    # long enough for the launcher to see which process failed first
+    process_group.HEAD_START = 0.3
     _main()
 
 
@@ -172,28 +182,28 @@ def _main() -> None:
     main()
 
 
-def _note(notes: Notes, stepped: Callable[[], None]) -> None:
-    """Has the run tell its phase and its steps."""
+def _record_progress(record: ProcessRecord, on_step: Callable[[], None]) -> None:
+    """Record the phase of training, and call ``on_step`` after each optimizer step."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from valence.trainer.trainer import Trainer
 
     @contextmanager
     def during(phase: int, after: int | None = None):
-        before, notes.phase = notes.phase, phase
+        before, record.phase = record.phase, phase
         yield
-        notes.phase = before if after is None else after
+        record.phase = before if after is None else after
 
     fit, evaluate = Trainer.fit, Trainer.evaluate
 
-    def noted_fit(self: Trainer) -> dict[str, float]:
-        notes.ready = time.monotonic()
+    def recorded_fit(self: Trainer) -> dict[str, float]:
+        record.ready = time.monotonic()
         with during(TRAINING, after=FINISHING):
             return fit(self)
 
-    def noted_evaluate(self: Trainer, rows: Any = None, *, name: str = "eval") -> Any:
+    def recorded_evaluate(self: Trainer, rows: Any = None, *, name: str = "eval") -> Any:
         with during(EVALUATION):
             return evaluate(self, rows, name=name)
 
-    Trainer.fit, Trainer.evaluate = noted_fit, noted_evaluate
-    register_optimizer_step_post_hook(lambda *_: stepped())
+    Trainer.fit, Trainer.evaluate = recorded_fit, recorded_evaluate
+    register_optimizer_step_post_hook(lambda *_: on_step())

@@ -1,4 +1,4 @@
-"""Run, kill and restart until a run is done, and compare it with an undisturbed run."""
+"""Kill and restart a run until it is done, and compare it with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,67 +19,80 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from benchmarks.crash.cases import Case, make_model, recipe, write_rows
-from benchmarks.crash.process import EVALUATION, FINISHING, LAUNCHER, PRELOADED, Kill, Notes, train
+from benchmarks.crash.process import (
+    EVALUATION,
+    FINISHING,
+    LAUNCHER,
+    PRELOADED,
+    Kill,
+    ProcessRecord,
+    train,
+)
 from valence.runs.lock import holder
 
 UNSEEDED = ("/random/python", "/random/numpy")
-"""In names of tensors: what draws without a seed."""
-PLACES = ("no save yet", "in a save", "evaluation", "finishing", "elsewhere")
-PATIENCE = 120
-OF_THE_MACHINE = ("seconds", "tokens/s", "memory")
-"""Seconds after which a process that ends neither by itself nor by a kill has failed."""
-LEAVES = 10.0
-"""Seconds in which a process ends after the one that started it: it may have to save first."""
+"""Parts of the names of random states that no seed determines, because other libraries draw."""
+PHASES = ("no save yet", "in a save", "evaluation", "finishing", "elsewhere")
+MACHINE_METRICS = ("seconds", "tokens/s", "memory")
+"""Prefixes of metrics that depend on the machine."""
+TIMEOUT = 120
+"""Seconds after which a process that neither ended nor was killed counts as failed."""
+GRACE_PERIOD = 10.0
+"""Seconds for a process to end after its launcher: it may have to save first."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a command ended: its exit status (negative: by that signal), whether one of its processes
-    was killed, seconds it ran and until it could train (0: never), what each process noted, and the
-    ids of those that were left behind.
+class CommandResult:
+    """Outcome of a command.
+
+    status: exit status, or minus the number of the signal. killed: whether one of its processes was
+    killed. seconds: duration. ready: seconds until training started (0: it did not). processes: one
+    record per rank. survivors: ids of processes that outlived the command.
     """
 
     status: int
     killed: bool
     seconds: float
     ready: float
-    processes: Sequence[Notes]
-    left: Sequence[int]
+    processes: Sequence[ProcessRecord]
+    survivors: Sequence[int]
 
     @property
-    def notes(self) -> Notes:
-        """Of the process that writes the run's folder."""
+    def rank0(self) -> ProcessRecord:
+        """The record of the process that writes the run's folder."""
         return self.processes[0]
 
 
 @dataclass
 class Trial:
-    """A run that was killed until it was done.
+    """A run that was killed and restarted until it was done.
 
-    ``places``: where the kills fell; ``wrong``: what is not as it should be; ``stopped``: some of
-    its processes may have been asked to end when another was killed.
+    phases: number of kills in each of PHASES. stopped: when one process was killed, others may have
+    received a signal to save and end. restarts: seconds from each restart to training. errors:
+    differences from an undisturbed run.
     """
 
-    places: Counter[str] = field(default_factory=Counter[str])
+    phases: Counter[str] = field(default_factory=Counter[str])
     stopped: bool = False
     restarts: list[float] = field(default_factory=list[float])
-    wrong: list[str] = field(default_factory=list[str])
+    errors: list[str] = field(default_factory=list[str])
 
     @property
     def kills(self) -> int:
-        return self.places.total()
+        return self.phases.total()
 
 
-class Laboratory:
-    """Makes a model and rows in a folder, and forks training processes from one that has everything
-    imported and run nothing.
+class CrashHarness:
+    """Creates a model and rows in a folder, and runs trainings.
+
+    Training processes are forks of a fork server that has imported the libraries and run nothing.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.context: Any = get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
-        self.alone: dict[str, tuple[Path, Ended]] = {}
+        self.undisturbed: dict[str, tuple[Path, CommandResult]] = {}
         write_rows(folder)
         maker = self.context.Process(target=make_model, args=(str(folder / "model"),))
         maker.start()
@@ -87,151 +100,155 @@ class Laboratory:
         if maker.exitcode:
             raise RuntimeError("the model could not be made")
 
-    def start(self, case: Case, run: Path, kill: Kill | None = None) -> Ended:
-        """The command of a run, to its end."""
-        written = self.folder / f"{case.name}.json"
-        written.write_text(json.dumps(recipe(case, self.folder)), encoding="utf-8")
-        notes = self.context.RawArray(Notes, case.processes)
+    def start(self, case: Case, run: Path, kill: Kill | None = None) -> CommandResult:
+        """Run the training command, kill one of its processes, and wait for its end."""
+        recipe_path = self.folder / f"{case.name}.json"
+        recipe_path.write_text(json.dumps(recipe(case, self.folder)), encoding="utf-8")
+        records = self.context.RawArray(ProcessRecord, case.processes)
         process = self.context.Process(
-            target=train, args=(str(written), str(run), notes, kill, f"{run}.said")
+            target=train, args=(str(recipe_path), str(run), records, kill, f"{run}.output")
         )
-        began = time.monotonic()
+        start = time.monotonic()
         process.start()
         killed = False
         if kill is not None and kill.by == "seconds":
             process.join(kill.at)
             if killed := process.is_alive():
-                _kill(notes[kill.who].pid if kill.who != LAUNCHER else 0, process.pid)
-        process.join(PATIENCE)
-        late = process.is_alive()
-        if late:
+                _kill(records[kill.who].pid if kill.who != LAUNCHER else 0, process.pid)
+        process.join(TIMEOUT)
+        is_late = process.is_alive()
+        if is_late:
             process.kill()
             process.join()
-        ended = time.monotonic()
-        left = _left([process.pid for process in notes])
-        killed = killed or any(process.killed for process in notes)
-        status = -signal.SIGALRM if late else process.exitcode
-        return Ended(status, killed, ended - began, max(0.0, notes[0].ready - began), notes, left)
+        end = time.monotonic()
+        survivors = _kill_survivors([process.pid for process in records])
+        killed = killed or any(process.killed for process in records)
+        status = -signal.SIGALRM if is_late else process.exitcode
+        return CommandResult(
+            status, killed, end - start, max(0.0, records[0].ready - start), records, survivors
+        )
 
-    def left_alone(self, case: Case) -> tuple[Path, Ended]:
-        """The same run without a kill: its folder and how it ended."""
-        if case.name not in self.alone:
+    def undisturbed_run(self, case: Case) -> tuple[Path, CommandResult]:
+        """Folder and outcome of the same run without kills. It runs once per case."""
+        if case.name not in self.undisturbed:
             run = self.folder / f"{case.name} alone"
-            ended = self.start(case, run)
-            if ended.status:
+            result = self.start(case, run)
+            if result.status:
                 raise RuntimeError(
-                    f"{case.name} ended with status {ended.status}: {output_of(run)}"
+                    f"{case.name} ended with status {result.status}: {output_of(run)}"
                 )
-            self.alone[case.name] = run, ended
-        return self.alone[case.name]
+            self.undisturbed[case.name] = run, result
+        return self.undisturbed[case.name]
 
-    def until_done(self, case: Case, run: Path, draw: random.Random) -> Trial:
-        """Kills a run at moments that are drawn, until it ends by itself."""
-        undisturbed = self.left_alone(case)[1]
-        return self.killed(case, run, (drawn(draw, undisturbed) for _ in count()))
+    def run_with_random_kills(self, case: Case, run: Path, rng: random.Random) -> Trial:
+        """Kill and restart a run at random moments until it ends by itself."""
+        undisturbed = self.undisturbed_run(case)[1]
+        return self.run_with_kills(case, run, (draw_kill(rng, undisturbed) for _ in count()))
 
-    def killed(self, case: Case, run: Path, kills: Iterator[Kill]) -> Trial:
-        """Kills a run as long as there are kills, until it ends by itself."""
-        other, undisturbed = self.left_alone(case)
+    def run_with_kills(self, case: Case, run: Path, kills: Iterator[Kill]) -> Trial:
+        """Kill and restart a run until it ends by itself or ``kills`` is exhausted."""
+        other, undisturbed = self.undisturbed_run(case)
         trial = Trial()
         while True:
-            before = newest(run)
-            ended = self.start(case, run, next(kills, None))
-            if before and ended.ready:
-                trial.restarts.append(ended.ready)
-            if ended.left:
-                trial.wrong.append(f"{len(ended.left)} processes were left behind")
-            if not ended.killed or -ended.status == signal.SIGALRM:
+            newest_before = newest(run)
+            result = self.start(case, run, next(kills, None))
+            if newest_before and result.ready:
+                trial.restarts.append(result.ready)
+            if result.survivors:
+                trial.errors.append(f"{len(result.survivors)} processes were left behind")
+            if not result.killed or -result.status == signal.SIGALRM:
                 break
             trial.stopped |= case.processes > 1
-            trial.places[place(run, ended)] += 1
-            if newest(run) < before:
-                trial.wrong.append(f"checkpoint step-{before} was lost")
-        if ended.status:
-            trial.wrong.append(f"exit status {ended.status}: {output_of(run)}")
+            trial.phases[phase_of(run, result)] += 1
+            if newest(run) < newest_before:
+                trial.errors.append(f"checkpoint step-{newest_before} was lost")
+        if result.status:
+            trial.errors.append(f"exit status {result.status}: {output_of(run)}")
             return trial
-        if ended.notes.steps + before != undisturbed.notes.steps:
-            trial.wrong.append(
-                f"ran {ended.notes.steps} steps after step {before} of {undisturbed.notes.steps}"
+        if result.rank0.steps + newest_before != undisturbed.rank0.steps:
+            trial.errors.append(
+                f"ran {result.rank0.steps} steps after step {newest_before} "
+                f"of {undisturbed.rank0.steps}"
             )
-        trial.wrong += differences(run, other)
-        actual, wanted = states(run), states(other)
-        if trial.stopped:  # it has saved where it stopped as well, and removed an older one for it
-            actual, wanted = (
-                {name: state[name] for name in actual.keys() & wanted.keys()}
-                for state in (actual, wanted)
+        trial.errors += differences(run, other)
+        states_of_run, expected_states = states(run), states(other)
+        # a stopped process also saves at the step where it stops, and removes an older checkpoint
+        if trial.stopped:
+            states_of_run, expected_states = (
+                {name: state[name] for name in states_of_run.keys() & expected_states.keys()}
+                for state in (states_of_run, expected_states)
             )
-        if actual != wanted or not actual:
-            trial.wrong.append(
-                f"the checkpoints {', '.join(sorted(actual))} are not as those of "
-                f"{', '.join(sorted(wanted))}"
+        if states_of_run != expected_states or not states_of_run:
+            trial.errors.append(
+                f"the checkpoints {', '.join(sorted(states_of_run))} are not as those of "
+                f"{', '.join(sorted(expected_states))}"
             )
         if holder(run) is not None:
-            trial.wrong.append("its folder is still locked")
-        if left := [os.fspath(path.relative_to(run)) for path in run.rglob(".*")]:
-            trial.wrong.append(f"left over: {', '.join(left)}")
+            trial.errors.append("its folder is still locked")
+        if leftovers := [os.fspath(path.relative_to(run)) for path in run.rglob(".*")]:
+            trial.errors.append(f"left over: {', '.join(leftovers)}")
         return trial
 
 
-def drawn(draw: random.Random, undisturbed: Ended) -> Kill:
-    """A moment, or a file operation, of a whole run; of several processes, one or their
+def draw_kill(rng: random.Random, undisturbed: CommandResult) -> Kill:
+    """Draw a moment or a file operation of a complete run, and one of its processes or the
     launcher.
     """
-    several = len(undisturbed.processes) > 1
-    who = draw.choice((*range(len(undisturbed.processes)), LAUNCHER)) if several else 0
-    by = draw.choice(("seconds", "seconds", "saving", "other"))
+    is_distributed = len(undisturbed.processes) > 1
+    who = rng.choice((*range(len(undisturbed.processes)), LAUNCHER)) if is_distributed else 0
+    by = rng.choice(("seconds", "seconds", "saving", "other"))
     limit = getattr(undisturbed.processes[max(who, 0)], by) if by != "seconds" else 0
     return (
-        Kill(by, draw.randint(1, limit), who)
+        Kill(by, rng.randint(1, limit), who)
         if limit
-        else Kill("seconds", draw.uniform(0, undisturbed.seconds), who)
+        else Kill("seconds", rng.uniform(0, undisturbed.seconds), who)
     )
 
 
 def _kill(*pids: int) -> None:
-    """The first of these processes that has come to be."""
-    with suppress(ProcessLookupError):  # it has just ended
+    """Kill the first process in ``pids`` that has started (its id is not 0)."""
+    with suppress(ProcessLookupError):  # the process has just ended
         os.kill(next(pid for pid in pids if pid), signal.SIGKILL)
 
 
-def _left(pids: Sequence[int]) -> list[int]:
-    """Those of the processes that do not end, killed now."""
-    ends = time.monotonic() + LEAVES
-    while left := [pid for pid in pids if pid and _lives(pid)]:
-        if time.monotonic() > ends:
-            for pid in left:
+def _kill_survivors(pids: Sequence[int]) -> list[int]:
+    """Wait for processes to end, kill the remaining ones, and return their ids."""
+    deadline = time.monotonic() + GRACE_PERIOD
+    while survivors := [pid for pid in pids if pid and _is_alive(pid)]:
+        if time.monotonic() > deadline:
+            for pid in survivors:
                 _kill(pid)
-            return left
+            return survivors
         time.sleep(0.02)
     return []
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
-def place(run: Path, ended: Ended) -> str:
-    """Where a process was when it was killed."""
+def phase_of(run: Path, result: CommandResult) -> str:
+    """The phase of PHASES in which a run was killed."""
     if any((run / "checkpoints").glob(".*")):
-        return PLACES[1]
-    if ended.notes.phase == EVALUATION:
-        return PLACES[2]
-    if ended.notes.phase == FINISHING:
-        return PLACES[3]
-    return PLACES[4] if newest(run) else PLACES[0]
+        return PHASES[1]
+    if result.rank0.phase == EVALUATION:
+        return PHASES[2]
+    if result.rank0.phase == FINISHING:
+        return PHASES[3]
+    return PHASES[4] if newest(run) else PHASES[0]
 
 
 def newest(run: Path) -> int:
-    """The step of the newest checkpoint; 0 without any."""
+    """Step of the newest checkpoint; 0 if there is none."""
     return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")), default=0)
 
 
 def output_of(run: Path) -> str:
-    """The last lines that a process of a run printed."""
-    path = Path(f"{run}.said")
+    """The last lines of a run's output."""
+    path = Path(f"{run}.output")
     return (
         " | ".join(path.read_text(encoding="utf-8", errors="replace").split("\n")[-8:])
         if path.is_file()
@@ -240,9 +257,9 @@ def output_of(run: Path) -> str:
 
 
 def states(run: Path) -> dict[str, dict[str, bytes]]:
-    """The tensors in each checkpoint: weights, optimizer and torch's random state.
+    """The tensors of each checkpoint as bytes: weights, optimizer and PyTorch's random state.
 
-    What other libraries draw has no seed.
+    Random states of other libraries are omitted, because they have no seed.
     """
     contents: dict[str, dict[str, bytes]] = {}
     for path in run.glob("checkpoints/*/*.safetensors"):
@@ -259,9 +276,7 @@ def states(run: Path) -> dict[str, dict[str, bytes]]:
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
-    """In what a finished run differs from another of the same recipe: weights, log, evaluations,
-    status.
-    """
+    """Differences between two finished runs of a recipe: weights, log, evaluations, status."""
     differences = [
         f"{name} differs"
         for pattern in ("model/*.safetensors", "eval/*.json")
@@ -293,11 +308,11 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
-    """The records of a run's log without what tells of the clock."""
+    """The records of a run's log without metrics that depend on the machine."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [
-        {name: value for name, value in record.items() if not name.startswith(OF_THE_MACHINE)}
+        {name: value for name, value in record.items() if not name.startswith(MACHINE_METRICS)}
         for record in records
     ]
 

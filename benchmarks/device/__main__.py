@@ -32,7 +32,7 @@ from benchmarks.step.cases import TINY
 from valence.models.build import best_device
 
 HEAD_BAR = 1.5
-"""Most time of the head, compared with its products."""
+"""Maximum time of the head relative to its matrix products."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.step.cases import PROMPT_400, TINY, Case, Shape
 from benchmarks.step.floor import work_of
-from benchmarks.step.stage import MAX_LENGTH, config_of, draw_sets
+from benchmarks.step.inputs import MAX_LENGTH, config_of, draw_sets
 from valence.distributed.process_group import SingleProcess
 from valence.models import speed
 from valence.models.build import build_policy

@@ -51,20 +51,20 @@ NEXT_STEPS = {
     "compile": "VALENCE_ATTENTION=flex_dynamic; read the reasons of recompilations in the output",
     "allocations": "find the tensor whose size changes from step to step",
 }
-"""What a miss means, by the kind of the number."""
+"""The next thing to do after a miss, by kind of number."""
 TEST_FILTER = "many_blocks or sums_are or compiled or (dtype1 and (shared or gemma2))"
 BARS = {
     ("1.5b", "kto"): 0.35,
     ("1.5b, recomputed", "kto"): 0.38,
     ("8b lora, recomputed", "dpo"): 0.42,
 }
-"""Least share of the rate of a large product that a step should reach."""
+"""Minimum share of the rate of a large product that a step should reach."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A number and its bar. is_minimum: the number should be at least the bar, not at most.
-    has_to_be_right: a miss is a wrong computation, not a slow one.
+    """A number and its bar. is_minimum: the bar is a minimum, not a maximum. has_to_be_right: a
+    miss is a wrong computation, not a slow one.
     """
 
     step: str

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.step.cases import Shape
-from benchmarks.step.stage import config_of
+from benchmarks.step.inputs import config_of
 from valence.batching.micro_batches import make_micro_batch
 from valence.models.build import build_policy
 from valence.models.policy_model import PolicyModel

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import valence
 from benchmarks.step.cases import Shape
-from benchmarks.step.stage import config_of
+from benchmarks.step.inputs import config_of
 from valence.types import Completion
 
 HALF_BILLION = Shape(

@@ -54,20 +54,21 @@ BOUNDS: dict[torch.dtype, Difference] = {
     torch.float32: Difference(1e-6, 1e-6, 1e-5, 1e-5, 1e-6),
     torch.bfloat16: Difference(1e-3, 1e-3, 1e-2, 2e-3, 1e-3),
 }
-"""Of micro-batches and order.
+"""Maximum differences between micro-batch sizes and orders of the rows.
 
-Weights are float32 under bfloat16 products. Gradients in float64 are those of a model whose norms
-are in float32 whatever its weights are, as Llama's and most others' are.
+In bfloat16 the weights are float32. In float64 gradients are less exact than losses, because Llama
+and most other models compute their normalization layers in float32.
 """
 LAYOUT_BOUNDS: dict[torch.dtype, Difference] = {
     torch.float64: BOUNDS[torch.float64],
     torch.float32: Difference(1e-5, 1e-5, 1e-4, 1e-4, 1e-5),
     torch.bfloat16: Difference(1e-2, 5e-2, 1e-1, 5e-2, 2e-2),
 }
-"""Of packed sequences and one at a time."""
+"""Maximum differences between packed sequences and one sequence at a time."""
 
 
 def model(seed: int) -> torch.nn.Module:
+    """A random Llama of two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -92,11 +93,11 @@ def model(seed: int) -> torch.nn.Module:
 
 
 def rows(kind: Kind, seed: int = 0) -> list[TokenizedExample]:
-    """Rows of uneven lengths; some share a prompt."""
-    draw = random.Random(seed)
+    """Rows of different lengths, some of which share a prompt."""
+    rng = random.Random(seed)
 
     def ids(low: int, high: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(3, 97) for _ in range(draw.randint(low, high)))
+        return tuple(rng.randrange(3, 97) for _ in range(rng.randint(low, high)))
 
     prompts = [ids(20, 120) for _ in range(ROWS - 4)]
     prompts += prompts[:4]
@@ -110,7 +111,7 @@ def rows(kind: Kind, seed: int = 0) -> list[TokenizedExample]:
             id=f"row{i}", origin=Origin("made.jsonl", i + 1), kind=kind, prompt_ids=prompt,
             prompt_mask=(False,) * len(prompt), answers=answers,
             label=i % 3 != 0 if kind == "judgement" else None, weight=1.0 + i % 2,
-            scores=tuple(draw.random() for _ in range(sides)) if kind == "ranking" else (),
+            scores=tuple(rng.random() for _ in range(sides)) if kind == "ranking" else (),
         ))  # fmt: skip
     return examples
 
@@ -118,8 +119,9 @@ def rows(kind: Kind, seed: int = 0) -> list[TokenizedExample]:
 def differences(
     name: str, dtype: torch.dtype, *, packed: bool = True
 ) -> tuple[Difference, set[int]]:
-    """Largest differences of a step from the same in one packed micro-batch, and the numbers of
-    micro-batches. packed: False to compare with one sequence at a time."""
+    """Largest differences of a step from the same step in one packed micro-batch, and the numbers
+    of micro-batches that were compared. packed: False to compare with one sequence at a time.
+    """
     policy = build_policy(
         model(0).to(torch.float64 if dtype == torch.float64 else torch.float32), dtype=dtype
     )
@@ -139,32 +141,36 @@ def differences(
         outcome = objective.run([units[i] for i in canonical_order(units, 0, 0)], backward=True)
         meter = Meter()
         meter.pool(outcome.metrics)
-        gradient = torch.cat(
+        expected_grad = torch.cat(
             [p.grad.double().flatten() for p in policy.parameters() if p.grad is not None]
         )
         return (
             {"loss": float(outcome.loss)} | meter.reduce(objective.group),
-            gradient,
+            expected_grad,
             outcome.micro_batches,
         )
 
-    numbers, gradient, _ = step(units, BUDGETS[0])
+    expected_metrics, expected_grad, _ = step(units, BUDGETS[0])
     difference, micro_batches = Difference(), set[int]()
     for engine in (policy, reference.engine):
         engine.lay_out(packed=packed)
     for seed in range(2):
         shuffled = random.Random(seed).sample(units, len(units))
         for budget in BUDGETS:
-            again, cut_gradient, count = step(shuffled, budget)
+            metrics, actual_grad, count = step(shuffled, budget)
             micro_batches.add(count)
 
-            def difference_of(metric: str, again: dict[str, float] = again) -> float:
-                return abs(again[metric] - numbers[metric]) if metric in numbers else 0.0
+            def difference_of(metric: str, metrics: dict[str, float] = metrics) -> float:
+                return (
+                    abs(metrics[metric] - expected_metrics[metric])
+                    if metric in expected_metrics
+                    else 0.0
+                )
 
             difference = difference.largest(Difference(
-                abs(again["loss"] - numbers["loss"]) / abs(numbers["loss"]),
-                float(abs(cut_gradient.norm() - gradient.norm()) / gradient.norm()),
-                float((cut_gradient - gradient).norm() / gradient.norm()),
+                abs(metrics["loss"] - expected_metrics["loss"]) / abs(expected_metrics["loss"]),
+                float(abs(actual_grad.norm() - expected_grad.norm()) / expected_grad.norm()),
+                float((actual_grad - expected_grad).norm() / expected_grad.norm()),
                 difference_of("kl/raw"), difference_of("rewards/margins"),
             ))  # fmt: skip
     return difference, micro_batches
@@ -190,15 +196,18 @@ def main() -> int:
         f"{'dtype':<10}{'method':<8}{'micro-batches':<16}"
         + "".join(f"{name:>11}" for name in names)
     )
-    holds = True
+    is_within_bounds = True
     for dtype, name, packed in CASES:
         difference, counts = differences(name, dtype, packed=packed)
-        holds &= not exceeded(difference, dtype, packed)
+        is_within_bounds &= not exceeded(difference, dtype, packed)
         numbers = "".join(f"{getattr(difference, name):>11.1e}" for name in names)
-        cuts = ",".join(map(str, sorted(counts))) if packed else "one by one"
-        print(f"{str(dtype).removeprefix('torch.'):<10}{name:<8}{cuts:<16}{numbers}", flush=True)
-    print("held" if holds else "short")
-    return 0 if holds else 1
+        micro_batches = ",".join(map(str, sorted(counts))) if packed else "one by one"
+        print(
+            f"{str(dtype).removeprefix('torch.'):<10}{name:<8}{micro_batches:<16}{numbers}",
+            flush=True,
+        )
+    print("held" if is_within_bounds else "short")
+    return 0 if is_within_bounds else 1
 
 
 if __name__ == "__main__":

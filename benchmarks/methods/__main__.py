@@ -30,8 +30,8 @@ QUICK_STEPS = 5
 
 
 @dataclass(frozen=True)
-class Moved:
-    """The held-out number of a case before and after, and how long all of it took (s)."""
+class CaseResult:
+    """The held-out metric of a case before and after training, and the duration (s)."""
 
     case: Case
     before: float
@@ -39,16 +39,19 @@ class Moved:
     seconds: float
 
     @property
-    def held(self) -> bool:
+    def is_reached(self) -> bool:
+        """Whether the metric changed in the expected direction."""
         return self.after > self.before if self.case.up else self.after < self.before
 
     @property
     def line(self) -> str:
-        bar, way = ">0" if self.case.up else "<0", "held" if self.held else "short"
-        return f"{self.case.name} {self.after - self.before:+.4f}{bar} {way}"
+        """The case in the summary: change, bar and outcome."""
+        bar, outcome = ">0" if self.case.up else "<0", "held" if self.is_reached else "short"
+        return f"{self.case.name} {self.after - self.before:+.4f}{bar} {outcome}"
 
 
 def recipe(case: Case, model: Path, folder: Path, steps: int) -> dict[str, Any]:
+    """Write the rows of a case and return its recipe."""
     train, held_out = rows.write(case.rows, folder)
     data: dict[str, Any] = {"train": str(train), "eval": str(held_out), "max_length": 512}
     sections = dict(case.sections)
@@ -74,16 +77,17 @@ def recipe(case: Case, model: Path, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def run(case: Case, folder: Path, base: nn.Module, model: Path, steps: int) -> Moved:
-    began = time.monotonic()
-    with TemporaryDirectory(dir=folder) as place:
+def run(case: Case, folder: Path, base: nn.Module, model: Path, steps: int) -> CaseResult:
+    """Train a copy of the base model, and evaluate it before and after."""
+    start = time.monotonic()
+    with TemporaryDirectory(dir=folder) as scratch:
         policy = None if METHODS[case.method].is_reward_model else copy.deepcopy(base)
-        trainer = build_run(recipe(case, model, Path(place), steps), model=policy, quiet=True)
+        trainer = build_run(recipe(case, model, Path(scratch), steps), model=policy, quiet=True)
         trainer.fit()
         first, last = (
             trainer.evaluations[step][case.number] for step in sorted(trainer.evaluations)
         )
-    return Moved(case, first, last, time.monotonic() - began)
+    return CaseResult(case, first, last, time.monotonic() - start)
 
 
 def main() -> int:
@@ -106,20 +110,22 @@ def main() -> int:
     model = assets.smollm2()
     load_tokenizer(str(model))
     base = load_model(str(model), dtype=getattr(torch, assets.quick_dtype()))
-    moved: list[Moved] = []
+    results: list[CaseResult] = []
     print(f"{'case':24}{'held-out metric':22}{'before':>10}{'after':>10}{'seconds':>9}")
     with TemporaryDirectory() as folder:
         for case in (case for case in CASES if case.name in names):
-            one = run(case, Path(folder), base, model, QUICK_STEPS if options.quick else case.steps)
-            moved.append(one)
-            way = "held" if one.held else "short"
+            result = run(
+                case, Path(folder), base, model, QUICK_STEPS if options.quick else case.steps
+            )
+            results.append(result)
+            outcome = "held" if result.is_reached else "short"
             print(
-                f"{case.name:24}{case.number:22}{one.before:10.4f}{one.after:10.4f}"
-                f"{one.seconds:9.0f}  {way}",
+                f"{case.name:24}{case.number:22}{result.before:10.4f}{result.after:10.4f}"
+                f"{result.seconds:9.0f}  {outcome}",
                 flush=True,
             )
-    print("; ".join(one.line for one in moved))
-    return 0 if all(one.held for one in moved) else 1
+    print("; ".join(result.line for result in results))
+    return 0 if all(result.is_reached for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ Rows = Literal["thumbs", "pairs", "shown", "films", "stars"]
 
 @dataclass(frozen=True)
 class Case:
-    """One run. number: a metric of the evaluation; up: it should rise. rate: of learning, constant;
-    steps: of the optimizer.
+    """One run. number: the target metric. up: the metric should rise, not fall. rate: constant
+    learning rate. steps: number of optimizer steps.
     """
 
     name: str
@@ -36,8 +36,8 @@ ROWS: dict[str, Rows] = {
 
 
 OTHER_LOSS = ("slic", "cpo", "discopop")
-"""Methods whose first steps move something else than the margin: the likelihood of the chosen
-answer, or (discopop) both answers the other way. What they are meant to lower is their loss.
+"""Methods whose first steps change something other than the margin: the likelihood of the chosen
+answer, or (discopop) both answers the other way. Their target metric is the loss.
 """
 
 
@@ -59,7 +59,7 @@ def _case(name: str) -> Case:
         return Case(name, name, "shown", "probs/token" if name == "dft" else "logps/token")
     if name in OTHER_LOSS:
         return Case(name, name, "pairs", "loss", up=False)
-    # its penalty, fifty times the rest, asks first that chosen answers do not grow rarer
+    # its penalty, fifty times the other terms, first keeps chosen answers from becoming less likely
     if name == "dpop":
         return Case(name, name, "pairs", "logratio/chosen")
     return Case(name, name, ROWS[kind], "rewards/margins")

@@ -1,5 +1,5 @@
-"""Real rows, as files: 300 thumbs, 300 pairs and 999 demonstrations of one published set, and film
-reviews.
+"""Write real rows to files: 300 thumbs, 300 pairs and 999 demonstrations of a published data set,
+and film reviews.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILES = {"thumbs": "kto_en_demo.json", "pairs": "dpo_en_demo.json", "shown": "al
 
 
 def write(kind: Rows, folder: Path) -> tuple[Path, Path]:
-    """Files of rows to train on and of held-out rows."""
+    """Write a file with training rows and one with held-out rows."""
     if kind in FILES:
         rows: list[Any] = json.loads(
             (assets.llamafactory_data() / FILES[kind]).read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def write(kind: Rows, folder: Path) -> tuple[Path, Path]:
 
 
 def film(text: str, liked: bool, kind: Rows) -> dict[str, Any]:
-    """A review's end, where its verdict usually is."""
+    """A row with the end of a review, where most reviewers state their opinion."""
     end = text if len(text) <= 400 else "... " + text[-400:].split(" ", 1)[1]
     verdict = {"score": 1 + liked} if kind == "stars" else {"label": liked}
     return {"prompt": "A film review: ", "completion": end, **verdict}

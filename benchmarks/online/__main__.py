@@ -26,7 +26,7 @@ import valence
 from benchmarks.crash.cases import make_model
 from examples.demo import assets
 
-THINGS = (
+TOPICS = (
     "the weather",
     "a train station",
     "Monday morning",
@@ -45,7 +45,7 @@ THINGS = (
     "a small dog",
     "cooking dinner",
     "a hospital",
-    "the forest",
+    "the prefix_tree",
     "an exam",
     "the kitchen",
     "a letter",
@@ -66,9 +66,9 @@ THINGS = (
 )
 QUESTIONS = ("Write one sentence about {}.", "In one sentence, what do you think of {}?")
 HELD_OUT = 12
-"""Things of which the policy is asked only when it is measured."""
+"""Number of topics that occur only in the held-out prompts."""
 BAR = 0.15
-"""Of VADER's compound score, which goes from -1 to 1."""
+"""Minimum gain of VADER's compound score, which ranges from -1 to 1."""
 
 ROUND = {"num_rollouts": 6, "max_new_tokens": 20}
 CASES: dict[str, dict[str, Any]] = {
@@ -87,7 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {"learning_rate": 3.0e-4},
     },
 }
-"""By method, what differs from the others' recipe."""
+"""Settings that differ from the shared recipe, by method."""
 
 TINY_ROUND = {"num_rollouts": 8, "max_new_tokens": 6}
 TINY_RATE, TINY_ROUNDS = 2.0e-3, 20
@@ -95,9 +95,9 @@ TINY_LOSS = {"rloo": {"kl_beta": 0.0}, "ppo": {"kl_beta": 0.0}}
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """Mean reward of held-out prompts before and after, divergence from the reference (nats of an
-    answer), seconds.
+class RunResult:
+    """Mean reward on held-out prompts before and after training, final KL divergence from the
+    reference (nats per completion), and duration (s).
     """
 
     before: float
@@ -111,9 +111,9 @@ class Learnt:
 
 
 def prompts(folder: Path, chat: bool) -> None:
-    """Two files of prompts, about different things."""
-    for name, things in (("train", THINGS[HELD_OUT:]), ("held", THINGS[:HELD_OUT])):
-        prompts = [question.format(thing) for thing in things for question in QUESTIONS]
+    """Write train.jsonl and held.jsonl with prompts about different topics."""
+    for name, topics in (("train", TOPICS[HELD_OUT:]), ("held", TOPICS[:HELD_OUT])):
+        prompts = [question.format(topic) for topic in topics for question in QUESTIONS]
         lines = [
             json.dumps({"prompt": [{"role": "user", "content": text}] if chat else text})
             for text in prompts
@@ -121,12 +121,15 @@ def prompts(folder: Path, chat: bool) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
 
-def tiny(method: str, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
-    """The same with a tiny model, all of which learns."""
+def tiny_recipe(method: str, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
+    """Recipe for full training of the tiny random model."""
     settings = recipe(method, folder / "model", folder, seed, rounds)
     rollout = settings["rollout"] | TINY_ROUND
     train = settings["train"] | {"learning_rate": TINY_RATE}
-    model, reward = {"name": str(folder / "model")}, "benchmarks.online.letters:share"
+    model, reward = (
+        {"name": str(folder / "model")},
+        "benchmarks.online.lowercase_reward:share_of_lowercase",
+    )
     return settings | {
         "model": model,
         "reward": reward,
@@ -137,6 +140,7 @@ def tiny(method: str, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
 
 
 def recipe(method: str, model: Path, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
+    """Recipe of a run of ``rounds`` rollout rounds that trains an adapter of the real model."""
     case = CASES[method]
     rollout = ROUND | case.get("rollout", {})
     steps = rounds * rollout.get("epochs", 1)
@@ -165,18 +169,24 @@ def recipe(method: str, model: Path, folder: Path, seed: int, rounds: int) -> di
     }
 
 
-def learn(method: str, model: Path | None, folder: Path, seed: int, rounds: int) -> Learnt:
-    """One run, from its start to its last evaluation; without a model of a tiny one."""
+def run_training(
+    method: str, model: Path | None, folder: Path, seed: int, rounds: int
+) -> RunResult:
+    """Run one training. model: folder of the real model; None for the tiny one."""
     prompts(folder, chat=model is not None)
     if model is None:
         make_model(str(folder / "model"))
-    command = (
-        recipe(method, model, folder, seed, rounds) if model else tiny(method, folder, seed, rounds)
+    settings = (
+        recipe(method, model, folder, seed, rounds)
+        if model
+        else tiny_recipe(method, folder, seed, rounds)
     )
-    began = time.monotonic()
-    run = valence.train(command, quiet=True)
+    start = time.monotonic()
+    run = valence.train(settings, quiet=True)
     first, last = run.evaluations[0], run.evaluations[run.total_steps]
-    return Learnt(first["reward/mean"], last["reward/mean"], last["kl"], time.monotonic() - began)
+    return RunResult(
+        first["reward/mean"], last["reward/mean"], last["kl"], time.monotonic() - start
+    )
 
 
 def main() -> int:
@@ -196,26 +206,28 @@ def main() -> int:
     model, figures = None if arguments.tiny else assets.smollm2(), list[tuple[str, float, bool]]()
     print(f"{'method':<12}{'seed':>5}{'before':>9}{'after':>8}{'gain':>8}{'kl':>8}{'s':>7}")
     for name in names:
-        results: list[Learnt] = []
+        results: list[RunResult] = []
         for seed in range(seeds):
             with TemporaryDirectory() as place:
-                results.append(learn(name, model, Path(place), seed, rounds))
-            one = results[-1]
+                results.append(run_training(name, model, Path(place), seed, rounds))
+            result = results[-1]
             print(
-                f"{name:<12}{seed:>5}{one.before:>9.3f}{one.after:>8.3f}{one.gain:>+8.3f}{one.kl:>8.2f}{one.seconds:>7.0f}",
+                f"{name:<12}{seed:>5}{result.before:>9.3f}{result.after:>8.3f}{result.gain:>+8.3f}{result.kl:>8.2f}{result.seconds:>7.0f}",
                 flush=True,
             )
-        mean = fmean(one.gain for one in results)
+        mean_gain = fmean(result.gain for result in results)
         bar = 0.0 if arguments.quick else BAR
         figures.append(
             (
-                f"{name} {mean:+.2f}>={bar:g}",
-                mean,
-                mean >= bar and all(one.gain > 0 for one in results),
+                f"{name} {mean_gain:+.2f}>={bar:g}",
+                mean_gain,
+                mean_gain >= bar and all(result.gain > 0 for result in results),
             )
         )
-    print("; ".join(f"{text} {'held' if held else 'short'}" for text, _, held in figures))
-    return 0 if all(held for *_, held in figures) else 1
+    print(
+        "; ".join(f"{text} {'held' if is_reached else 'short'}" for text, _, is_reached in figures)
+    )
+    return 0 if all(is_reached for *_, is_reached in figures) else 1
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ from tempfile import TemporaryDirectory
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.parity.cases import CASES, Case
+from benchmarks.parity.inputs import Inputs, real_inputs, tiny_inputs
 from benchmarks.parity.intended import INTENDED
-from benchmarks.parity.sides import Figures, Here, theirs
-from benchmarks.parity.stages import Stage, real_stage, tiny_stage
+from benchmarks.parity.sides import Figures, LocalSides, run_trl
 from benchmarks.peers import NO_TRL, peer_python
 
 BAR = 1e-4
-SHOWN = tuple(row.case for row in INTENDED if row.case is not None)
+INTENDED_CASES = tuple(row.case for row in INTENDED if row.case is not None)
 
 
 @dataclass(frozen=True)
@@ -40,72 +40,85 @@ class Difference:
 
     @property
     def relative(self) -> float:
+        """Relative difference; infinite if a figure is missing or not finite."""
         if self.ours == self.theirs:
             return 0.0
         difference = abs(self.ours - self.theirs) / max(abs(self.ours), abs(self.theirs))
         return difference if difference < float("inf") else float("inf")
 
     @property
-    def held(self) -> bool:
-        return BAR < self.relative < float("inf") if self.case in SHOWN else self.relative <= BAR
+    def is_as_expected(self) -> bool:
+        """Whether the figures agree or, for an intended difference, differ."""
+        return (
+            BAR < self.relative < float("inf")
+            if self.case in INTENDED_CASES
+            else self.relative <= BAR
+        )
 
 
-def compared(case: Case, mine: Figures, other: Figures) -> list[Difference]:
-    def named(figures: Figures, name: str) -> float:
+def compare(case: Case, mine: Figures, other: Figures) -> list[Difference]:
+    """The difference of each figure of a case."""
+
+    def value_of(figures: Figures, name: str) -> float:
         return figures.get(name, float("nan"))
 
     return [
-        Difference(case, name, named(mine, case.names.get(name, name)), named(other, name))
+        Difference(case, name, value_of(mine, case.names.get(name, name)), value_of(other, name))
         for name in case.figures
     ]
 
 
-def run(stage_of: Callable[[Path], Stage], cases: Sequence[Case], python: Path) -> list[Difference]:
-    """Run both sides of every case on one stage, and print a table."""
+def run(
+    make_inputs: Callable[[Path], Inputs], cases: Sequence[Case], python: Path
+) -> list[Difference]:
+    """Run both sides of every case on the same inputs, and print a table."""
     with TemporaryDirectory() as scratch:
-        stage = stage_of(Path(scratch))
-        of_trl = [case for case in cases if case.peer == "TRL"]
-        peer_results = theirs(of_trl, python, stage, Path(scratch))
-        in_order = iter(peer_results.figures)
-        here = Here(stage)
+        inputs = make_inputs(Path(scratch))
+        trl_cases = [case for case in cases if case.peer == "TRL"]
+        peer_results = run_trl(trl_cases, python, inputs, Path(scratch))
+        trl_figures = iter(peer_results.figures)
+        local_sides = LocalSides(inputs)
         versions = ", ".join(f"{name} {version}" for name, version in peer_results.versions.items())
-        print(f"\n{stage.name}; {versions}; HALOs by its formulas", flush=True)
+        print(f"\n{inputs.name}; {versions}; HALOs by its formulas", flush=True)
         print(f"{'':6}{'case':38}{'figure':22}{'Valence':>14}{'other':>14}{'relative':>10}")
         differences: list[Difference] = []
         for case in cases:
-            other = next(in_order) if case.peer == "TRL" else here.formulas(case)
-            rows = compared(case, here.ours(case), other)
+            other = next(trl_figures) if case.peer == "TRL" else local_sides.formulas(case)
+            rows = compare(case, local_sides.ours(case), other)
             for row in rows:
-                print(line(row), flush=True)
+                print(format_line(row), flush=True)
             differences += rows
     if not any(row.figure == "kl" and row.ours > 0 for row in differences):
         raise RuntimeError("every z0 is clamped, so the comparison would not cover it")
     return differences
 
 
-def line(row: Difference) -> str:
-    mark = "" if row.held else "  SHORT"
-    meant = "  meant" if row.case in SHOWN else ""
+def format_line(row: Difference) -> str:
+    """A line of the table."""
+    failure_mark = "" if row.is_as_expected else "  SHORT"
+    intended_mark = "  meant" if row.case in INTENDED_CASES else ""
     numbers = f"{row.ours:14.7g}{row.theirs:14.7g}{row.relative:10.1e}"
-    return f"{row.case.peer:6}{row.case.name:38}{row.figure:22}{numbers}{meant}{mark}"
+    return (
+        f"{row.case.peer:6}{row.case.name:38}{row.figure:22}{numbers}{intended_mark}{failure_mark}"
+    )
 
 
-def verdict(stage: str, differences: Sequence[Difference]) -> str:
+def verdict(name_of_inputs: str, differences: Sequence[Difference]) -> str:
     """The largest difference of each figure over all cases, with its bar and `held` or `short`."""
     worst: dict[str, float] = {}
     for row in differences:
-        if row.case not in SHOWN:
+        if row.case not in INTENDED_CASES:
             worst[row.figure] = max(worst.get(row.figure, 0.0), row.relative)
     parts = [
         f"{name} {value:.1e} (bar {BAR:.0e}) {'held' if value <= BAR else 'short'}"
         for name, value in worst.items()
     ]
-    meant = [row for row in differences if row.case in SHOWN]
-    if meant:
-        smallest = min(row.relative for row in meant)
-        held = "held" if all(row.held for row in meant) else "short"
-        parts.append(f"smallest intended difference {smallest:.1e} (bar over {BAR:.0e}) {held}")
-    return f"{stage}: " + ", ".join(parts)
+    intended = [row for row in differences if row.case in INTENDED_CASES]
+    if intended:
+        smallest = min(row.relative for row in intended)
+        outcome = "held" if all(row.is_as_expected for row in intended) else "short"
+        parts.append(f"smallest intended difference {smallest:.1e} (bar over {BAR:.0e}) {outcome}")
+    return f"{name_of_inputs}: " + ", ".join(parts)
 
 
 def print_intended() -> None:
@@ -127,14 +140,18 @@ def main() -> int:
         print(NO_TRL, file=sys.stderr)
         return 2
     disable_progress_bar()
-    differences_by_stage = {"tiny": run(tiny_stage, (*CASES, *SHOWN), python)}
+    differences_by_stage = {"tiny": run(tiny_inputs, (*CASES, *INTENDED_CASES), python)}
     if not quick:
         differences_by_stage["real"] = run(
-            real_stage, [case for case in CASES if case.real], python
+            real_inputs, [case for case in CASES if case.real], python
         )
     print_intended()
     print("\n" + "; ".join(verdict(name, rows) for name, rows in differences_by_stage.items()))
-    return 0 if all(row.held for rows in differences_by_stage.values() for row in rows) else 1
+    return (
+        0
+        if all(row.is_as_expected for rows in differences_by_stage.values() for row in rows)
+        else 1
+    )
 
 
 if __name__ == "__main__":

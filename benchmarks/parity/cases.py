@@ -1,4 +1,4 @@
-"""The cases: equivalent settings of both sides for the same step."""
+"""The cases: the same step with equivalent settings in Valence and in the other library."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ SOURCES: dict[str, Kind] = {
     "halos scored": "ranking",
     "halos sft": "demonstration",
 }
-"""What the rows of each trainer are. Valence reads the same, as the kind that its method wants."""
+"""Kind of rows of each trainer. Valence trains on the same rows, converted to its method's kind."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step of ROWS rows.
+    """One step on ROWS rows.
 
-    ours, theirs: settings of Valence's loss and of the other side's configuration. trainer: a key
-    of SOURCES. figures: what both report and is compared. batch: rows of one batch of the other
-    side, which accumulates over all. swapped: policy and reference change places. short: prompts of
-    one token. steps: number of steps, of which the last is compared, without updates between them.
-    names: what Valence calls a figure that the other side calls otherwise. real: with the real
-    model, too (each kind of loss once).
+    trainer: key of SOURCES. figures: the compared metrics. ours, theirs: settings of Valence's
+    loss, and of the other library's trainer. batch: rows per micro-batch of the other library,
+    which accumulates gradients over the step. swapped: exchange policy and reference. short:
+    shorten prompts to their last token. steps: number of steps without updates; the last one is
+    compared. names: Valence's name of a figure, if it differs. real: also run with the real model.
     """
 
     name: str
@@ -61,14 +60,16 @@ class Case:
 
 
 def z0_of_trl(batch: int) -> dict[str, Any]:
-    """One reference point for each batch of TRL, inside which it moves completions on by one
-    row.
+    """Settings for TRL's estimate of z0: one per batch, where each prompt gets the completion of
+    the previous row.
     """
     return {"z0_scope": {"group": batch, "pairing": "previous"}}
 
 
 def z0_of_halos(batch: int) -> dict[str, Any]:
-    """The same where each prompt gets the completion of the next row."""
+    """Settings for HALOs' estimate of z0: one per batch, where each prompt gets the completion of
+    the next row.
+    """
     return {"z0_scope": {"group": batch, "pairing": "next"}}
 
 
@@ -77,7 +78,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 KTO = (*STEP, *REWARDS, "kl")
 PAIRS = (*STEP, *REWARDS, "rewards/accuracies")
 UNSCALED = {"rewards/chosen": "logratio/chosen", "rewards/rejected": "logratio/rejected"}
-"""HALOs' rewards of kto are log-ratios, which have another name in Valence."""
+"""HALOs reports log-ratios as the rewards of kto. Valence's rewards are scaled by beta."""
 
 
 def trl(
@@ -88,13 +89,13 @@ def trl(
     figures: tuple[str, ...] = PAIRS,
     **more: Any,
 ) -> Case:
-    """A case of TRL's DPOTrainer, if it does not name another trainer."""
+    """A case of one of TRL's trainers, by default DPOTrainer with a ``loss_type``."""
     theirs = {**more.pop("theirs", {}), **({} if loss_type is None else {"loss_type": loss_type})}
     return Case(name, method, trainer, figures, theirs=theirs, **more)
 
 
 def both(**settings: Any) -> dict[str, Any]:
-    """Settings that both sides call the same."""
+    """Settings with the same name and meaning in both libraries."""
     return {"ours": settings, "theirs": settings}
 
 
@@ -125,8 +126,8 @@ UNPAIRED = (
 
 PAIRED = (
     trl("dpo", "dpo", "sigmoid", real=True),
-    # TRL's sigmoid loss does not read label_smoothing. Its aot loss does, and on a batch of one
-    # pair it is this one.
+    # TRL's sigmoid loss ignores label_smoothing. Its aot loss does not, and equals the sigmoid loss
+    # for batches of one pair.
     trl("dpo, label smoothing", "dpo", "aot", **both(label_smoothing=0.1), batch=1),
     trl("dpo_norm", "dpo_norm", "sigmoid_norm", figures=STEP, **both(beta=5.0)),
     trl("robust_dpo", "robust_dpo", "robust", **both(label_smoothing=0.1)),
@@ -149,6 +150,7 @@ PAIRED = (
 def divergence(
     method: str, loss_type: str, ours: str, theirs: str, settings: Settings, **more: Any
 ) -> Case:
+    """A case with another f-divergence. ours, theirs: its names."""
     mine, other = settings.get("ours", {}), settings.get("theirs", {})
     return trl(
         f"{method}, {ours}", method, loss_type, ours={**mine, "f_divergence": ours},
@@ -157,6 +159,7 @@ def divergence(
 
 
 def alpha(value: float) -> dict[str, Settings]:
+    """The exponent of the alpha divergence. TRL's coefficient is 1 - alpha."""
     return {"ours": {"f_alpha": value}, "theirs": {"f_alpha_divergence_coef": 1 - value}}
 
 
@@ -230,8 +233,8 @@ REFERENCE_FREE = (
         ours={"nll_weight": 0.0},
         theirs=NO_NLL | {"beta": 1.0},
     ),
-    # Here the answer is all that there is to predict, and a batch of one pair has one answer's
-    # length.
+    # TRL's likelihood includes the prompt, and is a mean over the tokens of a batch. With prompts
+    # of one token and batches of one pair it equals the likelihood of the answer.
     trl("orpo, prompts of one token", "orpo", None, "orpo", batch=1, short=True, swapped=True),
     trl("sft", "sft", None, "sft", STEP, real=True),
     trl("dft", "dft", "dft", "sft", STEP),
@@ -246,7 +249,7 @@ def halos(
     kind: str = "pairs",
     **more: Any,
 ) -> Case:
-    """A case of a formula in halos_side.py, for which ``formula`` is a setting."""
+    """A case of a formula in halos_formulas.py. kind: the rows, a part of a key of SOURCES."""
     return Case(
         name,
         method,
@@ -257,9 +260,9 @@ def halos(
     )
 
 
-LINE = {"humanline": (-1.0, 1.5)}
-LOGS = {"log_epsilon_P": -1.0, "log_epsilon_R": 1.5}
-CLAMPED: dict[str, Any] = {"ours": LINE, "theirs": LOGS}
+HUMANLINE = {"humanline": (-1.0, 1.5)}
+CLAMP_BOUNDS = {"log_epsilon_P": -1.0, "log_epsilon_R": 1.5}
+HUMANLINE_SETTINGS: dict[str, Any] = {"ours": HUMANLINE, "theirs": CLAMP_BOUNDS}
 HALOS_KTO = (*STEP, "rewards/chosen", "rewards/rejected", "kl")
 
 OF_HALOS = (
@@ -289,16 +292,21 @@ OF_HALOS = (
         "kto",
         (*STEP, "kl"),
         "kto",
-        ours=z0_of_halos(ROWS) | LINE,
-        theirs=LOGS,
+        ours=z0_of_halos(ROWS) | HUMANLINE,
+        theirs=CLAMP_BOUNDS,
         real=True,
     ),
     halos("dpo", "dpo", "dpo"),
-    halos("dpo, humanline", "dpo", "dpo", STEP, **CLAMPED),
+    halos("dpo, humanline", "dpo", "dpo", STEP, **HUMANLINE_SETTINGS),
     halos("cdpo", "dpo", "cdpo", ours={"label_smoothing": 0.1}, theirs={"epsilon": 0.1}),
     halos("ipo", "ipo", "ipo", STEP, **both(tau=0.1)),
     halos(
-        "ipo, humanline", "ipo", "ipo", STEP, ours={"tau": 0.1} | LINE, theirs={"tau": 0.1} | LOGS
+        "ipo, humanline",
+        "ipo",
+        "ipo",
+        STEP,
+        ours={"tau": 0.1} | HUMANLINE,
+        theirs={"tau": 0.1} | CLAMP_BOUNDS,
     ),
     halos("simpo", "simpo", "simpo", STEP, **both(beta=2.0, gamma_beta_ratio=0.5)),
     halos(
@@ -309,9 +317,9 @@ OF_HALOS = (
         theirs={"beta": 1.0, "lambda_coef": 0.1},
     ),
     halos("grpo, stored answers", "grpo", "grpo", STEP, "scored", real=True),
-    halos("grpo, stored answers, humanline", "grpo", "grpo", STEP, "scored", **CLAMPED),
+    halos("grpo, stored answers, humanline", "grpo", "grpo", STEP, "scored", **HUMANLINE_SETTINGS),
     halos("ppo, stored answers", "ppo", "ppo", STEP, "scored"),
-    halos("ppo, stored answers, humanline", "ppo", "ppo", STEP, "scored", **CLAMPED),
+    halos("ppo, stored answers, humanline", "ppo", "ppo", STEP, "scored", **HUMANLINE_SETTINGS),
     halos("sft", "sft", "sft", STEP, "sft"),
 )
 

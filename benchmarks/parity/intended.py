@@ -1,6 +1,6 @@
-"""Intended differences between the sides, with their reasons.
+"""Intended differences between Valence and the other libraries, with their reasons.
 
-Differences that a step can show are run, and must differ.
+The benchmark runs those that a step can show, and fails if the results agree.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.parity.cases import (
-    CLAMPED,
+    HUMANLINE_SETTINGS,
     REWARDS,
     ROWS,
     STEP,
@@ -24,8 +24,8 @@ from benchmarks.parity.cases import (
 
 @dataclass(frozen=True)
 class Intended:
-    """A difference that is meant. case: a step that shows it in all of its figures; None where a
-    side refuses the setting.
+    """An intended difference. case: a step that shows it in all of its figures; None if one side
+    rejects the setting.
     """
 
     peer: Peer
@@ -34,14 +34,14 @@ class Intended:
     case: Case | None = None
 
 
-def _shown(case: Case, title: str, reason: str) -> Intended:
+def _with_case(case: Case, title: str, reason: str) -> Intended:
     return Intended(case.peer, title, reason, case)
 
 
 _HALF = ROWS // 2
 
 INTENDED = (
-    _shown(
+    _with_case(
         trl("kto, default z0, two batches", "kto", None, "kto", (*STEP, "kl"), batch=_HALF),
         "TRL: one z0 for each batch (over processes, the mean of theirs), of the row before. "
         "Valence: one for the step over all "
@@ -49,7 +49,7 @@ INTENDED = (
         "z0 estimates one divergence of the policy: more rows estimate it better, and "
         "accumulation must not change a step",
     ),
-    _shown(
+    _with_case(
         trl(
             "kto, rewards of two batches",
             "kto",
@@ -63,7 +63,7 @@ INTENDED = (
         "rows of the class",
         "a mean of a class is one over its rows",
     ),
-    _shown(
+    _with_case(
         trl(
             "dpo, label smoothing of sigmoid",
             "dpo",
@@ -74,18 +74,18 @@ INTENDED = (
         "TRL's sigmoid does not read label_smoothing. Valence's dpo does",
         "conservative DPO is this loss; a setting that is read by nothing misleads",
     ),
-    _shown(
+    _with_case(
         trl("dpo_norm, rewards", "dpo_norm", "sigmoid_norm", figures=REWARDS, **both(beta=5.0)),
         "TRL reports beta*r. Valence reports beta*r/n (and r as logratio/*)",
         "the reward of this loss is what it compares",
     ),
-    _shown(
+    _with_case(
         trl("dpo, rewards under ld_alpha", "dpo", "sigmoid", figures=REWARDS, **both(ld_alpha=0.5)),
         "TRL reports beta*r of the reweighted tokens. Valence reports beta*r",
         "rewards say how far the policy has moved, and can be compared between runs with other "
         "settings",
     ),
-    _shown(
+    _with_case(
         trl(
             "dpo + nll, pair by pair",
             "dpo",
@@ -98,25 +98,25 @@ INTENDED = (
         "tokens of the step",
         "accumulation must not change a step",
     ),
-    _shown(
+    _with_case(
         trl("aot, pair by pair", "aot", "aot", figures=STEP, batch=1),
         "TRL sorts inside each batch. Valence sorts the whole step",
         "accumulation must not change a step; more pairs show the distributions better",
     ),
-    _shown(
+    _with_case(
         trl("bco_pair, second step", "bco_pair", "bco_pair", figures=STEP, steps=2),
         "TRL has no delta. Valence's is the running mean of the rewards, which is 0 in the first "
         "step",
         "arXiv 2404.04656 has the shift",
     ),
-    _shown(
+    _with_case(
         trl("orpo", "orpo", None, "orpo", STEP),
         "TRL's likelihood spans the prompt, too, and is one mean over the tokens of a batch. "
         "Valence's is of the answer alone, "
         "a mean inside each answer",
-        "Eq. 6 of arXiv 2403.07691 is the likelihood of the answer; a prompt is not learnt from",
+        "Eq. 6 of arXiv 2403.07691 is the likelihood of the answer; a prompt is not trained on",
     ),
-    _shown(
+    _with_case(
         trl(
             "slic against cpo's hinge + nll",
             "slic",
@@ -128,7 +128,7 @@ INTENDED = (
         "TRL adds the mean over tokens of the negative log-likelihood. Valence adds its sum",
         "arXiv 2305.10425 regularises with the log-likelihood of a sequence",
     ),
-    _shown(
+    _with_case(
         halos(
             "kto, default z0, four micro-batches",
             "kto",
@@ -140,7 +140,7 @@ INTENDED = (
         "HALOs: one z0 for each micro-batch. Valence: one for the step",
         "accumulation must not change a step",
     ),
-    _shown(
+    _with_case(
         halos(
             "kto, rewards",
             "kto",
@@ -152,14 +152,14 @@ INTENDED = (
         "HALOs reports r. Valence reports beta*r, and r as logratio/*",
         "the same name means the same for every loss",
     ),
-    _shown(
-        halos("dpo, rewards under humanline", "dpo", "dpo", REWARDS, **CLAMPED),
+    _with_case(
+        halos("dpo, rewards under humanline", "dpo", "dpo", REWARDS, **HUMANLINE_SETTINGS),
         "HALOs reports beta*r of the clamped tokens. Valence reports beta*r, and the share of "
         "tokens left unclamped",
         "rewards say how far the policy has moved, and can be compared between runs with other "
         "settings",
     ),
-    _shown(
+    _with_case(
         halos(
             "grpo, spread of the population",
             "grpo",
@@ -172,14 +172,14 @@ INTENDED = (
         "the sample's, plus 1e-4",
         "as TRL's GRPO does; equal scores must not divide by 0",
     ),
-    _shown(
+    _with_case(
         halos(
             "grpo, divergence in the loss", "grpo", "grpo", STEP, "scored", theirs={"beta": 0.04}
         ),
         "HALOs can add the divergence from the reference (k3). Valence does not for stored answers",
         "the reference is also the policy that answered, near which the clipping keeps the policy",
     ),
-    _shown(
+    _with_case(
         halos(
             "ppo, advantages by token",
             "ppo",
@@ -195,8 +195,7 @@ INTENDED = (
     ),
     Intended(
         "TRL",
-        "exo_pair wants label_smoothing to be set, as it defaults to 0. Valence's exo "
-        "defaults to 1e-3",
+        "exo_pair requires label_smoothing, whose default is 0. Valence's exo defaults to 1e-3",
         "the divergence from a certain verdict is infinite; arXiv 2402.00856 recommends 1e-3",
     ),
     Intended(
@@ -207,7 +206,7 @@ INTENDED = (
     ),
     Intended(
         "TRL",
-        "use_weighting fails beside the sft loss. Valence's wpo weighs the preference "
+        "use_weighting fails together with the sft loss. Valence's wpo weighs the preference "
         "loss, and not the added likelihood",
         "the weights of arXiv 2406.11827 stand for sampling the pairs of its objective, which "
         "has no likelihood term",
@@ -251,7 +250,7 @@ INTENDED = (
     ),
     Intended(
         "HALOs",
-        "PPO has a value head and learns it beside the policy. Valence's surrogate for "
+        "PPO trains a value head together with the policy. Valence's surrogate for "
         "stored answers has none",
         "each answer has one score, and nothing is sampled that a value could be bootstrapped for",
     ),

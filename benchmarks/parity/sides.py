@@ -1,5 +1,5 @@
-"""A case's step by Valence, by the formulas of HALOs, and by TRL in a separate process and
-environment.
+"""The step of a case in Valence, with the formulas of HALOs, and in TRL, which runs in a separate
+process and environment.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.parity.cases import Case
-from benchmarks.parity.halos_side import Side, halos
-from benchmarks.parity.stages import Stage, as_kind, shortened
-from benchmarks.peers import surroundings
+from benchmarks.parity.halos_formulas import HalosStep, halos
+from benchmarks.parity.inputs import Inputs, as_kind, shortened
+from benchmarks.peers import peer_environment
 from valence.distributed.process_group import SingleProcess
 from valence.models.build import build_policy, build_reference, load_model
 from valence.models.policy_model import PolicyModel
@@ -31,33 +31,33 @@ from valence.types import Mean, TokenizedExample
 
 Figures = Mapping[str, float]
 BUDGET = 400
-"""Tokens of a micro-batch of Valence: small, so that its step is cut where TRL's batch is whole."""
+"""Tokens of a micro-batch of Valence: few, so that its step has several and TRL's one."""
 
 
-def folders(case: Case, stage: Stage) -> tuple[Path, Path]:
+def folders(case: Case, inputs: Inputs) -> tuple[Path, Path]:
     """Folders of the policy and of the reference."""
-    return (stage.second, stage.first) if case.swapped else (stage.first, stage.second)
+    return (inputs.second, inputs.first) if case.swapped else (inputs.first, inputs.second)
 
 
-def source_rows(case: Case, stage: Stage) -> tuple[TokenizedExample, ...]:
+def source_rows(case: Case, inputs: Inputs) -> tuple[TokenizedExample, ...]:
     """The rows that the other side reads."""
-    rows = stage.rows(case.source)
+    rows = inputs.rows(case.source)
     return shortened(rows) if case.short else rows
 
 
 def max_length(units: Sequence[TokenizedExample]) -> int:
-    """That of the longest row: only mismatched completions are cut."""
+    """Length of the longest row, so that only mismatched completions are truncated."""
     return max(len(unit.prompt_ids) + len(answer.ids) for unit in units for answer in unit.answers)
 
 
-class Here:
-    """The sides that run in this process, with models that are loaded once.
+class LocalSides:
+    """Runs Valence and the formulas of HALOs in this process.
 
-    No case changes a weight.
+    Models are loaded once, because no case changes a weight.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
         self.engines = cache(self._engines)
         self.plain = cache(self._plain)
 
@@ -67,7 +67,7 @@ class Here:
         return engine, build_reference(engine, fresh_adapter=False, model=other, name="second")
 
     def _plain(self, policy: Path, reference: Path) -> tuple[nn.Module, nn.Module]:
-        """As transformers has them: a PolicyModel would replace the attention."""
+        """Load both models without a PolicyModel, which would replace the attention."""
         first, second = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             for folder in (policy, reference)
@@ -75,11 +75,11 @@ class Here:
         return first.eval(), second.eval()
 
     def ours(self, case: Case) -> Figures:
-        """One step without an update, by the part of Valence that every training step runs."""
+        """A step of Valence without an update, computed as in training."""
         method = METHODS[case.method]
-        source = source_rows(case, self.stage)
+        source = source_rows(case, self.inputs)
         units = as_kind(source, method.kind)
-        policy, other = self.engines(*folders(case, self.stage))
+        policy, other = self.engines(*folders(case, self.inputs))
         policy.zero_grad()
         reference = other if method.needs_reference else None
         objective = Objective(
@@ -100,62 +100,68 @@ class Here:
         return meter.reduce(objective.group) | {"grad_norm": grad_norm(policy)}
 
     def formulas(self, case: Case) -> Figures:
-        """The step by the formulas of HALOs."""
-        rows = source_rows(case, self.stage)
-        policy, reference = self.plain(*folders(case, self.stage))
-        figures = halos(Side(policy, reference, case.theirs, max_length(rows)), rows, case.batch)
+        """The same step with the formulas of HALOs."""
+        rows = source_rows(case, self.inputs)
+        policy, reference = self.plain(*folders(case, self.inputs))
+        figures = halos(
+            HalosStep(policy, reference, case.theirs, max_length(rows)), rows, case.batch
+        )
         return figures | {"grad_norm": grad_norm(policy)}
 
 
 def grad_norm(model: nn.Module) -> float:
+    """Norm of the gradient over all weights."""
     return torch.nn.utils.get_total_norm(
         [p.grad for p in model.parameters() if p.grad is not None]
     ).item()
 
 
 @dataclass(frozen=True)
-class Theirs:
-    """TRL's figures of every case, and the versions that gave them."""
+class TrlResults:
+    """TRL's figures of every case, and the versions of the libraries."""
 
     versions: Mapping[str, str]
     figures: tuple[Figures, ...]
 
 
-def theirs(cases: Sequence[Case], python: Path, stage: Stage, scratch: Path) -> Theirs:
-    """All cases by TRL.
-
-    Raises RuntimeError when TRL fails, or trains on other tokens than Valence.
-    """
-    jobs = [_job(case, stage) for case in cases]
+def run_trl(cases: Sequence[Case], python: Path, inputs: Inputs, scratch: Path) -> TrlResults:
+    """Run cases with TRL. Raises RuntimeError if TRL fails or trains on different tokens."""
+    jobs = [trl_job(case, inputs) for case in cases]
     job, results = scratch / "job.json", scratch / "results.json"
     job.write_text(json.dumps(jobs))
     script = Path(__file__).with_name("trl_side.py")
     command = [str(python), str(script), str(job), str(results)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings())
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    process = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=peer_environment()
+    )
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr[-4000:]}")
     output = json.loads(results.read_text())
-    for case, job, got in zip(cases, jobs, output["cases"], strict=True):
-        _check_tokens(case, job, got["rows"])
-    return Theirs(output["versions"], tuple(got["figures"] for got in output["cases"]))
+    for case, job, case_results in zip(cases, jobs, output["cases"], strict=True):
+        _check_tokens(case, job, case_results["rows"])
+    return TrlResults(
+        output["versions"], tuple(case_results["figures"] for case_results in output["cases"])
+    )
 
 
-def _job(case: Case, stage: Stage) -> dict[str, Any]:
-    units = source_rows(case, stage)
-    policy, reference = folders(case, stage)
+def trl_job(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """The input of trl_side.py for a case."""
+    units = source_rows(case, inputs)
+    policy, reference = folders(case, inputs)
     return {
         "trainer": case.trainer,
         "config": dict(case.theirs),
-        "rows": [_row(unit) for unit in units],
+        "rows": [trl_row(unit) for unit in units],
         "batch": case.batch,
         "policy": str(policy),
         "reference": str(reference),
         "max_length": max_length(units),
-        "eos": stage.eos,
+        "eos": inputs.eos,
     }
 
 
-def _row(unit: TokenizedExample) -> dict[str, Any]:
+def trl_row(unit: TokenizedExample) -> dict[str, Any]:
+    """A row in the format of TRL. Raises RuntimeError if its mask is not TRL's."""
     if not all(all(answer.mask) for answer in unit.answers) or any(unit.prompt_mask):
         raise RuntimeError(
             f"{unit.origin}: TRL trains on all of a completion and nothing of a prompt"
@@ -169,9 +175,11 @@ def _row(unit: TokenizedExample) -> dict[str, Any]:
     )
 
 
-def _check_tokens(case: Case, job: Mapping[str, Any], got: Sequence[Mapping[str, Any]]) -> None:
-    """TRL's prepared rows are the rows it was given, token by token."""
-    for row, prepared in zip(job["rows"], got, strict=True):
+def _check_tokens(
+    case: Case, job: Mapping[str, Any], prepared_rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise RuntimeError unless TRL's prepared rows have the tokens of the job."""
+    for row, prepared in zip(job["rows"], prepared_rows, strict=True):
         if case.trainer == "sft":
             same = prepared["input_ids"] == row["prompt"] + row["completion"]
         elif case.trainer in ("cpo", "orpo"):

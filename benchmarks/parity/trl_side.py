@@ -112,7 +112,7 @@ def step(case: dict[str, Any], scratch: str) -> dict[str, Any]:
         part.backward()
         loss += part.item()
     grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-    # CPO's and ORPO's trainers keep what they log under another name.
+    # CPO's and ORPO's trainers store their metrics under another name.
     logged = trainer._stored_metrics if hasattr(trainer, "_stored_metrics") else trainer._metrics
     metrics = {name: sum(values) / len(values) for name, values in logged["train"].items()}
     rows = [{k: row[k] for k in TOKEN_COLUMNS if k in row} for row in trainer.train_dataset]

@@ -29,11 +29,12 @@ from valence.distributed.launcher import launch
 WORKER = (sys.executable, "-m", "benchmarks.ranks.worker")
 RANKS = (1, 2, 4)
 SHARES = {2: 0.65, 4: 0.45}
-"""Largest allowed memory of a process, as a share of that of a single process."""
-AGREE = 1e-5
+"""Maximum memory of a process relative to that of a single process."""
+TOLERANCE = 1e-5
+"""Maximum relative difference of losses and gradient norms."""
 
 
-def make(folder: Path, width: int, layers: int) -> int:
+def make_inputs(folder: Path, width: int, layers: int) -> int:
     """Write a model, rows and a recipe. Return the number of weights."""
     tokenizer = tokenizer_of_bytes()
     tokenizer.save_pretrained(folder / "model")
@@ -59,10 +60,10 @@ def make(folder: Path, width: int, layers: int) -> int:
 
 
 def run(folder: Path, ranks: int) -> tuple[float, list[dict[str, Any]], float]:
-    """Bytes of the largest process, the log, and seconds of a step."""
-    notes = folder / f"notes {ranks}"
-    notes.mkdir()
-    os.environ["VALENCE_NOTES"] = str(notes)
+    """Memory of the largest process (bytes), the log, and the seconds of the last step."""
+    records_folder = folder / f"notes {ranks}"
+    records_folder.mkdir()
+    os.environ["VALENCE_RANK_RECORDS"] = str(records_folder)
     out = folder / f"run {ranks}"
     overrides = ["parallel.shard=full"] if ranks > 1 else []
     status = launch(
@@ -71,11 +72,11 @@ def run(folder: Path, ranks: int) -> tuple[float, list[dict[str, Any]], float]:
         program=WORKER,
     )
     assert status == 0, f"the run ended with {status}"
-    notes_of_ranks = [json.loads(path.read_text()) for path in sorted(notes.glob("rank-*.json"))]
-    assert len(notes_of_ranks) == ranks
+    records = [json.loads(path.read_text()) for path in sorted(records_folder.glob("rank-*.json"))]
+    assert len(records) == ranks
     log = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return (
-        max(rank_notes["peak"] - rank_notes["program"] for rank_notes in notes_of_ranks),
+        max(record["peak"] - record["program"] for record in records),
         log,
         log[-1]["seconds"],
     )
@@ -95,9 +96,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="45 million weights")
     width, layers = (512, 14) if parser.parse_args().quick else (768, 24)
-    with TemporaryDirectory() as place:
-        weights = make(Path(place), width, layers)
-        runs = {ranks: run(Path(place), ranks) for ranks in RANKS}
+    with TemporaryDirectory() as folder:
+        weights = make_inputs(Path(folder), width, layers)
+        runs = {ranks: run(Path(folder), ranks) for ranks in RANKS}
     print(f"{weights / 1e6:.0f} million weights: 16 bytes each are {16 * weights / 1e6:.0f} MB")
     print(f"{'processes':>10}{'peak MB':>10}{'share':>8}{'ideal':>9}{'s/step':>10}  losses")
     largest = runs[1][0]
@@ -107,14 +108,14 @@ def main() -> int:
             f"{ranks:>10}{peak / 1e6:>10.0f}{peak / largest:>8.2f}{1 / ranks:>9.2f}"
             f"{seconds:>10.2f}  {losses}"
         )
-    off = max(largest_difference(runs[ranks][1], runs[1][1]) for ranks in RANKS)
-    if not off <= AGREE or math.isnan(off):
-        print(f"losses or gradient norms differ by {off:.2g}: no figures")
+    difference = max(largest_difference(runs[ranks][1], runs[1][1]) for ranks in RANKS)
+    if not difference <= TOLERANCE or math.isnan(difference):
+        print(f"losses or gradient norms differ by {difference:.2g}: no figures")
         return 1
     figures = [
         (f"memory of 1 in {ranks}", runs[ranks][0] / largest, bar) for ranks, bar in SHARES.items()
     ]
-    figures.append(("losses and norms differ by", off, AGREE))
+    figures.append(("losses and norms differ by", difference, TOLERANCE))
     print(
         "; ".join(
             f"{name} {value:.2g} (bar {bar:g}) {'held' if value <= bar else 'short'}"

@@ -11,7 +11,7 @@ from valence.cli import main
 
 
 def memory(name: str) -> int:
-    """Bytes, of a line of /proc/self/status."""
+    """Value (bytes) of a line of /proc/self/status."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -21,12 +21,12 @@ def memory(name: str) -> int:
 
 
 if __name__ == "__main__":
-    import valence.api  # noqa: F401  (what a program is without a model)
+    import valence.api  # noqa: F401  (so that "program" includes all imports)
 
     before = memory("VmRSS")
     try:
         main()
     finally:
-        note = Path(os.environ["VALENCE_NOTES"]) / f"rank-{os.environ['RANK']}.json"
+        note = Path(os.environ["VALENCE_RANK_RECORDS"]) / f"rank-{os.environ['RANK']}.json"
         note.write_text(json.dumps({"program": before, "peak": memory("VmHWM")}))
         sys.stdout.flush()

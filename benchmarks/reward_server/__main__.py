@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from benchmarks.reward_server.connection import Connection
-from benchmarks.reward_server.judge import number
+from benchmarks.reward_server.hash_reward import hash_score
 
 CLIENTS = 200
 QUESTION = "A question of some length, as they are, with a few words that do not matter at all? "
@@ -113,7 +113,7 @@ BARS = (
 
 @contextmanager
 def server(load: Load, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    words = ("benchmarks.reward_server.judge:score", "--port", str(port), *load.words)
+    words = ("benchmarks.reward_server.hash_reward:score", "--port", str(port), *load.words)
     process = subprocess.Popen(
         [sys.executable, "-m", "valence", "serve-reward", *words],
         stdout=subprocess.PIPE,
@@ -159,7 +159,7 @@ async def client(k: int, load: Load, url: str, result: Result) -> None:
         result.answers += n
         rewards = json.loads(reply)["rewards"]
         result.wrong += len(rewards) != n or sum(
-            a != number(t) for a, t in zip(rewards, texts, strict=False)
+            a != hash_score(t) for a, t in zip(rewards, texts, strict=False)
         )
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 
 class Connection:
-    """A connection that is kept from request to request.
+    """A persistent HTTP connection.
 
     (httpx needs as long for a request, with this concurrency, as the server for ten.)
     """

@@ -21,18 +21,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.scale_model import cases, tables
-from benchmarks.scale_model.measure import WAYS
-from benchmarks.scale_model.this_machine import Step, machine, measured, steps
+from benchmarks.scale_model.local_steps import Step, machine, measure, steps
+from benchmarks.scale_model.measure import NUM_PROCESSES
 
 STEP, GAIN, LOSS, PUBLISHED = 1.3, 1.2, 1e-6, 1.1
-"""Largest allowed deviations.
+"""Maximum deviations.
 
-Predicted over measured, or the reverse: of a step, of the speedup of two processes, and of a
-published figure; and the relative difference of losses from that of one process.
+STEP, GAIN, PUBLISHED: the larger of predicted / measured and its inverse, for the time of a step,
+the speedup of two processes, and a published throughput. LOSS: relative difference of a loss from
+that of one process.
 """
 
 
 def report(step_table: Sequence[Step], measured_values: Mapping[str, Any]) -> str:
+    """The rates of this machine, and predicted and measured times of each step."""
     lines = [
         "processes       step (GFLOPS)   sums (GB/s)   start of a sum (ms)   update (million "
         "weights/s)"
@@ -43,7 +45,8 @@ def report(step_table: Sequence[Step], measured_values: Mapping[str, Any]) -> st
         lines.append(f"{processes:9}{here.flops / 1e9:20.1f}{sums}{here.memory / 28e6:29.0f}")
     lines.append("\nstep                              predicted (s)   measured (s)   ratio   loss")
     lines += [
-        f"{s.name:14}{s.way:20}{s.predicted:13.3f}{s.measured:15.3f}{s.ratio:8.2f}   {s.loss:.7f}"
+        f"{s.name:14}{s.variant:20}{s.predicted:13.3f}{s.measured:15.3f}{s.ratio:8.2f}   "
+        f"{s.loss:.7f}"
         for s in step_table
     ]
     return "\n".join(lines)
@@ -51,24 +54,32 @@ def report(step_table: Sequence[Step], measured_values: Mapping[str, Any]) -> st
 
 def verdict(step_table: Sequence[Step]) -> tuple[str, bool]:
     """The last line, and whether all figures are within their bars."""
-    alone = {step.name: step for step in step_table if step.way == "one process"}
+    one_process = {step.name: step for step in step_table if step.variant == "one process"}
     figures = (
         *(
-            (way, max(_off(step.ratio) for step in step_table if step.way == way), STEP)
-            for way in WAYS
+            (
+                variant,
+                max(_deviation(step.ratio) for step in step_table if step.variant == variant),
+                STEP,
+            )
+            for variant in NUM_PROCESSES
         ),
         (
             "gain",
             max(
-                _off(alone[step.name].ratio / step.ratio)
+                _deviation(one_process[step.name].ratio / step.ratio)
                 for step in step_table
-                if step.way == "two processes"
+                if step.variant == "two processes"
             ),
             GAIN,
         ),
-        ("losses", max(abs(step.loss / alone[step.name].loss - 1) for step in step_table), LOSS),
+        (
+            "losses",
+            max(abs(step.loss / one_process[step.name].loss - 1) for step in step_table),
+            LOSS,
+        ),
         *(
-            (f"published, {name}", _off(tables.published(n) / rate), PUBLISHED)
+            (f"published, {name}", _deviation(tables.published(n) / rate), PUBLISHED)
             for name, n, rate in cases.PUBLISHED
         ),
     )
@@ -79,7 +90,8 @@ def verdict(step_table: Sequence[Step]) -> tuple[str, bool]:
     return summary, all(v <= bar for _, v, bar in figures)
 
 
-def _off(ratio: float) -> float:
+def _deviation(ratio: float) -> float:
+    """The larger of a ratio and its inverse."""
     return max(ratio, 1 / ratio)
 
 
@@ -93,11 +105,11 @@ def main() -> int:
     if arguments.table:
         print(tables.text(), end="")
         return 0
-    measured_values = measured(3 if arguments.quick else 15)
+    measured_values = measure(3 if arguments.quick else 15)
     step_table = steps(measured_values)
-    line, held = verdict(step_table)
+    line, is_within_bars = verdict(step_table)
     print(f"{report(step_table, measured_values)}\n\n{line}")
-    return 0 if held else 1
+    return 0 if is_within_bars else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.scale_model.model import Job, Layout, Machine, dealt, sharded
+from benchmarks.scale_model.model import Job, Layout, Machine, distribute_rows, sharded
 from valence.config.schema import LoraSettings
 from valence.models.checkpointing import Checkpointing
 from valence.models.head import CACHE_SHARE_CUDA, MAX_LOGITS
@@ -24,12 +24,12 @@ DECODERS = {
     "8B": (4096, 14336, 32, 32, 8, 128256, False),
     "70B": (8192, 28672, 80, 64, 8, 128256, False),
 }
-"""hidden, inner, layers, heads, key and value heads, vocabulary, tied head: of Qwen2.5 0.5B and
-1.5B, Llama 3.1 8B and 70B.
+"""Hidden size, MLP size, layers, heads, key-value heads, vocabulary, and whether the head is tied,
+of Qwen2.5 0.5B and 1.5B and of Llama 3.1 8B and 70B.
 """
 
 HBM, MARGIN = 80e9, 0.8
-"""Bytes of an H100, and the share of them that `shard: auto` plans to fill."""
+"""Memory of an H100 (bytes), and the share of it that `shard: auto` plans to fill."""
 PEAK, SHARE = 989e12, 0.35
 NVLINK, NETWORK, REACHED = 450e9, 400e9, 0.8
 H100 = Machine(
@@ -73,15 +73,17 @@ CONSTANTS = (
 )
 
 ROWS, SHORTEST, LONGEST = 1024, 256, 3840
-AT_ONCE = 4096
-"""Rows of a step, their lengths in tokens (evenly spread), and the tokens that run at once."""
-PROMPT = 0.25
-"""Share of a row that is its prompt."""
+MICRO_BATCH_TOKENS = 4096
+"""Rows per step, their shortest and longest lengths (evenly spread) and micro-batches, in tokens.
+"""
+PROMPT_SHARE = 0.25
+"""Share of the tokens of a row that are its prompt."""
 FULL: Checkpointing = "full"
 
 
 @cache
 def shape(model: str, lora: bool = False) -> Shape:
+    """Shape of a model of DECODERS, trained in full or with an adapter of rank 16."""
     hidden, inner, layers, heads, kv_heads, vocabulary, tied = DECODERS[model]
     config = LlamaConfig(
         hidden_size=hidden,
@@ -98,17 +100,17 @@ def shape(model: str, lora: bool = False) -> Shape:
 
 
 def lengths(rows: int = ROWS) -> list[int]:
-    """Of a step's rows, in tokens."""
+    """Lengths (tokens) of the rows of a step, in random order."""
     lengths = [round(SHORTEST + (LONGEST - SHORTEST) * i / (rows - 1)) for i in range(rows)]
     random.Random(0).shuffle(lengths)
     return lengths
 
 
 def work(rows: Sequence[int], answers: int = 1) -> Work:
-    """Of a pass over rows of these lengths, each a prompt with ``answers`` answers."""
+    """Work of a pass over rows of these lengths, each with a prompt and ``answers`` completions."""
     tokens = scored = pairs = 0.0
     for length in rows:
-        prompt, answer = PROMPT * length, (1 - PROMPT) * length / answers
+        prompt, answer = PROMPT_SHARE * length, (1 - PROMPT_SHARE) * length / answers
         tokens += length
         scored += answer * answers
         pairs += prompt * prompt / 2 + answers * (answer * prompt + answer * answer / 2)
@@ -116,11 +118,9 @@ def work(rows: Sequence[int], answers: int = 1) -> Work:
 
 
 def passes(method: str) -> tuple[Work, tuple[Work, ...]]:
-    """What a step trains, and what it only measures, in an epoch that finds nothing in the
-    reference cache.
-    """
+    """Work with a gradient, and work of each pass without one, with an empty reference cache."""
     trained = work(lengths(), 2 if method == "dpo" else 1)
-    # kto: also the mismatched, by both
+    # kto: reference and policy also run the mismatched completions
     measured = {
         "sft": (),
         "dpo": (trained,),
@@ -130,35 +130,35 @@ def passes(method: str) -> tuple[Work, tuple[Work, ...]]:
 
 
 def job(model: str, method: str, layout: Layout, *, lora: bool = False) -> Job:
-    """A step of the tables."""
-    count, balance = dealt(lengths(), layout, AT_ONCE)
+    """The step that the tables predict."""
+    count, balance = distribute_rows(lengths(), layout, MICRO_BATCH_TOKENS)
     trained, measured = passes(method)
     return Job(shape(model, lora), trained, measured, count, balance, checkpointing=FULL)
 
 
-def chosen(
+def automatic_layout(
     model: str, method: str, processes: int, *, lora: bool = False, tensor: int = 1
 ) -> Layout:
-    """As `shard: auto` and `sync: auto` choose it on an H100."""
+    """The layout that `shard: auto` and `sync: auto` choose on an H100."""
     layout = Layout(processes, Split(tensor=tensor))
     fits = memory(model, method, layout, lora=lora) <= MARGIN * HBM
     return layout if fits else sharded(processes, tensor=tensor, sync_every_micro_batch=not lora)
 
 
 def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> int:
-    """Bytes on each device, of which the head takes a share of 80 GB."""
-    copied = method != "sft" and not lora
-    away = torch.device("meta")  # as on a GPU, which need not be here
+    """Predicted bytes per device."""
+    has_frozen_copy = method != "sft" and not lora
+    device = torch.device("meta")  # not the CPU, so the estimate is that of a GPU
     estimate = predict(
         shape(model, lora),
         width=2,
-        frozen_copy=copied,
+        frozen_copy=has_frozen_copy,
         checkpointing=FULL,
-        device=away,
+        device=device,
         split=layout.split,
     )
     return replace(estimate, head=int(CACHE_SHARE_CUDA * HBM) + 4 * 4 * MAX_LOGITS["cuda"]).total(
-        AT_ONCE
+        MICRO_BATCH_TOKENS
     )
 
 
@@ -170,5 +170,6 @@ llama3_h100_202412_torchtitan.md of torchtitan.
 
 
 def published(layout: Layout) -> Job:
+    """The step of the published figures."""
     tokens = 2 * 8192.0 * layout.processes
     return Job(shape("8B"), Work(tokens, tokens, tokens * 8192 / 2), checkpointing="selective")

@@ -1,8 +1,7 @@
-"""One of two processes that measure the inputs of the model on this machine, and the steps that it
-predicts.
+"""Measure the inputs of the cost model on this machine, and the steps whose times it predicts.
 
-``python -m benchmarks.scale_model.measure FILE ROUNDS`` under ``valence.distributed.launcher``:
-rank 0 writes the result.
+Two processes run this program. ``python -m benchmarks.scale_model.measure FILE ROUNDS`` under
+``valence.distributed.launcher``: rank 0 writes the result.
 """
 
 from __future__ import annotations
@@ -35,22 +34,23 @@ from valence.types import Origin, TokenizedCompletion, TokenizedExample
 HIDDEN, INNER, LAYERS, VOCABULARY = 512, 1536, 4, 4096
 BUDGET = 256
 STEPS = {"512 tokens": 512, "1,536 tokens": 1536}
-"""Tokens of the predicted steps: few, so that communication counts, and many."""
-WAYS = {"one process": 1, "two processes": 2, "two, sharded": 2}
-SENT = (1 << 16, 1 << 24)
-"""Bytes of the gradients whose sums are timed."""
-UPDATED = 1 << 22
-"""Weights whose update is timed."""
-SPACING = 1024
-"""Tokens of the step that measures the speed of a process that waits for no other."""
+"""Number of tokens of the predicted steps. With few tokens, communication dominates the time."""
+NUM_PROCESSES = {"one process": 1, "two processes": 2, "two, sharded": 2}
+"""Number of training processes of each variant."""
+GRADIENT_BYTES = (1 << 16, 1 << 24)
+"""Sizes of the gradients in the measured all-reduces."""
+UPDATED_WEIGHTS = 1 << 22
+"""Number of weights in the measured optimizer update."""
+UNCOUPLED_TOKENS = 1024
+"""Number of tokens of the step that measures the speed of processes without communication."""
 
 
 def rows(tokens: int) -> list[TokenizedExample]:
-    """Demonstrations of uneven lengths."""
-    draw, examples, left = random.Random(tokens), list[TokenizedExample](), tokens
-    while left > 0:
-        length = min(left, draw.randint(24, 96))
-        ids = tuple(draw.randrange(3, VOCABULARY) for _ in range(length + 2))
+    """Demonstrations of 24 to 96 tokens, ``tokens`` in total."""
+    rng, examples, remaining = random.Random(tokens), list[TokenizedExample](), tokens
+    while remaining > 0:
+        length = min(remaining, rng.randint(24, 96))
+        ids = tuple(rng.randrange(3, VOCABULARY) for _ in range(length + 2))
         answer = TokenizedCompletion(ids[2:], (True,) * length)
         examples.append(
             TokenizedExample(
@@ -62,13 +62,13 @@ def rows(tokens: int) -> list[TokenizedExample]:
                 answers=(answer,),
             )
         )
-        left -= length
+        remaining -= length
     return examples
 
 
-class Way:
-    """Steps of a model that learns nothing, so that all of them have the same loss. group: of the
-    processes that take part.
+class Variant:
+    """Steps of a policy with learning rate 0, so that all of them have the same loss. group: the
+    processes that train together.
     """
 
     def __init__(self, policy: PolicyModel, group: Group) -> None:
@@ -80,19 +80,20 @@ class Way:
         self.loss = 0.0
 
     def step(self, tokens: int) -> None:
+        """Run one optimizer step on ``rows(tokens)``."""
         self.loss = float(
             optimizer_step(self.objective, self.optimizer, rows(tokens), iter(()), 1.0)[0].loss
         )
 
     def operations(self, tokens: int) -> float:
-        """Of a step that this process runs alone."""
+        """Floating-point operations of a step that one process runs."""
         return sum(
             speed.step(shape_of(self.objective.policy.causal), work)
-            for work in self.laid_out(tokens)
+            for work in self.micro_batch_work(tokens)
         )
 
-    def laid_out(self, tokens: int) -> list[Work]:
-        """What each of this process's micro-batches of a step runs, counted on the rows."""
+    def micro_batch_work(self, tokens: int) -> list[Work]:
+        """Work of each micro-batch of this process in a step, counted on its tokens."""
         units = rows(tokens)
         return [
             Work(float(len(b.tokens)), float(b.loss_mask.sum()), float((b.position_ids + 1).sum()))
@@ -101,15 +102,13 @@ class Way:
 
 
 class Timer:
-    """Seconds by name, each measured several times in turn, by one process while the other waits or
-    by both at once.
-    """
+    """Repeated measurements (s) by name, of one process alone or of both at once."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.seconds = group, dict[str, list[float]]()
 
     def time(self, name: str, processes: int, call: Callable[..., object], *arguments: Any) -> None:
-        """As long as the slower one takes."""
+        """Time a call in the first ``processes`` processes, and record the maximum."""
         self.group.barrier(name)
         local_seconds = _seconds(call, *arguments) if self.group.rank < processes else 0.0
         self.seconds.setdefault(name, []).append(
@@ -117,16 +116,18 @@ class Timer:
         )
 
     def medians(self) -> dict[str, float]:
+        """Median seconds by name."""
         return {name: median(values) for name, values in self.seconds.items()}
 
 
 def _seconds(call: Callable[..., object], *arguments: Any) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     call(*arguments)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def ways(group: Group) -> dict[str, Way]:
+def make_variants(group: Group) -> dict[str, Variant]:
+    """The variants of NUM_PROCESSES, on the same random model."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -138,63 +139,72 @@ def ways(group: Group) -> dict[str, Way]:
             vocab_size=VOCABULARY,
         )
     )
-    replicated, split = (
+    replicated, sharded = (
         build_policy(source, dtype=torch.float32) for source in (model, deepcopy(model))
     )
-    several: Any = group
-    shard(split, decoder_layers(split.causal), several, sum_every_backward=True)
+    any_group: Any = group
+    shard(sharded, decoder_layers(sharded.causal), any_group, sum_every_backward=True)
     return dict(
         zip(
-            WAYS,
-            (Way(replicated, SingleProcess()), Way(replicated, group), Way(split, group)),
+            NUM_PROCESSES,
+            (
+                Variant(replicated, SingleProcess()),
+                Variant(replicated, group),
+                Variant(sharded, group),
+            ),
             strict=True,
         )
     )
 
 
-def timed(group: Group, variants: dict[str, Way], rounds: int) -> dict[str, float]:
-    """Seconds of all measurements, as medians of ``rounds`` rounds."""
-    sent = [torch.zeros(size // 4, requires_grad=True) for size in SENT]
-    weights = torch.zeros(UPDATED, requires_grad=True)
-    for buffer in (*sent, weights):
+def time_all(group: Group, variants_by_name: dict[str, Variant], rounds: int) -> dict[str, float]:
+    """Median seconds of all measurements over ``rounds`` rounds."""
+    gradients = [torch.zeros(size // 4, requires_grad=True) for size in GRADIENT_BYTES]
+    weights = torch.zeros(UPDATED_WEIGHTS, requires_grad=True)
+    for buffer in (*gradients, weights):
         buffer.grad = torch.ones_like(buffer)
     update = torch.optim.AdamW([weights], lr=1e-6).step
     timer = Timer(group)
-    for done in range(rounds + 1):
-        for name, way in variants.items():
-            # what slows these slows that, too
-            timer.time(f"apart, {WAYS[name]}", WAYS[name], variants["one process"].step, SPACING)
+    for round_index in range(rounds + 1):
+        for name, variant in variants_by_name.items():
+            # in turn with the steps, so that other load on the machine affects both
+            timer.time(
+                f"uncoupled, {NUM_PROCESSES[name]}",
+                NUM_PROCESSES[name],
+                variants_by_name["one process"].step,
+                UNCOUPLED_TOKENS,
+            )
             for step, tokens in STEPS.items():
-                timer.time(f"{step}, {name}", WAYS[name], way.step, tokens)
+                timer.time(f"{step}, {name}", NUM_PROCESSES[name], variant.step, tokens)
         for processes in (1, 2):
             timer.time(f"update, {processes}", processes, update)
-        for size, buffer in zip(SENT, sent, strict=True):
+        for size, buffer in zip(GRADIENT_BYTES, gradients, strict=True):
             timer.time(f"sum, {size}", 2, group.reduce_gradients, [buffer])
-        if not done:
-            timer.seconds.clear()  # what is set up at first
+        if not round_index:
+            timer.seconds.clear()  # the first round includes initialization
     return timer.medians()
 
 
-def measured(group: Group, rounds: int) -> dict[str, Any]:
-    """Seconds by name, the shape, and of each step its work and, by the way it was run, its loss
-    and the operations of each process's micro-batches.
+def measure_all(group: Group, rounds: int) -> dict[str, Any]:
+    """Median seconds by name, the shape of the model, the work of each step, and the loss and the
+    operations of each process's micro-batches by step and variant.
     """
-    variants = ways(group)
-    shape = shape_of(variants["one process"].objective.policy.causal)
+    variants_by_name = make_variants(group)
+    shape = shape_of(variants_by_name["one process"].objective.policy.causal)
     results: dict[str, Any] = {
-        "seconds": timed(group, variants, rounds),
+        "seconds": time_all(group, variants_by_name, rounds),
         "shape": asdict(shape),
-        "apart": variants["one process"].operations(SPACING),
+        "uncoupled": variants_by_name["one process"].operations(UNCOUPLED_TOKENS),
     }
     for step, tokens in STEPS.items():
-        for name, way in variants.items():
-            way.step(tokens) if group.rank < WAYS[name] else None
-            costs = [speed.step(shape, work) for work in way.laid_out(tokens)]
+        for name, variant in variants_by_name.items():
+            variant.step(tokens) if group.rank < NUM_PROCESSES[name] else None
+            costs = [speed.step(shape, work) for work in variant.micro_batch_work(tokens)]
             results[f"{step}, {name}"] = {
-                "loss": way.loss,
-                "operations": gather_objects(group, costs)[: WAYS[name]],
+                "loss": variant.loss,
+                "operations": gather_objects(group, costs)[: NUM_PROCESSES[name]],
             }
-        works = variants["one process"].laid_out(tokens)
+        works = variants_by_name["one process"].micro_batch_work(tokens)
         results[step] = [sum(getattr(work, slot) for work in works) for slot in Work.__slots__]
     return results
 
@@ -203,7 +213,7 @@ def main() -> int:
     file, rounds = sys.argv[1:]
     torch.set_num_threads(1)
     group = start(device="cpu")
-    results = measured(group, int(rounds))
+    results = measure_all(group, int(rounds))
     if group.rank == 0:
         Path(file).write_text(json.dumps(results), encoding="utf-8")
     group.barrier("end")

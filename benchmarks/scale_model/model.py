@@ -1,6 +1,5 @@
-"""A model of a step of several processes: operations, transferred bytes, and seconds.
-
-For dense models.
+"""A cost model of a distributed step: operations, transferred bytes, and seconds. Dense models
+only.
 """
 
 from __future__ import annotations
@@ -17,30 +16,29 @@ from valence.models.shape import Shape
 from valence.models.speed import Work
 
 MASTER = 4
-"""Bytes of a trained weight, and of its gradient."""
+"""Bytes of a trained weight in float32; its gradient has the same size."""
 UPDATE = 28
-"""Bytes that AdamW moves for a weight: it reads weight, gradient and two moments, and writes all
-but the gradient.
+"""Bytes of memory traffic per weight in an AdamW update: 4 numbers read (weight, gradient, two
+moments), 3 written (not the gradient).
 """
 
 COPIED = 2
-"""Bytes that a copy moves per copied byte."""
+"""Bytes of memory traffic per copied byte: one read, one write."""
 
 NOT_SPLIT = Split()
-"""Each process holds all weights."""
+"""Every process has all weights."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of machine.
+    """Rates and latencies of a machine.
 
-    ``flops``, ``memory``: operations, and bytes to and from memory, of a process per second in a
-    step.
-
-    A collective takes ``start`` seconds, ``near_hop`` or ``far_hop`` for each process that it
-    passes within a host of ``host`` or between two, and the time of its bytes at ``near`` or
-    ``far`` (over hosts) bytes per second through each process. ``overlaps``: collectives of sharded
-    weights go on while layers run. ``scatters``: rounds of a reduce-scatter.
+    flops: operations per second and process that a step reaches. memory: bytes per second and
+    process to and from memory. near, far: bytes per second and process of a collective within a
+    host, and between hosts. start: latency of a collective (s). near_hop, far_hop: latency (s) per
+    process of the ring, within a host and between hosts. host: processes per host. overlaps:
+    collectives of sharded weights run while layers compute. scatters: rounds of a reduce-scatter
+    (see ``seconds``).
     """
 
     flops: float
@@ -57,8 +55,10 @@ class Machine:
     def seconds(
         self, size: float, processes: int, rounds: int = 1, *, within: bool = False
     ) -> float:
-        """Of a ring over ``size`` bytes: one round is an all-gather or a reduce-scatter, two are an
-        all-reduce. within: all processes are on one host.
+        """Duration of a ring collective of ``size`` bytes.
+
+        rounds: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce. within: all processes
+        are on one host.
         """
         if processes == 1:
             return 0.0
@@ -70,13 +70,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of processes, and how they share the weights."""
+    """The number of processes, and how weights are sharded over them."""
 
     processes: int
     split: Split = NOT_SPLIT
 
     @property
-    def dealt(self) -> int:
+    def data_parallel(self) -> int:
         """Number of data-parallel ranks: processes, or groups of tensor-parallel ones."""
         return self.processes // self.split.tensor
 
@@ -84,15 +84,17 @@ class Layout:
 def sharded(
     processes: int, *, tensor: int = 1, reshard: bool = True, sync_every_micro_batch: bool = True
 ) -> Layout:
-    """With ``parallel.shard: full``."""
+    """The layout of ``parallel.shard: full``."""
     return Layout(processes, Split(processes // tensor, tensor, reshard, sync_every_micro_batch))
 
 
 @dataclass(frozen=True)
 class Job:
-    """A step. trained, measured: work of all processes with and without a backward pass.
-    micro_batches: of a process, in each of these passes. balance: mean work of a process over the
-    largest. width: bytes per number in matrix multiplications.
+    """The work of a step.
+
+    trained, measured: work of all processes with and without a backward pass. micro_batches: number
+    per process, for each of these passes. balance: mean work of a process divided by that of the
+    slowest. width: bytes per number in matrix multiplications.
     """
 
     shape: Shape
@@ -104,16 +106,17 @@ class Job:
     checkpointing: Checkpointing = "off"
 
     @property
-    def sums(self) -> int:
-        """Of a layer in a micro-batch that trains, where its products are shared: two forward, two
-        backward, two recomputed.
+    def all_reduces_per_layer(self) -> int:
+        """All-reduces per tensor-parallel layer and trained micro-batch: two in the forward pass,
+        two in the backward pass, two in recomputation.
         """
         return 6 if self.checkpointing == "full" else 4
 
 
 def gathered(job: Job, layout: Layout) -> tuple[float, float]:
-    """Bytes of all layers' weights as they travel, and of those outside the layers, which stay as
-    wide as they are kept.
+    """Bytes of an all-gather of the weights in all layers, and of those outside the layers.
+
+    Layers are gathered in the dtype of the computation, the others in that of the stored weights.
     """
     layers, outside = job.shape.layers * job.shape.largest, job.shape.outside
     stream = max(job.width, MASTER) if job.shape.full else job.width
@@ -121,8 +124,8 @@ def gathered(job: Job, layout: Layout) -> tuple[float, float]:
 
 
 def volume(job: Job, layout: Layout) -> dict[str, float]:
-    """Bytes that come to each process in a step (and as many that leave it)."""
-    split, share = layout.split, (layout.dealt - 1) / layout.dealt
+    """Bytes that each process receives in a step, by purpose. It sends the same number."""
+    split, share = layout.split, (layout.data_parallel - 1) / layout.data_parallel
     layers, outside = gathered(job, layout)
     gathers = job.micro_batches * (
         (layers + outside) * (1 + len(job.measured)) + split.reshard * layers
@@ -135,21 +138,21 @@ def volume(job: Job, layout: Layout) -> dict[str, float]:
         * (split.tensor - 1)
         / split.tensor
         * job.shape.layers
-        * _summed(job, layout),
+        * _all_reduced_bytes(job, layout),
     }
 
 
-def _summed(job: Job, layout: Layout) -> float:
-    """Bytes of a layer's products that the processes which share them sum in a step."""
-    tokens = job.sums * job.trained.tokens + 2 * sum(work.tokens for work in job.measured)
-    return tokens / layout.dealt * job.shape.hidden * job.width
+def _all_reduced_bytes(job: Job, layout: Layout) -> float:
+    """Bytes per layer and step that tensor-parallel processes sum."""
+    tokens = job.all_reduces_per_layer * job.trained.tokens + 2 * sum(
+        work.tokens for work in job.measured
+    )
+    return tokens / layout.data_parallel * job.shape.hidden * job.width
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step: the products that are waited for; all communication, also what hides behind them;
-    and all in all.
-    """
+    """Seconds of a step: matrix products, all communication (overlapped or not), and in total."""
 
     products: float
     communication: float
@@ -157,35 +160,41 @@ class Seconds:
 
 
 def seconds(job: Job, layout: Layout, machine: Machine) -> Seconds:
-    """How long a step takes.
+    """Predict the duration of a step.
 
-    With ``overlaps`` a pass takes as long as the longer of its products and its collectives;
-    nothing hides the first weights that it needs, its last gradients, sums within layers, and
-    gradients that are summed at the end.
+    With ``overlaps``, a pass takes as long as the longer of its products and its collectives. Never
+    overlapped: the first all-gather of a pass, its last reduce-scatter, all-reduces within layers,
+    and the reduction of gradients after the last micro-batch.
     """
     master_bytes = MASTER * job.shape.trained / layout.split.tensor
     if layout.split.ways == 1:
         passes = [(product, 0.0, 0.0) for product in _products(job, layout, machine)]
-        after = machine.seconds(master_bytes, layout.dealt, 2)
+        exposed = machine.seconds(master_bytes, layout.data_parallel, 2)
     else:
         passes = _sharded_passes(job, layout, machine)
-        after = (
+        exposed = (
             0.0
             if layout.split.sync_every_micro_batch
-            else job.shape.layers * machine.seconds(master_bytes / job.shape.layers, layout.dealt)
+            else job.shape.layers
+            * machine.seconds(master_bytes / job.shape.layers, layout.data_parallel)
         )
-    after += _sums_within(job, layout, machine)
+    exposed += _layer_all_reduces(job, layout, machine)
     update = UPDATE * master_bytes / MASTER / layout.split.ways / machine.memory
-    ran = sum(max(a, b) + c if machine.overlaps else a + b + c for a, b, c in passes)
+    pass_seconds = sum(
+        max(products, overlapped) + serial if machine.overlaps else products + overlapped + serial
+        for products, overlapped, serial in passes
+    )
     return Seconds(
-        products=job.micro_batches * sum(a for a, *_ in passes),
-        communication=job.micro_batches * sum(b + c for _, b, c in passes) + after,
-        total=job.micro_batches * ran + after + update,
+        products=job.micro_batches * sum(products for products, *_ in passes),
+        communication=job.micro_batches
+        * sum(overlapped + serial for _, overlapped, serial in passes)
+        + exposed,
+        total=job.micro_batches * pass_seconds + exposed + update,
     )
 
 
 def _products(job: Job, layout: Layout, machine: Machine) -> list[float]:
-    """Seconds of a micro-batch's passes: forward, backward, and those that only measure."""
+    """Seconds of the matrix products of each pass: forward, backward, passes without gradient."""
     rate = machine.flops * layout.processes * job.balance * job.micro_batches
     forward = speed.forward(job.shape, job.trained)
     both = speed.step(job.shape, job.trained, checkpointing=job.checkpointing)
@@ -200,21 +209,17 @@ def _products(job: Job, layout: Layout, machine: Machine) -> list[float]:
 
 
 def _sharded_passes(job: Job, layout: Layout, machine: Machine) -> list[tuple[float, float, float]]:
-    """Of each pass: seconds of its products, of the collectives that may hide behind them, and of
-    those that cannot.
-    """
+    """Seconds of each pass: products, collectives that may overlap with them, other collectives."""
     layers, outside = gathered(job, layout)
     count, split = job.shape.layers, layout.split
 
-    def moved(size: float, rounds: int = 1) -> float:
-        """FSDP2 copies what comes to where the layer looks for it, and what goes to where it is
-        sent from.
-        """
-        return machine.seconds(size, layout.dealt, rounds) + COPIED * size / machine.memory
+    def with_copy(size: float, rounds: int = 1) -> float:
+        """Seconds of a collective and of FSDP2's copy into or out of its communication buffer."""
+        return machine.seconds(size, layout.data_parallel, rounds) + COPIED * size / machine.memory
 
-    gather, root = moved(layers / count), moved(outside)
+    gather, root = with_copy(layers / count), with_copy(outside)
     scatter = (
-        moved(MASTER * job.shape.trained / split.tensor / count, machine.scatters)
+        with_copy(MASTER * job.shape.trained / split.tensor / count, machine.scatters)
         if split.sync_every_micro_batch
         else 0.0
     )
@@ -226,30 +231,37 @@ def _sharded_passes(job: Job, layout: Layout, machine: Machine) -> list[tuple[fl
     ]
 
 
-def _sums_within(job: Job, layout: Layout, machine: Machine) -> float:
-    """Seconds of all sums within layers, one of which is of a micro-batch's tokens."""
-    calls = job.micro_batches * (job.sums + 2 * len(job.measured))
+def _layer_all_reduces(job: Job, layout: Layout, machine: Machine) -> float:
+    """Seconds of all tensor-parallel all-reduces of a step."""
+    calls = job.micro_batches * (job.all_reduces_per_layer + 2 * len(job.measured))
     return (
         job.shape.layers
         * calls
-        * machine.seconds(_summed(job, layout) / calls, layout.split.tensor, 2, within=True)
+        * machine.seconds(
+            _all_reduced_bytes(job, layout) / calls, layout.split.tensor, 2, within=True
+        )
     )
 
 
-def dealt(lengths: Sequence[int], layout: Layout, budget: int) -> tuple[int, float]:
-    """How a step's rows are dealt, as the step does it: micro-batches of a process, and their
-    balance.
+def distribute_rows(lengths: Sequence[int], layout: Layout, budget: int) -> tuple[int, float]:
+    """Distribute the rows of a step as the training step does. lengths, budget: in tokens.
+
+    Returns the largest number of micro-batches of a process, and the balance.
     """
-    bins = fill_bins(lengths, max(1, min(budget, -(-sum(lengths) // layout.dealt))))
+    bins = fill_bins(lengths, max(1, min(budget, -(-sum(lengths) // layout.data_parallel))))
     costs = [float(sum(lengths[i] for i in rows)) for rows in bins]
-    hands = (round_robin if layout.split.ways > 1 else balance_across_ranks)(costs, layout.dealt)
-    return max(map(len, hands)), balance([[costs[k] for k in hand] for hand in hands], layout)
+    ranks = (round_robin if layout.split.ways > 1 else balance_across_ranks)(
+        costs, layout.data_parallel
+    )
+    return max(map(len, ranks)), balance([[costs[k] for k in indices] for indices in ranks], layout)
 
 
 def balance(costs: Sequence[Sequence[float]], layout: Layout) -> float:
-    """The mean work of a process by what is waited for: that of the one that has most, or, where
-    processes wait for each other in every layer, the longest of each round. costs: of each
-    process's micro-batches.
+    """Mean work of a process divided by the work that all processes wait for.
+
+    That is the largest sum of a process or, with sharded weights (where every layer synchronizes),
+    the sum of the largest micro-batch of each round. costs: work of the micro-batches of each
+    process.
     """
     longest = (
         sum(map(max, zip_longest(*costs, fillvalue=0.0)))

@@ -6,22 +6,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from benchmarks.scale_model import cases
-from benchmarks.scale_model.model import Layout, dealt, seconds, sharded, volume
+from benchmarks.scale_model.model import Layout, distribute_rows, seconds, sharded, volume
 
 PROCESSES = (8, 64, 512)
-LARGEST = 141
-"""GB of an H200."""
+LARGEST_MEMORY = 141
+"""Memory of an H200 (GB)."""
 STEP = (
     f"A step has {cases.ROWS:,} rows of {cases.SHORTEST} to {cases.LONGEST:,} tokens, "
     f"{sum(cases.lengths()) / 1e6:.1f} million "
-    f"in all, a quarter of them in prompts. Micro-batches have {cases.AT_ONCE:,} tokens, "
-    f"activations are recomputed (`train.checkpointing: full`), matrix multiplications are in "
-    f"bfloat16, adapters have rank 16, and the reference cache is empty."
+    f"in all, a quarter of them in prompts. Micro-batches have "
+    f"{cases.MICRO_BATCH_TOKENS:,} tokens, "
+    f"activations are recomputed (`train.checkpointing: full`), matrix products are in bfloat16, "
+    f"adapters have rank 16, and the reference cache is empty."
 )
 
 
 def text() -> str:
-    """All of them, in Markdown."""
+    """All tables, in Markdown."""
     return (
         "\n\n".join(
             [STEP, *(f"### {title}\n\n{text}\n\n{shown}" for title, text, shown in _tables())]
@@ -75,6 +76,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _kinds() -> Iterator[tuple[str, str, str, bool]]:
+    """Title, model, method, and whether an adapter is trained, of each line of a table."""
     for model in cases.DECODERS:
         yield f"{model}, sft", model, "sft", False
         yield f"{model}, dpo and kto", model, "dpo", False
@@ -82,6 +84,7 @@ def _kinds() -> Iterator[tuple[str, str, str, bool]]:
 
 
 def gigabytes(model: str, method: str, lora: bool, layout: Layout) -> float:
+    """Predicted GB per device."""
     return cases.memory(model, method, layout, lora=lora) / 1e9
 
 
@@ -127,25 +130,30 @@ def _throughput() -> Iterator[list[str]]:
                 + (", LoRA" if lora else "")
                 + (f", tensor {tensor}" if tensor > 1 else "")
             )
-            layouts = [cases.chosen(model, method, n, lora=lora, tensor=tensor) for n in PROCESSES]
+            layouts = [
+                cases.automatic_layout(model, method, n, lora=lora, tensor=tensor)
+                for n in PROCESSES
+            ]
             yield [name, *(_speed(model, method, lora, layout) for layout in layouts)]
 
 
 def _speed(model: str, method: str, lora: bool, layout: Layout) -> str:
-    if gigabytes(model, method, lora, layout) > LARGEST:
+    """Tokens per second and GPU; in brackets, seconds per step and share of matrix products."""
+    if gigabytes(model, method, lora, layout) > LARGEST_MEMORY:
         return "does not fit"
-    one = cases.job(model, method, layout, lora=lora)
-    took = seconds(one, layout, cases.H100)
-    rate = one.trained.tokens / took.total / layout.processes
-    return f"{rate:,.0f} ({took.total:.3g} s, {took.products / took.total:.0%})"
+    job = cases.job(model, method, layout, lora=lora)
+    duration = seconds(job, layout, cases.H100)
+    rate = job.trained.tokens / duration.total / layout.processes
+    return f"{rate:,.0f} ({duration.total:.3g} s, {duration.products / duration.total:.0%})"
 
 
 def _balance() -> Iterator[list[str]]:
     for rows in (64, 256, cases.ROWS):
-        yield [
-            f"{rows:,}",
-            *(f"{dealt(cases.lengths(rows), sharded(n), cases.AT_ONCE)[1]:.2f}" for n in PROCESSES),
+        lengths = cases.lengths(rows)
+        balances = [
+            distribute_rows(lengths, sharded(n), cases.MICRO_BATCH_TOKENS)[1] for n in PROCESSES
         ]
+        yield [f"{rows:,}", *(f"{balance:.2f}" for balance in balances)]
 
 
 def _published() -> Iterator[list[str]]:
@@ -162,5 +170,5 @@ def _published() -> Iterator[list[str]]:
 def published(processes: int) -> float:
     """Tokens per second and GPU that the model gives for a published run."""
     layout = sharded(processes)
-    one = cases.published(layout)
-    return one.trained.tokens / seconds(one, layout, cases.H100).total / processes
+    job = cases.published(layout)
+    return job.trained.tokens / seconds(job, layout, cases.H100).total / processes

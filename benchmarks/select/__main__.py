@@ -48,13 +48,13 @@ from valence.types import Judgement, content_id
 
 FIRST, STEP = 20, 10
 AT = {"quickstart": 100, "instructions": 60}
-"""Labels at which orders are compared."""
+"""Number of labels at which orders are compared."""
 LAST = {"quickstart": 140, "instructions": 80}
-"""Labels at which the curves end."""
+"""Number of labels at which the curves end."""
 HELD_OUT = 0.3
 BOOTSTRAP = 10
 BAR = -0.02
-"""Least mean difference of margin to random order at that number: it does no harm."""
+"""Minimum mean difference of AUC between margin and random order at AT labels."""
 
 
 @dataclass
@@ -68,6 +68,7 @@ class Pool:
 
 
 def compute_states(name: str, cache: Path | None) -> dict[str, Any]:
+    """Hidden states of the answers and prompts of a set, with labels and prompt ids."""
     file = cache / f"{name}.pt" if cache else None
     if file and file.exists():
         return torch.load(file, weights_only=True)
@@ -96,8 +97,8 @@ def compute_states(name: str, cache: Path | None) -> dict[str, Any]:
     return states
 
 
-def rotated(states: Tensor) -> Tensor:
-    """Standardized states in the fewest dimensions in which all distances are the same."""
+def rotate(states: Tensor) -> Tensor:
+    """Standardized states [n, d], rotated into the fewest dimensions that keep all distances."""
     u, s, _ = torch.linalg.svd(standardize(states), full_matrices=False)
     return u * s
 
@@ -105,12 +106,12 @@ def rotated(states: Tensor) -> Tensor:
 def make_pool(name: str, cache: Path | None) -> Pool:
     states = compute_states(name, cache)
     return Pool(
-        rotated(states["states"]), rotated(states["pstates"]), states["labels"], states["prompts"]
+        rotate(states["states"]), rotate(states["pstates"]), states["labels"], states["prompts"]
     )
 
 
 def predict(pool: Pool, rows: Sequence[int], included: Tensor) -> Tensor:
-    """Probabilities [n, k] of k regressions. included[len(rows), k]: weights of the rows."""
+    """Probabilities [n, k] of k logistic regressions. included [len(rows), k]: row weights."""
     labels = torch.tensor([pool.labels[i] for i in rows], dtype=torch.float64)
     weights, biases = fit_logistic(pool.answers[list(rows)], labels, included, C_STATES)
     return torch.sigmoid(pool.answers @ weights + biases)
@@ -121,7 +122,7 @@ def ones(rows: Sequence[int]) -> Tensor:
 
 
 Order = Callable[[Pool, list[int], list[int], random.Random], list[int]]
-"""The next rows to label, of those that are not labelled yet."""
+"""Returns the next rows to label. Arguments: pool, labelled rows, other rows, generator."""
 
 
 def by_chance(_: Pool, labelled: list[int], others: list[int], rng: random.Random) -> list[int]:
@@ -145,8 +146,8 @@ def by_disagreement(
 
 
 def by_distance(states: Tensor, labelled: list[int], others: list[int]) -> list[int]:
-    places = farthest_first(states[[*labelled, *others]], len(labelled), STEP)
-    return [others[place] for place in places]
+    positions = farthest_first(states[[*labelled, *others]], len(labelled), STEP)
+    return [others[position] for position in positions]
 
 
 ORDERS: dict[str, Order] = {
@@ -159,7 +160,7 @@ ORDERS: dict[str, Order] = {
 
 
 def curve(pool: Pool, order: Order, seed: int, last: int) -> list[float]:
-    """The held-out AUC after each step, up to ``last`` labels."""
+    """Held-out AUC after FIRST, FIRST + STEP, ... ``last`` labels."""
     rng = random.Random(seed)
     prompts = sorted(set(pool.groups))
     rng.shuffle(prompts)
@@ -181,7 +182,9 @@ def curve(pool: Pool, order: Order, seed: int, last: int) -> list[float]:
 
 
 def labels_for(means: Sequence[float], target: float) -> float:
-    """Labels after which a mean curve reaches a value, interpolated; all if it does not."""
+    """Interpolated number of labels at which a mean curve reaches a value; all labels if it does
+    not.
+    """
     for step, value in enumerate(means):
         if value >= target:
             if step == 0:
@@ -195,17 +198,18 @@ Curves = Sequence[Sequence[float]]
 
 
 def saved(curves: Curves, others: Curves, at: int) -> float:
-    """Fewer labels than the ``at`` with which random order (``others``) reaches its AUC."""
+    """Labels that an order saves to reach the AUC of random order (``others``) at ``at``."""
     means, random_means = ([fmean(step) for step in zip(*curve_set, strict=True)]
                            for curve_set in (curves, others))  # fmt: skip
     return at - labels_for(means, random_means[(at - FIRST) // STEP])
 
 
 def saved_interval(curves: Curves, others: Curves, at: int) -> tuple[float, float]:
+    """Bootstrap interval (95 %) of ``saved`` over seeds."""
     rng, values = random.Random(0), list[float]()
     for _ in range(200):
-        places = rng.choices(range(len(curves)), k=len(curves))
-        values.append(saved([curves[i] for i in places], [others[i] for i in places], at))
+        indices = rng.choices(range(len(curves)), k=len(curves))
+        values.append(saved([curves[i] for i in indices], [others[i] for i in indices], at))
     return quantile(values, 0.025), quantile(values, 0.975)
 
 
@@ -222,17 +226,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pool = make_pool(name, options.cache)
         seeds = range(8 if options.quick else options.seeds)
         at, last = AT[name], LAST[name]
-        shown = (FIRST, (FIRST + at) // 2, at, last)
-        numbers = ", ".join(map(str, shown))
+        label_counts = (FIRST, (FIRST + at) // 2, at, last)
+        numbers = ", ".join(map(str, label_counts))
         print(f"{name}: {len(pool.labels)} rows, {len(seeds)} seeds; AUC after {numbers} labels")
         curves = {
-            way: [curve(pool, order, seed, last) for seed in seeds] for way, order in ORDERS.items()
+            order_name: [curve(pool, order, seed, last) for seed in seeds]
+            for order_name, order in ORDERS.items()
         }
         baseline = curves["random"]
-        for way, values in curves.items():
-            aucs = [fmean(curve[(n - FIRST) // STEP] for curve in values) for n in shown]
-            line = f"{way:<13}" + " ".join(f"{value:.3f}" for value in aucs)
-            if way != "random":
+        for order_name, values in curves.items():
+            aucs = [fmean(curve[(n - FIRST) // STEP] for curve in values) for n in label_counts]
+            line = f"{order_name:<13}" + " ".join(f"{value:.3f}" for value in aucs)
+            if order_name != "random":
                 differences = [
                     one[(at - FIRST) // STEP] - other[(at - FIRST) // STEP]
                     for one, other in zip(values, baseline, strict=True)
@@ -243,11 +248,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"  at {at}: {difference:+.3f} [{low:+.3f}, {high:+.3f}]"
                     f"  saved {saved(values, baseline, at):.0f} [{first:.0f}, {end:.0f}]"
                 )
-                if way == "margin":
-                    figures.append((f"{way} {name} {difference:+.3f}>={BAR:g}", difference >= BAR))
+                if order_name == "margin":
+                    figures.append(
+                        (f"{order_name} {name} {difference:+.3f}>={BAR:g}", difference >= BAR)
+                    )
             print(line, flush=True)
-    print("; ".join(f"{label} {'held' if held else 'short'}" for label, held in figures))
-    return 0 if all(held for _, held in figures) else 1
+    print(
+        "; ".join(f"{label} {'held' if is_reached else 'short'}" for label, is_reached in figures)
+    )
+    return 0 if all(is_reached for _, is_reached in figures) else 1
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.step import THREADS
 from benchmarks.step.cases import SMALL
+from benchmarks.step.inputs import save_models
 from benchmarks.step.memory import peak_above_idle
-from benchmarks.step.stage import save_models
 from valence.batching.micro_batches import make_micro_batch
 from valence.lifecycle.models import best_device
 from valence.models.build import build_policy, load_model
@@ -33,15 +33,17 @@ from valence.types import MicroBatch, Origin, TokenizedCompletion, TokenizedExam
 
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 ANSWERS = (1, 2, 4, 8, 16, 32, 64)
-SLOWER, LARGER, DEARER = 0.8, 1.3, 1.3
-"""Minimum speed of the largest size relative to 4k tokens; maximum memory per token relative to 4k
-tokens; maximum time per distinct token with many answers relative to one.
+MIN_SPEED, MAX_MEMORY, MAX_SECONDS = 0.8, 1.3, 1.3
+"""Minimum speed, and maximum memory per token, of the largest size relative to 4k tokens; maximum
+time per distinct token with many answers relative to one.
 """
 
 
 def micro_batch(
     prompt: int, answer: int, prompts: int, answers: int, draw: random.Random, device: torch.device
 ) -> MicroBatch:
+    """Random tokens: ``prompts`` prompts with ``answers`` answers each. prompt, answer: lengths."""
+
     def ids(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, SMALL.vocabulary) for _ in range(count))
 
@@ -61,57 +63,57 @@ def micro_batch(
     return make_micro_batch(units, device=device)
 
 
-def measured(engine: PolicyModel, batch: MicroBatch, repeats: int) -> tuple[float, float]:
+def measure(engine: PolicyModel, batch: MicroBatch, repeats: int) -> tuple[float, float]:
     """Median seconds, and peak memory above idle (MB) without the gradients of the weights, of a
     forward and backward pass.
     """
 
     def step() -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         engine(batch).logp.sum().backward()
         if engine.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
-    step()  # compiles, and maps memory
+    step()  # compiles, and allocates memory
     seconds, peak = peak_above_idle(step, engine.device)
     return median([seconds, *(step() for _ in range(repeats - 1))]), peak
 
 
 def sizes(engine: PolicyModel, largest: int, repeats: int) -> list[tuple[int, float, float]]:
-    """Tokens, tokens per second, and bytes of memory per token."""
+    """Measure micro-batches of increasing size: tokens, tokens per second, bytes per token."""
     print(f"{'tokens':>8}{'seconds':>9}{'tokens/s':>10}{'peak MB':>9}{'kB/token':>10}", flush=True)
-    points: list[tuple[int, float, float]] = []
+    results: list[tuple[int, float, float]] = []
     for tokens in (size for size in SIZES if size <= largest):
         batch = micro_batch(256, 256, tokens // 512, 1, random.Random(tokens), engine.device)
-        seconds, peak = measured(engine, batch, repeats)
-        points.append((tokens, tokens / seconds, peak * 1e6 / tokens))
+        seconds, peak = measure(engine, batch, repeats)
+        results.append((tokens, tokens / seconds, peak * 1e6 / tokens))
         print(
             f"{tokens:8}{seconds:9.2f}{tokens / seconds:10.0f}{peak:9.0f}"
             f"{peak * 1e3 / tokens:10.1f}",
             flush=True,
         )
-    return points
+    return results
 
 
 def many_answers(engine: PolicyModel, max_answers: int, repeats: int) -> list[tuple[int, float]]:
-    """Answers, and seconds per distinct token."""
+    """Measure one prompt with many answers: number of answers, seconds per distinct token."""
     print(
         f"\n{'answers':>8}{'tokens':>9}{'unshared':>9}{'seconds':>9}{'tokens/s':>10}{'unshared/s':>12}",
         flush=True,
     )
-    points: list[tuple[int, float]] = []
+    results: list[tuple[int, float]] = []
     for answers in (count for count in ANSWERS if count <= max_answers):
         batch = micro_batch(512, 64, 1, answers, random.Random(answers), engine.device)
-        seconds, _ = measured(engine, batch, repeats)
-        laid, unshared = len(batch.tokens), answers * (512 + 64)
-        points.append((answers, seconds / laid))
+        seconds, _ = measure(engine, batch, repeats)
+        distinct, unshared = len(batch.tokens), answers * (512 + 64)
+        results.append((answers, seconds / distinct))
         print(
-            f"{answers:8}{laid:9}{unshared:9}{seconds:9.3f}"
-            f"{laid / seconds:10.0f}{unshared / seconds:12.0f}",
+            f"{answers:8}{distinct:9}{unshared:9}{seconds:9.3f}"
+            f"{distinct / seconds:10.0f}{unshared / seconds:12.0f}",
             flush=True,
         )
-    return points
+    return results
 
 
 def main() -> int:
@@ -131,21 +133,21 @@ def main() -> int:
     by_answers = many_answers(engine, 16 if quick else ANSWERS[-1], 5)
     rate, memory = next((rate, memory) for tokens, rate, memory in by_size if tokens == 4096)
     figures = [
-        ("speed", by_size[-1][1] / rate, SLOWER, by_size[-1][1] / rate >= SLOWER),
-        ("memory", by_size[-1][2] / memory, LARGER, by_size[-1][2] / memory <= LARGER),
+        ("speed", by_size[-1][1] / rate, MIN_SPEED, by_size[-1][1] / rate >= MIN_SPEED),
+        ("memory", by_size[-1][2] / memory, MAX_MEMORY, by_size[-1][2] / memory <= MAX_MEMORY),
         (
             "answers",
             by_answers[-1][1] / by_answers[0][1],
-            DEARER,
-            by_answers[-1][1] / by_answers[0][1] <= DEARER,
+            MAX_SECONDS,
+            by_answers[-1][1] / by_answers[0][1] <= MAX_SECONDS,
         ),
     ]
     summary = " ".join(
-        f"{name} {value:.2f} (bar {bar:g}) {'held' if held else 'short'}"
-        for name, value, bar, held in figures
+        f"{name} {value:.2f} (bar {bar:g}) {'held' if is_within_bar else 'short'}"
+        for name, value, bar, is_within_bar in figures
     )
     print(f"\n{summary}")
-    return 0 if all(held for *_, held in figures) else 1
+    return 0 if all(is_within_bar for *_, is_within_bar in figures) else 1
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.step import THREADS
 from benchmarks.step.cases import SMALL_STEPS, TINY, Case, Lengths, Shape
-from benchmarks.step.measure import FULL, QUICK, Result, exact, measured
+from benchmarks.step.inputs import Models, save_models
+from benchmarks.step.measure import FULL, QUICK, Result, exact, measure
 from benchmarks.step.peer import Peer
 from benchmarks.step.preparation import measure_all
 from benchmarks.step.report import table, verdict
-from benchmarks.step.stage import Models, save_models
 
 EXACT_BAR = 1e-4
 
@@ -39,9 +39,9 @@ def compare(cases: tuple[Case, ...], peer: Peer | None, scratch: Path, *, quick:
     @cache
     def models(shape: Shape, lora: bool) -> Models:
         folder = scratch / f"{shape.name} {lora}"
-        # in float32 every part of a loss should count
-        far = {"scale": 3.0, "noise": 0.3} if shape is TINY else {}
-        return save_models(shape, folder, lora=lora, **far)
+        # large weights, so that every term of a loss affects the result
+        difference = {"scale": 3.0, "noise": 0.3} if shape is TINY else {}
+        return save_models(shape, folder, lora=lora, **difference)
 
     def models_of(case: Case) -> Models:
         return models(case.shape, case.lora)
@@ -52,9 +52,9 @@ def compare(cases: tuple[Case, ...], peer: Peer | None, scratch: Path, *, quick:
         if results is None:
             return 1
     preparations = measure_all((*cases, SMALL_STEPS), models_of, scratch / "prepared", quick=quick)
-    line, held = verdict(results, preparations)
+    line, is_reached = verdict(results, preparations)
     print(f"\n{line}")
-    return 0 if held else 1
+    return 0 if is_reached else 1
 
 
 def compare_with_peer(
@@ -68,17 +68,17 @@ def compare_with_peer(
     """Print every case's table as it finishes. None: the sides do not compute the same."""
     versions = ", ".join(f"{name} {version}" for name, version in peer.ask("versions").items())
     print(f"TRL's environment: {versions}; {THREADS} threads on both sides", flush=True)
-    far, where = exact(tuple(map(small, cases)), models_of, peer, scratch / "exact")
+    difference, worst_case = exact(tuple(map(small, cases)), models_of, peer, scratch / "exact")
     print(
-        f"float32, small model: losses and gradient norms agree to {far:.0e} (bar "
-        f"{EXACT_BAR:.0e}; {where})",
+        f"float32, small model: losses and gradient norms agree to {difference:.0e} (bar "
+        f"{EXACT_BAR:.0e}; {worst_case})",
         flush=True,
     )
-    if not far <= EXACT_BAR:
+    if not difference <= EXACT_BAR:
         print("no times, because the sides do not compute the same. short")
         return None
     plan, results = QUICK if quick else FULL, list[Result]()
     for case in cases:
-        results.append(measured(case, models_of(case), peer, scratch / "values", plan))
+        results.append(measure(case, models_of(case), peer, scratch / "values", plan))
         print(table(results[-1]), flush=True)
     return results

@@ -22,8 +22,8 @@ from benchmarks.step.valence_side import mismatched
 from valence.types import TokenizedExample
 
 REPEATS = 2
-GRAIN = 128  # tokens: rates are measured at multiples of it
-RANK = 16  # of an adapter
+GRAIN = 128  # rates are measured for multiples of this number of tokens
+RANK = 16  # rank of the adapter
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def floor(case: Case, units: list[TokenizedExample]) -> float:
 
 
 def work_of(case: Case, units: list[TokenizedExample]) -> Work:
+    """Count the necessary work of a step."""
     prompts = {unit.prompt_ids for unit in units}
     answers = [(len(unit.prompt_ids), len(answer.ids)) for unit in units for answer in unit.answers]
     extra = (
@@ -140,10 +141,11 @@ def _rounded(tokens: int) -> int:
 
 
 def _seconds(call: Callable[[], Tensor]) -> float:
+    """Minimum seconds of a call, after a warm-up call."""
     call()
     times = []
     for _ in range(REPEATS):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         call()
-        times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - start)
     return min(times)

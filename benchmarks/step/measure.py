@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.step.cases import Case
 from benchmarks.step.floor import floor
+from benchmarks.step.inputs import MAX_LENGTH, Models, draw_sets, padded_tokens
 from benchmarks.step.peer import Peer
-from benchmarks.step.stage import MAX_LENGTH, Models, draw_sets, padded_tokens
 from benchmarks.step.valence_side import Figures, ValenceSide, unshared
 from valence.types import TokenizedExample
 
@@ -22,13 +22,13 @@ TOLERANCE = 2e-2
 """Relative tolerance of losses and gradient norms in bfloat16: several times the difference of TRL
 between two precisions.
 """
-PROBES = 2  # steps that decide which way is the fastest
+NUM_PROBES = 2  # timed steps of each variant, to select the fastest
 # TRL at its defaults is timed once, on the largest set only: its step takes as long as ten others
 DEFAULTS_SETS = 1
-FEWEST_PROMPTS = 2  # of all sets together, so that lengths vary
+FEWEST_PROMPTS = 2  # in all sets together, so that lengths vary
 
 
-class Way(NamedTuple):
+class TrlVariant(NamedTuple):
     """TRL's precision: "mixed" (float32 weights under autocast, its default), "bfloat16" (also the
     weights) or "float32". compiled: its layers are compiled with torch.compile.
     """
@@ -41,7 +41,7 @@ class Way(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Over rounds."""
+    """Median and range over rounds."""
 
     median: float
     low: float
@@ -53,13 +53,13 @@ class Spread(NamedTuple):
 
 
 class Steps(Protocol):
-    """Something that runs the step of a set of rows."""
+    """A side that runs the step of row set ``number``, and measures its time or its peak memory."""
 
     def step(self, number: int, *, memory: bool = False) -> Figures: ...
 
 
 @dataclass(frozen=True)
-class Theirs:
+class TrlSession:
     """A session of TRL's process."""
 
     peer: Peer
@@ -84,18 +84,20 @@ class Floor:
 
 @dataclass(frozen=True)
 class Plan:
-    """The amount of measurements. steps: minimum number of timed steps of each side. ways: the
-    candidates for TRL's fastest configuration. all_sides: also TRL with compiled layers and at its
-    defaults, and memory with and without activation checkpointing.
+    """The number of measurements.
+
+    sets: number of row sets. steps: minimum number of timed steps per side. all_sides: also measure
+    TRL with compiled layers, TRL at its defaults, and memory with and without activation
+    checkpointing. variants: candidates for TRL's fastest configuration.
     """
 
     sets: int
     steps: int
     all_sides: bool
-    ways: tuple[Way, ...]
+    variants: tuple[TrlVariant, ...]
 
-    def drawn(self, case: Case) -> list[list[TokenizedExample]]:
-        """The rows of the case's steps, those that take the most memory first."""
+    def draw_rows(self, case: Case) -> list[list[TokenizedExample]]:
+        """The row sets of a case, with the largest padded size first."""
         return sorted(
             draw_sets(case, max(self.sets, FEWEST_PROMPTS // case.prompts)),
             key=padded_tokens,
@@ -103,14 +105,16 @@ class Plan:
         )
 
 
-# In quick runs only the precision that full ones find the faster.
-QUICK = Plan(sets=1, steps=2, all_sides=False, ways=(Way("bfloat16"),))
-FULL = Plan(sets=2, steps=8, all_sides=True, ways=(Way("mixed"), Way("bfloat16")))
+# Quick runs use the precision that is faster in full runs.
+QUICK = Plan(sets=1, steps=2, all_sides=False, variants=(TrlVariant("bfloat16"),))
+FULL = Plan(sets=2, steps=8, all_sides=True, variants=(TrlVariant("mixed"), TrlVariant("bfloat16")))
 
 
 @dataclass
 class Side:
-    """What one side was measured to take. seconds[round][set]; peaks in MB above idle."""
+    """Measurements of one side. seconds[round][set]; peak, checkpointed: peak memory (MB above
+    idle) without and with activation checkpointing.
+    """
 
     name: str
     seconds: list[list[float]] = field(default_factory=list[list[float]])
@@ -125,71 +129,73 @@ class Side:
 class Result:
     """A case's figures.
 
-    ``differ``: why no time is to be believed; empty when both sides did the same. left_out: TRL's
+    ``differ``: why no time is to be believed; empty when both sides did the same. excluded: TRL's
     ways that round themselves away from the others, which are shown in their place; each with what
     it said.
     """
 
     case: Case
-    way: Way
+    variant: TrlVariant
     ours: Side
     others: dict[str, Side]
     floor: Side = field(default_factory=lambda: Side("floor"))
     agreement: float = 0.0
-    differ: str = ""
-    left_out: list[str] = field(default_factory=list[str])
+    disagreement: str = ""
+    excluded: list[str] = field(default_factory=list[str])
 
     def ratio(self, name: str) -> Spread:
-        """How many times as long as Valence another side takes for the same rows."""
+        """Time of another side divided by Valence's time for the same row sets."""
         other = self.others[name]
         pairs = zip(self.ours.seconds, other.seconds, strict=False)
         return Spread.of([sum(theirs) / sum(mine[: len(theirs)]) for mine, theirs in pairs])
 
     def share(self, side: Side) -> float:
-        """How much of what a side took was the floor of the same round."""
+        """Median of the minimum time divided by a side's time in the same round."""
         pairs = zip(self.floor.seconds, side.seconds, strict=True)
         return median(sum(floor_seconds) / sum(seconds) for floor_seconds, seconds in pairs)
 
     def memory(self, side: str) -> float | None:
-        """Valence's peak over that of TRL at its best. which: peak or checkpointed."""
+        """Valence's memory divided by TRL's in its fastest configuration. side: "peak" or
+        "checkpointed".
+        """
         mine, theirs = getattr(self.ours, side), getattr(self.others["best"], side)
         return mine / theirs if mine and theirs else None
 
 
-def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) -> Result:
-    """All figures of one case."""
-    # it counts the programs of all models of a process, and gives up at the eighth
+def measure(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) -> Result:
+    """Measure one case on all sides."""
+    # torch.compile limits the number of programs per process, over all models
     torch.compiler.reset()
-    sets = plan.drawn(case)
-    mine = ValenceSide(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
-    peer.ask("rows", sets=[mine.rows(number) for number in range(len(sets))])
-    wanted = [mine.step(number) for number in range(len(sets))]  # this also compiles
-    way, best, left_out = fastest(peer, case, models, plan.ways, wanted)
-    sides: dict[str, Steps] = {"ours": mine, "floor": Floor(case, sets), "best": best}
+    sets = plan.draw_rows(case)
+    valence = ValenceSide(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
+    peer.ask("rows", sets=[valence.rows(number) for number in range(len(sets))])
+    expected = [valence.step(number) for number in range(len(sets))]  # this also compiles
+    variant, best, excluded = fastest(peer, case, models, plan.variants, expected)
+    sides: dict[str, Steps] = {"ours": valence, "floor": Floor(case, sets), "best": best}
     result = Result(
-        case, way, Side("Valence"), {"best": Side(f"TRL best ({way})")}, left_out=left_out
+        case, variant, Side("Valence"), {"best": Side(f"TRL best ({variant})")}, excluded=excluded
     )
     # Bars are held against TRL without a compiler, as they were set; with one, which PyTorch's
     # needs, it is shown beside.
     if plan.all_sides and shutil.which("g++"):
-        compiled = way._replace(compiled=True)
+        compiled = variant._replace(compiled=True)
         sides["compiled"] = load(peer, "compiled", case, models, compiled)
         result.others["compiled"] = Side(f"TRL best ({compiled})")
     if plan.all_sides:
-        sides["defaults"] = load(peer, "defaults", case, models, Way("mixed"), best=False)
+        sides["defaults"] = load(peer, "defaults", case, models, TrlVariant("mixed"), best=False)
         result.others["defaults"] = Side("TRL defaults")
     if case.without_sharing:
-        split = [unshared(units) for units in sets]
-        sides["apart"] = alone = ValenceSide(
-            case, models, split, cache, dtype=torch.bfloat16, checkpointing=False
+        unshared_sets = [unshared(units) for units in sets]
+        sides["unshared"] = unshared_side = ValenceSide(
+            case, models, unshared_sets, cache, dtype=torch.bfloat16, checkpointing=False
         )
         for number in range(len(sets)):
-            alone.rows(number)
-        result.others["apart"] = Side("Valence, nothing shared")
-    agree(result, wanted, sides)
-    if result.differ:
+            unshared_side.rows(number)
+        result.others["unshared"] = Side("Valence, nothing shared")
+    check_agreement(result, expected, sides)
+    if result.disagreement:
         return result
-    times(result, sides, plan.steps // len(sets), len(sets))
+    time_rounds(result, sides, plan.steps // len(sets), len(sets))
     for name, steps in sides.items() if plan.all_sides else ():
         if name not in ("floor", "defaults"):
             (result.ours if name == "ours" else result.others[name]).peak = steps.step(
@@ -197,12 +203,14 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
             ).peak
     if plan.all_sides:
         torch.compiler.reset()
-        saving = ValenceSide(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=True)
-        result.ours.checkpointed = warm_peak(saving)
-        saving_too = load(
-            peer, "checkpointed", case, models, Way(way.precision), checkpointing=True
+        valence_checkpointed = ValenceSide(
+            case, models, sets, cache, dtype=torch.bfloat16, checkpointing=True
         )
-        result.others["best"].checkpointed = warm_peak(saving_too)
+        result.ours.checkpointed = warm_peak(valence_checkpointed)
+        trl_checkpointed = load(
+            peer, "checkpointed", case, models, TrlVariant(variant.precision), checkpointing=True
+        )
+        result.others["best"].checkpointed = warm_peak(trl_checkpointed)
     return result
 
 
@@ -211,12 +219,12 @@ def load(
     name: str,
     case: Case,
     models: Models,
-    way: Way,
+    variant: TrlVariant,
     *,
     best: bool = True,
     checkpointing: bool = False,
-) -> Theirs:
-    """A session of TRL in one configuration."""
+) -> TrlSession:
+    """Start a session of TRL in one configuration."""
     peer.ask(
         "load",
         name=name,
@@ -224,47 +232,55 @@ def load(
         best=best,
         checkpointing=checkpointing,
         max_length=MAX_LENGTH,
-        **way._asdict(),
+        **variant._asdict(),
         policy=str(models.trained(case)),
         reference=str(models.reference),
         adapter=str(models.adapter) if models.adapter else None,
     )
-    return Theirs(peer, name)
+    return TrlSession(peer, name)
 
 
 def fastest(
-    peer: Peer, case: Case, models: Models, ways: tuple[Way, ...], wanted: list[Figures]
-) -> tuple[Way, Theirs, list[str]]:
+    peer: Peer,
+    case: Case,
+    models: Models,
+    variants: tuple[TrlVariant, ...],
+    expected: list[Figures],
+) -> tuple[TrlVariant, TrlSession, list[str]]:
     """The way in which TRL at its best is the fastest here, with its session; the others are let
     go. A way whose rounding leads it away from Valence's figures ``wanted`` of each set is left
     out, and named with what it says, if another does not.
     """
-    sessions = {way: load(peer, str(way), case, models, way) for way in ways}
-    if len(ways) == 1:  # whether it agrees is asked later
-        return ways[0], sessions[ways[0]], []
-    differ = {
-        way: disagreement(wanted, [session.step(k) for k in range(len(wanted))])
-        for way, session in sessions.items()
+    sessions = {variant: load(peer, str(variant), case, models, variant) for variant in variants}
+    if len(variants) == 1:  # whether it agrees is asked later
+        return variants[0], sessions[variants[0]], []
+    disagreements = {
+        variant: disagreement(expected, [session.step(k) for k in range(len(expected))])
+        for variant, session in sessions.items()
     }
-    good = [way for way in ways if not differ[way]] or list(ways)
-    seconds = dict.fromkeys(good, float("inf"))
-    for _ in range(PROBES):
-        for way in good:
-            seconds[way] = min(seconds[way], sessions[way].step(0).seconds)
-    fastest = min(good, key=lambda way: seconds[way])
-    for way in ways:
-        if way != fastest:
-            peer.ask("drop", name=str(way))
+    candidates = [variant for variant in variants if not disagreements[variant]] or list(variants)
+    seconds = dict.fromkeys(candidates, float("inf"))
+    for _ in range(NUM_PROBES):
+        for variant in candidates:
+            seconds[variant] = min(seconds[variant], sessions[variant].step(0).seconds)
+    fastest = min(candidates, key=lambda variant: seconds[variant])
+    for variant in variants:
+        if variant != fastest:
+            peer.ask("drop", name=str(variant))
     return (
         fastest,
         sessions[fastest],
-        [f"TRL best ({way}), {differ[way]}" for way in ways if way not in good],
+        [
+            f"TRL best ({variant}), {disagreements[variant]}"
+            for variant in variants
+            if variant not in candidates
+        ],
     )
 
 
 def disagreement(mine: list[Figures], other: list[Figures], first: int = 0) -> str:
-    """Where losses or gradient norms of two sides are further apart than rounding, on sets from
-    ``first`` on; empty if they are not.
+    """Losses and gradient norms of two sides that differ by more than TOLERANCE, as text; empty if
+    none does. first: number of the first set.
     """
     return "; ".join(
         f"set {number}: {quantity} {getattr(one, quantity):.6g} and {getattr(two, quantity):.6g}"
@@ -275,16 +291,17 @@ def disagreement(mine: list[Figures], other: list[Figures], first: int = 0) -> s
 
 
 def relative(one: float, other: float) -> float:
+    """Relative difference."""
     return abs(one - other) / max(abs(one), abs(other), 1e-9)
 
 
-def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps]) -> None:
+def check_agreement(result: Result, expected: list[Figures], sides: dict[str, Steps]) -> None:
     """Notes how far losses and gradient norms are from Valence's ``wanted``, on every set.
 
     This also warms every side up. TRL with compiled layers, on which no bar is set, is left out
     where its programs round it elsewhere than TRL without them.
     """
-    for number, mine in enumerate(wanted):
+    for number, mine in enumerate(expected):
         for name in ("best", "compiled", "defaults"):
             if name not in sides or (name == "defaults" and number >= DEFAULTS_SETS):
                 continue
@@ -293,7 +310,7 @@ def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps]) -> Non
                 result.others[name].checkpointed = other.peak
             why = disagreement([mine], [other], number)
             if why and name == "compiled":
-                result.left_out.append(f"{result.others.pop(name).name}, {why}")
+                result.excluded.append(f"{result.others.pop(name).name}, {why}")
                 del sides[name]
                 continue
             far = max(
@@ -302,13 +319,13 @@ def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps]) -> Non
             )
             result.agreement = max(result.agreement, far)
             if why:
-                result.differ += f"{result.others[name].name}, {why}; "
-        if "apart" in sides:
-            sides["apart"].step(number)
+                result.disagreement += f"{result.others[name].name}, {why}; "
+        if "unshared" in sides:
+            sides["unshared"].step(number)
 
 
-def times(result: Result, sides: dict[str, Steps], rounds: int, sets: int) -> None:
-    """The rounds. In every other one the sides come in the opposite order."""
+def time_rounds(result: Result, sides: dict[str, Steps], rounds: int, sets: int) -> None:
+    """Time all sides in each round. The order of the sides alternates."""
     of = {"ours": result.ours, "floor": result.floor, **result.others}
     for turn in range(rounds):
         durations: dict[str, list[float]] = {name: [] for name in sides}
@@ -322,7 +339,7 @@ def times(result: Result, sides: dict[str, Steps], rounds: int, sets: int) -> No
 
 
 def warm_peak(steps: Steps) -> float:
-    """Peak memory (MB above idle) of the largest step, behind another of its size."""
+    """Peak memory (MB above idle) of the largest step, after a warm-up step of the same size."""
     steps.step(0)
     return steps.step(0, memory=True).peak
 
@@ -330,23 +347,23 @@ def warm_peak(steps: Steps) -> float:
 def exact(
     cases: tuple[Case, ...], models_of: Callable[[Case], Models], peer: Peer, cache: Path
 ) -> tuple[float, str]:
-    """Both sides in float32 on a small model: the largest relative difference of a loss or gradient
-    norm, and where it was.
+    """Largest relative difference of a loss or gradient norm in float32 on small models, and its
+    case.
     """
-    worst, where = 0.0, ""
+    worst, worst_case = 0.0, ""
     for case in cases:
         models = models_of(case)
-        mine = ValenceSide(
+        valence = ValenceSide(
             case, models, draw_sets(case, 2), cache, dtype=torch.float32, checkpointing=False
         )
-        peer.ask("rows", sets=[mine.rows(number) for number in range(2)])
+        peer.ask("rows", sets=[valence.rows(number) for number in range(2)])
         for best in (True, False):
-            session = load(peer, "small", case, models, Way("float32"), best=best)
+            session = load(peer, "small", case, models, TrlVariant("float32"), best=best)
             for number in range(2):
-                ours, theirs = mine.step(number), session.step(number)
-                far = max(
+                ours, theirs = valence.step(number), session.step(number)
+                difference = max(
                     relative(ours.loss, theirs.loss), relative(ours.grad_norm, theirs.grad_norm)
                 )
-                if not far <= worst:
-                    worst, where = far, f"{case.name}, {'best' if best else 'defaults'}"
-    return worst, where
+                if not difference <= worst:
+                    worst, worst_case = difference, f"{case.name}, {'best' if best else 'defaults'}"
+    return worst, worst_case

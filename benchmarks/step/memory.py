@@ -30,7 +30,7 @@ def peak_above_idle(
         idle = torch.cuda.memory_allocated(device)
         result = call()
         return result, (torch.cuda.max_memory_allocated(device) - idle) / 1e6
-    # what the allocator keeps from earlier steps would hide a peak
+    # memory that the allocator caches from earlier steps would hide a peak
     ctypes.CDLL(None).malloc_trim(0)
     RESET.write_text("5")
     idle = _status("VmRSS")

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.peers import ROOT, surroundings
+from benchmarks.peers import ROOT, peer_environment
 
 PATIENCE = 10.0  # seconds for the process to end once its input has
 
 
 class Peer:
-    """TRL's process, started at once and kept until the block ends."""
+    """TRL's process. It runs until the end of the ``with`` block."""
 
     def __init__(self, python: Path, log: Path) -> None:
         self.log = log
@@ -23,7 +23,7 @@ class Peer:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=surroundings(),
+                env=peer_environment(),
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -31,14 +31,16 @@ class Peer:
             )
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Raises RuntimeError with what the process said when it fails or ends."""
+        """Send a command and return the reply. Raises RuntimeError with the process's output if it
+        fails.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, which the empty line below says
+            pass  # the process has ended, so the reply is empty
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait(PATIENCE)

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from benchmarks.step.cases import WAITING_BAR, Case
-from benchmarks.step.stage import Models, draw_sets
+from benchmarks.step.inputs import Models, draw_sets
 from benchmarks.step.valence_side import StepTimes, ValenceSide
 
 NUM_SETS = 2

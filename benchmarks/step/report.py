@@ -30,11 +30,16 @@ class Figure:
     is_minimum: bool = True
 
     @property
-    def held(self) -> bool:
+    def is_reached(self) -> bool:
+        """Whether the value reaches the bar."""
         return self.value >= self.bar if self.is_minimum else self.value <= self.bar
 
     def __str__(self) -> str:
-        sign = (">=" if self.held else "<") if self.is_minimum else ("<=" if self.held else ">")
+        sign = (
+            (">=" if self.is_reached else "<")
+            if self.is_minimum
+            else ("<=" if self.is_reached else ">")
+        )
         return f"{self.name} {self.value:.2f}{sign}{self.bar:g}"
 
 
@@ -45,21 +50,23 @@ def table(result: Result) -> str:
         f"\n{case.name}: {case.prompts} prompts x {case.answers} completions, "
         f"{case.shape.name} model"
     )
-    if result.differ:
-        return f"{title}\n  no times, because the sides do not compute the same: {result.differ}"
+    if result.disagreement:
+        return (
+            f"{title}\n  no times, because the sides do not compute the same: {result.disagreement}"
+        )
     lines = [
         f"{title}; losses and gradient norms agree to {result.agreement:.0e}",
         HEAD,
         _line(result, result.ours, None),
     ]
     lines += [_line(result, side, result.ratio(name)) for name, side in result.others.items()]
-    lines += [f"  excluded, differs by rounding: {why}" for why in result.left_out]
+    lines += [f"  excluded, differs by rounding: {reason}" for reason in result.excluded]
     return "\n".join(lines)
 
 
 def _line(result: Result, side: Side, ratio: Spread | None) -> str:
     step = side.per_step()
-    faster = f"{ratio.median:14.2f} {_range(ratio)}" if ratio else " " * 29
+    ratio_text = f"{ratio.median:14.2f} {_range(ratio)}" if ratio else " " * 29
     # The minimum time is that of all sets, so sides that ran only some of them have no share.
     share = (
         f"{result.share(side):9.2f}"
@@ -67,7 +74,7 @@ def _line(result: Result, side: Side, ratio: Spread | None) -> str:
         else f"{'':9}"
     )
     peaks = f"{_megabytes(side.peak):>9}{_megabytes(side.checkpointed):>11}"
-    return f"  {side.name:30}{step.median:8.3f} {_range(step)}{faster}{share}{peaks}"
+    return f"  {side.name:30}{step.median:8.3f} {_range(step)}{ratio_text}{share}{peaks}"
 
 
 def _megabytes(peak: float | None) -> str:
@@ -81,24 +88,24 @@ def _range(spread: Spread) -> str:
 def figures(results: list[Result], preparations: list[Preparation]) -> list[Figure]:
     """Every figure with a bar. A case whose sides differ has a ratio of zero."""
     figures = [
-        Figure(r.case.name, 0.0 if r.differ else r.ratio("best").median, r.case.bar)
+        Figure(r.case.name, 0.0 if r.disagreement else r.ratio("best").median, r.case.bar)
         for r in results
         if r.case.bar
     ]
-    good = [r for r in results if r.case.bar and not r.differ]
-    if good:
-        figures.append(Figure("floor", min(r.share(r.ours) for r in good), FLOOR_BAR))
-    for name, select, bar in (
+    comparable = [r for r in results if r.case.bar and not r.disagreement]
+    if comparable:
+        figures.append(Figure("floor", min(r.share(r.ours) for r in comparable), FLOOR_BAR))
+    for name, attribute, bar in (
         ("memory", "peak", MEMORY_BAR),
         ("recomputed", "checkpointed", CHECKPOINTED_BAR),
     ):
-        shares = [share for r in good if (share := r.memory(select)) is not None]
+        shares = [share for r in comparable if (share := r.memory(attribute)) is not None]
         if shares:
             figures.append(Figure(name, max(shares), bar, is_minimum=False))
     figures += [
-        Figure("sharing", r.ratio("apart").median, UNSHARED_BAR)
+        Figure("sharing", r.ratio("unshared").median, UNSHARED_BAR)
         for r in results
-        if r.case.without_sharing and not r.differ
+        if r.case.without_sharing and not r.disagreement
     ]
     figures += [
         Figure(
@@ -114,9 +121,14 @@ def figures(results: list[Result], preparations: list[Preparation]) -> list[Figu
 
 def verdict(results: list[Result], preparations: list[Preparation]) -> tuple[str, bool]:
     """The last line, and whether all figures reach their bars."""
-    all_of_them = figures(results, preparations)
-    held = all(figure.held for figure in all_of_them) and not any(
-        result.differ for result in results
+    all_figures = figures(results, preparations)
+    is_reached = all(figure.is_reached for figure in all_figures) and not any(
+        result.disagreement for result in results
     )
-    differ = "".join(f"{result.case.name} differs " for result in results if result.differ)
-    return f"{' '.join(map(str, all_of_them))} {differ}{'held' if held else 'short'}", held
+    disagreement = "".join(
+        f"{result.case.name} differs " for result in results if result.disagreement
+    )
+    return (
+        f"{' '.join(map(str, all_figures))} {disagreement}{'held' if is_reached else 'short'}",
+        is_reached,
+    )

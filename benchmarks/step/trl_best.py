@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, nn
 from trl.trainer import utils
 
-ROWS = 64  # rows of float32 probabilities that exist at once
-UNWATCHED = 1024  # rows of logits that exist at once without a gradient
+ROWS = 64  # rows per block of float32 probabilities
+ROWS_NO_GRAD = 1024  # rows per block of logits in passes without a gradient
 
 
 @contextmanager
 def best() -> Iterator[None]:
     """Replace TRL's head inside the block."""
     with mock.patch.multiple(
-        utils, _use_triton=mock.Mock(return_value=True), _ChunkedLogProbFunction=KeptHead
+        utils,
+        _use_triton=mock.Mock(return_value=True),
+        _ChunkedLogProbFunction=HeadWithSavedProbabilities,
     ):
         yield
 
@@ -45,7 +47,7 @@ def without_needless_mask(backbone: nn.Module) -> None:
     backbone.register_forward_pre_hook(drop, with_kwargs=True)
 
 
-class KeptHead(torch.autograd.Function):
+class HeadWithSavedProbabilities(torch.autograd.Function):
     """log softmax(hidden W')[target]: hidden[N, h], W[V, h], target[N] -> [N].
 
     The signature is that of TRL's function.
@@ -80,15 +82,15 @@ class KeptHead(torch.autograd.Function):
             _normalize(weights, target, logp)
             ctx.save_for_backward(hidden, weight, weights, target)
         else:
-            parts = zip(hidden.split(UNWATCHED), target.split(UNWATCHED), strict=True)
+            blocks = zip(hidden.split(ROWS_NO_GRAD), target.split(ROWS_NO_GRAD), strict=True)
             logp = torch.cat(
-                [_normalize(rows @ weight.t(), wanted, None) for rows, wanted in parts]
+                [_normalize(rows @ weight.t(), targets, None) for rows, targets in blocks]
             )
-        left_out = [torch.zeros_like(logp) for _ in range(3)] + [
+        omitted_outputs = [torch.zeros_like(logp) for _ in range(3)] + [
             torch.zeros_like(logp, dtype=torch.bool)
         ]
-        ctx.mark_non_differentiable(*left_out)
-        return logp, *left_out
+        ctx.mark_non_differentiable(*omitted_outputs)
+        return logp, *omitted_outputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -111,10 +113,10 @@ def _normalize(logits: Tensor, target: Tensor, logp: Tensor | None) -> Tensor:
     Returns the log-probabilities of the targets [N], in ``logp`` if it is not None.
     """
     logp = logits.new_empty(len(logits), dtype=torch.float32) if logp is None else logp
-    for rows, wanted, out in zip(
+    for rows, targets, out in zip(
         logits.split(ROWS), target.split(ROWS), logp.split(ROWS), strict=True
     ):
         probabilities = torch.softmax(rows, -1, dtype=torch.float32)
-        torch.log(probabilities.gather(1, wanted[:, None]).squeeze(1), out=out)
+        torch.log(probabilities.gather(1, targets[:, None]).squeeze(1), out=out)
         rows.copy_(probabilities)
     return logp

@@ -252,7 +252,7 @@ class Worker:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not come between the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     torch.set_num_threads(THREADS)
     disable_progress_bars()
     with tempfile.TemporaryDirectory() as scratch:
@@ -261,7 +261,7 @@ def main() -> None:
             order = json.loads(line)
             try:
                 answer = getattr(worker, order.pop("do"))(**order)
-            except Exception:  # the asking side raises it again
+            except Exception:  # the parent process raises it again
                 answer = {"error": traceback.format_exc()}
             print(json.dumps(answer), file=answers, flush=True)
 

@@ -1,5 +1,6 @@
-"""Valence's side, in this process: ``Objective.run``, which is part of every training step. For
-"grpo" the answers have the log-probabilities and advantages of sampled and scored completions.
+"""Valence's side, which runs in this process: ``Objective.run``, as in every training step.
+
+For "grpo", answers have old log-probabilities and advantages, like scored rollouts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 
 from benchmarks.parity.cases import z0_of_trl
 from benchmarks.step.cases import Case
+from benchmarks.step.inputs import MAX_LENGTH, Models
 from benchmarks.step.memory import peak_above_idle
-from benchmarks.step.stage import MAX_LENGTH, Models
 from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import make_micro_batch
 from valence.distributed.process_group import SingleProcess
@@ -29,9 +30,9 @@ from valence.trainer.prefetch import Prefetcher
 from valence.trainer.step import Objective, StepPlan
 from valence.types import TokenizedExample
 
-BUDGET = 4096  # tokens of a micro-batch: the default of a recipe
+BUDGET = 4096  # tokens of a micro-batch, as in a recipe by default
 SETTINGS: dict[str, dict[str, Any]] = {"kto": z0_of_trl(8)}
-# for the last it is the policy that the completions came from
+# for grpo the reference is the behaviour policy
 WITH_REFERENCE = (
     "kto",
     "dpo",
@@ -41,8 +42,8 @@ WITH_REFERENCE = (
 
 @dataclass(frozen=True)
 class Figures:
-    """One step without an update: what it gave, how long it took (s), and its peak memory above
-    idle (MB; 0: not measured).
+    """One step without an update: loss, gradient norm, time (s), and peak memory above idle (MB; 0
+    if not measured).
     """
 
     loss: float
@@ -53,8 +54,8 @@ class Figures:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of consecutive steps, and those in which the main thread prepared micro-batches or
-    waited for them.
+    """Total seconds of consecutive steps, and seconds in which the main thread prepared
+    micro-batches or waited for them.
     """
 
     waiting: float
@@ -62,7 +63,7 @@ class StepTimes:
 
 
 class ValenceSide:
-    """A policy with its reference's values kept in a folder, and the rows of several steps."""
+    """A policy, a reference with cached values, and the rows of several steps."""
 
     def __init__(
         self,
@@ -77,21 +78,23 @@ class ValenceSide:
         self.case, self.sets = case, sets
         adapter = str(models.adapter) if models.adapter else None
         attributes = ["reward"] if case.is_reward_model else None
-        base = load_model(str(models.trained(case)), dtype=torch.float32, attributes=attributes)
+        model = load_model(str(models.trained(case)), dtype=torch.float32, attributes=attributes)
         self.policy = build_policy(
-            base, dtype=dtype, adapter=adapter, checkpointing="full" if checkpointing else "off"
+            model, dtype=dtype, adapter=adapter, checkpointing="full" if checkpointing else "off"
         )
         if dtype == torch.bfloat16 and not why_not(self.policy.device):
             compile_layers(self.policy)
         self.reference: CachedReference | None = None
         if case.method in WITH_REFERENCE:
-            other = load_model(str(models.reference), dtype=torch.float32)
+            reference_model = load_model(str(models.reference), dtype=torch.float32)
             self.reference = CachedReference(
-                build_reference(self.policy, fresh_adapter=False, model=other, name="reference"),
+                build_reference(
+                    self.policy, fresh_adapter=False, model=reference_model, name="reference"
+                ),
                 cache,
             )
         if case.method == "grpo":
-            self.sets = [[self._judged(unit) for unit in units] for units in sets]
+            self.sets = [[self._with_advantages(unit) for unit in units] for units in sets]
 
     def rows(self, number: int) -> list[dict[str, Any]]:
         """The rows of a step as sent to TRL's side, with the reference's values, which this call
@@ -116,8 +119,8 @@ class ValenceSide:
                 row["mismatched_ref"] = sum(self._values(unit)[0])
         return records
 
-    def _judged(self, unit: TokenizedExample) -> TokenizedExample:
-        """As a round hands it to training. Its scores serve as advantages."""
+    def _with_advantages(self, unit: TokenizedExample) -> TokenizedExample:
+        """The example with the columns of a scored rollout. Its scores serve as advantages."""
         answers = [
             replace(answer, columns=(("old", tuple(old)), ("adv", (score,) * len(old))))
             for answer, old, score in zip(
@@ -127,7 +130,7 @@ class ValenceSide:
         return replace(unit, answers=tuple(answers))
 
     def _values(self, unit: TokenizedExample) -> list[list[float]]:
-        """The reference's log-probabilities of each answer's tokens."""
+        """The reference's log-probabilities (nats) of each token, by answer."""
         assert self.reference is not None
         batch = make_micro_batch([unit], device=self.policy.device)
         values, owner = self.reference(batch)[batch.loss_mask], batch.sequence_ids[batch.loss_mask]
@@ -146,7 +149,7 @@ class ValenceSide:
         )
 
     def consecutive_steps(self, count: int, *, ahead: bool) -> StepTimes:
-        """Run ``count`` steps as training does, after one that is not timed.
+        """Run ``count`` steps as training does, after one warm-up step.
 
         ahead: prepare each step while the one before it computes.
         """
@@ -167,19 +170,19 @@ class ValenceSide:
             return StepTimes(waiting, time.perf_counter() - begin)
 
     def step(self, number: int, *, memory: bool = False) -> Figures:
-        """Forward and backward of one optimizer step."""
+        """Forward and backward pass of one optimizer step."""
         units = self.sets[number]
 
         def run() -> tuple[float, float]:
-            begin = time.perf_counter()
+            start = time.perf_counter()
             loss = self._objective().run(units, backward=True).loss
-            return loss.item(), time.perf_counter() - begin
+            return loss.item(), time.perf_counter() - start
 
-        if memory:  # what a first step would take
+        if memory:  # as in the first step, which allocates the gradients
             clear(self.policy.parameters(), keep=False)
-        missed = self.reference.misses if self.reference else 0
+        misses_before = self.reference.misses if self.reference else 0
         (loss, seconds), peak = peak_above_idle(run) if memory else (run(), 0.0)
-        if self.reference and self.reference.misses > missed:
+        if self.reference and self.reference.misses > misses_before:
             raise RuntimeError(
                 f"{self.case.name}: the step computed values of the reference, which TRL was given"
             )
@@ -190,15 +193,15 @@ class ValenceSide:
 
 
 def mismatched(units: list[TokenizedExample]) -> list[TokenizedExample]:
-    """What a step of KTO measures for its reference point: behind each prompt the completion of the
-    row before.
+    """KTO's mismatched pairs, from which it estimates z0: each prompt with the previous row's
+    completion.
     """
     return make_kl_pairs_in_groups(units, len(units), "previous", max_length=MAX_LENGTH)
 
 
 def unshared(units: list[TokenizedExample]) -> list[TokenizedExample]:
-    """Every answer after a separate prompt that differs from the others in its first token, so that
-    no prefix is shared.
+    """The answers with separate prompts that differ in their first token, so that no prefix is
+    shared.
     """
     return [
         replace(

@@ -42,11 +42,11 @@ from valence.reports.stats import mean_interval
 from valence.trainer.targets import with_files
 from valence.types import Judgement, content_id
 
-FLIPPED, LOOKED_AT = (0.05, 0.1, 0.2), (0.1, 0.2)
-"""Shares of the rows that are flipped, and shares of the rows that are read."""
+FLIPPED, SHARES_READ = (0.05, 0.1, 0.2), (0.1, 0.2)
+"""Shares of the rows that are flipped, and shares of the ordered rows that count as reviewed."""
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 LETTERS = 1200
-"""Most characters of an instruction and its answer, in the demonstration set."""
+"""Maximum characters of an instruction and its answer, in the demonstration set."""
 BARS: dict[tuple[str, str, float], tuple[float, float]] = {
     ("audit", "quickstart", 0.05): (0.55, 0.75),
     ("audit", "quickstart", 0.1): (0.45, 0.7),
@@ -59,10 +59,10 @@ BARS: dict[tuple[str, str, float], tuple[float, float]] = {
     ("training", "quickstart", 0.2): (0.28, 0.42),
     ("training", "instructions", 0.05): (0.15, 0.2),
 }
-"""Least mean recall in the first 10 and 20 % of the rows, by way, set and share that is flipped,
+"""Minimum mean recall in the first 10 and 20 % of the rows, by method, set and share of flipped
 below what was measured first.
 """
-WAYS = ("audit", "training")
+EXPERIMENTS = ("audit", "training")
 
 Rows = list[dict[str, Any]]
 
@@ -85,15 +85,15 @@ def instructions() -> tuple[Rows, Rows]:
         row for row in every if sum(len(turn["content"]) for turn in row["messages"]) <= LETTERS
     ]
     random.Random(0).shuffle(short)
-    cut = len(short) * 3 // 4
-    return short[:cut], short[cut:]
+    split = len(short) * 3 // 4
+    return short[:split], short[split:]
 
 
 SETS = {"quickstart": quickstart, "instructions": instructions}
 
 
 def flip(rows: Rows, seed: int, share: float) -> tuple[Rows, set[int]]:
-    """The rows with a share of them flipped, and the indices of these."""
+    """Flip the labels of a share of the rows. Return all rows, and the indices of flipped ones."""
     chosen = set(random.Random(seed).sample(range(len(rows)), max(1, round(share * len(rows)))))
     return [
         row | {"label": not row["label"]} if i in chosen else row for i, row in enumerate(rows)
@@ -101,10 +101,10 @@ def flip(rows: Rows, seed: int, share: float) -> tuple[Rows, set[int]]:
 
 
 def recalls(order: Sequence[int], flipped: set[int]) -> tuple[float, ...]:
-    """The share of the flipped rows among the first rows, for each share that is read."""
+    """Share of the flipped rows among the first rows, for each of SHARES_READ."""
     return tuple(
         len(flipped & set(order[: math.ceil(share * len(order))])) / len(flipped & set(order))
-        for share in LOOKED_AT
+        for share in SHARES_READ
     )
 
 
@@ -131,25 +131,25 @@ def recipe(model: Path, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def order_after_training(rows: Rows, held: Rows, model: Path, seed: int) -> list[int]:
-    """The indices of the training rows after a run on them, the most surprising first."""
-    with TemporaryDirectory() as place:
-        folder = Path(place)
+    """Train on the rows, and return their indices with the most surprising labels first."""
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         for file, part in (("train", rows), ("held", held)):
             (folder / f"{file}.jsonl").write_text(
                 "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8"
             )
         valence.train(recipe(model, folder, seed), quiet=True)
         evaluation = json.loads((folder / "run" / "eval" / "train.json").read_text("utf-8"))["rows"]
-    # a row's origin ends with its line
+    # a row's origin ends with its line number
     return [int(row["origin"].rsplit(":", 1)[1]) - 1 for row, _ in surprise(evaluation)]
 
 
-class Audited:
-    """The rows of a set, with the features that the audit reads."""
+class AuditFeatures:
+    """Features of the rows of a set that the audit's classifiers read."""
 
     def __init__(self, rows: Rows, model: Path) -> None:
-        with TemporaryDirectory() as place:
-            file = Path(place) / "rows.jsonl"
+        with TemporaryDirectory() as scratch:
+            file = Path(scratch) / "rows.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             examples = [example for _, example in stream(DataFile(str(file)))]
         judged = [example for example in examples if isinstance(example, Judgement)]
@@ -166,7 +166,9 @@ class Audited:
         self.groups = [content_id(judgement.prompt, judgement.completion) for judgement in judged]
 
     def order(self, features: torch.Tensor, rows: Rows, c: float) -> list[int]:
-        """The indices of the rows, the least probable label first."""
+        """Indices of the rows with the least probable label first. c: strength of the
+        regularization.
+        """
         labels = [bool(row["label"]) for row in rows]
         up = cross_fit(features, labels, self.groups, c).tolist()
         probabilities = [p if label else 1 - p for p, label in zip(up, labels, strict=True)]
@@ -174,6 +176,7 @@ class Audited:
 
 
 def interval(values: Sequence[float]) -> str:
+    """Mean and 95 % interval."""
     low, high = mean_interval(values) if len(values) > 1 else (math.nan, math.nan)
     return f"{fmean(values):.2f} [{max(0.0, low):.2f}, {min(1.0, high):.2f}]"
 
@@ -182,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wrong_labels", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the audit, 8 seeds")
     parser.add_argument("--only", nargs="+", choices=SETS, metavar="SET", default=list(SETS))
-    parser.add_argument("--look", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--look", nargs="+", choices=EXPERIMENTS, default=EXPERIMENTS)
     parser.add_argument("--flipped", nargs="+", type=float, choices=FLIPPED, default=FLIPPED)
     parser.add_argument(
         "--seeds", type=int, help="default: 16 for the audit (8 if quick), 3 for training"
@@ -196,36 +199,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name in options.only:
         train, held = SETS[name]()
-        audited = Audited(train, model) if "audit" in options.look else None
+        audit_features = AuditFeatures(train, model) if "audit" in options.look else None
         for share in options.flipped:
-            if audited is not None:
+            if audit_features is not None:
                 for seed in range(options.seeds or (8 if options.quick else 16)):
                     rows, flipped = flip(train, seed, share)
-                    for way, features, c in (
-                        ("audit", audited.states, C_STATES),
-                        ("form", audited.form, C_FORM),
+                    for method, features, c in (
+                        ("audit", audit_features.states, C_STATES),
+                        ("form", audit_features.form, C_FORM),
                     ):
-                        order = audited.order(features, rows, c)
-                        measured.setdefault((way, name, share), []).append(recalls(order, flipped))
+                        order = audit_features.order(features, rows, c)
+                        measured.setdefault((method, name, share), []).append(
+                            recalls(order, flipped)
+                        )
             is_trained = "training" in options.look and not options.quick
             for seed in range(options.seeds or 3) if is_trained else ():
                 rows, flipped = flip(train, seed, share)
                 order = order_after_training(rows, flip(held, seed, share)[0], model, seed)
                 measured.setdefault(("training", name, share), []).append(recalls(order, flipped))
-            for way in ("audit", "form", "training"):
-                if values := measured.get((way, name, share)):
+            for method in ("audit", "form", "training"):
+                if values := measured.get((method, name, share)):
                     ten, twenty = map(interval, zip(*values, strict=True))
                     print(
-                        f"{name:<14}{len(train):>5}{share:>9.0%}  {way:<10}{ten:>20}{twenty:>20}",
+                        f"{name:<14}{len(train):>5}{share:>9.0%}  "
+                        f"{method:<10}{ten:>20}{twenty:>20}",
                         flush=True,
                     )
     figures: list[tuple[str, bool]] = []
     for key, bars in BARS.items():
-        for looked_at, bar, values in zip(
-            LOOKED_AT, bars, zip(*measured.get(key, ()), strict=True), strict=False
+        for share_read, bar, values in zip(
+            SHARES_READ, bars, zip(*measured.get(key, ()), strict=True), strict=False
         ):
             figure = fmean(values)
-            label = f"{key[0]} {key[1]} {key[2]:.0%} in {looked_at:.0%} {figure:.2f}>={bar:g}"
+            label = f"{key[0]} {key[1]} {key[2]:.0%} in {share_read:.0%} {figure:.2f}>={bar:g}"
             figures.append((label, figure >= bar))
     print("; ".join(f"{label} {'held' if held else 'short'}" for label, held in figures))
     return 0 if figures and all(held for _, held in figures) else 1

@@ -42,9 +42,7 @@ FILMS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d
 
 
 def quick_dtype() -> str:
-    """The type in which this machine computes quickest: bfloat16, but for a processor that does not
-    know it.
-    """
+    """The fastest dtype on this machine: bfloat16, unless the processor does not support it."""
     from valence.lifecycle.models import best_device
     from valence.models import speed
 
@@ -82,7 +80,7 @@ def film_reviews(count: int) -> list[tuple[str, bool]]:
 
 
 def cache_folder() -> Path:
-    """Where fetched things are kept."""
+    """Folder of downloaded files."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("VALENCE_CACHE") or base / "valence")
 

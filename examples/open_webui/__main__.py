@@ -125,12 +125,12 @@ def valence(folder: Path, *words: str, environment: dict[str, str] | None = None
     """Show and run a command of Valence in a folder. Ends this program if it fails."""
     print(f"\n$ valence {shlex.join(words)}", flush=True)
     command = [sys.executable, "-m", "valence", *words]
-    status = subprocess.run(command, cwd=folder, env=surroundings(environment), check=False)
+    status = subprocess.run(command, cwd=folder, env=command_environment(environment), check=False)
     if status.returncode:
         sys.exit(f"`valence {words[0]}` ended with status {status.returncode}")
 
 
-def surroundings(changes: dict[str, str] | None = None) -> dict[str, str]:
+def command_environment(changes: dict[str, str] | None = None) -> dict[str, str]:
     """The environment of Valence's commands, which run in another folder than this program."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(changes or {})}
@@ -146,7 +146,9 @@ def serve_model(model: Path, out: Path, data: Path) -> Iterator[tuple[str, str]]
     words += ("--max-new-tokens", str(NEW_TOKENS))
     print(f"$ valence {shlex.join(words)}", flush=True)
     log = data / "collect.log"
-    with running([sys.executable, "-m", "valence", *words], log, out, surroundings()) as process:
+    with running(
+        [sys.executable, "-m", "valence", *words], log, out, command_environment()
+    ) as process:
         while not (link := re.search(r"^(http://\S+)/#token=(\S+)$", log.read_text(), re.M)):
             wait(process, log)
         yield f"{link[1]}/v1", link[2]

@@ -49,12 +49,12 @@ def listens(address: str, port: int) -> None:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """Train on a worker."""
     context = ray.train.get_context()
     os.environ |= {
         "RANK": str(context.get_world_rank()),
         "WORLD_SIZE": str(context.get_world_size()),
-        "LOCAL_RANK": "0",  # Ray shows each worker its own GPU alone
+        "LOCAL_RANK": "0",  # Ray makes only one GPU visible to each worker
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
     }
     import valence  # once Ray has said which GPU that is

@@ -43,6 +43,11 @@ FILLERS = frozenset(
         "ghosts",
         "ledger",
         "planted",
+        "foretold",
+        "laboratory",
+        "learnt",
+        "rig",
+        "surroundings",
     }
 )
 """Words that do not describe the content of a variable."""
@@ -62,6 +67,16 @@ OPENINGS = re.compile(
     re.MULTILINE,
 )
 """Sentences that do not begin with their subject."""
+TEST_PHRASES = re.compile(
+    r"_(?:told|foretold|anew|beside|own_answers|go_on|goes_on|gone_on|taken_up|is_said|said_at_once|"
+    r"says_so|says_why|of_its_own|of_their_own|without_a_word|nobody)(?:_|$)|^test_what_"
+)
+"""Phrases in names of tests that have a plainer equivalent."""
+PLAINLY_NAMED = (
+    *("batching", "crash", "data", "distributed", "golden", "models", "mutations"),
+    *("regression", "reports", "runs", "training"),
+)
+"""Folders of tests whose names are checked."""
 
 SCRIPTS = [
     path
@@ -145,8 +160,24 @@ def archaic_words(path: Path, nodes: Iterator[ast.Constant]) -> list[str]:
     ]
 
 
+def odd_test_names(module: ast.Module) -> list[str]:
+    return [
+        node.name
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and TEST_PHRASES.search(node.name)
+    ]
+
+
 def test_names_describe_their_content() -> None:
     assert [name for path in (*FILES, *SCRIPTS) for name in misnamed(path)] == []
+
+
+def test_tests_have_plain_names() -> None:
+    paths = [p for name in PLAINLY_NAMED for p in sorted((ROOT / "tests" / name).rglob("*.py"))]
+    assert len(paths) > 100
+    assert [f"{shown(path)}: {name}" for path in paths for name in odd_test_names(tree(path))] == []
 
 
 def test_strings_of_the_package_use_plain_words() -> None:
@@ -174,6 +205,8 @@ def test_the_checks_detect_violations(tmp_path: Path) -> None:
     module = ast.parse(source)
     assert sorted(n for _, n in bound_names(module) if is_filler(n)) == ["kept", "seen", "told"]
     assert [ARCHAIC.findall(str(node.value)) for node in docstrings(module)] == [["is told"]]
+    tests = "def test_what_it_says(): ...\ndef test_it_goes_on(): ...\ndef test_a(): ..."
+    assert odd_test_names(ast.parse(tests)) == ["test_what_it_says", "test_it_goes_on"]
     page = tmp_path / "page.md"
     page.write_text("A page.\n\n```\nanew\n```\n\n- Of a row, `likewise` is read. Done anew.\n")
     assert [line_of(prose(page), match) for match in OPENINGS.finditer(prose(page))] == [7]

@@ -70,7 +70,7 @@ def test_if_none_fits_the_next_is_cut_on_the_right_and_not_for_good() -> None:
     assert step == before
 
 
-def test_a_cut_never_leaves_nothing() -> None:
+def test_truncation_keeps_at_least_one_token() -> None:
     step = [row((1,) * 9, 51), row(2, (52, 60))]
     result = make_kl_pairs(step, max_length=9)
     assert put(result) == [(52,), (51,)]
@@ -123,7 +123,7 @@ def test_partners_change_from_epoch_to_epoch() -> None:
     assert partners(0) != partners(1)
 
 
-def test_nothing_that_differs_is_the_users_mistake() -> None:
+def test_examples_with_equal_completions_raise_a_user_error() -> None:
     with raises_error("kl-pairs-missing", where="made.jsonl:1", fix="apo_zero_unpaired"):
         make_kl_pairs([row(1, 51), row(1, 52)], [row(1, 53), row(2, 51)], max_length=LONG)
 

@@ -21,7 +21,7 @@ lengths = st.lists(st.integers(1, 40), max_size=40)
 
 
 @given(lengths, st.integers(1, 60))
-def test_everything_is_dealt_once_and_within_the_budget(sizes: list[int], budget: int) -> None:
+def test_every_unit_is_in_one_micro_batch_within_the_budget(sizes: list[int], budget: int) -> None:
     dealt = fill_bins(sizes, budget)
     assert sorted(i for rows in dealt for i in rows) == list(range(len(sizes)))
     for rows in dealt:
@@ -62,7 +62,7 @@ def test_there_are_few_bins(sizes: list[int], budget: int) -> None:
     ([9, 8, 1, 2], 10, [[0, 2], [1, 3]]),
     ([6, 6, 6, 1, 1], 10, [[0, 3], [1, 4], [2]]),
 ])  # fmt: skip
-def test_what_is_over_the_budget_is_alone_and_the_others_are_dealt_evenly(
+def test_units_over_the_budget_are_alone_and_the_others_are_balanced(
     sizes: list, budget: int, expected: list
 ) -> None:
     assert fill_bins(sizes, budget) == expected
@@ -168,7 +168,7 @@ def test_turns_of_one_conversation_run_together() -> None:
     assert all(len(make_micro_batch([results[i], results[i + 1]]).tokens) == 47 for i in (0, 2, 4))
 
 
-def test_a_unit_of_many_answers_is_as_large_as_what_is_laid() -> None:
+def test_the_size_of_a_unit_is_its_number_of_unique_tokens() -> None:
     ranking = unit("ranking", "ranking", (1,) * 100, *((i,) * 5 for i in range(8)))
     assert ranking.tokens == 840
     assert len(build_prefix_tree(token_sequences(ranking)).tokens) == 140
@@ -262,7 +262,7 @@ def test_measured_units_come_behind_those_that_train_and_have_their_numbers_and_
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_part_reads_its_own_sequences_of_the_same_tokens(trains: bool) -> None:
+def test_each_part_of_a_micro_batch_reads_its_sequences_of_the_same_tokens(trains: bool) -> None:
     batch, units_that_train, measured = joint()
     result = batch.part(requires_grad=trains)
     of = units_that_train if trains else measured

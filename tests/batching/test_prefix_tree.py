@@ -121,7 +121,9 @@ def test_the_order_of_the_sequences_costs_no_row(
 
 
 @given(sequence_sets(measured=False))
-def test_with_nothing_measured_every_beginning_is_laid_once(sequences: list[TokenSequence]) -> None:
+def test_without_measured_tokens_every_prefix_is_stored_once(
+    sequences: list[TokenSequence],
+) -> None:
     with sharing(1):
         result = num_rows(sequences)
     assert result == len(
@@ -143,7 +145,7 @@ def test_a_beginning_is_shared_only_if_it_is_long_enough(
         )
 
 
-def test_a_prompt_is_laid_once_for_all_its_answers() -> None:
+def test_a_prompt_is_stored_once_for_all_its_answers() -> None:
     prompt = "12345678901234567890"
     result = build_prefix_tree(
         [token_sequence(prompt + answer, " " * 20 + "xxx") for answer in ("111", "222", "133")]
@@ -182,7 +184,7 @@ def test_a_turn_is_measured_by_one_and_context_of_another() -> None:
     assert result.leaves == (1, 0)
 
 
-def test_what_two_sequences_measure_is_laid_for_each() -> None:
+def test_measured_tokens_are_stored_for_each_sequence() -> None:
     """Also when they are the same, as when one answer was judged twice."""
     same = token_sequence("0" * 20 + "12", " " * 20 + "xx")
     result = build_prefix_tree([same, same])

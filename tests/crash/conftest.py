@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.crash.cases import write_rows
-from tests.crash.rig import Disk, Place
+from tests.crash.helpers import Disk, Place
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 

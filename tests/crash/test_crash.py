@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash.process import Kill, Notes, train
-from benchmarks.crash.trial import Laboratory, Trial, differences, logged, newest
+from benchmarks.crash.process import Kill, ProcessRecord, train
+from benchmarks.crash.trial import CrashHarness, Trial, differences, logged, newest
 from tests.command import command
-from tests.crash.rig import CASE, STEPS, Disk, Halt, Place, count_steps, frozen, in_step
+from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, copy_as_killed, count_steps, in_step
 from tests.programs import fork_server
 
 KILLED = ("kto, lora", "dpo")
@@ -29,28 +29,30 @@ LAST_OF_SAVE = 9
 
 
 @pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> CrashHarness:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
         fork_server()
-        return Laboratory(tmp_path_factory.mktemp("laboratory"))
+        return CrashHarness(tmp_path_factory.mktemp("harness"))
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_processes_killed_at_random_end_as_if_nothing_had_been(laboratory: Laboratory) -> None:
+def test_randomly_killed_processes_end_like_undisturbed_ones(harness: CrashHarness) -> None:
     def killed(name: str) -> list[Trial]:
         draw, trials = random.Random(name), list[Trial]()
         while sum(trial.kills for trial in trials) < 3:
             trials.append(
-                laboratory.until_done(CASE[name], laboratory.folder / f"{name} {len(trials)}", draw)
+                harness.run_with_random_kills(
+                    CASE[name], harness.folder / f"{name} {len(trials)}", draw
+                )
             )
         return trials
 
     with ThreadPoolExecutor(len(KILLED)) as workers:
         result = dict(zip(KILLED, workers.map(killed, KILLED), strict=True))
     assert [
-        (name, trial.wrong) for name, trials in result.items() for trial in trials if trial.wrong
+        (name, trial.errors) for name, trials in result.items() for trial in trials if trial.errors
     ] == []
 
 
@@ -63,7 +65,7 @@ def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_resumed(
     run, recipe = tmp_path / "run", tmp_path / "recipe.json"
     recipe.write_text(json.dumps(place.recipe(CASE["kto, lora"])), encoding="utf-8")
     server = fork_server()
-    (notes,) = several = server.RawArray(Notes, 1)
+    (notes,) = several = server.RawArray(ProcessRecord, 1)
     kill, printed = Kill("saving", 30), str(tmp_path / "printed")
     process = server.Process(target=train, args=(str(recipe), str(run), several, kill, printed))
     process.start()
@@ -77,7 +79,7 @@ def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_resumed(
     with count_steps() as steps:
         assert command("train", str(recipe), f"run.dir={run}") == 0
     assert before + len(steps) == STEPS
-    assert differences(run, place.alone(CASE["kto, lora"])) == []
+    assert differences(run, place.undisturbed_run(CASE["kto, lora"])) == []
 
 
 def killed_in_save(
@@ -91,7 +93,7 @@ def killed_in_save(
         at = {"step-9": 6, "step-3": LAST_OF_SAVE}  # which checkpoint is the newest then
         steps = [step for part, step in at.items() if part in path]
         if only in (None, operation) and newest(run) in steps:
-            left.append((operation, frozen(run, folder / f"left {len(left)}")))
+            left.append((operation, copy_as_killed(run, folder / f"left {len(left)}")))
 
     disk.call_for(freeze, run / "checkpoints")
     assert place.train(CASE[case], run, **SHORT) == 0
@@ -101,7 +103,7 @@ def killed_in_save(
 
 def resumes(case: str, place: Place, run: Path, about: object) -> None:
     assert place.train(CASE[case], run, **SHORT) == 0, about
-    assert differences(run, place.alone(CASE[case], **SHORT)) == [], about
+    assert differences(run, place.undisturbed_run(CASE[case], **SHORT)) == [], about
 
 
 def test_some_operations_of_a_save_may_be_the_last(
@@ -148,7 +150,7 @@ def killed_elsewhere(
         observed[kind] += 1
         if operation != "os.fsync" and "checkpoints" not in path and observed[kind] <= 2:
             shutil.rmtree(left.get(kind, folder / "none"), ignore_errors=True)
-            left[kind] = frozen(run, folder / f"left {observed.total()}")
+            left[kind] = copy_as_killed(run, folder / f"left {observed.total()}")
 
     disk.call_for(freeze, run)
     assert place.train(CASE[case], run, **SHORT) == 0
@@ -201,7 +203,7 @@ def test_two_resumes_in_a_row(
     for at, to in zip((step, step + 5), left, strict=True):
 
         def halt(run: Path = run, to: Path = to) -> None:
-            frozen(run, to)
+            copy_as_killed(run, to)
             raise Halt
 
         with monkeypatch.context() as patch:
@@ -211,7 +213,7 @@ def test_two_resumes_in_a_row(
         assert newest(to) == (at - 1) // save_every * save_every
         run = to
     assert place.train(case, run, **more) == 0
-    assert differences(run, place.alone(case, **cut)) == []
+    assert differences(run, place.undisturbed_run(case, **cut)) == []
     assert min(r["micro_batches"] for r in logged(run) if "loss" in r) > batch
 
 
@@ -221,7 +223,7 @@ def test_a_run_is_resumed_from_its_folder_alone(
     case, run, left = CASE["kto, lora"], tmp_path / "run", tmp_path / "left"
 
     def halt() -> None:
-        frozen(run, left)
+        copy_as_killed(run, left)
         raise Halt
 
     with monkeypatch.context() as patch:
@@ -231,5 +233,5 @@ def test_a_run_is_resumed_from_its_folder_alone(
     (tmp_path / "run.yaml").unlink()
     shutil.rmtree(run)
     assert command("resume", str(left)) == 0
-    assert differences(left, place.alone(case)) == []
+    assert differences(left, place.undisturbed_run(case)) == []
     assert not run.exists()

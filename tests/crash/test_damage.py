@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.crash.trial import differences, newest
 from tests.command import command, command_error
-from tests.crash.rig import CASE, STEPS, Halt, Place, count_steps, frozen, in_step
+from tests.crash.helpers import CASE, STEPS, Halt, Place, copy_as_killed, count_steps, in_step
 from tests.errors import check_error, raises_error
 from valence.lifecycle import saved_models
 from valence.lifecycle.restore import restore
@@ -62,7 +62,7 @@ def stopped(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         folder = tmp_path_factory.mktemp("stopped")
 
         def halt() -> None:
-            frozen(folder / "run", folder / "left")
+            copy_as_killed(folder / "run", folder / "left")
             raise Halt
 
         with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +100,7 @@ def test_a_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_
     ]
     assert len(files) >= 3
     for i, file in enumerate(files):
-        run = frozen(stopped(name), tmp_path / f"run {i}")
+        run = copy_as_killed(stopped(name), tmp_path / f"run {i}")
         if (run / last / file).stat().st_size == 0:
             continue
         damage(run / last / file)
@@ -108,7 +108,7 @@ def test_a_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_
         output = capfd.readouterr().out
         assert f"{run}/{last}" in output, file
         assert str(file) in output, file
-        assert differences(run, place.alone(CASE[name])) == [], file
+        assert differences(run, place.undisturbed_run(CASE[name])) == [], file
 
 
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=slow)])
@@ -118,7 +118,7 @@ def test_no_bit_of_a_manifest_may_change(
     """It says what the run was: a wrong word would have a resumed run refused, or go on as another
     one.
     """
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     path = run / "checkpoints" / f"step-{newest(run)}"
     full = (path / "manifest.json").read_bytes()
     unseen: list[str] = []
@@ -142,20 +142,20 @@ def test_a_checkpoint_that_was_being_renamed(
     """One that was not finished, one that was being removed, and one that another of the same step
     was to replace.
     """
-    run = frozen(stopped(name), tmp_path / "run")
+    run = copy_as_killed(stopped(name), tmp_path / "run")
     *_, before, last = steps(run)
     (run / f"checkpoints/step-{last}").rename(run / f"checkpoints/.step-{last}.{ending}")
     with count_steps() as done:
         assert place.train(CASE[name], run) == 0
     assert len(done) == STEPS - (last if used else before)
-    assert differences(run, place.alone(CASE[name])) == []
+    assert differences(run, place.undisturbed_run(CASE[name])) == []
     assert not list((run / "checkpoints").glob(".*"))
 
 
 def test_all_checkpoints_damaged_is_an_error_and_nothing_is_done(
     stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     for step in steps(run):
         cut(run / f"checkpoints/step-{step}/tensors.safetensors")
     log = (run / "metrics.jsonl").read_bytes()
@@ -179,14 +179,14 @@ LATER = b'{"step": 12, "loss": 0.5, "seconds": 1.0}\n'
         ),
     ],
 )
-def test_what_the_log_says_after_the_checkpoint_is_cut_off(
+def test_log_records_after_the_checkpoint_are_removed(
     tail: bytes, stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     with (run / "metrics.jsonl").open("ab") as log:
         log.write(tail)
     assert place.train(CASE[KTO_LORA], run) == 0
-    assert differences(run, place.alone(CASE[KTO_LORA])) == []
+    assert differences(run, place.undisturbed_run(CASE[KTO_LORA])) == []
 
 
 OTHER_FILES = ("run.json", "config.yaml", "audit.json", "rows.safetensors")
@@ -195,34 +195,34 @@ OTHER_FILES = ("run.json", "config.yaml", "audit.json", "rows.safetensors")
 @slow
 @pytest.mark.parametrize("name", OTHER_FILES)
 @pytest.mark.parametrize("damage", [cut, flip, zero, Path.unlink], ids=lambda f: f.__name__)
-def test_other_files_of_the_run_are_not_what_it_goes_on_from(
+def test_damage_to_files_outside_the_checkpoint_does_not_change_a_resumed_run(
     name: str,
     damage: Callable[[Path], None],
     stopped: Callable[[str], Path],
     place: Place,
     tmp_path: Path,
 ) -> None:
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     damage(run / name)
     assert place.train(CASE[KTO_LORA], run) == 0
-    assert differences(run, place.alone(CASE[KTO_LORA])) == []
+    assert differences(run, place.undisturbed_run(CASE[KTO_LORA])) == []
 
 
-def test_without_its_other_files_a_run_goes_on_all_the_same(
+def test_a_run_resumes_without_its_other_files(
     stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
     """Some cut, the others gone, at once. One at a time they are in the slow test."""
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     for damage, name in zip((cut, Path.unlink, cut, Path.unlink), OTHER_FILES, strict=True):
         damage(run / name)
     assert place.train(CASE[KTO_LORA], run) == 0
-    assert differences(run, place.alone(CASE[KTO_LORA])) == []
+    assert differences(run, place.undisturbed_run(CASE[KTO_LORA])) == []
 
 
 @pytest.mark.parametrize(
     "damage", [cut, pytest.param(empty, marks=slow), pytest.param(zero, marks=slow)]
 )
-def test_what_the_reference_cache_got_after_the_checkpoint_may_be_lost(
+def test_reference_values_stored_after_the_checkpoint_may_be_lost(
     damage: Callable[[Path], None], place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it held when the checkpoint was written is on the disk; what came later is computed
@@ -241,7 +241,7 @@ def test_what_the_reference_cache_got_after_the_checkpoint_may_be_lost(
         )
 
     def halt() -> None:
-        frozen(run, left)
+        copy_as_killed(run, left)
         raise Halt
 
     with monkeypatch.context() as patch:
@@ -261,7 +261,7 @@ def test_what_the_reference_cache_got_after_the_checkpoint_may_be_lost(
     assert lost == 2
     assert newest(left) == 3
     assert place.train(case, left, **no_best) == 0
-    assert differences(left, place.alone(case)) == []
+    assert differences(left, place.undisturbed_run(case)) == []
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, path: Path, error: OSError) -> None:
@@ -322,7 +322,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     *_, before, last = steps(run)
     with monkeypatch.context() as patch:
         unreadable(patch, run / f"checkpoints/step-{last}" / file, fault)
@@ -332,19 +332,19 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used(
     assert str(fault.strerror) in output
     assert f"step-{before}" in output
     assert (run / f"checkpoints/damaged-step-{last}").is_dir()
-    assert differences(run, place.alone(CASE[KTO_LORA])) == []
+    assert differences(run, place.undisturbed_run(CASE[KTO_LORA])) == []
 
 
 @slow
 def test_a_folder_in_place_of_a_file_of_the_newest_checkpoint(
     stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     path = run / f"checkpoints/step-{newest(run)}" / "state.json"
     path.unlink()
     path.mkdir()
     assert place.train(CASE[KTO_LORA], run) == 0
-    assert differences(run, place.alone(CASE[KTO_LORA])) == []
+    assert differences(run, place.undisturbed_run(CASE[KTO_LORA])) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: errno.errorcode[fault.errno])
@@ -360,7 +360,7 @@ def test_a_folder_that_cannot_be_read_is_no_fresh_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     log = (run / "metrics.jsonl").read_bytes()
     with monkeypatch.context() as patch:
         unreadable(patch, run / name, fault)
@@ -377,7 +377,7 @@ def test_a_folder_that_cannot_be_read_is_no_fresh_start(
 def test_a_run_is_read_from_the_checkpoint_before_a_damaged_one(
     words: list[str], stopped: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     *_, before, last = steps(run)
     flip(run / f"checkpoints/step-{last}/tensors.safetensors")
     first, second = (
@@ -398,7 +398,7 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_read(
     moment: str, stopped: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run does that saves the next one: the next one is used."""
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     *_, before, last = steps(run)
     later = run / f"checkpoints/step-{last}"
     later.rename(tmp_path / "later")
@@ -432,7 +432,7 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_read(
 def test_checkpoints_that_vanish_again_and_again_are_an_error(
     stopped: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    run = copy_as_killed(stopped(KTO_LORA), tmp_path / "run")
     steps_there = [10]
 
     def check_removed(path: Path) -> Saved:

@@ -19,7 +19,7 @@ import pytest
 from safetensors import SafetensorError
 
 from benchmarks.crash.trial import differences, newest
-from tests.crash.rig import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
+from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
 from tests.errors import check_error
 from valence.runs import checkpoints, lock, store
 from valence.runs import folder as folders
@@ -78,7 +78,7 @@ def fail_in_save(
     assert place.train(CASE[case], run, **SHORT) == 0, (index, observed)
     disk.rest()
     assert complete_checkpoints(run) == [9, 10], observed
-    assert differences(run, place.alone(CASE[case], **SHORT)) == [], observed
+    assert differences(run, place.undisturbed_run(CASE[case], **SHORT)) == [], observed
     failed = len(observed) > index
     warned = [warning for warning in warnings_of(run) if "step-6" in warning]
     assert len(warned) == failed, observed
@@ -129,7 +129,7 @@ def test_the_last_save_is_tried_again(
     assert place.train(KTO, tmp_path / "run", **SHORT) == 0
     assert len(observed) > 1
     assert complete_checkpoints(tmp_path / "run") == [9, 10]
-    assert differences(tmp_path / "run", place.alone(KTO, **SHORT)) == []
+    assert differences(tmp_path / "run", place.undisturbed_run(KTO, **SHORT)) == []
 
 
 @pytest.mark.parametrize("operation", [
@@ -151,7 +151,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(
     assert [
         warning for warning in warnings_of(run) if "step-9" in warning or "step-6" in warning
     ] == []
-    assert differences(run, place.alone(KTO, **SHORT)) == []
+    assert differences(run, place.undisturbed_run(KTO, **SHORT)) == []
 
 
 def test_weights_that_cannot_be_written_are_warned_of(
@@ -170,7 +170,7 @@ def test_weights_that_cannot_be_written_are_warned_of(
     assert place.train(KTO, run) == 0
     assert len([warning for warning in warnings_of(run) if "os error 28" in warning]) == 1
     assert complete_checkpoints(run)[-1] == STEPS
-    assert differences(run, place.alone(KTO)) == []
+    assert differences(run, place.undisturbed_run(KTO)) == []
 
 
 @BACKGROUND
@@ -206,7 +206,7 @@ def test_saves_that_fail_in_a_row_end_the_run_and_leave_the_last_good_one(
     assert complete_checkpoints(run) == [3]
     assert place.train(KTO, run, **more) == 0
     assert complete_checkpoints(run)[-1] == STEPS
-    assert differences(run, place.alone(KTO)) == []
+    assert differences(run, place.undisturbed_run(KTO)) == []
 
 
 def _raise(error: OSError) -> Callable[[str, str], None]:
@@ -261,7 +261,7 @@ def test_a_disk_that_is_full_for_a_while(
     assert place.train(KTO, run, run={"max_failed_saves": 100}) == 0
     assert str(NO_ROOM.strerror) in capfd.readouterr().out
     assert complete_checkpoints(run)[-1] == STEPS
-    assert differences(run, place.alone(KTO)) == []
+    assert differences(run, place.undisturbed_run(KTO)) == []
 
 
 @slow
@@ -281,18 +281,18 @@ def test_a_disk_that_stays_full(
     assert complete_checkpoints(run) == [3, 6]
     (small_disk / "filler").unlink()
     assert place.train(KTO, run, **more) == 0
-    assert differences(run, place.alone(KTO)) == []
+    assert differences(run, place.undisturbed_run(KTO)) == []
 
 
 @slow
-def test_checkpoints_that_vanish_are_written_anew(
+def test_deleted_checkpoints_are_written_again(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     in_step(monkeypatch, 8, lambda: shutil.rmtree(run / "checkpoints"))
     assert place.train(KTO, run) == 0
     assert complete_checkpoints(run)[-1] == STEPS
-    assert differences(run, place.alone(KTO)) == []
+    assert differences(run, place.undisturbed_run(KTO)) == []
 
 
 @slow
@@ -306,7 +306,7 @@ def test_a_run_without_its_checkpoints_begins_at_the_start(
             place.train(KTO, run)
     shutil.rmtree(run / "checkpoints")
     assert place.train(KTO, run) == 0
-    assert differences(run, place.alone(KTO)) == []
+    assert differences(run, place.undisturbed_run(KTO)) == []
 
 
 def _halt() -> None:
@@ -365,4 +365,4 @@ def test_a_clock_that_jumps_by_years_changes_nothing(
         then = real() + 365 * 86400 * next(jumps)
         os.utime(path, (then, then))
     assert place.train(KTO, run, **more) == 0
-    assert differences(run, place.alone(KTO)) == []
+    assert differences(run, place.undisturbed_run(KTO)) == []

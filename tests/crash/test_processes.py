@@ -20,9 +20,9 @@ import pytest
 
 from benchmarks.crash.cases import recipe
 from benchmarks.crash.process import LAUNCHER, Kill
-from benchmarks.crash.trial import Laboratory, Trial, differences, newest
+from benchmarks.crash.trial import CrashHarness, Trial, differences, newest
 from tests.arch.source import ROOT
-from tests.crash.rig import CASE
+from tests.crash.helpers import CASE
 from tests.programs import fork_server
 from valence.runs.lock import holder
 
@@ -33,15 +33,15 @@ MARK = "VALENCE_TEST_RUN"
 
 
 @pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> CrashHarness:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
         fork_server()
-        return Laboratory(tmp_path_factory.mktemp("laboratory"))
+        return CrashHarness(tmp_path_factory.mktemp("harness"))
 
 
 def test_whoever_is_killed_the_same_command_ends_the_run_as_if_nothing_had_been(
-    laboratory: Laboratory,
+    harness: CrashHarness,
 ) -> None:
     """The launcher, rank 1 during a step, and rank 0 during a save.
 
@@ -55,11 +55,11 @@ def test_whoever_is_killed_the_same_command_ends_the_run_as_if_nothing_had_been(
             Kill("steps", draw.randint(2, 5), 1),
             Kill("saving", draw.randint(5, 25), 0),
         ]
-        return laboratory.killed(CASE[name], laboratory.folder / f"{name} killed", iter(kills))
+        return harness.run_with_kills(CASE[name], harness.folder / f"{name} killed", iter(kills))
 
     with ThreadPoolExecutor(2) as workers:
         for trial in workers.map(killed, (REPLICATED, TENSOR_PARALLEL)):
-            assert trial.wrong == []
+            assert trial.errors == []
             assert trial.kills == 3
 
 
@@ -87,13 +87,13 @@ def run(tmp_path: Path) -> Iterator[Path]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_program_that_is_killed_in_a_save_leaves_nobody_and_no_lock(
-    laboratory: Laboratory, run: Path
+def test_a_program_killed_in_a_save_leaves_no_process_and_no_lock(
+    harness: CrashHarness, run: Path
 ) -> None:
     """As it is started by hand, and not from what was loaded before."""
     case = CASE[REPLICATED]
     written = run.parent / "recipe.yaml"
-    written.write_text(json.dumps(recipe(case, laboratory.folder)), encoding="utf-8")
+    written.write_text(json.dumps(recipe(case, harness.folder)), encoding="utf-8")
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -125,7 +125,7 @@ def test_a_program_that_is_killed_in_a_save_leaves_nobody_and_no_lock(
     holder_then = holder(run)
     assert holder_then is not None
     assert not holder_then.alive
-    assert laboratory.start(case, run).status == 0
-    assert f"pid {holder_then.pid} " in Path(f"{run}.said").read_text(encoding="utf-8")
-    assert differences(run, laboratory.left_alone(case)[0]) == []
+    assert harness.start(case, run).status == 0
+    assert f"pid {holder_then.pid} " in Path(f"{run}.output").read_text(encoding="utf-8")
+    assert differences(run, harness.undisturbed_run(case)[0]) == []
     assert holder(run) is None

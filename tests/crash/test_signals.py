@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.crash.trial import differences, newest
 from tests.command import command
-from tests.crash.rig import CASE, STEPS, Place, in_step
+from tests.crash.helpers import CASE, STEPS, Place, in_step
 from valence.lifecycle import start
 from valence.models.cache import CachedReference
 from valence.runs.store import Snapshot
@@ -131,10 +131,10 @@ def stopped(
     handlers = [signal.getsignal(item) for item in SIGNALS]
     assert handlers == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
     assert place.train(KTO, run, **SAMPLED) == 0
-    assert differences(run, place.alone(KTO, **SAMPLED)) == []
+    assert differences(run, place.undisturbed_run(KTO, **SAMPLED)) == []
     first, full = (
         json.loads((item / "samples.json").read_text())
-        for item in (run, place.alone(KTO, **SAMPLED))
+        for item in (run, place.undisturbed_run(KTO, **SAMPLED))
     )
     assert first == full
 
@@ -157,7 +157,7 @@ def test_a_signal_in_the_reference_pass(
         assert command("score", str(recipe)) == 128 + number
     assert command("score", str(recipe)) == 0
     assert command("train", str(recipe)) == 0
-    assert differences(tmp_path / "run", place.alone(KTO)) == []
+    assert differences(tmp_path / "run", place.undisturbed_run(KTO)) == []
 
 
 @pytest.mark.parametrize(("first", "second"), [
@@ -188,7 +188,7 @@ def test_a_second_signal_ends_at_once(
     assert not ended
     assert newest(run) == 6
     assert place.train(KTO, run, **NO_BEST) == 0
-    assert differences(run, place.alone(KTO)) == []
+    assert differences(run, place.undisturbed_run(KTO)) == []
 
 
 @slow
@@ -202,4 +202,4 @@ def test_a_signal_in_every_step(
             assert place.train(KTO, run, **more) == 138
         assert newest(run) == step
     assert place.train(KTO, run, **more) == 0
-    assert differences(run, place.alone(KTO)) == []
+    assert differences(run, place.undisturbed_run(KTO)) == []

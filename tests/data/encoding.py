@@ -51,7 +51,7 @@ def bad(enc: Encoder, example: Any, kind: str) -> Unusable:
 
 
 def notes(enc: Encoder, *examples: Any) -> dict[str, int]:
-    """The number of rows with each note, every one of which the audit has a sentence for."""
+    """Number of rows with each note. The audit must have a sentence for every note."""
     counts = {name: len(rows) for name, rows in enc.encode_all(examples).notes.items()}
     assert counts.keys() <= {*WARNINGS, *REMARKS}
     return counts

@@ -58,7 +58,7 @@ def load_rows(
     on_bad_row: Any = "stop",
     **source: Any,
 ) -> Loaded:
-    """What these rows, in one jsonl file, are loaded as."""
+    """Load rows from one jsonl file."""
     path = write(folder / "rows.jsonl", *rows)
     return load(
         [Source(path, **source)], kind, convert=convert, threshold=threshold, on_bad_row=on_bad_row

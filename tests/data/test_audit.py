@@ -126,7 +126,7 @@ def test_lengths_are_those_before_any_cut() -> None:
 @pytest.mark.parametrize(
     ("mode", "lost"), [("drop", 100), ("cut_completion", 80), ("cut_prompt", 100)]
 )
-def test_what_truncation_costs(mode: str, lost: int) -> None:
+def test_the_audit_counts_truncated_tokens(mode: str, lost: int) -> None:
     rows = [
         judged(Ids((5,) * n), Ids((6,) * m), True, n) for n, m in [(1, 2), (2, 2), (3, 4), (10, 90)]
     ]
@@ -311,7 +311,7 @@ def test_advised_weights_bring_the_ratio_into_the_range(
 
 
 @pytest.mark.parametrize("counts", [(0, 5), (5, 0), (0, 0)])
-def test_an_empty_class_is_said_and_never_a_crash(counts: tuple[int, int]) -> None:
+def test_an_empty_class_is_reported_without_a_crash(counts: tuple[int, int]) -> None:
     advice = advised_weights(*counts)
     assert isinstance(advice, WeightAdvice)
     assert (advice.ratio, advice.change, advice.low) == (None, None, None)
@@ -350,7 +350,7 @@ def test_screen_of_sound_data_has_no_findings() -> None:
     assert len(lines) == 16  # and nothing else: the finding has two lines
 
 
-def test_screen_names_what_was_found_and_where() -> None:
+def test_the_screen_names_findings_and_their_places() -> None:
     rows = [*THUMBS[:3], judged("sun", "a star", False, 4), judged("<pad>", "star " * 60, True, 5)]
     maybe = BadRow(Origin("a.jsonl", 9), "label is 'maybe'", "write true", "row-label-invalid")
     result = audited(rows, [maybe], max_length=40)

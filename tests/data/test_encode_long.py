@@ -15,7 +15,7 @@ def long_chat(turns: int = 5) -> Chat:
     return Chat((turn("system", "be kind"), *chat(*contents).messages))
 
 
-def test_drop_leaves_long_rows_out_and_says_so() -> None:
+def test_drop_omits_long_rows_with_a_note() -> None:
     row = answered("hello", "sun " * 30)
     longest = encoder().encode_all([row]).lengths[0].longest
     encoded(encoder(max_length=longest), row)

@@ -144,7 +144,7 @@ odd_turns = st.lists(words, min_size=1, max_size=5).map(lambda c: c[: len(c) - 1
 @settings(max_examples=60, deadline=None)
 @given(odd_turns, odd_turns)
 @pytest.mark.parametrize("template", [CHATML, INST, BOS, NO_END])
-def test_training_sees_what_sampling_sees(
+def test_training_and_sampling_encode_the_same_tokens(
     template: str, before: list[str], after: list[str]
 ) -> None:
     enc = encoder(template)
@@ -178,9 +178,7 @@ def test_prompt_that_renders_differently_once_answered_is_trained_on_as_it_is_sa
     assert notes(enc, answered(chat("hello"), chat("sun", first="assistant"))) == {}
 
 
-def test_several_turns_behind_a_prompt_that_renders_differently_are_a_bad_row_that_says_how() -> (
-    None
-):
+def test_turns_after_a_prompt_that_renders_differently_are_a_bad_row() -> None:
     enc = encoder(LAST_UNSTRIPPED)
     result = bad(
         enc,
@@ -304,7 +302,7 @@ def test_as_chat_wraps_text_and_leaves_ids_alone() -> None:
     assert (mixed.prompt_ids, mixed.answers) == (as_turns.prompt_ids, as_turns.answers)
 
 
-def test_ids_are_taken_as_they_are() -> None:
+def test_token_ids_are_used_unchanged() -> None:
     enc = encoder()
     unit = encoded(enc, answered(Ids((5, 6, 7)), Ids((8, 9))))
     assert unit.prompt_ids == (5, 6, 7)

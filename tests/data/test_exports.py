@@ -75,7 +75,7 @@ def test_a_method_reads_the_rows_of_its_kind(
     assert [origin.line for origin, _ in loaded.unused] == [3, 7]
 
 
-def test_an_example_has_what_the_rater_said_and_no_rater(tmp_path: Path) -> None:
+def test_an_example_has_the_rating_without_the_rater(tmp_path: Path) -> None:
     first = read_log(tmp_path, "judgement").examples[0]
     assert isinstance(first, Judgement)
     assert (first.label, first.info["comment"], first.info["votes"]) == (True, "good", ["v1"])
@@ -115,14 +115,14 @@ def test_files_of_one_tool_are_read_together(tmp_path: Path) -> None:
     }
 
 
-def test_other_files_may_stand_beside_an_export(tmp_path: Path) -> None:
+def test_other_files_may_be_combined_with_an_export(tmp_path: Path) -> None:
     log = write_export(tmp_path / "log.jsonl", *LOG)
     plain = write(tmp_path / "rows.jsonl", {"prompt": "a", "completion": "b", "label": True})
     loaded = load([Source(plain), Source(log, format=NAME)], "judgement")
     assert {file.path: file.format for file in loaded.files} == {plain: "judgement", log: NAME}
 
 
-def test_an_export_without_rows_of_the_kind_says_why(tmp_path: Path) -> None:
+def test_an_export_without_rows_of_the_kind_reports_the_reason(tmp_path: Path) -> None:
     with raises_error("no-usable-rows", where="log.jsonl") as raised:
         read_log(tmp_path, "judgement", entry(1, None), entry(2, None))
     assert "without a vote" in raised.error.message
@@ -168,7 +168,7 @@ def test_an_export_of_open_webui_is_recognized() -> None:
     assert detect_source([{"prompt": "a", "completion": "b", "label": True}]) is None
 
 
-def test_the_format_of_an_export_is_taken_for_another_export_and_no_other_file(
+def test_the_format_of_an_export_applies_to_other_exports_only(
     tmp_path: Path,
 ) -> None:
     plain = write(tmp_path / "rows.jsonl", {"prompt": "a", "completion": "b", "label": True})

@@ -642,7 +642,7 @@ def test_unknown_columns_are_listed_with_the_nearest_formats():
         {"prompt": "a", "label": True},
     ],
 )
-def test_an_answer_beside_a_prompt_is_never_taken_for_a_prompt_alone(row: dict):
+def test_a_row_with_an_answer_is_never_read_as_a_prompt(row: dict):
     with raises_error("format-unknown-columns"):
         detect([row])
     assert read_example("prompt", row, HERE).origin == HERE
@@ -884,7 +884,7 @@ def test_a_decimal_comma_is_named():
 @pytest.mark.parametrize(
     "wrong", [True, None, "", "high", "nan", "inf", float("nan"), float("-inf"), [1], 10**400]
 )
-def test_what_is_not_a_finite_number_is_an_error(wrong: object):
+def test_a_number_that_is_not_finite_is_an_error(wrong: object):
     with raises_error("row-number-invalid") as raised:
         values.number(wrong, "score")
     assert "score" in raised.error.message

@@ -31,7 +31,7 @@ def distributions_of(units: list[TokenizedExample]) -> dict[str, Any]:
     return distributions(build_dataset(units))
 
 
-def test_classes_are_told_apart() -> None:
+def test_classes_have_separate_histograms() -> None:
     result = distributions_of(
         [unit(3, 5, label=True), unit(4, 7, label=False), unit(4, 7, label=False)]
     )

@@ -72,7 +72,7 @@ OTHERS = [
     ({"prompt": "q", "completion": "a", "label": True}, None, None),
     ({"answer": "a"}, None, None),
 ])  # fmt: skip
-def test_the_mapping_of_another_file_is_taken_where_it_fits(
+def test_the_mapping_of_another_file_is_used_if_it_fits(
     row: dict, format: str | None, expected: tuple | None, tmp_path: Path
 ):
     file = Source(write(tmp_path / "rows.jsonl", row), format=format)
@@ -135,7 +135,7 @@ def test_a_usual_column_that_another_one_stands_in_for_is_counted_as_ignored(tmp
     assert loaded.examples[0].prompt == "q"
 
 
-def test_the_columns_beside_a_prompt_travel_with_it_and_are_not_ignored(tmp_path: Path):
+def test_further_columns_of_a_prompt_are_kept_and_not_reported_as_ignored(tmp_path: Path):
     loaded = load_rows(tmp_path, "prompt", {"prompt": "1+1=", "answer": 2})
     assert loaded.ignored_columns == {}
     assert loaded.examples == (
@@ -143,7 +143,7 @@ def test_the_columns_beside_a_prompt_travel_with_it_and_are_not_ignored(tmp_path
     )
 
 
-def test_a_named_format_reads_what_it_needs_of_another(tmp_path: Path):
+def test_a_named_format_reads_its_columns_from_rows_of_another_format(tmp_path: Path):
     loaded = load_rows(tmp_path, "prompt", up("a"), format="prompt")
     assert isinstance(loaded.examples[0], Prompt)
     assert loaded.examples[0].info == {"completion": "a", "label": True}
@@ -270,7 +270,7 @@ def test_the_method_that_is_suggested_reads_such_rows(kind: Kind, name: str):
     assert method_of(name, bool(reward)).kind == kind
 
 
-def test_a_conversion_must_make_what_the_method_needs(tmp_path: Path):
+def test_a_conversion_must_return_the_kind_that_the_method_needs(tmp_path: Path):
     with raises_error("conversion-mismatch", where="data.convert") as raised:
         load_rows(tmp_path, "preference", JUDGED, convert="pairs_to_judgements")
     assert "pairs_to_judgements" in raised.error.message
@@ -447,7 +447,7 @@ def test_chosen_to_demonstrations(tmp_path: Path):
     assert loaded.files[1].unused == {Unused.JUDGED_DOWN: 1}
 
 
-def test_a_conversion_that_leaves_nothing_says_why(tmp_path: Path):
+def test_a_conversion_without_results_reports_the_reason(tmp_path: Path):
     with raises_error("no-usable-rows", where="rows.jsonl:1") as raised:
         load_rows(tmp_path, "preference", up("a"), up("b"), convert="judgements_to_pairs")
     assert "of 2 rows" in raised.error.message

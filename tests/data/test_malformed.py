@@ -43,13 +43,13 @@ def check_row_error(error: UserError, place: str, code: str, *names: str) -> Non
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.works], ids=lambda c: c.name)
-def test_what_looks_odd_and_is_fine(case: Case, tmp_path: Path):
+def test_unusual_valid_files_are_read(case: Case, tmp_path: Path):
     loaded = read(case, tmp_path)
     assert (len(loaded.examples), loaded.files[0].rows, loaded.bad) == (case.works, case.works, ())
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.error], ids=lambda c: c.name)
-def test_what_is_wrong_is_said_once_with_place_and_remedy(case: Case, tmp_path: Path):
+def test_a_mistake_is_reported_once_with_its_place_and_fix(case: Case, tmp_path: Path):
     assert case.error is not None
     with pytest.raises(UserError) as caught:
         read(case, tmp_path)
@@ -78,7 +78,7 @@ def test_a_bad_row_can_be_skipped_and_is_listed(case: Case, tmp_path: Path):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.error and not c.row], ids=lambda c: c.name)
-def test_what_is_wrong_with_a_file_cannot_be_skipped_in_silence(case: Case, tmp_path: Path):
+def test_errors_of_a_file_cannot_be_skipped(case: Case, tmp_path: Path):
     if case.name == "latin-1":  # its first line can be used
         assert len(read(case, tmp_path, on_bad_row="skip").bad) == 1
         return
@@ -115,7 +115,7 @@ def test_paths_that_cannot_be(tmp_path: Path, name: str, code: str):
     check_row_error(caught.value, path, code)
 
 
-def test_a_folder_is_answered_with_its_files(tmp_path: Path):
+def test_the_error_of_a_folder_lists_its_files(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text(GOOD)
     with pytest.raises(UserError) as caught:
         load([Source(str(tmp_path))], "judgement")
@@ -143,7 +143,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path):
     check_row_error(caught.value, path, "file-not-regular")
 
 
-def test_only_bad_rows_leave_nothing(tmp_path: Path):
+def test_a_file_with_only_bad_rows_is_an_error(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text("x\ny\n")
     with pytest.raises(UserError) as caught:

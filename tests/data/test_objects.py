@@ -40,7 +40,7 @@ EXAMPLES = [
     lambda rows: pd.DataFrame(rows, index=[7, 7]),
     lambda _: EXAMPLES,
 ])  # fmt: skip
-def test_what_rows_may_be(make: Any) -> None:
+def test_supported_containers_of_rows(make: Any) -> None:
     loaded = load(sources_from(make(ROWS)), "judgement")
     results = [
         (e.prompt, e.completion, e.label) for e in loaded.examples if isinstance(e, Judgement)
@@ -79,7 +79,7 @@ SPLITS = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
     ("wrong", "code"),
     [(3, "rows-type"), (None, "rows-type"), (JUDGED, "rows-type"), (SPLITS, "split-missing")],
 )
-def test_what_rows_may_not_be(wrong: Any, code: str) -> None:
+def test_unsupported_containers_of_rows(wrong: Any, code: str) -> None:
     with raises_error(code, where="rows") as raised:
         load(sources_from(wrong), "judgement")
     assert raised.error.fix

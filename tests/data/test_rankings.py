@@ -114,7 +114,7 @@ def test_all_pairs_over_a_difference(tmp_path: Path):
     assert [e.margin for e in loaded.examples if isinstance(e, Preference)] == [0.0, 0.0]
 
 
-def test_all_pairs_of_scored_answers_count_what_is_left(tmp_path: Path):
+def test_all_pairs_of_scored_answers_count_omitted_pairs(tmp_path: Path):
     rows = [
         scored("good", 3, weight=0.5), scored("bad", 1), scored("middling", 2),
         scored("tie 1", 1, "q"), scored("tie 2", 1, "q"), scored("alone", 1, "r"),
@@ -247,7 +247,7 @@ def test_rankings_to_scored_gives_every_answer_its_score(tmp_path: Path):
     assert [e.score for e in loaded.examples if isinstance(e, Judgement)] == [5.0, 1.0, 2.0]
 
 
-def test_conversions_leave_what_they_were_given_as_it_was():
+def test_conversions_do_not_change_their_input():
     ranking = Ranking(prompt="p", completions=("a", "b"), scores=(1.0, 2.0), origin=HERE)
     before = replace(ranking)
     for name in ("scores_to_all_pairs", "scores_to_pairs", "rankings_to_scored"):

@@ -111,7 +111,7 @@ def test_one_rating_alone_is_not_guessed(rating: Any, tmp_path: Path) -> None:
         ("judgement", (1, -1, None), 3, "row-rating-missing", "rating"),
     ],
 )
-def test_what_is_neither_is_a_bad_row(
+def test_a_rating_that_is_neither_thumb_nor_score_is_a_bad_row(
     kind: str, ratings: tuple[Any, ...], line: int, code: str, value: str, tmp_path: Path
 ) -> None:
     with raises_error(code, where=f"rows.jsonl:{line}") as raised:
@@ -120,7 +120,7 @@ def test_what_is_neither_is_a_bad_row(
     assert value in raised.error.message
 
 
-def test_a_rating_beside_a_label_a_score_or_a_pair_is_not_read(tmp_path: Path) -> None:
+def test_a_rating_in_a_row_with_a_label_a_score_or_a_pair_is_ignored(tmp_path: Path) -> None:
     loaded = load_rows(tmp_path, "judgement", *rated(1, 5, label=False))
     assert labels(loaded) == [False, False]
     assert (loaded.ignored_columns, loaded.files[0].notes) == ({"rating": 2}, ())
@@ -147,7 +147,7 @@ def test_renamed_columns_and_other_formats_have_ratings(tmp_path: Path) -> None:
     assert labels(load_rows(tmp_path, "judgement", *rows)) == [True, False]
 
 
-def test_a_0_beside_a_minus_1_is_no_label(tmp_path: Path) -> None:
+def test_a_0_in_a_column_with_a_minus_1_is_ambiguous(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "completion": "a", "label": label} for label in (1, 0, 1, -1)]
     with raises_error("label-zero-ambiguous", where="rows.jsonl:2") as raised:
         load_rows(tmp_path, "judgement", *rows)
@@ -156,7 +156,7 @@ def test_a_0_beside_a_minus_1_is_no_label(tmp_path: Path) -> None:
     assert labels(load_rows(tmp_path, "judgement", *rows[2:])) == [True, False]
 
 
-def test_the_audit_tells_how_ratings_and_tables_were_read(tmp_path: Path) -> None:
+def test_the_audit_reports_how_ratings_and_tables_were_read(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt;completion;rating\nsun;a star;1\nmoon;a star;-1\n")
     loaded = load([Source(str(tmp_path / "rows.csv"))], "judgement")
     encoder = Encoder(tiny_tokenizer(CHATML), max_length=99)

@@ -125,7 +125,7 @@ def test_a_text_is_a_prompt_with_all_its_other_columns(tmp_path: Path) -> None:
         ({"score": None, "error": None}, "row-rating-missing", ["score"]),
     ],
 )
-def test_what_is_no_record_of_sampling_is_a_bad_row(
+def test_an_invalid_record_of_sampling_is_a_bad_row(
     change: dict[str, Any], code: str, names: list[str], tmp_path: Path
 ) -> None:
     with raises_error(code, where="rows.jsonl:2") as raised:
@@ -202,7 +202,7 @@ def test_log_probabilities_of_some_answers_are_not_read(tmp_path: Path) -> None:
     }
 
 
-def test_an_answer_that_is_cut_keeps_the_log_probabilities_of_what_is_left(tmp_path: Path) -> None:
+def test_a_truncated_answer_keeps_the_log_probabilities_of_its_tokens(tmp_path: Path) -> None:
     result = ranked(
         tmp_path,
         answer(1, 5, 6, 7, 8, score=1),
@@ -291,7 +291,7 @@ def chosen(
     return results, dict(loaded.files[0].unused)
 
 
-def test_the_best_answers_of_each_prompt_are_taken_by_score_and_then_by_place(
+def test_the_best_answers_of_each_prompt_are_selected_by_score_and_position(
     tmp_path: Path,
 ) -> None:
     rows = [answer(1, n, score=score) for n, score in ((5, 0.5), (6, 2.0), (7, 0.5), (8, 0.1))]
@@ -352,9 +352,7 @@ def test_rankings_give_their_best_too(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 3).map(float), min_size=1, max_size=8), st.integers(1, 9))
-def test_no_answer_that_is_left_out_is_better_than_one_that_is_taken(
-    scores: list[float], top_n: int
-) -> None:
+def test_no_omitted_answer_is_better_than_a_selected_one(scores: list[float], top_n: int) -> None:
     examples = [
         Judgement(prompt="p", completion=f"{n}", score=score, origin=HERE)
         for n, score in enumerate(scores)
@@ -383,7 +381,7 @@ def test_groups_without_a_difference_make_no_pair_and_are_counted(tmp_path: Path
     assert loaded.files[0].unused == {"all completions of its prompt have the same score": 2}
 
 
-def test_a_ranking_of_tokens_is_the_same_whatever_was_known_of_its_sampling(tmp_path: Path) -> None:
+def test_a_tokenized_ranking_does_not_depend_on_sampler_log_probabilities(tmp_path: Path) -> None:
     rows = [answer(1, 5, score=1), answer(1, 6, score=0)]
     bare = [
         {name: item for name, item in row.items() if name not in ("logps", "sampled")}

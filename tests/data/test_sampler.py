@@ -44,7 +44,7 @@ def test_the_order_does_not_know_how_units_arrived(
 
 
 @given(st.permutations(range(11)), st.booleans())
-def test_steps_and_what_follows_them_do_not_know_how_units_arrived(
+def test_steps_do_not_depend_on_the_order_of_units_in_the_file(
     arrival: list[int], stratify: bool
 ) -> None:
     units = judged(11)
@@ -90,7 +90,7 @@ def test_every_unit_comes_once_an_epoch(count: int, size: int, epoch: int, strat
     assert sorted(observed) == sorted(u.id for u in sampler.units)
 
 
-def test_a_step_depends_on_its_number_alone() -> None:
+def test_a_step_depends_only_on_its_number() -> None:
     """Any step can be asked for, in any order: a resumed run needs no more than where it
     stopped.
     """
@@ -103,7 +103,7 @@ def test_a_step_depends_on_its_number_alone() -> None:
 
 
 @pytest.mark.parametrize("stratify", [False, True])
-def test_a_step_is_given_in_canonical_order_and_followed_by_the_rest_of_its_epoch(
+def test_a_step_is_in_canonical_order_followed_by_the_rest_of_its_epoch(
     stratify: bool,
 ) -> None:
     sampler = Sampler(judged(10), 4, seed=2, stratify=stratify)

@@ -82,7 +82,7 @@ def test_the_soft_label_of_token_ids_and_of_another_name(tmp_path: Path):
 @pytest.mark.parametrize(
     ("convert", "kind"), [("pairs_to_judgements", "judgement"), ("pairs_to_rankings", "ranking")]
 )
-def test_pairs_whose_soft_label_decides_nothing_are_not_turned_into_verdicts(
+def test_pairs_with_a_soft_label_of_one_half_are_not_converted_to_thumbs(
     tmp_path: Path, convert: str, kind: str
 ):
     rows = [{**PAIR, "soft": soft} for soft in (0.2, 0.5, 0.51)]
@@ -114,7 +114,7 @@ def test_identities_of_rows_without_the_new_parts_are_those_they_always_were():
     assert replace(judgement, attributes=there).id == replace(judgement, attributes=back).id
 
 
-def test_a_pair_is_contradicted_by_the_side_that_its_soft_label_takes():
+def test_the_soft_label_of_a_pair_decides_which_side_contradicts_it():
     def contradictions(*pairs: tuple[str, str, float | None]) -> int:
         examples = [
             Preference(prompt="p", chosen=a, rejected=b, soft=soft, origin=HERE)
@@ -148,7 +148,7 @@ def test_a_pair_is_contradicted_by_the_side_that_its_soft_label_takes():
         ("helpsteer", {"prompt": "p", "response": "a", "helpfulness": 3, "verbosity": 0}),
     ],
 )
-def test_rows_with_attributes_are_told_by_their_columns(name: str, row: dict):
+def test_rows_with_attributes_are_detected_from_their_columns(name: str, row: dict):
     assert detect([row]) == name
 
 
@@ -241,9 +241,7 @@ def test_labels_and_scores_are_not_mixed(tmp_path: Path):
         (ANSWER, "(sft)"),
     ],
 )
-def test_rows_without_a_verdict_of_their_own_are_refused_with_the_remedy(
-    tmp_path: Path, row: dict, fix: str
-):
+def test_rows_without_individual_labels_are_refused_with_a_fix(tmp_path: Path, row: dict, fix: str):
     with raises_error("kind-mismatch", where="rows.jsonl:1", fix=fix):
         load_rows(tmp_path, "scored", row)
 

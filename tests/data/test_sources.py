@@ -131,7 +131,7 @@ def test_one_chat_row_in_a_json_file_is_a_row_and_not_a_list_of_turns(tmp_path: 
         min_size=1,
     )
 )
-def test_what_json_writes_is_read_back(tmp_path_factory: pytest.TempPathFactory, rows: list[dict]):
+def test_output_of_json_is_read_back(tmp_path_factory: pytest.TempPathFactory, rows: list[dict]):
     for ascii_only in (True, False):
         lines, array = (tmp_path_factory.getbasetemp() / name for name in ("any.jsonl", "any.json"))
         lines.write_bytes(
@@ -210,7 +210,7 @@ def test_a_file_has_no_subsets(tmp_path: Path):
         list(read_rows(tmp_path / "rows.jsonl", subset="main"))
 
 
-def test_what_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
+def test_messages_of_the_hub_are_passed_on(monkeypatch: pytest.MonkeyPatch):
     def refuse(name: str) -> Splits:
         raise ValueError("Access denied.")
 
@@ -220,7 +220,7 @@ def test_what_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
     assert "Access denied." in raised.error.message
 
 
-def test_a_hub_that_refuses_the_connection_is_said_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_refused_connection_to_the_hub_is_reported_immediately(monkeypatch: pytest.MonkeyPatch):
     import datasets
 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

@@ -64,7 +64,7 @@ def test_the_delimiter_is_found_whatever_is_in_the_texts(
     assert notes == ([] if is_usual else [DELIMITERS[delimiter]])
 
 
-def test_a_header_that_two_delimiters_part_is_read_as_its_rows_are(tmp_path: Path) -> None:
+def test_the_rows_decide_the_delimiter_of_an_ambiguous_header(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text("prompt;completion;label,score\nHello, you, there;Hi;1\nBye;Bye;0\n")
     assert read(file) == (
@@ -174,7 +174,7 @@ def test_dates_out_of_range_are_errors_only_where_they_are_used(tmp_path: Path) 
         )
 
 
-def test_a_good_row_beside_one_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_good_row_next_to_an_unreadable_one(tmp_path: Path) -> None:
     import pyarrow as pa
 
     text = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
@@ -185,7 +185,7 @@ def test_a_good_row_beside_one_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
-def test_a_flipped_bit_of_a_page_is_found_by_its_checksum(compression: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_page_fails_its_checksum(compression: str, tmp_path: Path) -> None:
     columns = {
         "prompt": [f"question {n}" for n in range(50)],
         "completion": ["x"] * 50,

@@ -224,7 +224,7 @@ def test_a_tokenizer_with_the_same_vocabulary_size_has_another_entry(cache: Path
     assert len(entries(cache)) == 2
 
 
-def test_tokenizers_with_their_own_code_are_not_cached(cache: Path) -> None:
+def test_tokenizers_with_custom_code_are_not_cached(cache: Path) -> None:
     tokenizer = tiny_tokenizer(CHATML)
 
     class Upper(type(tokenizer)):

@@ -31,7 +31,7 @@ def unit_of(enc: Encoder, folder: Path, *weights: int | None) -> TokenizedExampl
     return encoded(enc, example)
 
 
-def learnt(enc: Encoder, unit: TokenizedExample) -> str:
+def trained_text(enc: Encoder, unit: TokenizedExample) -> str:
     """The trained text of the prompt and the answer."""
     [answer] = unit.answers
     return trained(enc, TokenizedCompletion(unit.prompt_ids, unit.prompt_mask)) + trained(
@@ -54,7 +54,7 @@ def test_only_turns_with_weight_are_in_the_mask(
 ) -> None:
     enc = encoder(train_on="assistant")
     unit = unit_of(enc, tmp_path, *weights)
-    assert learnt(enc, unit) == "".join(f"sun {n}<|im_end|>" for n in numbers)
+    assert trained_text(enc, unit) == "".join(f"sun {n}<|im_end|>" for n in numbers)
     full = text(enc, unit.prompt_ids + unit.answers[0].ids)
     assert [f"sun {n}" in full for n in range(len(weights))] == [
         n <= numbers[-1] for n in range(len(weights))
@@ -63,8 +63,8 @@ def test_only_turns_with_weight_are_in_the_mask(
 
 def test_by_default_the_last_turn_with_weight_is_the_answer(tmp_path: Path) -> None:
     enc = encoder()
-    assert learnt(enc, unit_of(enc, tmp_path, 1, 1, 1)) == "sun 2<|im_end|>"
-    assert learnt(enc, unit_of(enc, tmp_path, 1, 1, 0)) == "sun 1<|im_end|>"
+    assert trained_text(enc, unit_of(enc, tmp_path, 1, 1, 1)) == "sun 2<|im_end|>"
+    assert trained_text(enc, unit_of(enc, tmp_path, 1, 1, 0)) == "sun 1<|im_end|>"
 
 
 def test_a_turn_without_weight_inside_an_answer(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ from valence import cli
 
 ADDRESSES = ("127.77.0.1", "127.77.0.2")
 CABLE = "cable"
-"""The network device of either host."""
+"""Name of the network device on both hosts."""
 SETTINGS = [
     f"net.ipv4.conf.{device}.{name}"
     for device in ("all", "default")
     for name in ("route_localnet=1", "rp_filter=0")
 ]
-"""Without them Linux drops what comes over a cable from a loopback address."""
+"""Without these settings Linux drops packets from loopback addresses on other devices."""
 
 
 CLONE_NEWNET = 0x40000000
@@ -35,7 +35,7 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class There:
-    """`valence` on the host of this name."""
+    """`valence` on a host."""
 
     name: str
 
@@ -48,7 +48,7 @@ class There:
 
 
 class Hosts:
-    """Host 0 and host 1, which know each other as ADDRESSES."""
+    """Host 0 and host 1, which reach each other at ADDRESSES."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -75,7 +75,7 @@ class Hosts:
         return process
 
     def pids(self, host: int) -> list[int]:
-        """The processes on a host."""
+        """Ids of the processes on a host."""
         return [int(pid) for pid in _ip("netns", "pids", self.names[host]).split()]
 
     def disconnect(self) -> None:

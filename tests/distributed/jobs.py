@@ -1,4 +1,4 @@
-"""What a process of a test does, and what it works on."""
+"""Jobs of the processes in the tests, and their inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.distributed.rig import wait_for
+from tests.distributed.process_groups import wait_for
 from valence.distributed import process_group
 from valence.distributed.process_group import Group, SingleProcess, gather_objects
 from valence.distributed.watchdog import Collective, CollectiveWatchdog
@@ -84,7 +84,7 @@ def parameters(rank: int) -> list[Tensor]:
 
 
 def members(group: Group) -> dict[str, Any]:
-    """All that a group can do."""
+    """Call every operation of a group."""
     process_group.BUCKET = 64  # bytes: several buckets, one of a tensor that is larger
     inputs = summands(group.rank)
     results: dict[str, Any] = {f"sum {name}": group.sum(values) for name, values in inputs.items()}
@@ -149,7 +149,7 @@ def one_stays_away(group: Group, away: int, folder: str) -> None:
         group.sum(torch.ones(3))
 
 
-def they_part(group: Group) -> None:
+def call_different_collectives(group: Group) -> None:
     group.any(False)
     if group.rank == 0:
         group.sum(torch.ones(3))
@@ -192,7 +192,7 @@ def works_long(group: Group, seconds: float, is_reported: bool) -> tuple[int, in
 
 
 def no_reports(group: Group, is_killed: bool) -> None:
-    """Rank 0 does not get to the end of a phase."""
+    """Rank 0 never reaches the end of a phase."""
     if group.rank:
         with group.long_phase("work"):
             return

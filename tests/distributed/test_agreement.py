@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import valence
-from tests.distributed.rig import run as together
+from tests.distributed.process_groups import run as run_in_processes
 from tests.distributed.test_run import SHARDED, records, written
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
@@ -74,7 +74,7 @@ def mistakes_of_objects(group: Group, place: Path) -> dict[str, tuple[str, str, 
 
 
 def test_objects_that_processes_give_must_be_the_same(place: Path) -> None:
-    first, other = together(mistakes_of_objects, 2, place, deadline=30.0)
+    first, other = run_in_processes(mistakes_of_objects, 2, place, deadline=30.0)
     assert (first.error, other.error) == ("", "")
     assert first.value == other.value
     result = first.value
@@ -110,7 +110,7 @@ def scored(group: Group, place: Path) -> list[int]:
 
 
 def test_a_reference_of_split_weights_is_scored_where_one_process_has_no_row(place: Path) -> None:
-    ranks = together(scored, 2, place, deadline=30.0)
+    ranks = run_in_processes(scored, 2, place, deadline=30.0)
     assert [(rank.error, rank.value) for rank in ranks] == [("", [6, 0])] * 2
 
 
@@ -135,7 +135,7 @@ def late(group: Group, place: Path) -> tuple[str, int]:
 
 
 def test_a_signal_that_comes_while_processes_agree_stops_all_of_them(place: Path) -> None:
-    ranks = together(late, 2, place, deadline=30.0)
+    ranks = run_in_processes(late, 2, place, deadline=30.0)
     assert [rank.error for rank in ranks] == ["", ""]
     assert ranks[0].value == ranks[1].value
     assert ranks[0].value[1] == 143

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.rig import full, run
+from tests.distributed.process_groups import full, run
 from tests.errors import check_error, raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
@@ -208,7 +208,7 @@ def other_outputs(
 
 
 @slow
-def test_what_is_split_is_what_one_process_has(place: Path) -> None:
+def test_sharded_weights_equal_those_of_one_process(place: Path) -> None:
     result = run(compared, 2, place, CASES, deadline=120)
     assert [item.error for item in result] == ["", ""]
     assert [item.value for item in result] == [{name: [] for name in CASES}] * 2
@@ -318,7 +318,7 @@ def test_layers_are_shared_and_split_as_well(place: Path) -> None:
 
 
 @slow
-def test_auto_splits_what_one_process_cannot_hold(place: Path) -> None:
+def test_auto_shards_weights_that_exceed_the_memory_of_one_process(place: Path) -> None:
     result = run(planned, 2, place)
     assert [item.error for item in result] == ["", ""]
     (roomy, tight), others = (item.value for item in result)
@@ -412,7 +412,7 @@ def test_settings_that_split_weights_do_not_support_are_mistakes(
         choose_split(recipe_with(**sections), 2, cpu, before=None, fits=lambda: False)
 
 
-def test_one_process_says_that_it_has_nothing_to_split_over(place: Path) -> None:
+def test_sharding_with_one_process_has_no_effect_and_a_note(place: Path) -> None:
     run = prepared(place, {"model": {"name": "llama"}}, shard="full")
     assert len([line for line in describe(make_plan(run)) if "parallel.shard: full" in line]) == 1
     assert build_models(run)[0].is_sharded is False
@@ -427,7 +427,7 @@ def differing(group: Group, place: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content"), [("config.json", None), ("model-00001-of-00004.safetensors", b"")]
 )
-def test_hosts_with_other_folders_are_told_what_differs(
+def test_an_error_names_files_that_differ_between_hosts(
     file: str, content: bytes | None, place: Path, tmp_path: Path
 ) -> None:
     for rank in range(2):

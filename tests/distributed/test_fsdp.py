@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.cases import Case, full_weights, measure, models, split
-from tests.distributed.rig import run
+from tests.distributed.process_groups import run
 from tests.errors import check_error, raises_error
 from tests.tiny_models import tiny
 from tests.units import objective, units_for
@@ -170,7 +170,7 @@ def parts(group: Group) -> dict[str, Any]:
     """What an engine is while its weights are split."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from tests.distributed.rig import full
+    from tests.distributed.process_groups import full
     from valence.distributed.tensor_parallel import local
 
     case = Case("sft")
@@ -317,7 +317,7 @@ def test_all_processes_give_up_a_step_when_one_has_no_memory_left() -> None:
 
 
 @slow
-def test_processes_that_cannot_go_on_without_each_other_say_why_they_end() -> None:
+def test_coupled_processes_report_why_they_end() -> None:
     first, second = run(short, 2, True, deadline=5.0)
     assert first.mistake is not None
     assert second.mistake is not None
@@ -326,7 +326,7 @@ def test_processes_that_cannot_go_on_without_each_other_say_why_they_end() -> No
     assert "rank 1" in first.mistake.message
 
 
-def test_a_process_that_runs_out_of_memory_alone_raises_its_own_error() -> None:
+def test_out_of_memory_of_a_single_process_raises_the_original_error() -> None:
     policy, reference = models(Case("kto"))
     actual = objective("kto", policy, reference, budget=10)
 

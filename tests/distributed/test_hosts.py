@@ -117,7 +117,7 @@ def test_two_hosts_train_as_one_process_does(place: Place, undisturbed: Path) ->
 
 
 @pytest.mark.slow
-def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(
+def test_a_broken_link_ends_both_hosts_and_the_same_command_resumes(
     hosts: Hosts, place: Place, undisturbed: Path
 ) -> None:
     run = place.folder / "cut"

@@ -45,7 +45,7 @@ def run_on():
         signal.pause()
 
 """
-"""What a script begins with. A process that nobody ends dies by SIGALRM."""
+"""Start of each script. SIGALRM ends processes that remain after a failed test."""
 MISTAKE = "valence: recipe.yaml:3: there is no such method\n  to fix it: name another\n"
 
 
@@ -270,7 +270,7 @@ def test_a_signal_reaches_all_once_and_is_waited_for(
 
 
 @slow
-def test_a_second_signal_ends_what_does_not_end(place: Place) -> None:
+def test_a_second_signal_kills_remaining_processes(place: Place) -> None:
     assert place.stop(SAVES.replace("SAVING", "run_on()"), signal.SIGINT, signal.SIGINT)[0] == 130
     assert place.notes(0) == ["2", "2"]
 
@@ -295,8 +295,8 @@ def test_all_are_out_of_time(place: Place) -> None:
 
 
 @slow
-def test_nothing_is_left_when_the_launcher_is_killed(place: Place) -> None:
-    place.stop(QUICK, signal.SIGKILL)  # ends when nobody holds its output any more
+def test_no_process_survives_the_launcher(place: Place) -> None:
+    place.stop(QUICK, signal.SIGKILL)  # ends when all processes have closed its output
     for rank in range(2):  # rank 1 may end later; its signal may come once per launcher thread
         wait_until(lambda rank=rank: "saved" in place.notes(rank))
         assert set(place.notes(rank)) == {"15", "saved"}

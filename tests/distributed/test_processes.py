@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.arch.source import ROOT
-from tests.distributed import jobs, rig
+from tests.distributed import jobs, process_groups
 from tests.errors import check_error, raises_error
 from valence.distributed.process_group import Group, ProcessGroup, SingleProcess, start
 from valence.distributed.watchdog import Collective, CollectiveTracker, CollectiveWatchdog
@@ -30,8 +30,8 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=slow), pytest.param(4, marks=slow)])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each of 2, and of 4 processes found."""
-    ended = rig.run(jobs.members, request.param)
+    """Results of the job in 2 and in 4 processes."""
+    ended = process_groups.run(jobs.members, request.param)
     assert [item.error for item in ended] == [""] * request.param
     assert [item.code for item in ended] == [0] * request.param
     return [item.value for item in ended]
@@ -113,12 +113,12 @@ def test_groups_have_the_members_of_the_protocol(kind: type) -> None:
 
 
 @slow
-def test_a_second_group_finds_nothing_of_the_first() -> None:
-    assert [item.value for item in rig.run(jobs.twice, 2)] == [[2.0, 4.0]] * 2
+def test_a_second_group_has_no_state_of_the_first() -> None:
+    assert [item.value for item in process_groups.run(jobs.twice, 2)] == [[2.0, 4.0]] * 2
 
 
-def lost(ended: rig.Ended, code: str, *parts: str) -> None:
-    """A process ended with this mistake, whose text names these ranks and collectives."""
+def lost(ended: process_groups.RankResult, code: str, *parts: str) -> None:
+    """Assert that a process ended with this error, which names these ranks and collectives."""
     assert ended.mistake is not None
     check_error(ended.mistake, code)
     assert [part for part in parts if part not in ended.mistake.message] == []
@@ -127,7 +127,7 @@ def lost(ended: rig.Ended, code: str, *parts: str) -> None:
 @slow
 @pytest.mark.parametrize(("size", "away"), [(4, 2), (2, 0)])
 def test_a_deadline_names_who_is_missing_and_where(size: int, away: int, tmp_path: Path) -> None:
-    ended = rig.run(jobs.one_stays_away, size, away, str(tmp_path), deadline=2.0)
+    ended = process_groups.run(jobs.one_stays_away, size, away, str(tmp_path), deadline=2.0)
     others = [element for rank, element in enumerate(ended) if rank != away]
     assert ended[away].error == ""
     assert any(other.mistake and other.mistake.code == "rank-late" for other in others)
@@ -145,10 +145,10 @@ def test_a_deadline_names_who_is_missing_and_where(size: int, away: int, tmp_pat
 
 
 def test_others_wait_for_a_long_phase_as_long_as_rank_0_reports_it() -> None:
-    ended = rig.run(jobs.works_long, 2, 2.5, True, deadline=1.0)
+    ended = process_groups.run(jobs.works_long, 2, 2.5, True, deadline=1.0)
     assert [item.error for item in ended] == ["", ""]
     assert [item.value for item in ended] == [(2, 2), (2, 2)]
-    _, other = rig.run(jobs.works_long, 2, 2.5, False, deadline=1.0)
+    _, other = process_groups.run(jobs.works_long, 2, 2.5, False, deadline=1.0)
     lost(other, "rank-late", "rank 0 ", "`sum` #1")
 
 
@@ -156,13 +156,13 @@ def test_others_wait_for_a_long_phase_as_long_as_rank_0_reports_it() -> None:
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_long_phase_that_is_not_reported_has_the_deadline(is_killed: bool) -> None:
     """Because rank 0 was killed, or is somewhere else."""
-    ended = rig.run(jobs.no_reports, 2, is_killed, deadline=1.0)
+    ended = process_groups.run(jobs.no_reports, 2, is_killed, deadline=1.0)
     lost(ended[1], "rank-lost" if is_killed else "rank-late", "rank 0")
 
 
 @slow
-def test_processes_that_part_are_told_so() -> None:
-    first, second = rig.run(jobs.they_part, 2, deadline=2.0)
+def test_diverging_processes_raise_an_error() -> None:
+    first, second = process_groups.run(jobs.call_different_collectives, 2, deadline=2.0)
     parted = [
         item for item in (first, second) if item.mistake and item.mistake.code == "ranks-parted"
     ]
@@ -177,7 +177,7 @@ def test_processes_that_part_are_told_so() -> None:
 def test_a_process_that_is_killed_ends_the_others_before_the_deadline(
     size: int, killed: int, before: bool
 ) -> None:
-    ended = rig.run(jobs.one_is_killed, size, killed, before)
+    ended = process_groups.run(jobs.one_is_killed, size, killed, before)
     assert ended[killed].code == -9
     others = [item for rank, item in enumerate(ended) if rank != killed]
     assert {other.code for other in others} == {0}
@@ -193,11 +193,11 @@ def test_a_process_that_is_killed_ends_the_others_before_the_deadline(
 
 @slow
 def test_a_process_that_does_not_start_is_named() -> None:
-    (first,) = rig.run(jobs.never, 3, deadline=0.5, started=[0])
+    (first,) = process_groups.run(jobs.never, 3, deadline=0.5, started=[0])
     lost(first, "rank-missing", "ranks: 1, 2", "0.5 s")
     assert first.mistake is not None
     assert first.mistake.where == "rank 0"
-    (second,) = rig.run(jobs.never, 3, deadline=0.5, started=[1])
+    (second,) = process_groups.run(jobs.never, 3, deadline=0.5, started=[1])
     lost(second, "rank-connection", "rank 0", "0.5 s")
     assert second.mistake is not None
     assert (second.mistake.where or "").startswith("127.0.0.1:")
@@ -208,7 +208,7 @@ def test_a_process_that_does_not_start_is_named() -> None:
 def test_a_collective_that_a_device_does_not_end_ends_the_process(
     ends: bool, tmp_path: Path
 ) -> None:
-    ended = rig.run(jobs.watched, 2, ends, str(tmp_path))
+    ended = process_groups.run(jobs.watched, 2, ends, str(tmp_path))
     assert [(item.value, item.code) for item in ended] == [
         ("went on", 0) if ends else (None, 2)
     ] * 2
@@ -240,8 +240,8 @@ def test_the_watchdog_queries_events_on_the_device_of_its_process(
 
 
 @slow
-def test_other_errors_of_a_collective_stay_what_they_are() -> None:
-    ended = rig.run(jobs.wrong_type, 2)
+def test_other_errors_of_a_collective_are_not_changed() -> None:
+    ended = process_groups.run(jobs.wrong_type, 2)
     assert [item.value for item in ended] == ["RuntimeError"] * 2
     assert [item.error for item in ended] == ["", ""]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.rig import run
+from tests.distributed.process_groups import run
 from tests.tiny_models import tiny
 from tests.units import objective, units_for
 from valence.distributed.process_group import Group, SingleProcess

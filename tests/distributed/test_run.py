@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import valence
 from benchmarks.crash.cases import CASES, recipe
-from tests.distributed.rig import run as together
+from tests.distributed.process_groups import run as run_in_processes
 from tests.logs import repeatable
 from valence.distributed.process_group import Group, SingleProcess
 from valence.runs.signals import Interrupted
@@ -147,7 +147,7 @@ def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> Non
             written(case, place, run, **options)
             for run, (case, options) in zip(runs, message, strict=True)
         ]
-        for rank in together(train, size, recipes, deadline=60.0):
+        for rank in run_in_processes(train, size, recipes, deadline=60.0):
             assert (rank.error, rank.value) == ("", ["done"] * len(runs))
         for run, (case, _) in zip(runs, message, strict=True):
             same(run, tmp_path / f"one {case}")
@@ -180,7 +180,9 @@ def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
     for size, mode, cases in message:
         runs = {case: tmp_path / f"{size} {case}" for case in cases}
         recipes = [written(case, place, run, "float32", **mode) for case, run in runs.items()]
-        assert [rank.error for rank in together(train, size, recipes, deadline=60.0)] == [""] * size
+        assert [rank.error for rank in run_in_processes(train, size, recipes, deadline=60.0)] == [
+            ""
+        ] * size
         for case, run in runs.items():
             same(run, tmp_path / f"one {case}", rel=1e-6, of_logps=1e-6)
             for mine, its in zip(records(run), records(tmp_path / f"one {case}"), strict=True):
@@ -192,7 +194,7 @@ def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
                 ), (run.name, its["step"])
 
 
-def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(
+def test_a_signal_to_one_process_stops_all_and_any_number_resumes(
     place: Path, tmp_path: Path
 ) -> None:
     """Saved by four, it goes on with one, two and three; saved by one, with four."""
@@ -205,11 +207,16 @@ def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(
         assert train(SingleProcess(), [settings["alone"]]) == ["done"]
         assert train(SingleProcess(), [settings["of 1"]], 3) == ["143"]
         assert [
-            rank.value for rank in together(train, 4, [settings["of 4"]], 3, 2, deadline=60.0)
+            rank.value
+            for rank in run_in_processes(train, 4, [settings["of 4"]], 3, 2, deadline=60.0)
         ] == [["143"]] * 4
         for size in sizes:
             shutil.copytree(runs["of 1" if size == 4 else "of 4"], runs[str(size)])
-            ranks = together(train, size, [settings[str(size)]], deadline=60.0) if size > 1 else []
+            ranks = (
+                run_in_processes(train, size, [settings[str(size)]], deadline=60.0)
+                if size > 1
+                else []
+            )
             assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * len(ranks)
             assert ranks or train(SingleProcess(), [settings["1"]]) == ["done"]
             same(runs[str(size)], runs["alone"])
@@ -233,17 +240,18 @@ def test_a_signal_to_one_process_behind_the_training_stops_all(place: Path, tmp_
     alone, inputs = (written("kto, lora", place, tmp_path / name) for name in ("alone", "two"))
     assert train(SingleProcess(), [alone]) == ["done"]
     assert [
-        (rank.error, rank.value) for rank in together(train_and_stop, 2, inputs, deadline=60.0)
+        (rank.error, rank.value)
+        for rank in run_in_processes(train_and_stop, 2, inputs, deadline=60.0)
     ] == [("", ["143"])] * 2
     facts = json.loads((tmp_path / "two/run.json").read_text())
     assert (facts["status"], (tmp_path / "two/model").exists()) == ("interrupted", False)
-    assert [(rank.error, rank.value) for rank in together(train, 2, [inputs], deadline=60.0)] == [
-        ("", ["done"])
-    ] * 2
+    assert [
+        (rank.error, rank.value) for rank in run_in_processes(train, 2, [inputs], deadline=60.0)
+    ] == [("", ["done"])] * 2
     same(tmp_path / "two", tmp_path / "alone")
 
 
-def test_the_same_number_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
+def test_the_same_number_of_processes_resumes_bit_for_bit(place: Path, tmp_path: Path) -> None:
     for case, mode in (
         ("kto, lora", {}),
         ("dpo, lora with dropout", {}),
@@ -256,6 +264,6 @@ def test_the_same_number_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> Non
             ([stopped], "143", 3, 1),
             ([stopped], "done"),
         ):
-            for rank in together(train, 2, value, *stop, deadline=60.0):
+            for rank in run_in_processes(train, 2, value, *stop, deadline=60.0):
                 assert (rank.error, rank.value) == ("", [ended])
         same(*names, rel=0.0)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.distributed.rig import run
+from tests.distributed.process_groups import run
 from tests.errors import raises_error
 from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import Group
@@ -113,7 +113,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 
 @slow
-def test_what_is_written_in_any_layout_is_read_in_any(
+def test_shards_of_any_layout_are_read_in_any_other(
     written: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     folder, ranks = written
@@ -133,7 +133,7 @@ def test_another_number_of_processes_reads(written: tuple[Path, list[dict[str, A
 
 @slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_process_writes_its_own_parts_and_what_is_the_same_once(
+def test_each_process_writes_its_shards_and_replicated_tensors_are_written_once(
     written: tuple[Path, list[dict[str, Any]]], layout: str
 ) -> None:
     folder, ranks = written
@@ -176,14 +176,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"other": torch.zeros(2)}, ["other"]),
     ],
 )
-def test_what_is_not_there_is_named(rows: Path, into: dict[str, Tensor], parts: list[str]) -> None:
+def test_missing_tensors_are_named(rows: Path, into: dict[str, Tensor], parts: list[str]) -> None:
     with raises_error("checkpoint-damaged", where=str(rows)) as raised:
         sharded_checkpoint.read(rows, into)
     assert [part for part in parts if part not in raised.error.message] == []
 
 
 @pytest.mark.parametrize("damage", ["a file is gone", "a file is cut"])
-def test_what_is_not_whole_is_refused(rows: Path, damage: str, tmp_path: Path) -> None:
+def test_incomplete_tensors_are_refused(rows: Path, damage: str, tmp_path: Path) -> None:
     shutil.copytree(rows, tmp_path / "rows")
     with safe_open(file := sorted((tmp_path / "rows").iterdir())[0], "pt") as opened:
         name = next(iter(opened.keys()))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.rig import run
+from tests.distributed.process_groups import run
 from tests.units import models_for, objective, units_for
 from valence.distributed.process_group import Group, SingleProcess
 from valence.losses import LOSSES

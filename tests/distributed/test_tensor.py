@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tests.distributed import jobs, rig
-from tests.distributed.rig import full
+from tests.distributed import jobs, process_groups
+from tests.distributed.process_groups import full
 from tests.errors import check_error, raises_error
 from tests.models.test_head import VARIANTS, VOCABULARY, make_layer, make_rows, objective, oracle
 from tests.models.test_oracle import PATTERNS, prefix_tree_batch
@@ -214,7 +214,7 @@ def as_exact(
 
 def run_on_ranks(job: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """What each process gives."""
-    ranks = rig.run(job, size, *args, deadline=60.0)
+    ranks = process_groups.run(job, size, *args, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
     assert [rank.code for rank in ranks] == [0] * size
     return [rank.value for rank in ranks]
@@ -491,12 +491,12 @@ def stays_away(world: Group, folder: str) -> None:
     if world.rank == 2:
         with jobs.noted_end(folder, "given up"):
             group.sum(torch.ones(1))
-    rig.wait_for(timeout_file)  # what the processes know of each other is with rank 0
+    process_groups.wait_for(timeout_file)  # what the processes know of each other is with rank 0
 
 
 @slow
-def test_who_is_missing_in_a_part_is_named_by_its_own_rank(tmp_path: Path) -> None:
-    ended = rig.run(stays_away, 4, str(tmp_path), deadline=2.0)
+def test_a_missing_process_of_a_subgroup_is_named_by_its_global_rank(tmp_path: Path) -> None:
+    ended = process_groups.run(stays_away, 4, str(tmp_path), deadline=2.0)
     assert [item.error for item in ended[:2]] == ["", ""]
     mistake = ended[2].mistake
     assert mistake is not None

@@ -55,7 +55,7 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_prompts_get_no_gradient_and_answers_the_declared_direction",
         ),
         "Truncating a long mismatched completion to zero tokens": (
-            "tests/batching/test_kl_pairs.py::test_a_cut_never_leaves_nothing",
+            "tests/batching/test_kl_pairs.py::test_truncation_keeps_at_least_one_token",
         ),
         "Truncating a long mismatched completion in place, so that the row it belongs to stays "
         "truncated": (
@@ -85,7 +85,7 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
         "Logging the metric of a class without rows as 0, which lowers the curve, or as NaN, which "
         "makes the mean of the evaluation NaN": (
             "tests/contract/test_contract.py::test_an_absent_class_is_left_out_and_never_zero",
-            "tests/reports/test_metrics.py::test_a_mean_over_nothing_is_left_out",
+            "tests/reports/test_metrics.py::test_a_mean_without_values_is_omitted",
         ),
         "A mean that skips NaN values, and so hides a real NaN": (
             "tests/reports/test_metrics.py::test_a_number_that_is_not_finite_is_seen",
@@ -130,7 +130,7 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_prompt_that_renders_differently_once_answered_is_trained_on_as_it_is_sampled",
             "tests/data/test_encode_template.py::"
             "test_text_merging_over_the_boundary_is_noted_and_kept_apart",
-            "tests/data/test_encode_rows.py::test_training_sees_what_sampling_sees",
+            "tests/data/test_encode_rows.py::test_training_and_sampling_encode_the_same_tokens",
         ),
         "Training plain-text prompts without the chat template that sampling and the model "
         "card use": (
@@ -181,10 +181,10 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/data/test_pitfalls.py::"
             "test_no_stub_of_a_long_row_is_left_and_none_vanishes_uncounted",
             "tests/data/test_audit.py::test_rows_not_used_with_reason_and_place",
-            "tests/data/test_encode_long.py::test_drop_leaves_long_rows_out_and_says_so",
+            "tests/data/test_encode_long.py::test_drop_omits_long_rows_with_a_note",
         ),
         'One handler for all errors that reports them as "could not load"': (
-            "tests/data/test_malformed.py::test_what_is_wrong_is_said_once_with_place_and_remedy",
+            "tests/data/test_malformed.py::test_a_mistake_is_reported_once_with_its_place_and_fix",
             "tests/arch/test_budgets.py::test_no_handler_takes_every_error",
         ),
         "Losing the labels of the second of two files that share prompt ids": (
@@ -220,7 +220,7 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/distributed/test_fsdp.py::"
             "test_all_processes_give_up_a_step_when_one_has_no_memory_left",
             "tests/distributed/test_run.py::"
-            "test_a_signal_to_one_process_stops_all_and_any_number_goes_on",
+            "test_a_signal_to_one_process_stops_all_and_any_number_resumes",
         ),
         "Not summing gradients over processes, because the model is called directly and not through "
         "its distributed wrapper": (
@@ -231,20 +231,20 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "A lost connection that makes a run hang forever": (
             "tests/distributed/test_hosts.py::"
-            "test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on",
+            "test_a_broken_link_ends_both_hosts_and_the_same_command_resumes",
         ),
     },
     "Resume": {
         "Silently not restoring optimizer state, random state or logged totals": (
-            "tests/training/test_state.py::test_what_changes_in_training_is_saved",
+            "tests/training/test_state.py::test_state_that_changes_in_training_is_saved",
             "tests/training/test_state.py::test_state_that_is_not_saved_is_found",
-            "tests/training/test_state.py::test_every_generator_goes_on_where_it_was",
+            "tests/training/test_state.py::test_every_random_generator_resumes_at_its_state",
         ),
         "Saving only the first process's part of weights and optimizer state": (
             "tests/distributed/test_run.py::"
-            "test_a_signal_to_one_process_stops_all_and_any_number_goes_on",
+            "test_a_signal_to_one_process_stops_all_and_any_number_resumes",
             "tests/distributed/test_shards.py::"
-            "test_each_process_writes_its_own_parts_and_what_is_the_same_once",
+            "test_each_process_writes_its_shards_and_replicated_tensors_are_written_once",
         ),
         "Skipping the wrong rows at the second resume, or training nothing when resuming at "
         "the end of an epoch": (
@@ -289,12 +289,12 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "Cache keys that are too general, so that values of another model, precision, prompt "
         "or mask are used silently": (
-            "tests/models/test_cache.py::test_another_reference_or_another_precision_finds_nothing",
+            "tests/models/test_cache.py::test_another_reference_or_precision_has_no_cache_hits",
             "tests/models/test_cache.py::"
             "test_values_of_another_reference_are_refused_wherever_they_turn_up",
             "tests/models/test_cache.py::"
             "test_the_same_answer_behind_another_prompt_is_another_entry",
-            "tests/models/test_cache.py::test_what_is_measured_of_a_sequence_is_part_of_what_it_is",
+            "tests/models/test_cache.py::test_the_mask_of_a_sequence_is_part_of_its_cache_key",
         ),
         "A cache of reference log-probabilities that raises an error, or changes the logged values, "
         "with the losses that it was built for": (

@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 
 from benchmarks.scale_model import __main__ as benchmark
-from benchmarks.scale_model import cases, measure, this_machine
-from benchmarks.scale_model.measure import WAYS
-from benchmarks.scale_model.model import Job, Layout, Machine, dealt, seconds, sharded, volume
-from benchmarks.scale_model.this_machine import Step
-from tests.distributed.rig import run
+from benchmarks.scale_model import cases, local_steps, measure
+from benchmarks.scale_model.local_steps import Step
+from benchmarks.scale_model.measure import NUM_PROCESSES
+from benchmarks.scale_model.model import (
+    Job,
+    Layout,
+    Machine,
+    distribute_rows,
+    seconds,
+    sharded,
+    volume,
+)
+from tests.distributed.process_groups import run
 from valence.distributed.process_group import Group
 from valence.models import speed
 from valence.models.memory import Split
@@ -47,7 +55,7 @@ def test_shapes_are_those_of_the_models(name: str, billions: float) -> None:
     assert result.largest * result.layers + result.outside == result.parameters
 
 
-def test_what_travels_counted_by_hand() -> None:
+def test_transferred_bytes_counted_by_hand() -> None:
     job = Job(SHAPE, WORK, (WORK,), micro_batches=3)
     off = volume(job, Layout(4))
     assert off == {"weights": 0, "gradients": 0.75 * 2 * 4000, "within layers": 0}
@@ -102,7 +110,9 @@ def test_seconds_of_a_sum_over_processes() -> None:
     ],
 )
 @pytest.mark.parametrize("slow", [1.0, 100.0])
-def test_what_overlaps_takes_between_the_longer_and_the_sum(layout: Layout, slow: float) -> None:
+def test_an_overlapping_step_takes_between_the_longer_part_and_the_sum(
+    layout: Layout, slow: float
+) -> None:
     machine = Machine(flops=1e6, memory=1e9, near=1e6 / slow, far=1e5 / slow, start=1e-5)
     job = Job(SHAPE, WORK, (WORK,), micro_batches=4)
     result = seconds(job, layout, machine)
@@ -113,13 +123,13 @@ def test_what_overlaps_takes_between_the_longer_and_the_sum(layout: Layout, slow
 
 
 def test_rows_are_dealt_as_a_step_deals_them() -> None:
-    assert dealt([4, 4, 4, 4], Layout(2), 4) == (2, 1.0)
-    assert dealt([4, 4, 4], Layout(2), 4) == (2, 0.75)
-    assert dealt([4, 2], Layout(4), 100) == (1, pytest.approx(6 / 4 / 4))
-    assert dealt([1] * 64, Layout(8), 4) == (2, 1.0)
-    assert dealt([8, 7, 6, 5], Layout(2), 8) == (2, 1.0)  # 8 and 5, 7 and 6
-    # 8 beside 7, then 6 beside 5
-    assert dealt([8, 7, 6, 5], sharded(2), 8) == (
+    assert distribute_rows([4, 4, 4, 4], Layout(2), 4) == (2, 1.0)
+    assert distribute_rows([4, 4, 4], Layout(2), 4) == (2, 0.75)
+    assert distribute_rows([4, 2], Layout(4), 100) == (1, pytest.approx(6 / 4 / 4))
+    assert distribute_rows([1] * 64, Layout(8), 4) == (2, 1.0)
+    assert distribute_rows([8, 7, 6, 5], Layout(2), 8) == (2, 1.0)  # 8 and 5, 7 and 6
+    # 8 and 7 in the first round, 6 and 5 in the second
+    assert distribute_rows([8, 7, 6, 5], sharded(2), 8) == (
         2,
         pytest.approx(26 / 2 / (8 + 6)),
     )
@@ -127,76 +137,79 @@ def test_rows_are_dealt_as_a_step_deals_them() -> None:
 
 @pytest.mark.slow
 def test_weights_are_split_where_they_do_not_fit() -> None:
-    assert cases.chosen("8B", "dpo", 8, lora=True) == Layout(8, Split())
-    assert cases.chosen("8B", "sft", 8) == sharded(8)
-    assert cases.chosen("70B", "dpo", 64, lora=True) == sharded(64, sync_every_micro_batch=False)
+    assert cases.automatic_layout("8B", "dpo", 8, lora=True) == Layout(8, Split())
+    assert cases.automatic_layout("8B", "sft", 8) == sharded(8)
+    assert cases.automatic_layout("70B", "dpo", 64, lora=True) == sharded(
+        64, sync_every_micro_batch=False
+    )
     assert cases.memory("8B", "dpo", sharded(8)) < cases.memory("8B", "dpo", Layout(8))
 
 
 def test_a_machine_is_found_from_its_timings() -> None:
-    small, large = measure.SENT
+    small, large = measure.GRADIENT_BYTES
     selected = {f"sum, {size}": 2e-3 + size / 1e9 for size in (small, large)} | {
-        "apart, 2": 0.5,
+        "uncoupled, 2": 0.5,
         "update, 2": 0.25,
     }
-    result = this_machine.machine({"seconds": selected, "apart": 3e9}, 2)
+    result = local_steps.machine({"seconds": selected, "uncoupled": 3e9}, 2)
     assert result.seconds(4e6, 2, 2) == pytest.approx(2e-3 + 4e6 / 1e9)
     assert result.flops == pytest.approx(3e9 / 0.5)
-    assert result.memory == pytest.approx(28 * measure.UPDATED / 0.25)
+    assert result.memory == pytest.approx(28 * measure.UPDATED_WEIGHTS / 0.25)
 
 
 @pytest.mark.parametrize(
-    ("slower", "loss", "held"), [(1.0, 2.0, True), (1.5, 2.0, False), (1.0, 2.00001, False)]
+    ("slower", "loss", "is_within_bars"),
+    [(1.0, 2.0, True), (1.5, 2.0, False), (1.0, 2.00001, False)],
 )
 def test_the_last_line_and_the_status_agree(
     slower: float,
     loss: float,
-    held: bool,
+    is_within_bars: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    timings = {f"{name}, {n}": 1.0 for name in ("apart", "update") for n in (1, 2)} | {
-        f"sum, {n}": n * 1e-9 for n in measure.SENT
+    timings = {f"{name}, {n}": 1.0 for name in ("uncoupled", "update") for n in (1, 2)} | {
+        f"sum, {n}": n * 1e-9 for n in measure.GRADIENT_BYTES
     }
     seconds = {"one process": 1.0, "two processes": 0.6 * slower, "two, sharded": 0.6}
     results = [
-        Step("a", way, 1.0 if way == "one process" else 0.6, selected, 2.0)
-        for way, selected in seconds.items()
+        Step("a", variant, 1.0 if variant == "one process" else 0.6, selected, 2.0)
+        for variant, selected in seconds.items()
     ]
-    monkeypatch.setattr(benchmark, "measured", lambda _: {"seconds": timings, "apart": 1.0})
+    monkeypatch.setattr(benchmark, "measure", lambda _: {"seconds": timings, "uncoupled": 1.0})
     monkeypatch.setattr(
         benchmark, "steps", lambda _: [*results[:2], replace(results[2], loss=loss)]
     )
     monkeypatch.setattr(sys, "argv", ["benchmark", "--quick"])
-    assert benchmark.main() == (0 if held else 1)
+    assert benchmark.main() == (0 if is_within_bars else 1)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert ("short" not in last) == held
+    assert ("short" not in last) == is_within_bars
     assert last.count("held") + last.count("short") == 7
 
 
 def small(group: Group) -> dict[str, Any]:
     """The measurement, on steps that take no time."""
-    measure.STEPS, measure.SPACING = {"few": 256}, 64
+    measure.STEPS, measure.UNCOUPLED_TOKENS = {"few": 256}, 64
     measure.HIDDEN, measure.INNER, measure.VOCABULARY, measure.BUDGET = 32, 64, 128, 64
-    return measure.measured(group, 1)
+    return measure.measure_all(group, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_steps_of_one_process_and_two_are_measured_and_foretold(
+def test_predicted_steps_of_one_process_and_two_are_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = run(small, 2)
     assert [rank.error for rank in ranks] == ["", ""]
-    monkeypatch.setattr(this_machine, "STEPS", {"few": 256})
-    results = {step.way: step for step in this_machine.steps(ranks[0].value)}
-    assert list(results) == list(WAYS)
+    monkeypatch.setattr(local_steps, "STEPS", {"few": 256})
+    results = {step.variant: step for step in local_steps.steps(ranks[0].value)}
+    assert list(results) == list(NUM_PROCESSES)
     assert [step.loss for step in results.values()] == pytest.approx(
         [results["one process"].loss] * 3, rel=1e-6
     )
     assert all(step.predicted > 0 and step.measured > 0 for step in results.values())
     shape, work = Shape(**ranks[0].value["shape"]), Work(*ranks[0].value["few"])
-    for way in WAYS:
-        operations = ranks[0].value[f"few, {way}"]["operations"]
+    for variant in NUM_PROCESSES:
+        operations = ranks[0].value[f"few, {variant}"]["operations"]
         assert sum(map(sum, operations)) == pytest.approx(speed.step(shape, work), rel=1e-6)
-        assert len(operations) == WAYS[way]
+        assert len(operations) == NUM_PROCESSES[variant]

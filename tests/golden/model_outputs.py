@@ -25,12 +25,12 @@ from valence.models.values import add_values
 from valence.types import Kind, TokenizedCompletion, TokenizedExample
 
 Of = Literal["tokens", "values", "scores", "levels"]
-"""What is measured: tokens by two language models, the same with a value head, two attributes by a
-reward model, or these with thresholds of levels.
+"""The outputs: log-probabilities of tokens by two language models, the same with a value head, two
+attributes by a reward model, or these with thresholds of levels.
 """
 LEVELS = 5
 STEP = 1e-4
-"""How far apart the weights are at which a loss is taken for its derivative."""
+"""Distance of the weights at which a loss is computed for its derivative."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Models:
     direction: tuple[Tensor, ...]
 
     def slope(self) -> float:
-        """The policy's gradient along the direction."""
+        """Derivative of the policy's outputs along the direction."""
         parts = zip(self.policy.parameters(), self.direction, strict=True)
         return sum(float((p.grad * v).sum()) for p, v in parts if p.grad is not None)
 
@@ -166,7 +166,7 @@ def measured(kind: Kind, distance: float, of: Of) -> list[list[ModelOutputs]]:
 
 @cache
 def crossed(kind: Kind, i: int, j: int) -> ModelOutputs:
-    """The answer of row j behind the prompt of row i."""
+    """The answer of row j after the prompt of row i."""
     prompt, answer = rows(kind)[i].prompt_ids, rows(kind)[j].answers[0]
     return _outputs(prompt + answer.ids, (False,) * len(prompt) + answer.mask, "tokens")
 
@@ -189,7 +189,7 @@ def _head(policy: PolicyModel) -> torch.nn.Linear:
 
 @torch.no_grad()
 def _values(policy: PolicyModel, ids: Sequence[int]) -> list[float]:
-    """What the value head makes of each hidden state: [n]."""
+    """Values of the value head [n], one per hidden state."""
     with policy.stock():
         states = (
             policy.causal.transformer(input_ids=torch.tensor([ids]), use_cache=False)

@@ -35,7 +35,7 @@ def positional(fn: Callable[..., Any]) -> list[str]:
 def columns(
     fn: Callable[..., Any], points: Sequence[Point], dtype: torch.dtype = torch.float64
 ) -> dict[str, torch.Tensor]:
-    """What a loss reads, one row per point; the policy's log-probabilities take a gradient."""
+    """Inputs of a loss, one row per point. The policy's log-probabilities require a gradient."""
     results: dict[str, torch.Tensor] = {}
     for name in positional(fn):
         values = [point[name] for point in points]
@@ -59,7 +59,7 @@ def difference(
 def check(
     fn: Callable[..., torch.Tensor], formula: Formula, points: Sequence[Point], **settings: Any
 ) -> None:
-    """Value and gradient of a loss at every point against its formula."""
+    """Compare value and gradient of a loss with its formula at every point."""
     inputs = columns(fn, points)
     points = [{name: point[name] for name in inputs} for point in points]
     loss = fn(*inputs.values(), **settings)

@@ -67,7 +67,7 @@ class Step:
         return ref + min(max(logp - ref, low), high)
 
     def pair(self, i: int) -> dict[str, float]:
-        """The numbers of a pair that its loss may read."""
+        """The inputs of the loss of a pair."""
         row, (w, l) = self.rows[i], self.now[i]
         largest = min(w.n, l.n)
         (logp_w, ref_w), (logp_l, ref_l) = self.sums(w, largest), self.sums(l, largest)
@@ -98,7 +98,9 @@ class Step:
                 return (1 - math.exp(-r) ** a) / a
 
     def weight(self, i: int) -> float:
-        """Of a row, times (with wpo) how likely the policy is to give both answers of a pair."""
+        """Weight of a row, with wpo multiplied by the policy's probability of both answers of a
+        pair.
+        """
         if not self.settings["wpo"]:
             return self.rows[i].weight
         likely = [
@@ -113,12 +115,12 @@ def dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 @cache
 def read(formula: Callable[..., Any]) -> frozenset[str]:
-    """The names of what a formula reads."""
+    """Names of the parameters of a formula."""
     return frozenset(inspect.signature(formula).parameters)
 
 
 def call(formula: Callable[..., Any], numbers: dict[str, Any], settings: dict[str, Any]) -> float:
-    """With those of the numbers and settings that it reads."""
+    """Call a formula with the numbers and settings that it reads."""
     return formula(**{k: v for k, v in (numbers | settings).items() if k in read(formula)})
 
 
@@ -237,7 +239,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer with its row's weight."""
+    """An answer, and the weight of its row."""
 
     weight: float
     tokens: list[Token]

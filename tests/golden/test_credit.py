@@ -213,7 +213,7 @@ def test_the_cost_of_divergence_settles_where_the_divergence_is_the_target() -> 
     assert kl_beta == pytest.approx(0.2, rel=1e-6)
 
 
-def test_every_method_of_online_completions_has_a_loss_and_its_settings_do_not_collide() -> None:
+def test_every_online_method_has_a_loss_and_their_settings_do_not_collide() -> None:
     assert CREDITS.keys() <= LOSSES.keys()
     for name, fn in CREDITS.items():
         actual = {

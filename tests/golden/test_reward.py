@@ -198,7 +198,7 @@ def test_metrics_of_pairs() -> None:
     assert result["rewards/calibration_error"] == pytest.approx((s(-1) + 0.0 + s(3)) / 3)
 
 
-def test_metrics_of_thumbs_leave_out_what_is_not_given() -> None:
+def test_metrics_of_thumbs_omit_missing_targets() -> None:
     view = {
         "score": SCORE,
         "target": torch.tensor([[1.0, 0], [0, 7], [7, 1], [7, 7]]).double(),

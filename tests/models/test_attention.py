@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.prefix_trees import Segments, dense_attention, path, segment_trees, visible_mask
+from tests.prefix_trees import Segments, dense_attention, path, prefix_trees, visible_mask
 from tests.simulated_cuda import CUDA, simulated_device, varlen_attention
 from valence.models import attention, flex, layout, native
 from valence.models.attention import (
@@ -161,7 +161,7 @@ def test_the_automatic_choice_on_a_cpu() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @few
 @given(
-    segment_trees(),
+    prefix_trees(),
     st.sampled_from([0, 1, 3, 20]),
     st.sampled_from([0.0, 0.8]),
     st.sampled_from([1 << 21, 700]),
@@ -209,8 +209,8 @@ FILLS = {"not padded": int, "padded": partial(padded_size, device="cpu")}
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @pytest.mark.parametrize("way", WAYS)
 @few
-@given(segment_trees(segments=6, longest=20), st.sampled_from([0, 3]), st.integers(0, 5))
-def test_a_second_pass_over_what_the_first_one_kept(
+@given(prefix_trees(segments=6, longest=20), st.sampled_from([0, 3]), st.integers(0, 5))
+def test_a_second_pass_over_cached_keys_and_values(
     way: str, fill: Callable[[int], int], segments: Segments, window: int, number: int
 ) -> None:
     """And over what padded_size the first one up, which none sees."""
@@ -243,8 +243,8 @@ def test_a_second_pass_over_what_the_first_one_kept(
 
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @few
-@given(segment_trees(segments=7, longest=30), st.integers(0, 6))
-def test_the_masks_for_cuda_say_what_is_seen(
+@given(prefix_trees(segments=7, longest=30), st.integers(0, 6))
+def test_cuda_masks_equal_the_visible_pairs(
     fill: Callable[[int], int], segments: Segments, number: int
 ) -> None:
     """For a full prefix tree, and for a second pass after a first one."""
@@ -371,7 +371,7 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
 
 
 @few
-@given(segment_trees(), st.sampled_from([0, 1, 4]))
+@given(prefix_trees(), st.sampled_from([0, 1, 4]))
 def test_every_query_attends_to_itself_and_columns_have_32_bits(
     segments: Segments, window: int
 ) -> None:
@@ -457,7 +457,7 @@ def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) -> None:
+def test_fake_operators_match_the_real_ones(dtype: torch.dtype) -> None:
     prefix_tree = segment_table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     inputs = heads(40, dtype=dtype, d=16, d_v=16)
     torch.library.opcheck(attend, (*inputs, prefix_tree, SCALE, 0, 0.0))
@@ -469,7 +469,7 @@ def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) 
     )
 
 
-def test_a_layer_that_hands_no_prefix_tree_over_says_so() -> None:
+def test_a_layer_without_a_prefix_tree_raises_an_error() -> None:
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(attention.CannotPackError) as error:
         attention.prefix_tree_attention(nn.Module(), q, q, q, None)
@@ -481,7 +481,7 @@ def test_a_layer_that_hands_no_prefix_tree_over_says_so() -> None:
     ({"sliding_window": 4}, "windows-differ"),
     ({"s_aux": torch.zeros(2)}, "attention-input-unknown"),
 ])  # fmt: skip
-def test_what_is_not_done_here_is_refused(others: dict[str, object], code: str) -> None:
+def test_unsupported_attention_arguments_are_refused(others: dict[str, object], code: str) -> None:
     q = torch.randn(1, 2, 5, 4)
     requests = {"attention_mask": None, "prefix_tree": segment_table([(0, 5, -1)])} | others
     with pytest.raises(attention.CannotPackError) as error:
@@ -491,7 +491,7 @@ def test_what_is_not_done_here_is_refused(others: dict[str, object], code: str) 
 
 
 @pytest.mark.parametrize("kernels", [nullcontext, plain_products])
-def test_autocast_narrows_what_comes_in_and_nothing_inside(
+def test_autocast_converts_inputs_and_no_intermediate_values(
     kernels: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Products of bfloat16 numbers are summed in float32, as they are without autocast."""

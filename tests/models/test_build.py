@@ -91,7 +91,7 @@ def test_an_adapters_own_dropout_stays() -> None:
 
 
 def test_a_continued_adapter_trains_without_dropout(tmp_path: Path) -> None:
-    """Which nobody has asked for here."""
+    """Dropout is 0 unless the recipe sets it."""
     actual = build_policy(tiny(dtype=F32), dtype=F32, lora=lora(dropout=0.5))
     for name, p in actual.named_parameters():
         if "lora_B" in name:
@@ -170,7 +170,7 @@ def test_a_learned_table_of_positions_ends(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
-def test_rotary_positions_go_on(kind: str) -> None:
+def test_rotary_positions_continue_across_segments(kind: str) -> None:
     place: dict[str, Any] = {"code": "too-long", "where": "rows:1", "fix": "at most {limit}"}
     with warnings.catch_warnings(action="error"):
         check_positions(tiny(kind), 256, "it has", **place)

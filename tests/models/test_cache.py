@@ -60,7 +60,7 @@ def test_a_second_run_with_other_settings_computes_nothing(tmp_path: Path) -> No
     assert torch.equal(plain, loss)
 
 
-def test_another_reference_or_another_precision_finds_nothing(tmp_path: Path) -> None:
+def test_another_reference_or_precision_has_no_cache_hits(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
     cached = CachedReference(reference, tmp_path)
     other = FrozenReference(PolicyModel(tiny(seed=9)))
@@ -169,7 +169,7 @@ def test_a_turn_is_the_same_with_and_without_the_next_one_in_the_same_tree(tmp_p
     assert (cached.hits, cached.misses) == (2, 2)
 
 
-def test_runs_at_the_same_time_find_what_the_other_computes(tmp_path: Path) -> None:
+def test_concurrent_runs_share_computed_values(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
     one, two = CachedReference(reference, tmp_path), CachedReference(reference, tmp_path)
     rows = units("judgement", 6)
@@ -180,7 +180,7 @@ def test_runs_at_the_same_time_find_what_the_other_computes(tmp_path: Path) -> N
     assert (one.hits, one.misses) == (two.hits, two.misses) == (3, 3)
 
 
-def test_what_is_measured_of_a_sequence_is_part_of_what_it_is(tmp_path: Path) -> None:
+def test_the_mask_of_a_sequence_is_part_of_its_cache_key(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
     (row,) = units("judgement", 1)
     cached = CachedReference(reference, tmp_path)
@@ -209,7 +209,7 @@ def test_a_micro_batch_partly_known_is_computed_whole_and_the_known_part_stays(
     assert torch.equal(CachedReference(moved, tmp_path)(batch), result)
 
 
-def test_a_run_that_was_killed_finds_what_it_would_have_computed(tmp_path: Path) -> None:
+def test_a_killed_run_reuses_stored_values(tmp_path: Path) -> None:
     """Bit for bit, though the cache holds more by then than it held when those micro-batches came
     first.
     """
@@ -269,7 +269,7 @@ def test_values_of_another_reference_are_refused_wherever_they_turn_up(tmp_path:
         CachedReference(reference, tmp_path)(batch)
 
 
-def test_an_empty_folder_is_nothing_to_speak_of(tmp_path: Path) -> None:
+def test_an_empty_cache_folder_has_no_note(tmp_path: Path) -> None:
     assert CachedReference(policy_and_reference()[1], tmp_path / "new").note == ""
 
 

@@ -35,7 +35,7 @@ def codes(warned: pytest.WarningsRecorder) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_an_architecture_that_cannot_pack_runs_one_by_one_and_says_why(kind: str) -> None:
+def test_an_architecture_without_packing_runs_one_by_one_with_a_reason(kind: str) -> None:
     model = tiny(kind, dtype=torch.float32)
     untouched = copy.deepcopy(model)
     with pytest.warns(PackingWarning) as warned:

@@ -107,7 +107,7 @@ def test_values_and_gradients_are_those_without(
 
 
 @pytest.mark.parametrize("mode", RECOMPUTED)
-def test_the_layers_that_are_said_run_again(mode: str, offloading: list[Tensor]) -> None:
+def test_the_selected_layers_are_recomputed(mode: str, offloading: list[Tensor]) -> None:
     engine = policy("llama", mode)
     runs = [0] * LAYERS
 
@@ -151,7 +151,7 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
     assert selective < 0.75 * off
 
 
-def test_a_compiled_layer_is_computed_again_just_so() -> None:
+def test_a_compiled_layer_is_recomputed_identically() -> None:
     plain = measured(policy("llama", "full"))
     engine = policy("llama", "full")
     for layer in engine.causal.model.layers:
@@ -161,7 +161,7 @@ def test_a_compiled_layer_is_computed_again_just_so() -> None:
     assert all(torch.equal(gradients[name], slope) for name, slope in plain[1].items())
 
 
-def test_on_a_cpu_there_is_nothing_to_offload_to() -> None:
+def test_offloading_on_a_cpu_is_an_error() -> None:
     with raises_error("checkpointing-unsupported", where="train.checkpointing", fix="full"):
         recompute_layers(tiny(), "offloaded", torch.device("cpu"))
 

@@ -143,7 +143,9 @@ def test_layers_are_compiled_around_the_attention_of_cuda() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_rounding_is_told_from_another_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_is_distinguished_from_a_different_computation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One random token may be far off in bfloat16, but not all of them."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")

@@ -119,8 +119,8 @@ def test_memory_is_given_back_on_demand_and_where_it_does_not_fit(
         )
 
 
-def test_a_gradient_that_its_owner_put_aside_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ``clear`` says that nobody holds it any more."""
+def test_a_gradient_that_was_moved_away_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only ``clear`` marks the memory of a gradient as unused."""
     monkeypatch.setattr(gradients, "LARGE", 0)
     _, ours = pair()
     value(ours).backward()

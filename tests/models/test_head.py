@@ -116,7 +116,7 @@ def oracle(tested: Head, hidden: Tensor, target: Tensor, *, entropy: bool) -> tu
 
 
 def compute(tested: Head, hidden: Tensor, target: Tensor, *, entropy: bool) -> tuple[Any, ...]:
-    """The same by the head."""
+    """The same values, computed by the head."""
     values = tested(hidden, target, entropy)
     assert (values[1] is None) == (not entropy)
     assert isinstance(tested.layer, nn.Linear)

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.prefix_trees import Segments, path, rows, segment_trees, visible_mask
+from tests.prefix_trees import Segments, path, prefix_trees, rows, visible_mask
 from valence.models import layout
 from valence.models.layout import (
     SegmentTable,
@@ -49,9 +49,9 @@ def covered(segments: SegmentTable, window: int) -> Tensor:
     return result
 
 
-@given(segment_trees(), windows, st.sampled_from([(1 << 18, 25_000), (60, 0), (200, 10**9)]))
+@given(prefix_trees(), windows, st.sampled_from([(1 << 18, 25_000), (60, 0), (200, 10**9)]))
 @example([(0, 30, -1), (30, 32, 0), (32, 33, 0)], 4, (1 << 18, 25_000))
-def test_blocks_cover_what_is_seen_exactly_once(
+def test_blocks_cover_visible_pairs_exactly_once(
     segments: Segments, window: int, sizes: tuple[int, int]
 ) -> None:
     """Whatever the size of a block, and however readily runs are put into one."""
@@ -64,7 +64,7 @@ def test_blocks_cover_what_is_seen_exactly_once(
     assert torch.equal(result, visible_mask(segments, window).long())
 
 
-@given(segment_trees())
+@given(prefix_trees())
 def test_every_query_is_in_one_run_over_the_rows_of_its_path(segments: Segments) -> None:
     result = make_runs(segments_of(segment_table(segments)))
     assert sorted(row for run in result for row in run.queries) == list(range(segments[-1][1]))
@@ -78,7 +78,7 @@ def test_every_query_is_in_one_run_over_the_rows_of_its_path(segments: Segments)
             )
 
 
-@given(segment_trees())
+@given(prefix_trees())
 def test_a_chain_of_segments_is_one_run(segments: Segments) -> None:
     """As many runs as there are segments that do not follow their parent."""
     separate = [
@@ -89,8 +89,10 @@ def test_a_chain_of_segments_is_one_run(segments: Segments) -> None:
     assert len(make_runs(segments_of(segment_table(segments)))) == len(separate)
 
 
-@given(segment_trees(), windows, st.randoms(use_true_random=False))
-def test_two_passes_see_what_one_sees(segments: Segments, window: int, draw: Random) -> None:
+@given(prefix_trees(), windows, st.randoms(use_true_random=False))
+def test_two_passes_see_the_same_pairs_as_one(
+    segments: Segments, window: int, draw: Random
+) -> None:
     parents = {parent for _, _, parent in segments}
     leaves = [k for k in range(len(segments)) if k not in parents]
     trains = [draw.random() < 0.5 for _ in leaves]
@@ -112,7 +114,7 @@ def test_two_passes_see_what_one_sees(segments: Segments, window: int, draw: Ran
     )
 
 
-@given(segment_trees(segments=6, longest=60), windows)
+@given(prefix_trees(segments=6, longest=60), windows)
 @example([(0, 30, -1), (30, 32, 0), (32, 33, 0)], 4)
 def test_a_query_that_pads_sees_a_key_too(segments: Segments, window: int) -> None:
     """Else its softmax is not a number, which no mask takes out of a gradient."""

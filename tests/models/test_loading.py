@@ -52,7 +52,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(requests: list[str]) -> None
 
 
 @pytest.mark.slow
-def test_what_was_downloaded_is_used_without_a_hub(tmp_path: Path) -> None:
+def test_downloaded_models_load_without_a_hub(tmp_path: Path) -> None:
     snapshot = tmp_path / "hub/models--some--model/snapshots/0"
     tiny_tokenizer().save_pretrained(snapshot)
     (snapshot / "config.json").write_text('{"model_type": "llama"}')

@@ -25,7 +25,7 @@ from valence.models.log_prob_store import HEADER_SIZE, ROW, LogProbStore, count_
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"of": "tests"}
 DESCRIPTORS = Path("/proc/self/fd")
-"""Of the files that this process has open, where the system shows them."""
+"""Folder with links to the open files of this process, on systems that have one."""
 
 WRITER = """
 import sys
@@ -60,7 +60,7 @@ def filled(folder: Path, count: int = 3) -> LogProbStore:
 
 
 def read(folder: Path, count: int = 3) -> dict[int, list[float]]:
-    """What a new process would find."""
+    """The entries that a new process reads."""
     results = {i: opened(folder).get(key(i)) for i in range(count)}
     return {i: entry.tolist() for i, entry in results.items() if entry is not None}
 
@@ -87,14 +87,14 @@ def go(process: subprocess.Popen[str]) -> None:
     pipe(process.stdin).flush()
 
 
-def test_what_one_process_adds_another_finds(tmp_path: Path) -> None:
+def test_another_process_reads_added_values(tmp_path: Path) -> None:
     first = filled(tmp_path)
     assert len(first) == 3
     assert read(tmp_path) == RIGHT
     assert opened(tmp_path).get(key(9)) is None
 
 
-def test_a_value_stays_what_it_was(tmp_path: Path) -> None:
+def test_a_stored_value_does_not_change(tmp_path: Path) -> None:
     store = filled(tmp_path)
     store.add({key(1): np.zeros(2, np.float32)})
     opened(tmp_path).add({key(1): np.zeros(2, np.float32)})
@@ -102,7 +102,7 @@ def test_a_value_stays_what_it_was(tmp_path: Path) -> None:
     assert read(tmp_path) == RIGHT
 
 
-def test_an_open_ledger_takes_in_what_others_add(tmp_path: Path) -> None:
+def test_an_open_store_reads_entries_that_others_add(tmp_path: Path) -> None:
     one, two = opened(tmp_path), opened(tmp_path)
     one.add({key(0): values(0)})
     two.add({key(1): values(1)})
@@ -148,7 +148,7 @@ def test_numbers_that_are_missing_are_seen(tmp_path: Path) -> None:
         assert read(tmp_path) == {}
 
 
-def test_what_was_damaged_can_be_added_again(tmp_path: Path) -> None:
+def test_damaged_entries_can_be_added_again(tmp_path: Path) -> None:
     filled(tmp_path)
     (path,) = tmp_path.glob("*.values")
     path.write_bytes(b"\xff" * path.stat().st_size)
@@ -215,7 +215,7 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file of this process can become larger: what does not fit is not written."""
+    """Inside the block, writes beyond this file size (bytes) fail."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -225,7 +225,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("suffix", [".values", ".index"])
-def test_no_room_is_said_once_and_harms_nothing(suffix: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_loses_no_entry(suffix: str, tmp_path: Path) -> None:
     """Neither while the numbers are written, nor after them: a part of the next ones still fits the
     file.
     """
@@ -260,7 +260,7 @@ def test_files_of_another_identity_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "here")
 
 
-def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported_immediately(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with raises_error("reference-cache-unusable", where=str(tmp_path / "file")):
         opened(tmp_path / "file" / "inside")

@@ -185,14 +185,14 @@ def test_an_adapter_for_the_unchanged_model_has_the_update_of_the_definition(
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_an_estimate_counts_what_trains(name: str) -> None:
+def test_an_estimate_counts_trained_weights(name: str) -> None:
     engine = policy(name)
     shape = shape_of(skeleton_of(tiny(VARIANTS[name][0])), lora=settings_of(name))
     assert shape.trained == sum(p.numel() for p in engine.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_estimate_includes_what_dora_keeps(dtype: torch.dtype) -> None:
+def test_an_estimate_includes_dora_activations(dtype: torch.dtype) -> None:
     """What the backward pass keeps per token, beyond that of LoRA, measured and predicted."""
     measured, predicted = list[float](), list[int]()
     for use_dora in (False, True):
@@ -266,7 +266,7 @@ def test_every_field_of_peft_can_be_set_or_is_refused_with_a_reason() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_an_error(
+def test_settings_that_do_not_fit_the_model_are_errors(
     architecture: str, wrong: dict[str, Any], setting: str, near: str
 ) -> None:
     lora = LoraSettings(**wrong)

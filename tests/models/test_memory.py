@@ -52,7 +52,7 @@ def test_a_second_pass_reads_the_keys_and_values_of_all_layers() -> None:
     assert predicted(has_second_pass=True).per_token == predicted().per_token + stored
 
 
-def test_under_an_adapter_only_what_trains_has_a_gradient() -> None:
+def test_with_an_adapter_only_trained_weights_have_gradients() -> None:
     result = predicted(ADAPTED, width=2, frozen_copy=True)
     assert result.weights == 2 * SHAPE.parameters + 4 * 1000
     assert result.reference == 2 * SHAPE.parameters
@@ -65,7 +65,7 @@ def test_moments_of_8_bits_take_a_quarter() -> None:
     )
 
 
-def test_matrices_may_have_an_optimizer_of_their_own() -> None:
+def test_matrices_may_have_a_separate_optimizer() -> None:
     shape = replace(SHAPE, matrices=SHAPE.trained - 100)
     result = predicted(shape, moments=8.0, moments_of_matrices=0.0)
     assert (predicted(shape).optimizer, result.optimizer) == (8 * SHAPE.trained, 800)
@@ -81,13 +81,13 @@ def test_the_more_is_computed_again_the_less_a_token_takes() -> None:
     assert results[2] < 0.3 * results[0]
 
 
-def test_a_token_more_takes_what_a_token_takes() -> None:
+def test_memory_grows_linearly_with_tokens() -> None:
     result = predicted()
     assert result.total(100) - result.total(99) == result.per_token
     assert result.total(0) > result.program + result.weights + result.gradient + result.optimizer
 
 
-def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
+def test_sharded_weights_are_divided_and_running_layers_are_gathered() -> None:
     """In bfloat16 over masters: the layer that runs and the next one, and embedding and head with
     their copies.
     """
@@ -107,7 +107,7 @@ def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
     )
 
 
-def test_settings_of_a_split_cost_what_they_cost() -> None:
+def test_memory_of_the_settings_of_sharding() -> None:
     base = predicted(split=Split(4))
     changes = {"reshard": False}, {"sync_every_micro_batch": False}, {"offload": True}
     remaining, once, away = (predicted(split=Split(4, **change)) for change in changes)
@@ -170,7 +170,7 @@ def test_layers_and_what_is_outside_them_are_all_weights() -> None:
         assert result.parameters == 2 * result.largest + result.outside
 
 
-def test_free_memory_is_what_the_machine_has_left() -> None:
+def test_free_memory_is_the_available_memory_of_the_machine() -> None:
     result = free_memory(torch.device("cpu"))
     if not Path("/proc/meminfo").exists():
         pytest.skip("nothing tells")
@@ -204,7 +204,7 @@ def test_free_memory_is_what_the_machine_has_left() -> None:
         ),
     ],
 )
-def test_a_container_leaves_what_its_limit_leaves(
+def test_free_memory_respects_the_limit_of_a_container(
     files: dict[str, str], left: int | None, tmp_path: Path
 ) -> None:
     (tmp_path / "memory").mkdir()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.models.test_attention import heads, plain_products, with_gradients
-from tests.prefix_trees import Segments, dense_attention, segment_trees, visible_mask
+from tests.prefix_trees import Segments, dense_attention, prefix_trees, visible_mask
 from tests.programs import Program
 from valence.models import native
 from valence.models.attention import attend
@@ -81,8 +81,8 @@ def test_it_rounds_no_more_than_plain_products(d: int, d_v: int, groups: int, wi
 # The bound is one of random rounding errors, which a few trees in a thousand exceed (1.54 times
 # was seen), so the examples are always the same.
 @settings(max_examples=30, derandomize=True)
-@given(segment_trees(segments=6, longest=300), st.sampled_from([0, 1, 40]))
-def test_any_prefix_tree_across_the_borders_of_tiles(segments: Segments, window: int) -> None:
+@given(prefix_trees(segments=6, longest=300), st.sampled_from([0, 1, 40]))
+def test_any_prefix_tree_across_tile_borders(segments: Segments, window: int) -> None:
     for ours, plain in zip(*errors(bfloat16_heads(segments, d=32), segments, window), strict=True):
         assert ours <= max(1.5 * plain, 2**-8)
 
@@ -98,7 +98,7 @@ def test_one_sequence_of_any_length(length: int) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 5, 100])
-def test_it_says_the_log_sum_exp_of_what_each_query_sees(window: int) -> None:
+def test_the_kernel_returns_the_log_sum_exp_of_visible_keys(window: int) -> None:
     q, k, v = (x.detach() for x in bfloat16_heads(TREE, groups=2, d=32))
     scores = 0.2 * q[0].double() @ k[0].double().repeat_interleave(2, 0).transpose(1, 2)
     wanted = scores.masked_fill(~visible_mask(TREE, window), -torch.inf).logsumexp(-1)
@@ -112,7 +112,7 @@ def test_it_says_the_log_sum_exp_of_what_each_query_sees(window: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("width", "columns"), [(16, 1), (48, 130), (64, 64), (80, 200)])
-def test_what_a_softmax_needs_of_any_number_of_columns(
+def test_softmax_statistics_for_any_number_of_columns(
     width: int, columns: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -186,7 +186,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("window", [0, 4])
-def test_what_is_not_a_number_stays_one_in_its_own_sequence(index: int, window: int) -> None:
+def test_nan_stays_in_its_sequence_in_the_kernel(index: int, window: int) -> None:
     segments = [(0, 20, -1), (20, 43, -1), (43, 50, -1), (50, 53, 2), (53, 57, 2)]
     actual = torch.arange(20, 43)
     others = torch.tensor([r for r in range(57) if not 20 <= r < 43])
@@ -216,7 +216,7 @@ def test_an_infinite_score_is_not_a_number_unless_it_is_negative() -> None:
 @pytest.mark.parametrize(
     "change", [{"dtype": torch.float32}, {"d": 24}, {"d_v": 24}, {"softcap": 2.0}]
 )
-def test_what_it_cannot_do_runs_on_plain_products(change: dict[str, object]) -> None:
+def test_unsupported_inputs_use_plain_matrix_products(change: dict[str, object]) -> None:
     softcap = float(change.pop("softcap", 0.0))  # type: ignore[arg-type]
     q, k, v = heads(40, **{"d": 16, "d_v": 16, "dtype": torch.bfloat16} | change)  # type: ignore[arg-type]
     assert native.attention_unsupported(q, v, softcap)

@@ -198,7 +198,7 @@ def test_any_tree_of_prompts_and_completions(
 @pytest.mark.parametrize(
     "name", named(["llama", "mistral-window", "qwen3_moe", "gpt2"], ["llama", "qwen3_moe"])
 )
-def test_one_by_one_is_the_same_of_the_same_prefix_tree(name: str) -> None:
+def test_one_by_one_equals_the_oracle_for_a_prefix_tree(name: str) -> None:
     engine = policy(name)
     engine.lay_out(packed=False)
     for trains in PATTERNS:

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import valence
-from tests.distributed.rig import full
-from tests.distributed.rig import run as in_processes
+from tests.distributed.process_groups import full
+from tests.distributed.process_groups import run as run_in_processes
 from tests.errors import raises_error
 from tests.logs import repeatable
 from tests.tiny import tiny_tokenizer
@@ -99,13 +99,13 @@ def prepared(source: dict[str, Any]) -> Prepared:
 
 
 def loaded(place: Path, **more: Any) -> Any:
-    """The quantized model by itself."""
+    """The quantized model without an adapter."""
     return load_model(str(place / "llama"), **{"dtype": torch.float32, "quantize": True} | more)
 
 
 @torch.no_grad()
 def logps_of(model: Any) -> Tensor:
-    """Log-probabilities that a model gives by itself."""
+    """Log-probabilities by the model's own forward."""
     return PolicyModel(disable_cpu_repacking(model).to(DEVICE).eval())(BATCH).logp
 
 
@@ -151,7 +151,7 @@ def test_the_reference_is_the_quantized_model(place: Path, tmp_path: Path) -> No
         assert not torch.allclose(policy.eval()(BATCH).logp, alone, atol=0.1)
 
 
-def test_a_reference_of_its_own_is_quantized_alike(place: Path, tmp_path: Path) -> None:
+def test_a_separate_reference_is_quantized_in_the_same_way(place: Path, tmp_path: Path) -> None:
     source = recipe(place, tmp_path, reference={"cache": "off", "model": str(place / "llama")})
     policy, reference = build_models(prepared(source))
     assert isinstance(reference, FrozenReference)
@@ -289,7 +289,7 @@ def test_a_run_is_measured_and_exported_afterwards(place: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_an_adapter_goes_on(place: Path, tmp_path: Path) -> None:
+def test_training_continues_from_an_exported_adapter(place: Path, tmp_path: Path) -> None:
     first = valence.train(recipe(place, tmp_path, run={"export": "adapter"}), quiet=True)
     sections: dict[str, Any] = {
         "model": {"lora": None, "adapter": str(tmp_path / "run/model")},
@@ -331,14 +331,14 @@ def test_memory_is_planned(tmp_path: Path, place: Path) -> None:
         ({"train": {"compile": "on"}}, "train.compile", "train.compile"),
     ],
 )
-def test_what_does_not_go_together_is_said(
+def test_incompatible_settings_are_errors(
     sections: dict[str, Any], where: str, fix: str, place: Path, tmp_path: Path
 ) -> None:
     with raises_error("setting-conflict", where=where, fix=fix):
         prepared(recipe(place, tmp_path, **sections))
 
 
-def test_without_the_library_it_is_said_before_anything_loads(
+def test_a_missing_library_is_reported_before_the_model_loads(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
@@ -346,7 +346,9 @@ def test_without_the_library_it_is_said_before_anything_loads(
         prepared(recipe(place, tmp_path))
 
 
-def test_models_are_in_4_bits_where_the_recipe_says_so(place: Path, tmp_path: Path) -> None:
+def test_models_are_quantized_to_4_bits_if_the_recipe_requests_it(
+    place: Path, tmp_path: Path
+) -> None:
     with raises_error("model-quantized", where="model.quantize"):
         build_models(prepared(recipe(place, tmp_path)), model=loaded(place, quantize=False))
     with raises_error("model-quantized", where="model.name"):
@@ -395,7 +397,7 @@ def _trained(group: Group, place: Path, folder: Path, dtype: str) -> dict[str, A
 @pytest.mark.dist
 def test_split_over_processes_it_trains_as_on_one(place: Path, tmp_path: Path) -> None:
     everything = trained(SingleProcess(), place, tmp_path)
-    ranks = in_processes(trained, 2, place, tmp_path, deadline=60.0)
+    ranks = run_in_processes(trained, 2, place, tmp_path, deadline=60.0)
     assert [rank.error for rank in ranks] == ["", ""]
     for dtype, near in NEAR.items():
         alone = everything[dtype]
@@ -416,7 +418,9 @@ def test_split_over_processes_it_trains_as_on_one(place: Path, tmp_path: Path) -
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-2), (torch.bfloat16, 0.3)])
-def test_it_says_the_same_on_a_gpu(dtype: torch.dtype, near: float, place: Path) -> None:
+def test_a_quantized_model_returns_the_same_values_on_a_gpu(
+    dtype: torch.dtype, near: float, place: Path
+) -> None:
     model = loaded(place, dtype=dtype)
     assert model.device.type == "cuda"
     result = logps_of(model)

@@ -267,7 +267,7 @@ def test_mixed_methods_share_one_average() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_without_the_setting_no_router_logits_are_asked_for_and_nothing_changes(
+def test_without_the_setting_no_router_logits_are_requested(
     packed: bool,
 ) -> None:
     engine = policy()
@@ -317,7 +317,7 @@ def test_a_reward_model_has_it_too(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_a_model_without_such_a_router_is_an_error(name: str) -> None:
+def test_a_model_without_a_router_loss_is_an_error(name: str) -> None:
     """deepseek_v3 has routers, which balance their load by a bias: transformers has no loss for
     them.
     """

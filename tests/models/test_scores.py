@@ -109,7 +109,7 @@ def stock_scores(engine: Scorer, batch: MicroBatch) -> Tensor:
     "name",
     named([kind for kind in KINDS if kind not in WITHOUT_SCORES], ["llama", "gpt2", "gpt_neo"]),
 )
-def test_a_prefix_tree_scores_as_the_stock_model_one_by_one(name: str, mode: str) -> None:
+def test_scores_of_a_prefix_tree_equal_those_of_the_stock_model(name: str, mode: str) -> None:
     rough = name in ROUGH or name == "gpt_neo"  # whose attention is in float32
     engine = scorer(name, mode, dtype=F32 if name == "qwen3_moe" else F64)
     assert engine.packs is (name != "gpt_neo")
@@ -221,7 +221,7 @@ def test_a_fresh_head_is_zero_and_a_saved_one_is_kept(
             load_model(str(tmp_path / "reward"), dtype=F32, attributes=other)
 
 
-def test_what_cannot_be_a_reward_model_is_said(tmp_path: Path) -> None:
+def test_models_that_cannot_be_reward_models_are_errors(tmp_path: Path) -> None:
     with raises_error("reward-head-unsupported", where=str(tmp_path / "granite")):
         load_model(saved(tmp_path / "granite", "granite"), dtype=F32, attributes=("reward",))
     with raises_error("reward-head-unsupported", where=str(tmp_path / "bert")):
@@ -304,7 +304,7 @@ def test_the_saved_folder_scores_the_same_in_padded_batches(
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_what_the_card_says_to_run_scores_as_trained(chat: bool, tmp_path: Path) -> None:
+def test_the_code_of_the_model_card_returns_the_trained_scores(chat: bool, tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(CHATML if chat else None)
     end: Any = tokenizer.eos_token_id
     path = saved(tmp_path / "causal", vocab_size=len(tokenizer))

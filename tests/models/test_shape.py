@@ -101,7 +101,7 @@ def test_experts_count_as_often_as_a_token_is_sent_to_one() -> None:
     assert few.inner == 2 * 16
 
 
-def test_what_is_done_again_or_beside_is_counted() -> None:
+def test_recomputation_and_passes_without_gradient_are_counted() -> None:
     result = shape_of(skeleton_of(tiny()))
     adapted = shape_of(skeleton_of(tiny()), lora=LORA)
     trained, measured = Work(100, 40, 2000), Work(50, 30, 900)

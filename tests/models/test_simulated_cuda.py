@@ -64,7 +64,7 @@ def measured(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "checkpointing", "trains"), CASES)
-def test_a_device_says_what_the_host_does(
+def test_the_simulated_device_equals_the_host(
     name: str, checkpointing: Any, trains: tuple[bool, ...]
 ) -> None:
     wanted = measured(*built(name, checkpointing, trains, HOST))

@@ -50,7 +50,7 @@ def stored_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_read_is_what_would_be_loaded(
+def test_weights_read_in_parts_equal_loaded_ones(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     name = saved(tmp_path, kind)
@@ -187,7 +187,7 @@ def _pickled(folder: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_in_parts_is_told(
+def test_models_that_cannot_be_read_in_parts_are_reported(
     kind: str, change: Any, code: str, tmp_path: Path
 ) -> None:
     name = saved(tmp_path, kind, "1GB")

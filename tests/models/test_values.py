@@ -133,7 +133,7 @@ def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
 
 
 @pytest.mark.parametrize("mode", ["full", "lora", "checkpointed"])
-def test_with_a_trunk_of_its_own_a_critic_and_the_policy_do_not_touch_each_other(mode: str) -> None:
+def test_a_critic_with_a_separate_trunk_and_the_policy_are_independent(mode: str) -> None:
     engine, batch = valued("separate", mode=mode), prefix_tree_batch(conversations())
     out = engine(batch, ("value",))
     assert out.value is not None
@@ -212,7 +212,7 @@ def test_a_critic_begins_at_zero_and_leaves_all_else_as_it_was(
     assert all(module.training for module in engine.modules())
 
 
-def test_a_trunk_of_its_own_starts_as_the_policys() -> None:
+def test_a_separate_trunk_starts_as_a_copy_of_the_policy() -> None:
     """With the same head, both say the same."""
     results: list[Tensor] = []
     for trunk in TRUNKS:
@@ -229,7 +229,7 @@ def test_a_trunk_of_its_own_starts_as_the_policys() -> None:
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "lora"])
-def test_what_trains_is_all_that_a_saved_state_needs(
+def test_trained_weights_suffice_for_a_saved_state(
     trunk: Literal["separate", "shared"], mode: str
 ) -> None:
     engine, batch = valued(trunk, mode=mode), prefix_tree_batch(conversations())
@@ -302,7 +302,7 @@ def test_a_reference_has_no_critic_and_follows_the_policy_all_the_same(
     assert torch.equal(following(batch), engine(batch).logp.detach())
 
 
-def test_what_has_no_values_is_said(tmp_path: Any) -> None:
+def test_a_model_without_values_is_an_error(tmp_path: Any) -> None:
     engine = policy("llama")
     with pytest.raises(ValueError, match="add_values"):
         engine(prefix_tree_batch(conversations()), ("value",))

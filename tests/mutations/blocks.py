@@ -85,7 +85,7 @@ def marks_module(size: int) -> str:
 
 
 def _before(node: ast.AST, statement: str, source: str, at: int) -> str:
-    """A statement in front of another one: on a separate line if that one has a body."""
+    """Insert a statement before another one, on a separate line if that one has a body."""
     if not isinstance(node, (*COMPOUND, *DEFINED)):
         return f"{statement}; "
     return f"{statement}\n{source[source.rfind(chr(10), 0, at) + 1 : at]}"

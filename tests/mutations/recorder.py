@@ -128,7 +128,7 @@ class Recorder:
 
 
 def _node_id(item: pytest.Item) -> str:
-    """Without the group that pytest-xdist appends."""
+    """Id of a test without the group that pytest-xdist appends."""
     group = item.get_closest_marker("xdist_group")
     return item.nodeid.removesuffix(f"@{group.args[0]}") if group and group.args else item.nodeid
 

@@ -199,7 +199,7 @@ def test_ends_of_trials(tmp_path: Path, body: str, outcome: str) -> None:
     assert trial.outcome == outcome
 
 
-def test_a_module_that_cannot_be_imported_is_a_class_of_its_own(tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_imported_has_a_separate_outcome(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import no_such_module\ndef test_it(): pass\n")
     trial = run_tests(get_context("forkserver"), ["test_it.py::test_it"], tmp_path, 60.0)
     assert trial.outcome == "import"

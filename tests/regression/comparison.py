@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Nothing is missing, and no difference exceeds the tolerance."""
+        """Whether nothing is missing and no difference exceeds the tolerance."""
         every = (*self.metrics, *self.tensors)
         return not self.problems and all(item.relative <= TOLERANCE for item in every)
 

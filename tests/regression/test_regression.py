@@ -128,7 +128,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("kind", MISSING)
-def test_what_is_missing_in_either_recording_is_a_difference(
+def test_a_value_that_one_recording_lacks_is_a_difference(
     kind: str, ours: Path, tmp_path: Path
 ) -> None:
     theirs = write_recording(tmp_path / "theirs", **MISSING[kind])
@@ -152,7 +152,7 @@ def test_a_recipe_without_results_is_a_difference(kind: str, ours: Path, tmp_pat
     assert kind == "is missing" or any("ValueError: why" in line for line in lines)
 
 
-def test_there_are_twenty_recipes_with_names_of_their_own() -> None:
+def test_there_are_twenty_recipes_with_distinct_names() -> None:
     assert len({recipe.name for recipe in RECIPES}) == len(RECIPES) == 20
 
 
@@ -190,7 +190,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def test_a_recording_keeps_what_can_be_repeated(tree: Path, tmp_path: Path) -> None:
+def test_a_recording_contains_reproducible_values(tree: Path, tmp_path: Path) -> None:
     recipes = [recipe for recipe in RECIPES if recipe.name in ("kto", "ipo", "resumed")]
     errors = record(tmp_path / "out", tree, tree, recipes)
     assert list(errors) == ["ipo"]

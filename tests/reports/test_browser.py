@@ -245,7 +245,7 @@ def look_at_colours(page: Page, *, dark: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_loaded_anew_where_one_was(
+def test_the_page_of_a_running_run_reloads_at_the_same_position(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
     with opened(browser, pages["running"], clock=True) as page:

@@ -86,7 +86,7 @@ def test_the_card_has_model_method_steps_settings_and_data():
     assert all(fact in limitation for fact in ("3", "no completion", "feedback.jsonl:7"))
 
 
-def test_the_head_is_what_the_hub_reads():
+def test_the_hub_reads_the_head_of_the_card():
     data = ModelCard(model_card(FACTS)).data
     assert (data.base_model, data.library_name, data.license) == (
         "org/tiny-chat",
@@ -146,7 +146,7 @@ def test_limitations_are_facts_of_the_run():
     assert len(items(unmeasured["Limitations"])) == 2
 
 
-def test_the_end_of_training_stands_beside_held_out_and_test_numbers():
+def test_held_out_test_and_final_training_numbers_share_a_table():
     parts = sections(model_card(FACTS))
     end = parts["End of training"]
     assert "118" in end
@@ -170,7 +170,7 @@ def test_the_card_names_the_base_model_and_its_licence_where_that_is_known():
     assert unknown != known.replace("apache-2.0", "")
 
 
-def test_a_licence_with_a_name_of_its_own_is_passed_on():
+def test_a_custom_licence_name_is_passed_on():
     message = {
         "license": "other",
         "license_name": "tiny-licence",
@@ -295,6 +295,6 @@ def test_a_fence_is_longer_than_any_in_the_code():
     assert fenced("a ```` b", "sh").startswith("`````sh\n")
 
 
-def test_a_table_without_rows_is_nothing():
+def test_a_table_without_rows_is_omitted():
     assert markdown_table(("a",), []) == ""
     assert markdown(None) == "\N{EN DASH}"

@@ -110,7 +110,7 @@ def test_seconds_of_rounds_are_part_of_training() -> None:
     assert trained_seconds(log) == [0.0, 23.0, 24.0, None]
 
 
-def test_the_frontier_joins_evaluations_of_online_completions(tmp_path: Path) -> None:
+def test_the_frontier_joins_evaluations_of_online_runs(tmp_path: Path) -> None:
     runs = read(
         a_run(
             tmp_path / "x",

@@ -86,7 +86,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert "\x1b" not in shown
 
 
-def test_the_page_asks_nothing_of_the_network_and_has_tables_charts_and_rows(
+def test_the_page_needs_no_network_and_has_tables_charts_and_rows(
     two: list[ComparedRun],
 ) -> None:
     source = comparison_page(two)
@@ -100,7 +100,7 @@ def test_the_page_asks_nothing_of_the_network_and_has_tables_charts_and_rows(
     assert "held_out.jsonl:1: first 0 %, second 100 %" in page.text
 
 
-def test_without_plotly_the_page_says_how_to_get_the_curves(
+def test_without_plotly_the_page_explains_how_to_get_curves(
     two: list[ComparedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparison, "plotly_js", lambda: "")
@@ -163,9 +163,7 @@ def test_a_run_of_which_little_is_there_in_markdown(tmp_path: Path) -> None:
     assert "config.yaml" in report_markdown(read_run(tmp_path / "empty"))
 
 
-def test_only_what_the_command_wrote_is_written_over(
-    tmp_path: Path, two: list[ComparedRun]
-) -> None:
+def test_only_files_of_the_command_are_overwritten(tmp_path: Path, two: list[ComparedRun]) -> None:
     page = tmp_path / "comparison.html"
     write_out(page, comparison_page(two))
     write_out(page, comparison_markdown(two))
@@ -179,7 +177,7 @@ def test_only_what_the_command_wrote_is_written_over(
         write_out(tmp_path, "")
 
 
-def test_what_is_no_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_are_not_files_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device has no end, and a pipe may have no beginning."""
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
     with raises_error("path-exists", where="/dev/zero"):

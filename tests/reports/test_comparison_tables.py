@@ -43,7 +43,7 @@ def test_runs_are_found_once_in_the_order_given_and_by_name_within_a_folder(tmp_
     ("name", "code"),
     [("nowhere", "run-not-found"), ("file", "path-is-file"), ("empty", "run-not-found")],
 )
-def test_what_is_no_run_is_named(tmp_path: Path, name: str, code: str) -> None:
+def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path, name: str, code: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     with raises_error(code, where=str(tmp_path / name)):
@@ -97,7 +97,7 @@ def test_directions(name: str, sign: int) -> None:
     assert direction(name) == sign
 
 
-def test_numbers_on_scales_of_their_own_are_not_marked_and_are_named(tmp_path: Path) -> None:
+def test_metrics_on_different_scales_are_named_and_not_marked(tmp_path: Path) -> None:
     runs = read(
         a_run(tmp_path / "one", thumbs(20)),
         a_run(
@@ -127,7 +127,7 @@ def test_rewards_that_are_not_the_same_are_not_ranked(tmp_path: Path) -> None:
     assert not marks("exact_match")
 
 
-def test_with_different_held_out_rows_their_numbers_are_given_and_nothing_is_marked(
+def test_with_different_held_out_rows_metrics_are_shown_without_marks(
     tmp_path: Path,
 ) -> None:
     other = thumbs(20, {"a": 0.1, "z": 0.2}, **{"rewards/auc": 0.9})
@@ -189,7 +189,7 @@ def test_settings_that_are_the_same_have_no_line(tmp_path: Path) -> None:
     assert part.rows == [["none", "", ""]]
 
 
-def test_what_a_run_lacks_is_named_and_the_rest_compared(tmp_path: Path) -> None:
+def test_missing_metrics_are_named_and_the_others_are_compared(tmp_path: Path) -> None:
     full = a_run(tmp_path / "whole", thumbs(0), thumbs(20))
     killed = a_run(tmp_path / "killed", thumbs(0), status="running", total_steps=50)
     torn = a_run(tmp_path / "torn", thumbs(20))
@@ -248,7 +248,7 @@ def test_rows_that_runs_place_differently_come_first(two: list[ComparedRun]) -> 
     assert result[0].answers == {}
 
 
-def test_places_are_among_a_runs_own_rows_whatever_the_scale_and_the_same_count_half(
+def test_ranks_are_within_a_run_and_ties_count_half(
     tmp_path: Path,
 ) -> None:
     runs = read(
@@ -264,7 +264,7 @@ def test_places_are_among_a_runs_own_rows_whatever_the_scale_and_the_same_count_
     assert [item.places for item in result] == [{"one": (0.75, 0.2), "two": (0.5, 30.0)}] * 2
 
 
-def test_online_completions_are_shown_of_each_run_and_cut(tmp_path: Path) -> None:
+def test_completions_of_each_run_are_shown_truncated(tmp_path: Path) -> None:
     runs = read(
         a_run(tmp_path / "x", online_evaluation(20, 1.0, 0.0, "Short.")),
         a_run(tmp_path / "y", online_evaluation(20, 0.0, 0.0, "w" * (MAX_TEXT + 7))),

@@ -94,7 +94,7 @@ def test_control_characters_become_visible():
     assert visible("a\tb\n\x1b[31m\x00\x7f\x9b\ud800é") == shown
 
 
-def test_no_text_turns_the_direction_of_what_is_behind_it():
+def test_no_text_changes_the_direction_of_following_text():
     turned = "".join(map(chr, (0x202A, 0x202E, 0x2066, 0x2069)))
     assert (
         visible(f"שלום {turned}abc\N{RIGHT-TO-LEFT MARK}")
@@ -117,7 +117,7 @@ def test_plain_lines_are_few_and_hold_the_first_and_the_last():
     assert shown[-1] == "train 100/100  1,200 tok/s  50s  loss 0.5  margin 0.25  kl 0.0001"
 
 
-def test_the_last_line_is_not_said_twice_and_an_interrupted_phase_says_where():
+def test_the_last_line_is_printed_once_and_an_interrupted_phase_shows_its_position():
     console, clock = plain_console(), Clock()
     with Progress(console, "eval", 1, clock=clock) as progress:
         clock.now += 1
@@ -134,7 +134,7 @@ def test_the_last_line_is_not_said_twice_and_an_interrupted_phase_says_where():
     assert lines(console)[1:] == ["train 1/9  1 it/s  8.0s left", "train 2/9  1 it/s  2.0s"]
 
 
-def test_an_amount_said_twice_counts_once():
+def test_an_amount_reported_twice_counts_once():
     console, clock = plain_console(), Clock()
     with Progress(console, "train", 10, every=0.0, clock=clock) as progress:
         clock.now += 1
@@ -166,7 +166,7 @@ def test_a_slow_first_step_does_not_spoil_the_time_left():
     assert lines(console)[1] == "train 2/102  100 tok/s  1m40s left"
 
 
-def test_a_resumed_phase_measures_only_what_it_did_itself():
+def test_the_rate_of_a_resumed_phase_excludes_earlier_work():
     console, clock = plain_console(), Clock()
     with Progress(console, "train", 100, start=90, every=0.0, clock=clock) as progress:
         clock.now += 2
@@ -187,14 +187,14 @@ def test_time_away_does_not_count():
     assert lines(console)[2] == "train 3/4  1 it/s  1.0s left"
 
 
-def test_nothing_done_yet_and_no_time_passed_are_no_division_by_zero():
+def test_no_progress_and_no_elapsed_time_do_not_divide_by_zero():
     console = plain_console()
     with Progress(console, "empty", 0, clock=Clock()) as progress:
         progress.update(0)
     assert lines(console) == ["empty 0/0"]
 
 
-def test_quiet_says_nothing():
+def test_quiet_prints_nothing():
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal)
         with Progress(console, "train", 2, quiet=True) as progress, progress.pause():

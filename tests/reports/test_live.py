@@ -88,7 +88,7 @@ def test_curves_reach_from_the_lowest_to_the_highest(values: tuple[float, ...], 
     assert sparkline(values) == shown
 
 
-def test_a_terminal_without_such_characters_gets_others() -> None:
+def test_a_terminal_without_unicode_gets_ascii() -> None:
     assert sparkline((0.0, float("nan"), 1.0), ascii_only=True) == "_x#"
 
 
@@ -114,7 +114,7 @@ def test_a_curve_goes_back_a_fixed_number_of_records_and_keeps_the_last_held_out
     assert held_out.split() == ["held-out", "loss", "0.75", "▅"]
 
 
-def test_a_run_that_is_taken_up_goes_on_with_its_curves(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_curves(tmp_path: Path) -> None:
     log = tmp_path / "metrics.jsonl"
     lines = [
         {"eval/loss": 0.5},
@@ -279,7 +279,7 @@ def test_elsewhere_it_is_plain_lines() -> None:
         assert len(message) == 4
 
 
-def test_quiet_says_nothing() -> None:
+def test_quiet_prints_nothing() -> None:
     console = terminal()
     with (
         board_of(console, quiet=True) as board,
@@ -290,7 +290,7 @@ def test_quiet_says_nothing() -> None:
     assert written(console) == ""
 
 
-def test_nothing_is_drawn_again_when_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_content_is_not_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         console_module, "MAX_TIME_SHARE", float("inf")
     )  # it does not rest after a drawing

@@ -28,7 +28,7 @@ def mean(*values: float) -> Mean:
 
 @dataclass
 class Several:
-    """Processes, of which the others have these messages."""
+    """A group whose other processes send these messages."""
 
     others: list[Tensor]
     rank: int = 0
@@ -47,8 +47,8 @@ class Several:
         return torch.cat([values, *self.others])
 
 
-def together(*meters: Meter) -> dict[str, float]:
-    """What several processes find, each with its own meter. All of them find the same."""
+def reduce_together(*meters: Meter) -> dict[str, float]:
+    """Reduce the meters of several processes. Asserts that all processes get the same result."""
     sent: list[Tensor] = []
     for meter in meters:
         meter.reduce(alone := Several([]))
@@ -72,7 +72,7 @@ def test_auc_is_the_share_of_pairs_in_the_right_order(up: list[float], down: lis
 
 
 @pytest.mark.parametrize("positive", [[True, True], [False, False]])
-def test_auc_without_both_classes_is_nothing(positive: list[bool]) -> None:
+def test_auc_without_both_classes_is_missing(positive: list[bool]) -> None:
     assert auc(column(1.0, 2.0), torch.tensor(positive)) is None
 
 
@@ -83,7 +83,7 @@ def test_means_are_pooled_by_count_and_not_averaged() -> None:
     assert meter.reduce(SingleProcess()) == {"x": pytest.approx(13 / 4)}
 
 
-def test_a_mean_over_nothing_is_left_out() -> None:
+def test_a_mean_without_values_is_omitted() -> None:
     meter = Meter()
     meter.add(
         {
@@ -122,7 +122,10 @@ def test_processes_are_pooled_by_count() -> None:
     first.add({"x": mean(1.0), "y": mean()})
     second.add({"x": mean(4.0, 4.0, 4.0), "y": mean(3.0)})
     third.add({"x": mean(), "y": mean()})
-    assert together(first, second, third) == {"x": pytest.approx(13 / 4), "y": pytest.approx(3.0)}
+    assert reduce_together(first, second, third) == {
+        "x": pytest.approx(13 / 4),
+        "y": pytest.approx(3.0),
+    }
 
 
 def test_columns_of_processes_are_ranked_together() -> None:
@@ -141,7 +144,7 @@ def test_columns_of_processes_are_ranked_together() -> None:
             {"other": Ranked(column(*values[:1]), torch.tensor(classes[:1], dtype=torch.bool))}
         )
     wins = (2 > 1) + (2 > 3)
-    assert together(*meters) == {
+    assert reduce_together(*meters) == {
         "auc": pytest.approx(wins / 2),
         "other": 0.0,
         "x": pytest.approx(2.0),
@@ -168,12 +171,12 @@ def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
             assert len(waits) == 1  # all else is read after that, on the host
 
 
-def test_nothing_added_is_nothing() -> None:
+def test_an_empty_meter_has_no_metrics() -> None:
     assert Meter().reduce(SingleProcess()) == {}
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_auc_of_what_is_not_a_number_is_not_a_number(at: int) -> None:
+def test_auc_of_nan_is_nan(at: int) -> None:
     values = column(1.0, 0.0, 2.0)
     values[at] = math.nan
     result = auc(values, torch.tensor([True, False, True]))
@@ -181,9 +184,9 @@ def test_auc_of_what_is_not_a_number_is_not_a_number(at: int) -> None:
     assert math.isnan(result)
 
 
-def test_a_process_may_have_measured_nothing_or_something_else() -> None:
+def test_processes_may_lack_metrics_of_others() -> None:
     one, other, idle = Meter(), Meter(), Meter()
     one.add({"x": mean(1.0, 2.0), "rewards/auc": Ranked(column(1.0, 3.0), column(0.0, 1.0))})
     other.add({"y": mean(5.0), "rewards/auc": Ranked(column(2.0), column(1.0)), "x": mean(6.0)})
-    assert together(one, idle, other) == {"rewards/auc": 1.0, "x": 3.0, "y": 5.0}
-    assert together(idle, Meter()) == {}
+    assert reduce_together(one, idle, other) == {"rewards/auc": 1.0, "x": 3.0, "y": 5.0}
+    assert reduce_together(idle, Meter()) == {}

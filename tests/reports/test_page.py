@@ -76,7 +76,7 @@ def test_hostile_text_stays_text(run_dir):
     )
 
 
-def test_the_page_asks_nothing_of_the_network(run_dir):
+def test_the_page_needs_no_network(run_dir):
     page = Page(write_page(run_dir))
     assert not {"link", "iframe", "img", "object"} & set(page.tags)
     assert not [a for a in page.attributes if a[1] == "src"]
@@ -127,7 +127,7 @@ def test_a_step_that_is_logged_again_replaces_the_first(tmp_path):
     )
 
 
-def test_an_auc_says_of_how_many_thumbs_it_is(run_dir):
+def test_an_auc_shows_its_number_of_thumbs(run_dir):
     path = run_dir / "eval" / "step-100.json"
     result = json.loads(path.read_text())
     labels = [row["label"] for row in result["rows"]]
@@ -137,7 +137,7 @@ def test_an_auc_says_of_how_many_thumbs_it_is(run_dir):
     )
 
 
-def test_a_run_without_answers_says_how_to_get_some(tmp_path):
+def test_a_run_without_samples_explains_how_to_get_some(tmp_path):
     run = write_run(tmp_path / "run", "thumbs")
     setting = "run.samples.prompts"
     assert setting not in Page(write_page(run)).text.split("Answers")[0]
@@ -201,7 +201,7 @@ def test_evaluations_between_are_left_out_when_they_are_too_much_to_read(tmp_pat
     assert list(read_run(folder).bands) == [0, 60]
 
 
-def test_a_run_that_goes_on_has_its_progress_and_may_be_loaded_anew(tmp_path):
+def test_the_page_of_a_running_run_shows_progress_and_reloads(tmp_path):
     folder = write_run(tmp_path, "thumbs", status="interrupted")
     page = Page(write_page(folder, "running"))
     assert re.search(r"60 of 120\b.*\b2\.\ds\b.*\b2m\d\ds\b.*\b\d\d:\d\d:\d\d UTC", page.text)
@@ -211,7 +211,7 @@ def test_a_run_that_goes_on_has_its_progress_and_may_be_loaded_anew(tmp_path):
     assert not {"progress", "input"} & set(page.tags)
 
 
-def test_answers_of_own_are_shown_beside_the_first_ones_the_largest_change_first(tmp_path):
+def test_samples_are_shown_next_to_the_first_ones_by_largest_change(tmp_path):
     folder = write_run(tmp_path, "own")
     rows = json.loads((folder / "eval/step-60.json").read_text())["rows"]
     first = {
@@ -235,7 +235,7 @@ def test_long_texts_are_cut_where_the_page_is_full_with_the_number_of_characters
     assert re.search(r"\b42,000\D+eval/step-60.json", Page(path).text)
 
 
-def test_without_plotly_the_page_says_how_to_get_the_curves(run_dir, monkeypatch):
+def test_without_plotly_the_page_explains_how_to_get_curves(run_dir, monkeypatch):
     plotly_js.cache_clear()
     try:
         with monkeypatch.context() as patch:

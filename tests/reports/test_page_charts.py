@@ -63,7 +63,7 @@ def test_every_chart_is_one_that_plotly_knows(tmp_path, kind):
         Figure(data=chart["data"], layout=chart["layout"])
 
 
-def test_the_reward_of_online_completions_and_its_divergence_have_charts(tmp_path):
+def test_reward_and_kl_of_online_runs_have_charts(tmp_path):
     result = curves(read_run(write_run(tmp_path, "own")))
     reward = result["Learning"]["Reward of sampled answers"]
     assert [t.get("fill") for t in reward["data"]] == [None, "toself", None]
@@ -85,7 +85,7 @@ def test_a_band_goes_from_a_tenth_to_nine_tenths_of_the_rows():
     }
 
 
-def test_the_time_of_each_phase_is_stacked_and_nothing_of_it_lost(tmp_path):
+def test_the_times_of_all_phases_are_stacked_completely(tmp_path):
     run = read_run(write_run(tmp_path, "own", steps=130, times=3))
     traces = {t["name"].split(" ")[0]: t for t in curves(run)["Machine"]["Time"]["data"]}
     assert set(traces) == {"training", "rollout", "reward", "measuring", "evaluation"}
@@ -133,7 +133,7 @@ def test_a_long_run_is_drawn_as_means_of_neighbouring_steps_between_their_extrem
     assert band["y"] == [0] * MAX_POINTS + [1] * MAX_POINTS
 
 
-def test_rewards_are_told_apart_by_length_and_by_source():
+def test_rewards_are_shown_by_length_and_by_source():
     rows = [
         {
             "label": True,

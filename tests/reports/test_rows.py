@@ -48,7 +48,7 @@ def test_thumbs_surprise_by_their_distance_from_the_midpoint_of_the_classes() ->
     ]
 
 
-def test_a_constant_added_to_every_reward_surprises_nobody() -> None:
+def test_a_constant_added_to_every_reward_changes_no_surprise() -> None:
     rows = thumbs_rows(1.0, 60)
     lifted = [row | {"reward": row["reward"] + 7.0} for row in rows]
     assert [row["id"] for row, _ in surprise(lifted)] == [row["id"] for row, _ in surprise(rows)]
@@ -110,7 +110,7 @@ def test_demonstrations_surprise_by_nats_a_token() -> None:
     assert [(row["id"], result) for row, result in surprise(rows)] == [("odd", 3.0), ("long", 1.0)]
 
 
-def test_online_completions_and_rows_without_numbers_surprise_nobody() -> None:
+def test_sampled_answers_and_rows_without_metrics_have_no_surprise() -> None:
     assert surprise(online_rows(1.0, 5)) == []
     bare: list[Json] = [
         {},
@@ -126,7 +126,7 @@ def test_online_completions_and_rows_without_numbers_surprise_nobody() -> None:
     assert row_lists([*bare, {"reward_0": 1.0}], bare, 5)[0].title == "Best"
 
 
-def test_rows_move_by_the_change_of_what_they_are_worth() -> None:
+def test_rows_are_ordered_by_the_change_of_their_reward() -> None:
     before: list[Json] = [
         {"id": "a", "reward": 1.0},
         {"id": "b", "reward": 0.0},
@@ -181,7 +181,7 @@ def test_lists_of_each_kind() -> None:
     assert min(result for _, result in surprising) > 0
 
 
-def test_what_a_row_is_worth() -> None:
+def test_the_value_of_a_row() -> None:
     assert worth({"reward": 2.0, "label": True}) == 2.0
     assert worth({"scores": [1.0, 3.0]}) == 2.0
     assert worth({"reward_chosen": 2.0, "reward_rejected": 3.5, "chosen": ""}) == -1.5
@@ -199,7 +199,7 @@ def test_what_a_row_is_worth() -> None:
     ]
 
 
-def test_answers_are_told_apart_by_class_and_by_side() -> None:
+def test_answers_are_distinguished_by_class_and_side() -> None:
     rows: list[Json] = [
         {"label": False, "reward": -1.0},
         {"label": True, "reward": 1.0},

@@ -117,7 +117,7 @@ def test_the_holder_is_asked_for_the_folder_of_the_run(tmp_path: Path) -> None:
     assert requests == [tmp_path / "run"]
 
 
-def test_what_is_known_of_a_running_run(tmp_path: Path) -> None:
+def test_the_state_of_a_running_run(tmp_path: Path) -> None:
     log = [{"step": 0, "eval/loss": 0.7}, *steps(5.0, 1.0, 1.0, 1.0, every=1)]
     log[2] |= {"eval/loss": 0.5, "eval/rewards/accuracies": 0.75, "rewards/accuracies": 1.0}
     names = ("step-2", "step-10", "step-9", ".step-12.part", "step-x", "best")
@@ -139,7 +139,7 @@ def test_what_is_known_of_a_running_run(tmp_path: Path) -> None:
     assert only(run, dead).step == 4
 
 
-def test_a_run_that_ended_says_itself_how_far_it_came(tmp_path: Path) -> None:
+def test_a_finished_run_records_its_last_step(tmp_path: Path) -> None:
     line = only(a_run(tmp_path / "run", log=steps(1.0), status="failed", steps=3, total_steps=4))
     assert (line.step, line.total, line.left, line.checkpoint) == (3, 4, None, None)
     assert only(a_run(tmp_path / "kto", method="kto")).method == "kto"

@@ -117,7 +117,7 @@ def test_examples_show_every_part(example: Example, words: list[str]):
     assert [word for word in [*words, "rows.jsonl:3", f"id={example.id}"] if word not in text] == []
 
 
-def test_what_is_not_known_is_not_shown():
+def test_unknown_values_are_not_shown():
     assert "score" not in shown(show_example(EXAMPLES[0][0]))
 
 
@@ -193,7 +193,7 @@ def test_a_prompt_has_no_answer_and_a_ranking_has_several():
     )
 
 
-def test_colours_say_what_is_trained():
+def test_colours_mark_trained_tokens():
     unit = encoded(answer("A" + "B", trained=1), prompt="C")
     unit_text = shown(show_encoded(unit, TOKENIZER), colour=True)
     codes = {"C": "\x1b[2m", "A": "\x1b[32m", "B": "\x1b[4;33m"}

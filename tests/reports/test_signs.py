@@ -106,7 +106,7 @@ def test_numbers_that_are_not_finite(healthy: dict[str, RunData]) -> None:
     assert (skipped.name, numbers(skipped.message)) == ("skipped", [2, 7])
 
 
-def test_online_completions_that_are_paid_for_length(healthy: dict[str, RunData]) -> None:
+def test_sampled_answers_with_rewards_for_length(healthy: dict[str, RunData]) -> None:
     rng = random.Random(0)
     longer = ended(
         healthy["own"],
@@ -122,7 +122,7 @@ def test_online_completions_that_are_paid_for_length(healthy: dict[str, RunData]
     assert diagnose(ended(healthy["own"], lambda row: {"reward": row["tokens"] / 30})) == []
 
 
-def test_rounds_that_are_paid_for_length_where_nothing_was_held_out(
+def test_rounds_with_rewards_for_length_without_held_out_rows(
     healthy: dict[str, RunData],
 ) -> None:
     alone = replace(healthy["own"], first=None, last=None)
@@ -323,7 +323,7 @@ def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, Run
 
 
 @pytest.mark.parametrize("minimum", [0.0, 1e-6])
-def test_a_held_out_loss_that_went_to_nothing_and_stays_there_has_not_turned(
+def test_a_held_out_loss_that_stays_near_zero_has_not_turned(
     minimum: float, healthy: dict[str, RunData]
 ) -> None:
     """As that of a hinge, or of pairs that are all far apart."""

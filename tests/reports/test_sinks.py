@@ -163,7 +163,7 @@ def test_methods_that_a_sink_has_are_called_and_the_others_are_not_missed(tmp_pa
 
 
 @pytest.mark.parametrize("method", ["start", "log", "table", "end", "close"])
-def test_an_error_anywhere_is_reported_once_and_the_others_go_on(method, tmp_path):
+def test_an_error_of_a_sink_is_reported_once_and_others_continue(method, tmp_path):
     text, good = [], CompleteSink()
     bad = CompleteSink()
 
@@ -242,7 +242,7 @@ def test_one_that_gets_on_has_no_longer_than_six_times_that(monkeypatch):
     slow.done.set()
 
 
-def test_what_belongs_to_its_thread_is_closed_there(tmp_path):
+def test_thread_local_resources_are_closed_in_their_thread(tmp_path):
     message = []
 
     class Database:

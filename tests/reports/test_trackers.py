@@ -238,7 +238,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # three programs that import all of the libraries
-def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(
+def test_every_tracker_of_a_killed_and_resumed_run_has_each_step_once(
     tmp_path: Path,
 ) -> None:
     import wandb

@@ -59,7 +59,7 @@ def test_a_library_that_fails_is_reported_once(
 ) -> None:
     monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", Fake(at, fails))
     run = Killed(tmp_path)
-    run.go(0, 5)
+    run.log_steps(0, 5)
     (message,) = run.warnings
     assert "tensorboard" in message
     assert "nobody there" in message
@@ -76,31 +76,31 @@ def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(
         trackers_module.BACKENDS, "tensorboard", Fake("log", lambda: never.wait() and None)
     )
     run = Killed(tmp_path)
-    run.go(0, 5)
+    run.log_steps(0, 5)
     (unclosed,) = run.warnings
     assert "tensorboard" in unclosed
     assert "0.3" in unclosed
     run.warnings.clear()
-    run.go(6, 200)
+    run.log_steps(6, 200)
     never.set()
     (behind,) = run.warnings
     assert "50" in behind
 
 
-def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(
+def test_a_resumed_run_sends_records_that_a_tracker_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", Fake("open", fails))
     run = Killed(tmp_path)
-    run.go(0, 4)
+    run.log_steps(0, 4)
     monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", fake := Fake())
-    run.go(4, 6, keep=4)
+    run.log_steps(4, 6, keep=4)
     assert [step for kind, step in fake.got if kind == "log"] == [0, 1, 2, 3, 4, 5, 6]
     assert [step for kind, step in fake.got if kind == "table"] == [0, 3, 6]
     assert fake.got[-1] == ("close", "done")
 
 
-def test_a_step_hands_its_record_over_at_once(
+def test_a_step_passes_its_record_on_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()

@@ -82,7 +82,7 @@ def test_the_sentence_has_the_numbers_in_percent() -> None:
     assert verdict_of(pairs([1.0] * 80 + [-1.0] * 20)).sentence.count("80") == 1
 
 
-def test_a_start_at_the_reference_is_told_from_a_measured_start() -> None:
+def test_a_start_at_the_reference_differs_from_a_measured_start() -> None:
     """Where all rewards are 0, half of the comparisons are right whatever the data."""
     good, even = thumbs([1.0] * 5, [-1.0] * 5), thumbs([1.0, -1.0] * 2, [1.0, -1.0] * 2)
     by_definition, by_chance = (
@@ -146,7 +146,7 @@ def test_scores_are_compared_by_rank() -> None:
 
 
 @pytest.mark.parametrize("rows", [None, [], thumbs([1.0], [0.0]), demonstrations([-1.0, -2.0])])
-def test_what_cannot_be_measured_is_not_judged(rows: Rows | None) -> None:
+def test_runs_without_measurements_have_no_verdict(rows: Rows | None) -> None:
     result = verdict_of(rows)
     assert (result.state, result.value) == ("unmeasured", None)
     assert result.headline

@@ -39,7 +39,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read from or written to the folders of who runs the tests."""
+    """Keep the tests away from the folders of the user who runs them."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in (
         "WANDB_API_KEY",
@@ -79,7 +79,7 @@ class Killed:
             list[str](),
         )
 
-    def go(
+    def log_steps(
         self,
         first: int,
         last: int,
@@ -123,13 +123,13 @@ def killed_twice(run: Killed) -> None:
     """Kill a run ahead of its checkpoint and then behind it, run it to the end, and resume it once
     more.
     """
-    run.go(0, 5, closes=False)  # the checkpoint is that of step 4
-    run.go(5, 6, keep=5)
+    run.log_steps(0, 5, closes=False)  # the checkpoint is that of step 4
+    run.log_steps(5, 6, keep=5)
     log = run.folder / "metrics.jsonl"
     # the tracker was behind: it never saw this
     log.write_text(log.read_text() + json.dumps(record(7)) + "\n")
-    run.go(8, 8, keep=8, test=True, closes=False)
-    run.go(9, 8, keep=9, test=True)
+    run.log_steps(8, 8, keep=8, test=True, closes=False)
+    run.log_steps(9, 8, keep=9, test=True)
     assert run.warnings == []
 
 

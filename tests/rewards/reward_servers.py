@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from uvicorn import Server
 
-from benchmarks.reward_server.judge import number
+from benchmarks.reward_server.hash_reward import hash_score
 from valence.rewards.cache import MAX_SCORES
 from valence.rewards.server import Service, listening, web_server
 from valence.rewards.serving import Limits
@@ -31,7 +31,7 @@ class Numbers:
     """Gives each answer its number. ``score``: what it gives instead; ``calls``: the answers of
     each call so far."""
 
-    score: Callable[[Completion], Score] = lambda c: Score(number(c.text))
+    score: Callable[[Completion], Score] = lambda c: Score(hash_score(c.text))
     gate: threading.Event | None = None
     """It waits for it; with ``blocks`` nothing else runs in its event loop meanwhile."""
     blocks: bool = False

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reward_server.judge import number
+from benchmarks.reward_server.hash_reward import hash_score
 from valence.types import Completion
 
 EIGHT = asyncio.Barrier(8)
@@ -41,17 +41,17 @@ def dislikes_bad(completions: Sequence[Completion], file: str = os.devnull) -> l
     texts = [c.text for c in completions]
     if any("bad" in text for text in texts):
         raise ValueError(f"cannot score {texts}")
-    return [number(text) for text in texts]
+    return [hash_score(text) for text in texts]
 
 
 def obeys(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Does what each answer asks for.
 
-    Its score is ``number``; that of "pid" is the process's id.
+    Its score is ``hash_score``; that of "pid" is the process's id.
     """
     for text in (c.text for c in completions):
         _obey(text)
-    return [float(os.getpid()) if c.text == "pid" else number(c.text) for c in completions]
+    return [float(os.getpid()) if c.text == "pid" else hash_score(c.text) for c in completions]
 
 
 def _obey(text: str) -> None:
@@ -89,4 +89,4 @@ async def obeys_later(completions: Sequence[Completion]) -> list[float]:
         if text == "pid":
             await EIGHT.wait()
         _obey(text)
-    return [float(os.getpid()) if c.text == "pid" else number(c.text) for c in completions]
+    return [float(os.getpid()) if c.text == "pid" else hash_score(c.text) for c in completions]

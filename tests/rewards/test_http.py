@@ -28,7 +28,7 @@ from tests.rewards.kit import (
     server,
     values,
 )
-from tests.rewards.reward_servers import Numbers, number, served
+from tests.rewards.reward_servers import Numbers, hash_score, served
 from valence.network import backoff
 from valence.rewards import http as module
 from valence.rewards import reward_of
@@ -393,14 +393,14 @@ def test_our_own_server_and_client_agree_on_what_failed() -> None:
         return (
             Score(None, error="it says so")
             if completion.text in ("a1", "a4")
-            else Score(number(completion.text))
+            else Score(hash_score(completion.text))
         )
 
     with served(Numbers(judge)) as actual:
         result = scores(client(f"{actual.url}/get_reward", batch_size=3, retries=3), answers(6))
         assert actual.statuses == {500: 2}
     assert [score.value for score in result] == [
-        None if i in (1, 4) else number(f"a{i}") for i in range(6)
+        None if i in (1, 4) else hash_score(f"a{i}") for i in range(6)
     ]
     assert [score.error.endswith(": it says so") for score in result] == [
         i in (1, 4) for i in range(6)

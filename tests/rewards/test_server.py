@@ -20,10 +20,10 @@ from tests.rewards.kit import has_words, wait_for
 from tests.rewards.reward_servers import (
     Numbers,
     Served,
+    hash_score,
     http_get,
     http_post,
     http_request,
-    number,
     served,
 )
 from valence.rewards.server import ENDS, listening, split_query
@@ -51,18 +51,23 @@ def test_each_answer_has_its_own_score_in_order(plain: Served) -> None:
     )
     assert result.status_code == 200
     assert result.json() == {
-        "rewards": (expected := [number(t) for t in texts]),
+        "rewards": (expected := [hash_score(t) for t in texts]),
         "scores": expected,
         "extra_logs": {},
     }
 
 
 def test_without_prompts_the_whole_query_is_the_answer(plain: Served) -> None:
-    assert plain.post(query=["one", "two"]).json()["rewards"] == [number("one"), number("two")]
-    assert plain.post(query=["one"], prompts=None, labels=None).json()["rewards"] == [number("one")]
+    assert plain.post(query=["one", "two"]).json()["rewards"] == [
+        hash_score("one"),
+        hash_score("two"),
+    ]
+    assert plain.post(query=["one"], prompts=None, labels=None).json()["rewards"] == [
+        hash_score("one")
+    ]
     assert plain.post(query=["one", "two"], prompts=["o", None]).json()["rewards"] == [
-        number("ne"),
-        number("two"),
+        hash_score("ne"),
+        hash_score("two"),
     ]
 
 
@@ -85,7 +90,9 @@ def test_a_reward_is_given_prompt_answer_and_label(plain: Served) -> None:
 def test_a_reward_of_whole_texts_is_given_the_query_as_it_is() -> None:
     with served(Numbers(), Limits(max_wait=0.0), reads_query=True) as server:
         query = "<s>What? Paris</s>"
-        assert server.post(query=[query], prompts=["another"]).json()["rewards"] == [number(query)]
+        assert server.post(query=[query], prompts=["another"]).json()["rewards"] == [
+            hash_score(query)
+        ]
         (inputs,) = server.reward.calls[-1]
         assert (inputs.prompt, inputs.rendered, inputs.text) == ("", "", query)
 
@@ -124,7 +131,7 @@ def test_other_texts_may_end_an_answer() -> None:
     assert split_query("q a STOP", "q ", ("STOP",)) == "a "
     with served(Numbers(), Limits(max_wait=0.0), ends=("STOP",)) as server:
         result = server.post(query=["q aSTOP", "q a</s>"], prompts=["q ", "q "]).json()
-    assert result["rewards"] == [number("a"), number("a</s>")]
+    assert result["rewards"] == [hash_score("a"), hash_score("a</s>")]
 
 
 def test_parts_that_all_answers_have_are_told() -> None:
@@ -173,7 +180,7 @@ def test_malformed_requests_have_no_scores(plain: Served, body: bytes, words: li
     assert result.status_code == 422
     assert has_words(result.json()["error"], *words)
     assert len(plain.reward.calls) == request
-    assert plain.post(query=["still there"]).json()["rewards"] == [number("still there")]
+    assert plain.post(query=["still there"]).json()["rewards"] == [hash_score("still there")]
 
 
 def test_queries_without_their_prompt_are_named(plain: Served) -> None:
@@ -444,7 +451,7 @@ def test_what_is_no_finite_number_is_never_sent() -> None:
     }
 
     def score(c: Completion) -> Score:
-        value: Any = values.get(c.text, number(c.text))
+        value: Any = values.get(c.text, hash_score(c.text))
         return Score(value)
 
     with served(Numbers(score), Limits(max_wait=0.0)) as server:
@@ -454,13 +461,13 @@ def test_what_is_no_finite_number_is_never_sent() -> None:
             message = result.json()
             assert [item["index"] for item in message["failed"]] == [1, 3]
             assert message["scored"] == [
-                {"index": 0, "reward": number("a")},
-                {"index": 2, "reward": number("b")},
+                {"index": 0, "reward": hash_score("a")},
+                {"index": 2, "reward": hash_score("b")},
             ]
             assert not {"rewards", "scores"} & set(message)
             assert has_words(message["error"], 2, 4)
             assert has_words(server.lines[-1], "HTTP 500", 2, 4)
-        assert server.post(query=["a", "b"]).json()["rewards"] == [number("a"), number("b")]
+        assert server.post(query=["a", "b"]).json()["rewards"] == [hash_score("a"), hash_score("b")]
 
 
 class Broken:
@@ -472,7 +479,7 @@ class Broken:
         self.mode = mode
 
     async def __call__(self, completions: Sequence[Completion]) -> Any:
-        scores = [Score(number(c.text)) for c in completions]
+        scores = [Score(hash_score(c.text)) for c in completions]
         if all(c.text != "bad" for c in completions):
             return scores
         if self.mode == "raises":
@@ -503,10 +510,10 @@ def test_a_call_that_fails_as_a_whole_concerns_only_its_request(mode: str) -> No
 
     with served(Broken(mode), Limits(max_wait=0.3)) as server:
         first, second, third = asyncio.run(ask(server.url))
-        assert server.post(query=["e"]).json()["rewards"] == [number("e")]
+        assert server.post(query=["e"]).json()["rewards"] == [hash_score("e")]
     assert [first.json()["rewards"], third.json()["rewards"]] == [
-        [number("a"), number("b")],
-        [number("d")],
+        [hash_score("a"), hash_score("b")],
+        [hash_score("d")],
     ]
     assert second.status_code == 500
     assert [item["index"] for item in second.json()["failed"]] == [0, 1]

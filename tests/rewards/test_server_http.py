@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.rewards.kit import wait_for
-from tests.rewards.reward_servers import Numbers, Served, http_get, number, served
+from tests.rewards.reward_servers import Numbers, Served, hash_score, http_get, served
 from valence.rewards.http_limits import MAX_HEADERS, host_names, is_allowed_host
 from valence.rewards.serving import Limits
 
@@ -56,7 +56,7 @@ def status(reply: bytes) -> int:
 
 
 def still_serves(server: Served) -> None:
-    assert server.post(query=["still there"]).json()["rewards"] == [number("still there")]
+    assert server.post(query=["still there"]).json()["rewards"] == [hash_score("still there")]
 
 
 # Heads that are too large

@@ -32,9 +32,9 @@ from tests.errors import raises_error
 from tests.rewards.kit import has_words, wait_for
 from tests.rewards.reward_servers import (
     Numbers,
+    hash_score,
     http_get,
     http_post,
-    number,
     served,
     served_as_command,
 )
@@ -63,7 +63,7 @@ def test_two_hundred_clients_at_a_time_have_their_own_scores() -> None:
     """
 
     def score(c: Completion) -> Score:
-        return Score(float("nan")) if "bad" in c.text else Score(number(c.text))
+        return Score(float("nan")) if "bad" in c.text else Score(hash_score(c.text))
 
     async def one(url: str, k: int) -> tuple[int, int]:
         draw, failed, good, client = random.Random(k), 0, 0, Connection(url)
@@ -74,7 +74,7 @@ def test_two_hundred_clients_at_a_time_have_their_own_scores() -> None:
             body = json.dumps({"query": texts} if k % 7 or turn else {"query": texts, "labels": []})
             status, _, reply = await client.post(body.encode())
             if status == 200:
-                assert json.loads(reply)["rewards"] == [number(text) for text in texts]
+                assert json.loads(reply)["rewards"] == [hash_score(text) for text in texts]
                 good += len(texts)
             else:
                 assert status == (422 if k % 7 == 0 and turn == 0 else 500)
@@ -191,8 +191,8 @@ def test_a_slow_reward_has_a_deadline(blocks: bool) -> None:
         gate.set()
         wait_for(lambda: http_get(f"{server.url}/ready").status_code == 200)
         assert server.post(query=["next", "one"]).json()["rewards"] == [
-            number("next"),
-            number("one"),
+            hash_score("next"),
+            hash_score("one"),
         ]
     texts = [[c.text for c in call] for call in server.reward.calls]
     # nobody waited any more for what stood behind
@@ -259,7 +259,7 @@ def test_calls_are_as_many_as_may_be_at_a_time() -> None:
 
 # The command
 
-FUNCTION = "benchmarks.reward_server.judge:score"
+FUNCTION = "benchmarks.reward_server.hash_reward:score"
 ROOT = Path(cli.__file__).parents[2]
 
 
@@ -303,7 +303,7 @@ def test_a_signal_waits_for_requests_that_are_under_way(tmp_path: Path) -> None:
     wait_for(begun.exists)
     status, rest = server.end(signal.SIGTERM)
     thread.join()
-    assert result[0].json()["rewards"] == list(map(number, query))
+    assert result[0].json()["rewards"] == list(map(hash_score, query))
     assert status == -signal.SIGTERM
     assert re.findall(r"\d+", rest) == ["2", "0"]
     with pytest.raises(httpx.ConnectError):
@@ -330,7 +330,7 @@ def test_killed_in_mid_run_and_started_again_no_client_has_a_wrong_score() -> No
     result = score_all(client, answers, progress=progress)
     assert killed
     assert killed[0].end(signal.SIGINT)[0] == 128 + signal.SIGINT
-    assert [score.value for score in result] == [number(c.text) for c in answers]
+    assert [score.value for score in result] == [hash_score(c.text) for c in answers]
     assert scored == 800
 
 
@@ -343,7 +343,7 @@ def test_a_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         assert http_post(url, json={"query": ["a"]}).status_code == 401
         monkeypatch.setenv("MINE", "s3cret")
         (score,) = score_all(reward_of([load_reward(url, ["token_env=MINE"])]), [answer("a")])
-        assert score.value == number("a")
+        assert score.value == hash_score("a")
     finally:
         server.end(signal.SIGTERM)
 

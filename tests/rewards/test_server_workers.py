@@ -24,7 +24,7 @@ import pytest
 from benchmarks.reward_server.connection import Connection
 from tests.errors import raises_error
 from tests.rewards.kit import has_words, wait_for
-from tests.rewards.reward_servers import Served, http_get, http_post, number, served_as_command
+from tests.rewards.reward_servers import Served, hash_score, http_get, http_post, served_as_command
 from valence import cli
 from valence.rewards.serving import Limits
 
@@ -83,7 +83,7 @@ def test_failing_requests_of_many_clients_concern_no_other_client(tmp_path: Path
                 assert Counter(body.decode().split("client")[1:]).total() > 0
                 assert {words[:3] for words in body.decode().split("client")[1:]} == {f"{k:03}"}
             else:
-                assert (status, reply["rewards"]) == (200, [number(text) for text in texts])
+                assert (status, reply["rewards"]) == (200, [hash_score(text) for text in texts])
 
     async def clients(url: str) -> None:
         await asyncio.gather(*(client(url, k) for k in range(200)))
@@ -106,9 +106,9 @@ def test_a_request_that_ends_the_process_fails_alone(text: str) -> None:
     with served_as_command(f"{FUNCTIONS}:obeys", limits=Limits(max_wait=0.3)) as server:
         replies = parallel(server.url, [["a"], [text], ["b", "c"]])
         assert [status for status, _ in replies] == [200, 500, 200]
-        assert replies[2][1]["rewards"] == [number("b"), number("c")]
+        assert replies[2][1]["rewards"] == [hash_score("b"), hash_score("c")]
         assert len(replies[1][1]["error"]) <= 500
-        assert server.post(query=["d"]).json()["rewards"] == [number("d")]
+        assert server.post(query=["d"]).json()["rewards"] == [hash_score("d")]
 
 
 # Calls that hang
@@ -131,7 +131,7 @@ def test_hanging_calls_are_killed_and_the_function_goes_on(text: str) -> None:
             pids.update(other["rewards"])
         assert len(pids) > 1
         wait_for(lambda: ready(server)[0] == 200)
-        assert server.post(query=["next"]).json()["rewards"] == [number("next")]
+        assert server.post(query=["next"]).json()["rewards"] == [hash_score("next")]
         assert not any(
             is_alive(int(pid)) for pid in pids - {server.post(query=["pid"]).json()["rewards"][0]}
         )
@@ -243,7 +243,7 @@ def test_workers_killed_during_calls_are_replaced() -> None:
             ):
                 statuses[status] += 1
                 assert (status, reply.get("rewards")) in {
-                    200: [(200, [number(text), number("wait 0.01")])],
+                    200: [(200, [hash_score(text), hash_score("wait 0.01")])],
                     500: [(500, None)],
                 }[status]
         assert statuses[200] >= 60
@@ -264,7 +264,7 @@ def test_calls_of_an_asynchronous_function_run_together_and_one_that_hangs_ends_
             assert has_words(replies[0][1]["error"], "3 s")
             # What to write instead.
             assert has_words(replies[0][1]["error"], "await") is (text == "block")
-        assert server.post(query=["c"]).json()["rewards"] == [number("c")]
+        assert server.post(query=["c"]).json()["rewards"] == [hash_score("c")]
 
 
 # What workers print, what they import, and how they end
@@ -274,7 +274,7 @@ def test_what_a_function_prints_reaches_the_log_and_nothing_else(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with served_as_command(f"{FUNCTIONS}:obeys") as server:
-        assert server.post(query=["print"]).json()["rewards"] == [number("print")]
+        assert server.post(query=["print"]).json()["rewards"] == [hash_score("print")]
         (pid,) = server.post(query=["pid"]).json()["rewards"]
         observed = ""
 
@@ -394,6 +394,6 @@ def test_a_signal_to_the_whole_group_lets_calls_end(tmp_path: Path) -> None:
         wait_for(begun.exists)
         os.kill(int(pid), signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
-        assert reply.result().json()["rewards"] == list(map(number, query))
+        assert reply.result().json()["rewards"] == list(map(hash_score, query))
         process.wait(30)
         wait_for(lambda: not is_alive(int(pid)))

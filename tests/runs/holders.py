@@ -36,8 +36,8 @@ sys.stdin.readline()
 
 
 class Process:
-    """A process that takes the lock of a folder when told to, and ends, releasing it, when told to
-    or killed.
+    """A process that acquires the lock of a folder on command, and ends on command (releasing the
+    lock) or when it is killed.
     """
 
     def __init__(self, folder: Path, code: str = TAKE) -> None:

@@ -42,7 +42,7 @@ def test_a_folder_in_use_is_refused_with_the_name_of_its_holder(
     assert refused_by(started(tmp_path).take(), first.pid)
 
 
-def test_a_lock_that_was_released_or_whose_process_ended_is_free_without_a_word(
+def test_a_released_lock_and_that_of_an_ended_process_are_free_without_a_message(
     tmp_path: Path, started: Any
 ) -> None:
     first = started(tmp_path)
@@ -55,7 +55,7 @@ def test_a_lock_that_was_released_or_whose_process_ended_is_free_without_a_word(
     assert started(tmp_path).take() == "taken: None"
 
 
-def test_a_killed_holder_is_told_of_and_keeps_nothing(tmp_path: Path, started: Any) -> None:
+def test_a_killed_holder_is_reported_and_keeps_no_lock(tmp_path: Path, started: Any) -> None:
     first = started(tmp_path)
     first.take()
     first.kill()
@@ -124,7 +124,7 @@ def test_the_folder_may_be_moved_while_it_is_held(tmp_path: Path, started: Any) 
     assert result.pid == other.pid
 
 
-def test_a_folder_that_is_moved_between_opening_and_locking_is_not_taken_for_the_new_one(
+def test_a_folder_moved_between_opening_and_locking_is_not_confused_with_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -215,7 +215,7 @@ def test_a_forked_child_neither_has_the_lock_nor_releases_it(tmp_path: Path, sta
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_folder_that_is_read_only_is_said_to_be(
+def test_a_read_only_folder_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuses(*_: Any) -> int:
@@ -257,7 +257,9 @@ def test_a_wait_that_is_broken_off_leaves_the_lock_to_others(tmp_path: Path, sta
 # Looking
 
 
-def test_looking_says_who_holds_a_folder_and_changes_nothing(tmp_path: Path, started: Any) -> None:
+def test_inspecting_a_lock_names_its_holder_and_changes_nothing(
+    tmp_path: Path, started: Any
+) -> None:
     assert holder(tmp_path) is None
     other = started(tmp_path)
     other.take()

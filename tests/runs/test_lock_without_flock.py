@@ -72,7 +72,7 @@ def test_a_holder_on_another_host_that_is_silent_is_dead(
     assert json.loads((tmp_path / NAME).read_text())["host"] == socket.gethostname()
 
 
-def test_a_damaged_file_is_taken_after_it_was_watched(tmp_path: Path) -> None:
+def test_a_damaged_lock_file_is_replaced_after_a_waiting_time(tmp_path: Path) -> None:
     here = socket.gethostname().encode()
     for content in (
         b"\0" * 100,
@@ -89,7 +89,7 @@ def test_a_damaged_file_is_taken_after_it_was_watched(tmp_path: Path) -> None:
             assert ours.path.read_bytes().startswith(b'{"host"')
 
 
-def test_the_one_who_wrote_last_has_it_where_no_flock_decides(
+def test_without_flock_the_last_writer_holds_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named(tmp_path, host="elsewhere")
@@ -107,13 +107,13 @@ def test_the_one_who_wrote_last_has_it_where_no_flock_decides(
     assert json.loads((tmp_path / NAME).read_text())["pid"] == 9
 
 
-def test_what_another_host_has_taken_meanwhile_is_not_emptied(tmp_path: Path) -> None:
+def test_a_lock_that_another_host_acquired_meanwhile_is_not_cleared(tmp_path: Path) -> None:
     with Lock(tmp_path, **QUICK):
         named(tmp_path, host="elsewhere")
     assert json.loads((tmp_path / NAME).read_text())["host"] == "elsewhere"
 
 
-def test_looking_at_another_host_goes_by_its_touches(tmp_path: Path) -> None:
+def test_locks_of_another_host_are_judged_by_their_modification_time(tmp_path: Path) -> None:
     named(tmp_path, host="elsewhere")
     result = holder(tmp_path)
     assert result is not None
@@ -146,7 +146,7 @@ def test_without_flock_a_living_process_is_refused(
     assert f"(pid {other.pid} on" in (Lock(tmp_path, **QUICK).take() or "")
 
 
-def test_without_flock_two_of_the_same_moment_are_told_apart(tmp_path: Path, started: Any) -> None:
+def test_without_flock_simultaneous_holders_are_distinguished(tmp_path: Path, started: Any) -> None:
     refusing = (
         'import errno, fcntl\ndef no(*_): raise OSError(errno.ENOLCK, "")\nfcntl.flock = no\n'
     )
@@ -176,7 +176,7 @@ def test_a_process_number_that_was_given_again_is_not_the_holder(
     assert f"(pid {other.pid} on" in (Lock(tmp_path, **QUICK).take() or "")
 
 
-def test_without_flock_the_own_number_is_one_given_again(
+def test_without_flock_a_reused_process_id_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container every run may be process 1."""

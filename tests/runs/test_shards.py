@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import fully_shard
 
-from tests.distributed.rig import run
+from tests.distributed.process_groups import run
 from tests.errors import raises_error
 from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import Group
@@ -76,7 +76,7 @@ class Model:
         self.optimizer.load_state_dict(store.for_optimizer(state["optimizer"], self.optimizer))
 
     def numbers(self) -> dict[str, Tensor]:
-        """All tensors, whole."""
+        """All tensors, gathered."""
         results = {
             f"{kind} {name}": value
             for kind in HEAVY[:2]
@@ -167,7 +167,7 @@ FAULTS: list[tuple[int, Any, str]] = [
     (1, hashlib, "file_digest"),
     (0, store, "fsync_path"),
 ]
-"""Which process cannot do what."""
+"""The rank that fails, and the function that fails there."""
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,9 @@ def test_a_checkpoint_of_one_is_loaded_by_four(saved: tuple[Path, list[dict[str,
     assert [item["loaded"] for item in saved[1]] == [[[], []]] * 4
 
 
-def test_four_save_together_what_is_whole(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_four_processes_save_one_complete_checkpoint(
+    saved: tuple[Path, list[dict[str, Any]]],
+) -> None:
     folder, ranks = saved
     assert [rank["saved"] for rank in ranks] == [(0, [], [2])] * 4
     assert [rank["after"] for rank in ranks] == [(0, [], [4, 5])] * 4
@@ -305,7 +307,7 @@ def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_the_earlier_on
     assert there == ["step-2"]
 
 
-def test_sharded_tensors_are_not_saved_without_what_writes_them(
+def test_sharded_tensors_are_not_saved_without_a_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "is_sharded", lambda tensor: True)
@@ -447,7 +449,7 @@ def loaded(name: str, folder: Path) -> dict[str, Tensor]:
 
 @slow
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_export_what_one_does(
+def test_two_processes_export_the_same_files_as_one(
     name: str, exported: tuple[Path, Path, list[Any]]
 ) -> None:
     ours, theirs = (folder / name for folder in exported[:2])

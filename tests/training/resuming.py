@@ -19,7 +19,7 @@ from valence.trainer.trainer import Trainer
 
 
 class Killed(BaseException):
-    """Ends a run as kill -9 would: nothing is saved on the way out."""
+    """Ends a run like kill -9, without a save."""
 
 
 def until(step: int) -> Any:

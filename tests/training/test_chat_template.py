@@ -178,7 +178,7 @@ def test_a_resumed_run_keeps_its_choice(place: Path) -> None:
     assert "data.as_chat: true -> false" in raised.error.message
 
 
-def test_check_inspect_and_train_say_what_was_chosen(
+def test_check_inspect_and_train_print_the_choice(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").write_text(json.dumps(recipe()))
@@ -222,7 +222,7 @@ def test_a_chosen_template_is_kept_with_the_run_and_the_exported_tokenizer(
     assert "im_start" not in card  # the template's text is not a line of its table of settings
 
 
-def test_a_template_that_is_none_is_an_error_at_its_place(place: Path) -> None:
+def test_an_invalid_template_is_an_error_at_its_place(place: Path) -> None:
     Path("plain.txt").write_text("no markup")
     for chosen, code in (
         ("plain.txt", "template-invalid"),

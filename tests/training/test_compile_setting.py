@@ -62,12 +62,12 @@ def test_policy_and_reference_are_compiled_alike(compiled: list[PolicyModel]) ->
     assert build("train.compile=on") == compiled
 
 
-def test_only_what_trains_is_compiled(compiled: list[PolicyModel]) -> None:
+def test_only_models_that_train_are_compiled(compiled: list[PolicyModel]) -> None:
     build("train.compile=on", training=False)
     assert compiled == []
 
 
-def test_auto_compiles_what_is_long_enough(
+def test_auto_compiles_runs_that_are_long_enough(
     compiled: list[PolicyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build()

@@ -98,7 +98,7 @@ def test_an_adapter_is_not_put_on_other_weights(finished: FinishedRuns, tmp_path
         restore(run, overrides=["model.lora.rank=2"], quiet=True)
 
 
-def test_the_card_of_a_run_that_was_stopped_says_so(
+def test_the_card_of_a_stopped_run_states_it(
     folder: Path,
     tmp_path: Path,
     monkeypatch: Any,

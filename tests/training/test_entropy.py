@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import valence
-from tests.training.online.rig import make, recipe
+from tests.training.online.recipes import make, recipe
 from tests.units import models_for, objective, units_for
 from valence.batching.micro_batches import make_micro_batch
 from valence.losses import LOSSES

@@ -49,7 +49,7 @@ def spy_on_objectives(
 
 
 def make_gradients_nan(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    """From the step after this one on."""
+    """Make all gradients NaN after step ``first``."""
 
     def fill(objective: Objective, step: int, backward: bool) -> None:
         for p in objective.policy.parameters():
@@ -249,7 +249,7 @@ def test_preferred_answers_that_become_unlikely_are_one_warning() -> None:
     assert AnomalyDetector().update({}) == []
 
 
-def test_training_goes_on_with_a_full_disk_until_too_many_saves_failed(
+def test_training_continues_with_a_full_disk_until_too_many_saves_failed(
     settings: dict[str, Any],
     tmp_path: Path,
     undisturbed: Undisturbed,

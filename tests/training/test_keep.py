@@ -162,7 +162,7 @@ def test_a_run_that_was_made_longer_and_killed_at_once_is_still_longer(
     assert run.step == 10
 
 
-def test_models_alone_may_be_saved_and_are_not_gone_on_with(
+def test_a_run_that_saves_only_models_cannot_resume(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     settings["run"] |= {"save_state": False, "save_hf": True}

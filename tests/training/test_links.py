@@ -31,7 +31,7 @@ CONTENT = b"x" * 10**4
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A folder with a file that nobody may change."""
+    """A folder with a file that no run may change."""
     result = tmp_path / "outside"
     result.mkdir()
     (result / "file").write_bytes(CONTENT)

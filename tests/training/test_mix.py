@@ -71,7 +71,7 @@ def run_of(
 
 
 @pytest.mark.parametrize("budget", [10_000, 25])
-def test_each_method_is_averaged_over_its_own_rows(budget: int) -> None:
+def test_each_method_is_averaged_over_its_rows(budget: int) -> None:
     """The gradient of the step is the weighted sum of the gradients of two separate steps, however
     many rows each has.
     """

@@ -137,7 +137,7 @@ def test_a_model_with_matrices_alone_has_one_group() -> None:
     )
 
 
-def test_a_critic_has_groups_and_a_rate_of_its_own_under_one_schedule() -> None:
+def test_a_critic_has_separate_groups_and_a_separate_rate_under_one_schedule() -> None:
     """The first group stays the policy's: its rate is the one that is logged."""
     model = nn.ModuleDict({"critic": nn.Linear(2, 1), "model": nn.Linear(3, 2)})
     options: dict[str, Any] = {"learning_rate": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.99)}

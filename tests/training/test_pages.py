@@ -63,14 +63,14 @@ def test_a_short_run_writes_none_on_the_way(written: tuple[Clock, list[str]]) ->
     assert result == []
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(OSError, match=r"report\.html"):
         write_atomically(tmp_path / "report.html", "page")
     assert [item.name for item in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_a_page_that_fails_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_report_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, status: str) -> None:
         raise UserError("no", code="x", where="here", fix="mend it")
 
@@ -100,7 +100,7 @@ def test_training_rows_are_measured_after_training(folder: Path, tmp_path: Path)
         assert row["reward"] == pytest.approx(rewards[row["id"]], abs=1e-6)
 
 
-def test_rows_that_cannot_be_measured_alone_are_told_of(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_rows_that_cannot_be_measured_alone_are_reported(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     """One thumb alone has no mismatched answer."""
     run = valence.train(
         recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 1}}, quiet=True
@@ -121,7 +121,7 @@ def test_a_gpu_also_has_reserved_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(peak_memory(torch.device("cpu"))) == ["memory"]
 
 
-def test_the_log_tells_of_time_and_memory(shared_runs: SharedRuns, tmp_path: Path) -> None:
+def test_the_log_records_time_and_memory(shared_runs: SharedRuns, tmp_path: Path) -> None:
     shared_runs.copy(tmp_path)
     records: list[dict[str, Any]] = logged(tmp_path / "run")
     assert all(0.1 < record["memory"] < 100 for record in records)
@@ -134,7 +134,7 @@ def test_the_log_tells_of_time_and_memory(shared_runs: SharedRuns, tmp_path: Pat
     )
 
 
-def test_a_cpu_without_bfloat16_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_bfloat16_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for knows, message in ((True, ""), (False, "bfloat16")):
         monkeypatch.setattr(

@@ -178,7 +178,7 @@ def online_plan(recipe: dict[str, Any], *overrides: str) -> Plan:
     )
 
 
-def test_of_online_completions_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
+def test_the_plan_of_an_online_run_counts_prompts(recipe: dict[str, Any]) -> None:
     (line,) = [line for line in describe(online_plan(recipe)) if "prompts" in line]
     assert re.findall(r"\d+", line) == ["3", "3", "12"]  # steps in all and per epoch, prompts
 
@@ -278,7 +278,7 @@ def test_a_server_without_room_for_its_weights_is_reported(
         assert [line for line in describe(large) if "rollout.devices" in line]
 
 
-def test_online_completions_are_measured_once_in_a_round(
+def test_rollouts_are_measured_once_per_round(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the policy where it moves within the round, and by the reference if there is one; a value
@@ -325,7 +325,7 @@ def test_reward_models_are_counted(recipe: dict[str, Any], tmp_path: Path) -> No
         online_plan(recipe, f"reward.0.reward={tmp_path / 'judge'}")
 
 
-def test_what_a_run_takes_is_printed_before_it(
+def test_the_estimate_of_a_run_is_printed_before_it(
     recipe: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -435,7 +435,7 @@ def test_evaluation_is_part_of_the_time(
     assert seconds("eval.at_start=false") == pytest.approx(once, rel=0.3)
 
 
-def test_the_evaluation_of_online_completions_is_not_predicted(recipe: dict[str, Any]) -> None:
+def test_the_evaluation_of_an_online_run_is_not_predicted(recipe: dict[str, Any]) -> None:
     assert online_plan(recipe).evaluation_seconds == 0
 
 
@@ -443,7 +443,7 @@ def test_the_evaluation_of_online_completions_is_not_predicted(recipe: dict[str,
     ("train.checkpointing=offloaded", "checkpointing-unsupported", "train.checkpointing"),
     ("model.lora={targets: [no_such]}", "lora-targets", "model.lora.targets"),
 ])  # fmt: skip
-def test_what_cannot_be_done_is_found_before_a_weight_is_loaded(
+def test_unsupported_settings_are_errors_before_weights_are_loaded(
     override: str, code: str, where: str, recipe: dict[str, Any]
 ) -> None:
     (Path(recipe["model"]["name"]) / "model.safetensors").unlink()

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.slow
     CASES,
     ids=[f"{dtype} {name} {'packed' if packed else 'one by one'}" for dtype, name, packed in CASES],
 )
-def test_differences_are_within_what_is_stated(dtype: torch.dtype, name: str, packed: bool) -> None:
+def test_differences_are_within_the_documented_bounds(
+    dtype: torch.dtype, name: str, packed: bool
+) -> None:
     result, counts = differences(name, dtype, packed=packed)
     assert {1, 14} <= counts
     assert not exceeded(result, dtype, packed), result

@@ -17,7 +17,7 @@ import torch
 import valence
 from tests.errors import check_error, raises_error
 from tests.simulated_cuda import CUDA, simulated_device
-from tests.training.online import rig
+from tests.training.online import recipes
 from tests.training.resuming import Killed, killed, records, resumed_steps, weights
 from tests.training.test_run import DEMONSTRATIONS, recipe, written
 from tests.units import models_for, objective, units_for
@@ -95,8 +95,8 @@ def mixed(folder: Path, place: Path) -> dict[str, Any]:
 
 def online(place: Path, method: str) -> dict[str, Any]:
     """Two epochs of two steps per round: three of four steps can be prepared ahead."""
-    rig.make(place)
-    return rig.recipe(place, method, rollout={"steps": 2, "epochs": 2}, run=LOGGED)
+    recipes.make(place)
+    return recipes.recipe(place, method, rollout={"steps": 2, "epochs": 2}, run=LOGGED)
 
 
 CASES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
@@ -208,7 +208,7 @@ def test_a_run_killed_with_a_prepared_step_resumes_with_the_step_that_was_not_do
     ids, steps.ids = steps.ids, []
 
     def kill() -> None:
-        """In the third step, when the fourth is prepared, with the checkpoint of two steps."""
+        """End the run in step 3, once step 4 is prepared. The checkpoint is of step 2."""
         if len(steps.ids) == 2:
             deadline = time.monotonic() + 30
             while (3, True) not in [(step, thread) for step, _, thread in preparations.calls]:

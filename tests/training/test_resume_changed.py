@@ -69,7 +69,7 @@ def test_an_allowed_change_takes_effect_from_the_resumed_step_on(
     assert (entry["step"], entry["with"]) == (2, ["train.learning_rate: 0.001 -> 0.0005"])
 
 
-def test_automatic_settings_stay_what_they_were(
+def test_automatic_settings_are_kept_on_resume(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine that would choose another type, and with another table of learning rates."""
@@ -138,7 +138,7 @@ def test_a_longer_run_has_the_learning_rates_of_its_new_length(
     assert rates == pytest.approx([1e-3 * (1 - done) for done in (0 / 2, 1 / 2, 2 / 4, 3 / 4)])
 
 
-def test_steps_of_another_size_go_on_where_the_data_was(
+def test_a_different_batch_size_resumes_at_the_same_row(
     settings: dict[str, Any],
     killed_run: Path,
 ) -> None:
@@ -300,7 +300,7 @@ def test_held_out_rows_in_another_order_are_others(
         train(settings)
 
 
-def test_samples_of_prompts_that_are_gone_are_left_out_with_a_warning(
+def test_samples_of_removed_prompts_are_omitted_with_a_warning(
     settings: dict[str, Any],
     tmp_path: Path,
 ) -> None:

@@ -130,7 +130,7 @@ def test_the_plan_counts_the_head_that_is_there(folder: Path, tmp_path: Path) ->
     assert plan.shape.vocabulary == 2
 
 
-def test_a_run_is_taken_up_and_written_again(folder: Path, tmp_path: Path) -> None:
+def test_a_restored_run_evaluates_and_exports_the_same(folder: Path, tmp_path: Path) -> None:
     """Also by the command, which needs the training rows for it."""
     settings = recipe(folder, tmp_path, "stars")
     settings["train"] = {"batch_size": 8, "max_steps": 1}

@@ -64,7 +64,7 @@ def test_a_dense_model_is_an_error_that_names_the_setting(tmp_path: Path) -> Non
     ],
     ids=["compiled", "sharded", "tensor parallel"],
 )
-def test_what_cannot_return_router_logits_is_an_error(
+def test_a_model_without_router_logits_is_an_error(
     train: dict[str, Any], parallel: dict[str, Any], where: str, tmp_path: Path
 ) -> None:
     settings = make_recipe(tmp_path, "qwen3_moe", router_aux_loss=0.01, **train) | {
@@ -75,7 +75,7 @@ def test_what_cannot_return_router_logits_is_an_error(
 
 
 @pytest.mark.slow
-def test_layers_are_not_compiled_of_their_own_accord(
+def test_layers_are_not_compiled_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from valence.lifecycle import models

@@ -15,7 +15,7 @@ import torch
 
 import valence
 from tests.command import command
-from tests.distributed.rig import run as together
+from tests.distributed.process_groups import run as run_in_processes
 from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.training.rounds import REWARDS, judge, prompts, sample
@@ -78,7 +78,7 @@ def test_a_row_holds_the_answer_as_it_was_drawn(place: Path) -> None:
         assert row["logps"] == pytest.approx(list(result.logps), abs=2e-4)
 
 
-def test_how_it_was_drawn_stands_in_the_row_and_beside(place: Path) -> None:
+def test_sampling_settings_are_in_the_row_and_in_the_about_file(place: Path) -> None:
     sample(temperature=0.5, top_p=0.9, seed=4)
     row, about = read("answers.jsonl")[4], json.loads(Path("answers.jsonl.about.json").read_text())
     drawn = {
@@ -128,7 +128,7 @@ def test_the_answers_to_a_prompt_depend_on_the_seed_and_its_place_alone(place: P
 # Stopping and going on
 
 
-def test_a_file_that_was_cut_is_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_output_file_is_resumed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is sampled twice."""
     expected = bytes_of()
     sample()
@@ -162,8 +162,11 @@ def in_processes(group: Group, place: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_several_processes_write_what_one_does(place: Path) -> None:
-    assert [item.error for item in together(in_processes, 2, place, deadline=60.0)] == ["", ""]
+def test_several_processes_write_the_same_as_one(place: Path) -> None:
+    assert [item.error for item in run_in_processes(in_processes, 2, place, deadline=60.0)] == [
+        "",
+        "",
+    ]
     assert Path("two.jsonl").read_bytes() == bytes_of()
     assert [row["score"] for row in read("scored.jsonl")] == [
         None if i // 3 == 1 else i % 3 for i in range(21)
@@ -281,7 +284,7 @@ def test_a_mistake_is_one_message(place: Path, capsys: pytest.CaptureFixture[str
     assert shown.out == ""
 
 
-def test_what_does_not_fit_the_memory_can_be_gone_on_with(
+def test_scoring_resumes_after_running_out_of_memory(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [row["completion_ids"] for row in map(json.loads, bytes_of().splitlines())]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import valence
-from tests.distributed.rig import run as together
+from tests.distributed.process_groups import run as run_in_processes
 from tests.errors import raises_error
 from tests.logs import repeatable
 from tests.programs import Program
@@ -74,7 +74,7 @@ def records(run: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, no reference may be run."""
+    """Fail the test if a reference model runs."""
 
     def fail(*_: Any) -> None:
         pytest.fail("a reference was run")
@@ -155,7 +155,7 @@ def test_the_log_is_the_same_with_and_without_a_cache(method: str, place: Path) 
     assert "reference_cache" not in json.loads(Path("runs/off/run.json").read_text())
 
 
-def test_a_run_keeps_a_cache_of_its_own(place: Path) -> None:
+def test_a_run_has_a_separate_cache(place: Path) -> None:
     """Later epochs and evaluations compute nothing again, and other runs do not read it.
 
     Measuring the run adds nothing.
@@ -242,12 +242,12 @@ def test_two_processes_share_the_work(place: Path) -> None:
     """Together they score everything, and nothing twice."""
     settings = ("reference.cache=kept", "train.micro_batch_tokens=60")
     full = score("kto.yaml", ["reference.cache=alone", settings[1]], quiet=True).misses
-    ranks = together(shared, 2, place, settings, deadline=60.0)
+    ranks = run_in_processes(shared, 2, place, settings, deadline=60.0)
     assert [(rank.error, rank.value) for rank in ranks] == [("", full)] * 2
     assert score("kto.yaml", settings, quiet=True).misses == 0
 
 
-def test_scoring_that_was_stopped_goes_on_where_it_was(
+def test_stopped_scoring_resumes_at_its_position(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = score(

@@ -58,7 +58,7 @@ def test_a_model_has_no_reward_against_itself(place: Path) -> None:
     assert {answer["reward"] for line in read() for answer in line["valence"]["answers"]} == {0.0}
 
 
-def test_what_is_written_is_data_again(place: Path) -> None:
+def test_scored_rows_are_read_as_data(place: Path) -> None:
     score("preference.jsonl", out="once.jsonl")
     before, after = (
         load([SourceSettings(path=path)], "preference").examples
@@ -75,7 +75,7 @@ def test_what_is_written_is_data_again(place: Path) -> None:
     assert read()[0]["second"]["answers"] != read()[0]["valence"]["answers"]
 
 
-def test_rows_that_stand_in_one_line_are_told_apart(place: Path) -> None:
+def test_rows_in_one_line_are_distinguished(place: Path) -> None:
     rows = [{"prompt": "hello", "completion": " " + "a" * n} for n in (1, 2)]
     Path("rows.json").write_text(f"[\n{json.dumps(rows[0])}, {json.dumps(rows[1])}\n]")
     score("rows.json", "rows.json")
@@ -177,7 +177,7 @@ def test_a_row_that_json_cannot_hold_has_an_error_alone(place: Path) -> None:
     assert score("rows.parquet").earlier == 3
 
 
-def test_what_has_been_cut_is_noted(place: Path) -> None:
+def test_truncated_rows_are_noted(place: Path) -> None:
     write("long.jsonl", [{"prompt": "hello", "completion": " a b" * 50}])
     score("long.jsonl", overrides=["data.max_length=20", "data.long_rows=cut_completion"])
     assert read()[0]["valence"]["notes"] == ["cut_completion"]

@@ -33,7 +33,7 @@ from valence.types import MicroBatch
 # Stopping and going on
 
 
-def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
+def test_a_truncated_output_file_is_resumed(place: Path) -> None:
     expected = score_all()
     score()
     for share in (0.0, 0.1, 0.77, 0.999, 1.0):
@@ -45,7 +45,7 @@ def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
         assert (tally.rows, tally.earlier) == (17, remaining), share
 
 
-def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_score_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = score_all()
     score()
     Path("out.jsonl").write_bytes(b"".join(expected.splitlines(keepends=True)[:13]))
@@ -146,7 +146,7 @@ def test_rows_are_read_as_they_are_scored(place: Path, monkeypatch: pytest.Monke
     assert (len(readings), len(read())) == (2, 40)
 
 
-def test_what_does_not_fit_the_memory_can_be_gone_on_with(
+def test_scoring_resumes_after_running_out_of_memory(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = score_all()
@@ -280,7 +280,7 @@ def test_a_number_that_has_changed_is_refused_and_named(place: Path) -> None:
     assert score(rows).rows == len(FILES["judgement"]) * 3
 
 
-def test_a_file_without_its_checksums_is_not_gone_on_with(place: Path) -> None:
+def test_a_file_without_checksums_is_not_resumed(place: Path) -> None:
     score("scored.jsonl")
     Path("out.jsonl.crc").unlink()
     saved = Path("out.jsonl").read_bytes()
@@ -395,7 +395,7 @@ def test_a_file_that_was_moved_aside_before_its_lock_is_not_written(
         score("scored.jsonl")
 
 
-def test_a_full_disk_is_said_so_and_gone_on_from(place: Path) -> None:
+def test_a_full_disk_is_reported_and_scoring_resumes(place: Path) -> None:
     rows = write(
         "rows.jsonl",
         [{"prompt": f"{i} ", "completion": "yes", "more": "x" * 1000} for i in range(50)],

@@ -128,7 +128,7 @@ def test_a_failure_is_an_error_and_no_number(
     assert file["not_converted"] == 3
 
 
-def test_a_reward_that_is_down_stops_the_command_and_is_gone_on_with(place: Path) -> None:
+def test_an_unavailable_reward_stops_the_command_which_resumes_later(place: Path) -> None:
     Path("broken.py").write_text(
         "def fn(completions, **context):\n    import os\n    if os.path.exists('down') and "
         "completions[0].info['answer'] > 2:\n"
@@ -185,7 +185,7 @@ def test_rows_of_text_are_put_into_tokens_by_a_model(place: Path) -> None:
     ({"rewards": ("{reward: 'rewards:short', weight: heavy}",)}, "setting-type", "reward.0.weight"),
     ({"out": "answers.jsonl"}, "output-is-input", "answers.jsonl"),
 ])  # fmt: skip
-def test_what_cannot_be_judged_is_refused(
+def test_rows_that_cannot_be_scored_are_refused(
     change: dict[str, Any],
     code: str,
     where: str,
@@ -206,7 +206,7 @@ def test_rows_are_judged_once(place: Path) -> None:
 # Stopping and going on
 
 
-def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
+def test_a_truncated_output_file_is_resumed(place: Path) -> None:
     judge("rewards:odd")
     expected = Path("scored.jsonl").read_bytes()
     for share in (0.0, 0.3, 0.9, 1.0):
@@ -261,7 +261,7 @@ def test_rows_in_tokens_of_another_tokenizer_do_not_mix(place: Path) -> None:
         judge("rewards:vowels", data=("text.jsonl",), target="model")
 
 
-def test_columns_that_json_has_no_form_for_are_written_as_text_and_gone_on_with(
+def test_columns_that_json_cannot_represent_are_written_as_text_and_resumed(
     place: Path,
 ) -> None:
     rows = [

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import valence
 from tests.simulated_cuda import CUDA, simulated_device
 from tests.tiny import tiny_tokenizer
-from tests.training.online import rig
+from tests.training.online import recipes
 from tests.training.test_run import recipe
 from valence.lifecycle.restore import restore
 
@@ -40,10 +40,10 @@ RUNS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
         model, place, model=LORA | {"dtype": "bfloat16"}
     ),
     "dpo": lambda model, place: recipe(model, place, "dpo", train={"epochs": 1}),
-    "grpo": lambda _, place: rig.recipe(
+    "grpo": lambda _, place: recipes.recipe(
         place, train={"max_steps": 3}, reward=[{"reward": judge(place)}]
     ),
-    "ppo": lambda _, place: rig.recipe(place, "ppo", train={"max_steps": 3}),
+    "ppo": lambda _, place: recipes.recipe(place, "ppo", train={"max_steps": 3}),
 }
 OFFLOADED = "kto, adapter in bfloat16"
 """Its layers run again there, with what they begin from in the host's memory."""
@@ -57,7 +57,7 @@ FAST = "dpo"
     [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in RUNS],
 )
 def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path: Path) -> None:
-    rig.make(tmp_path)
+    recipes.make(tmp_path)
     settings = RUNS[name](folder, tmp_path)
     there = settings | {"run": settings["run"] | {"dir": str(tmp_path / "there")}}
     if name == OFFLOADED:
@@ -68,7 +68,7 @@ def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path
         assert run.policy.device == CUDA
         assert sum(line.startswith("step.py:optimizer_step:") for line in waits) == run.step
         assert restore(tmp_path / "there", quiet=True).policy.device == CUDA
-    result, wanted = (rig.logged(tmp_path, name) for name in ("there", "run"))
+    result, wanted = (recipes.logged(tmp_path, name) for name in ("there", "run"))
     assert [row.keys() for row in result] == [row.keys() for row in wanted]
     for row, other in zip(result, wanted, strict=True):
         row.pop("rewards/auc", None)  # ranks what at first is rounding alone

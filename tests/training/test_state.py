@@ -118,7 +118,7 @@ def lost(tmp_path: Path, name: str, spoilt: Any = lambda run: None) -> list[str]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_changes_in_training_is_saved(name: str, tmp_path: Path) -> None:
+def test_state_that_changes_in_training_is_saved(name: str, tmp_path: Path) -> None:
     assert lost(tmp_path, name) == []
 
 
@@ -152,7 +152,7 @@ def test_state_that_is_not_saved_is_found(place: str, tmp_path: Path) -> None:
     assert all("remembered" in path for path in result)
 
 
-def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_every_random_generator_resumes_at_its_state(tmp_path: Path) -> None:
     run = trained(make_trainer(tmp_path, "kto", "first"), 2)
     state = copy.deepcopy(run.state_dict()["processes"])
 

@@ -71,7 +71,7 @@ LORA = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "a
 
 
 @pytest.mark.parametrize("trunk", ["shared", "separate", None])
-def test_adapters_critics_and_what_else_is_told(trunk: Any) -> None:
+def test_adapters_and_critics_do_not_block_the_host(trunk: Any) -> None:
     with simulated_device() as waits:
         policy = build_policy(
             tiny(dtype=torch.float32), dtype=torch.float32, lora=None if trunk else LORA
@@ -108,7 +108,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", [*WAITS, *REFUSED])
-def test_what_a_simulated_device_tells(kind: str) -> None:
+def test_the_simulated_device_reports_operations_that_block_the_host(kind: str) -> None:
     with simulated_device() as waits:
         x = sent(torch.ones(3), CUDA)
         assert x.device == CUDA

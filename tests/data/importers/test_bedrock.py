@@ -141,7 +141,7 @@ def test_a_prompt_may_be_an_object(tmp_path: Path) -> None:
     assert read_all(read, write_jsonl(tmp_path / "o.jsonl", [row])) == [(PROMPT, "Hello", True)]
 
 
-def test_workers_are_told_apart_and_not_named_in_ids(tmp_path: Path) -> None:
+def test_workers_are_distinguished_and_not_named_in_ids(tmp_path: Path) -> None:
     thumbs = {"thumbsUpDown": [entry(True)]}
     path = write_jsonl(tmp_path / "output.jsonl", [evaluated(thumbs, thumbs)])
     votes = [vote for vote in read([path], ReadOptions()) if isinstance(vote, Vote)]

@@ -114,7 +114,7 @@ def test_one_vote(
     assert read_all(read, *write(tmp_path, rows)) == [expected]
 
 
-def test_everything_that_feedback_says_is_in_the_vote(tmp_path: Path) -> None:
+def test_all_fields_of_feedback_are_in_the_vote(tmp_path: Path) -> None:
     paths = write_all(tmp_path, tables(feedback("run1", 0, comment="wrong")))
     vote = only_vote(read, *paths)
     assert (vote.id, vote.rater, vote.session, vote.message) == ("f1", "u1", "t1", "s2")

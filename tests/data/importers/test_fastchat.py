@@ -231,7 +231,7 @@ def test_one_battle(tmp_path: Path, row: dict[str, Any], expected: object) -> No
     assert read_all(read, write_json(tmp_path / "battles.json", [row])) == [expected]
 
 
-def test_everything_that_a_battle_says_is_in_the_vote(tmp_path: Path) -> None:
+def test_all_fields_of_a_battle_are_in_the_vote(tmp_path: Path) -> None:
     row = battle("model_a", HI, YO, evaluation_session_id="s1")
     vote = only_vote(read, write_json(tmp_path / "battles.json", [row]))
     assert (vote.id, vote.rater, vote.session) == ("q1", "arena_user_1", "s1")

@@ -124,7 +124,7 @@ def test_times_without_a_zone_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "yesterday", True, [], {}])
-def test_what_is_no_timestamp(value: object) -> None:
+def test_invalid_timestamps(value: object) -> None:
     assert timestamp(value) == 0.0
 
 
@@ -164,7 +164,7 @@ def test_times_that_no_vote_can_have(value: object) -> None:
 
 
 @pytest.mark.parametrize(("value", "label"), [(1, True), ("1", True), (0, False), (-1.0, False)])
-def test_numbers_are_labels_where_a_tool_says_so(value: object, label: bool) -> None:
+def test_thumb_labels_accept_numbers_and_word_labels_do_not(value: object, label: bool) -> None:
     assert thumb_label(value, {}) is label
     assert word_label(value, {}) is None
     assert thumb_label(value, {"1": not label, "0": not label, "-1": not label}) is not label

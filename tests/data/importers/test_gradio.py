@@ -116,7 +116,7 @@ def test_the_time_is_read_from_the_fourth_column(tmp_path: Path) -> None:
     assert (vote.updated_at, vote.rater, vote.tags) == (1795578243.142565, "", ())
 
 
-def test_custom_flags_have_the_meaning_that_the_user_gives_them(tmp_path: Path) -> None:
+def test_custom_flags_have_the_meaning_of_the_users_mapping(tmp_path: Path) -> None:
     path = log(tmp_path / "log.csv", record(CHAT, 1, "'=Bad"))
     vote = only_vote(read, path, options=ReadOptions(labels={"=Bad": False}))
     assert (vote.label, vote.tags) == (False, ("=Bad",))
@@ -194,7 +194,7 @@ def test_the_log_that_gradio_wrote() -> None:
     assert imported.num_replaced == 2
 
 
-def test_the_flags_that_gradio_wrote_have_the_meaning_that_the_user_gives_them() -> None:
+def test_gradios_flags_have_the_meaning_of_the_users_mapping() -> None:
     options = ReadOptions(labels={"Spam": False, "=Bad": False})
     imported = import_votes(read([str(REAL / "gradio_6.31.0.csv")], options))
     assert [

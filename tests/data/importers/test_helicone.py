@@ -119,7 +119,7 @@ def test_paths_of_prompt_and_completion(tmp_path: Path) -> None:
     assert (vote.prompt, vote.completion) == ((user("Hi"),), assistant("Hello"))
 
 
-def test_csv_lacks_what_is_needed(tmp_path: Path) -> None:
+def test_csv_lacks_required_columns(tmp_path: Path) -> None:
     row = request()
     for name in ("response_body", "feedback_rating"):
         del row[name]

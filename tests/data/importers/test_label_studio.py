@@ -102,7 +102,7 @@ def test_predictions_are_no_votes(tmp_path: Path) -> None:
     assert outcome == ["machine", (PROMPT, "Paris", ("this", "Lyon"))]
 
 
-def test_everything_that_an_annotation_says_is_in_the_vote(tmp_path: Path) -> None:
+def test_all_fields_of_an_annotation_are_in_the_vote(tmp_path: Path) -> None:
     comment = result("textarea", "why", text=["short", "clear"])
     better = result("textarea", "better", text=["Paris!"])
     path = write_json(tmp_path / "tasks.json", [task(SINGLE, annotation(GOOD, comment, better))])

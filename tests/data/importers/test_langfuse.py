@@ -138,7 +138,9 @@ LABELS = ReadOptions(labels={"Good": True, "bad": False, "1": True, "0": False})
 
 
 @pytest.mark.parametrize(("text", "label"), [("good", True), ("Bad", False)])
-def test_categories_mean_what_the_user_says(text: str, label: bool, export: Export) -> None:
+def test_categories_have_the_meaning_of_the_users_mapping(
+    text: str, label: bool, export: Export
+) -> None:
     paths = export([score(dataType="CATEGORICAL", value=0, stringValue=text)], [observation()])
     assert only_vote(read, paths, LABELS).label is label
     assert only_reason(read, paths) == "no_vote"
@@ -162,7 +164,7 @@ def test_numbers_are_scores(value: object, export: Export) -> None:
     assert (vote.score, vote.label) == (0.7, None)
 
 
-def test_numbers_are_labels_when_the_user_says_so(export: Export) -> None:
+def test_numbers_are_labels_if_the_user_maps_them(export: Export) -> None:
     paths = export([score(dataType="NUMERIC", value=1.0, stringValue=None)], [observation()])
     assert only_vote(read, paths).score == 1.0
     vote = only_vote(read, paths, LABELS)

@@ -120,7 +120,7 @@ def test_feedback_without_a_trace_finds_the_trace_of_its_run(export: Export) -> 
     assert only_vote(read, paths).message == "llm1"
 
 
-def test_a_root_without_calls_is_taken_where_its_shape_is_known(export: Export) -> None:
+def test_a_root_without_calls_is_used_if_its_format_is_known(export: Export) -> None:
     run = root(inputs={"input": "Hi"}, outputs={"output": "Hello"})
     vote = only_vote(read, export([feedback()], [run]))
     assert (vote.prompt, vote.completion) == ((user("Hi"),), assistant("Hello"))
@@ -173,7 +173,7 @@ FEEDBACK: dict[str, tuple[dict[str, Any], bool | None, float | None]] = {
 
 
 @pytest.mark.parametrize("case", FEEDBACK)
-def test_what_feedback_says(case: str, export: Export) -> None:
+def test_values_of_feedback(case: str, export: Export) -> None:
     changes, label, score = FEEDBACK[case]
     options = ReadOptions(labels={"meh": False, "5": True})
     vote = only_vote(read, export([feedback(**changes)], [llm(), root()]), options)

@@ -87,7 +87,7 @@ def test_one_message(tmp_path: Path, changes: dict[str, Any], expected: object) 
     assert read_all(read, path) == [expected]
 
 
-def test_everything_that_feedback_says_is_in_the_vote(tmp_path: Path) -> None:
+def test_all_fields_of_feedback_are_in_the_vote(tmp_path: Path) -> None:
     feedback = DOWN | {"tag": {"key": "inaccurate", "label": "Inaccurate"}, "text": "wrong"}
     path = write_json(tmp_path / "messages.json", [QUESTION, rated(feedback=feedback)])
     assert only_vote(read, path) == Vote(

@@ -189,7 +189,7 @@ def test_tool_calls_are_written_as_openai_does(message: dict[str, Any]) -> None:
     assert exchange_of("Hi", message) == Exchange(HI, expected)
 
 
-def test_anthropic_results_of_tools_are_turns_of_their_own() -> None:
+def test_anthropic_tool_results_are_separate_turns() -> None:
     parts = [
         {"type": "tool_result", "tool_use_id": "c1", "content": "20 degrees"},
         {"type": "text", "text": "And tomorrow?"},

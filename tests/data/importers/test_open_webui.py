@@ -63,7 +63,7 @@ def feedback(
     }
 
 
-def test_everything_that_feedback_says_is_in_the_vote(tmp_path: Path) -> None:
+def test_all_fields_of_feedback_are_in_the_vote(tmp_path: Path) -> None:
     row = feedback(
         messages(LATER),
         -1,

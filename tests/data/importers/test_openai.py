@@ -82,7 +82,7 @@ def test_tool_calls_and_tools_are_kept(tmp_path: Path) -> None:
     assert vote.tools == (TOOL,)
 
 
-def test_the_id_of_a_preference_depends_on_its_content_alone(tmp_path: Path) -> None:
+def test_the_id_of_a_preference_depends_only_on_its_content(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [preference(), preference(), preference([])])
     first, second, _ = read([path], ReadOptions())
     assert isinstance(first, Vote)
@@ -138,19 +138,19 @@ def test_one_stored_completion(tmp_path: Path, row: dict[str, Any], expected: ob
     assert read_all(read, path, options=FEEDBACK) == [expected]
 
 
-def test_everything_that_a_stored_completion_says_is_in_the_vote(tmp_path: Path) -> None:
+def test_all_fields_of_a_stored_completion_are_in_the_vote(tmp_path: Path) -> None:
     vote = only_vote(read, write_jsonl(tmp_path / "r.jsonl", [stored()]), options=FEEDBACK)
     assert (vote.id, vote.message, vote.model) == ("chatcmpl-1", "chatcmpl-1", "gpt-x")
     assert (vote.updated_at, vote.rater, vote.label) == (1764000000.0, "", True)
 
 
-def test_numbers_are_scores_where_one_of_them_is_no_thumb(tmp_path: Path) -> None:
+def test_numbers_are_scores_unless_all_are_thumbs(tmp_path: Path) -> None:
     rows = [stored("1"), stored("5", name="chatcmpl-2")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     assert read_all(read, path, options=FEEDBACK) == [(PROMPT, "4", 1.0), (PROMPT, "4", 5.0)]
 
 
-def test_categories_have_the_meaning_that_the_user_gives_them(tmp_path: Path) -> None:
+def test_categories_have_the_meaning_of_the_users_mapping(tmp_path: Path) -> None:
     options = ReadOptions(paths={"label": "metadata.feedback"}, labels={"2": True, "1": False})
     path = write_jsonl(tmp_path / "rows.jsonl", [stored("2"), stored("1", name="chatcmpl-2")])
     assert read_all(read, path, options=options) == [(PROMPT, "4", True), (PROMPT, "4", False)]

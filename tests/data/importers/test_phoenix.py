@@ -211,7 +211,7 @@ def test_other_names_are_read_when_they_are_asked_for(export: Export) -> None:
     assert [(type(r), r.origin.line) for r in result] == [(Skipped, 2), (Vote, 1)]
 
 
-def test_text_that_is_said_to_be_text_is_not_read_as_json(export: Export) -> None:
+def test_text_with_a_text_mime_type_is_not_parsed_as_json(export: Export) -> None:
     attributes = {
         "input.value": '{"question": "Hi"}',
         "input.mime_type": "text/plain",

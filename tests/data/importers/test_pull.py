@@ -254,7 +254,7 @@ def test_delays_differ(mock: Mock, delays: Delays) -> None:
     assert len(set(delays.seconds)) == 5
 
 
-def test_a_server_that_goes_on_failing(mock: Mock, delays: Delays) -> None:
+def test_a_server_that_keeps_failing(mock: Mock, delays: Delays) -> None:
     mock.answers[EXPORT] = lambda request: Reply(SECRET, 502)
     with raises_error("import-server-failed", where=EXPORT) as raised:
         webui(mock, delays.retry(num_tries=3))

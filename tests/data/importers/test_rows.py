@@ -253,7 +253,7 @@ def test_a_correction_without_a_change_gives_no_pair() -> None:
 # What rows hold
 
 
-def test_rows_say_where_they_are_from_and_name_nobody() -> None:
+def test_rows_name_their_source_and_no_person() -> None:
     first = vote(
         "v1",
         label=True,

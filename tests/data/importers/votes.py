@@ -24,7 +24,7 @@ def write_jsonl(path: Path, rows: Iterable[object]) -> str:
 
 
 def read_all(reader: Reader, *paths: str, options: ReadOptions = DEFAULT) -> list[Any]:
-    """What a reader yields, each as ``compact``."""
+    """The items that a reader yields, each as ``compact`` returns it."""
     return [compact(item) for item in reader(list(paths), options)]
 
 

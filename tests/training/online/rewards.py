@@ -12,7 +12,7 @@ from typing import Any
 from valence.types import Completion
 
 scored_texts: list[str] = []
-"""Texts that ``broken`` was asked about."""
+"""Texts that ``broken`` was called with."""
 
 
 def vowels(completions: Sequence[Completion], **_: Any) -> list[float]:
@@ -24,12 +24,12 @@ def vowels(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 
 def constant(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Nothing to learn from."""
+    """The same reward for every completion."""
     return [1.0] * len(completions)
 
 
 def by_index(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Larger for those that were sampled later."""
+    """Larger for completions that were sampled later."""
     return [completion.index / 3 for completion in completions]
 
 
@@ -68,22 +68,22 @@ def patchy(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 
 def broken(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Fails on all."""
+    """Fails for every completion."""
     raise RuntimeError("no judge today")
 
 
 def of_tools(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """How many tools the prompt has."""
+    """Number of tools of the prompt."""
     return [float(len(completion.tools)) for completion in completions]
 
 
 def of_info(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """1 where what comes with the prompt says so."""
+    """1 for the completion whose index the prompt's info contains, otherwise 0."""
     return [float(completion.info["wanted"] == completion.index) for completion in completions]
 
 
 def wanted(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Notes what comes with each prompt."""
+    """Records the info of each prompt."""
     scored_texts.extend(str(completion.info["wanted"]) for completion in completions)
     return vowels(completions)
 
@@ -93,7 +93,7 @@ calls: list[int] = []
 
 
 def hanging(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Does not come back from its second call, of which the file that MARK names tells."""
+    """Never returns from its second call, in which it writes the file that MARK names."""
     calls.append(len(completions))
     if len(calls) == 2:
         Path(os.environ["MARK"]).touch()

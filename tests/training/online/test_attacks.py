@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests.errors import raises_error
 from tests.programs import Program
 from tests.training.online import rewards
-from tests.training.online.rig import PROMPTS, logged, make, recipe, recipe_without_eval
+from tests.training.online.recipes import PROMPTS, logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
 from valence.online.collector import Collector
 from valence.trainer.step import Objective
@@ -232,7 +232,7 @@ def test_the_first_gradient_is_that_of_the_formulas(
 
 
 @pytest.mark.slow
-def test_more_steps_in_the_middle_of_a_round_go_on_with_its_answers(place: Path) -> None:
+def test_more_steps_in_the_middle_of_a_round_reuse_its_completions(place: Path) -> None:
     """Seven of twelve steps end within the second round of four."""
     more: dict[str, Any] = {"rollout": {"epochs": 2, "steps": 2}}
     flat = {"schedule": "constant", "warmup": 0}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.errors import raises_error
-from tests.training.online.rig import logged, make, recipe, recipe_without_eval
+from tests.training.online.recipes import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
 from valence.online.collector import distinct_4grams, duplicates
 from valence.reports.diagnostics import CollapseDetector, diagnose
@@ -77,7 +77,7 @@ def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> Non
     assert text.index(warning) < text.index("\n|")
 
 
-def test_without_a_limit_a_run_goes_on_without_a_gradient(place: Path) -> None:
+def test_without_a_limit_a_run_continues_without_a_gradient(place: Path) -> None:
     run, _ = train(
         recipe_without_eval(
             place,
@@ -129,7 +129,7 @@ def test_a_killed_run_ends_at_the_same_step(place: Path) -> None:
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
 
 
-def test_a_run_that_ended_goes_on_when_it_is_told_to(place: Path) -> None:
+def test_a_run_that_ended_early_resumes_with_a_larger_limit(place: Path) -> None:
     first = recipe_without_eval(
         place,
         reward=CONSTANT,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.errors import raises_error
-from tests.training.online.rig import logged, make, recipe, recipe_without_eval
+from tests.training.online.recipes import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import killed, train, weights
 from valence.config.load import load_recipe
 from valence.models.reference import AdapterDisabledReference, FrozenReference

@@ -12,7 +12,7 @@ import pytest
 
 import valence
 from tests.errors import raises_error
-from tests.training.online.rig import logged, make, recipe, recipe_without_eval
+from tests.training.online.recipes import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
 from valence.rollouts import HFGenerator
 from valence.trainer.sample_builders import RolloutGroup, best_of_n, exclusion_reasons
@@ -131,7 +131,7 @@ def test_the_log_and_the_summary_count_what_is_excluded(
     (BY_INDEX, {}, (0, 1, 2, 3), "rollout.max_new_tokens", "rollout.max_new_tokens"),
     (BY_INDEX, {"min_reward": 2.0}, (), "rollout.min_reward", "rollout.min_reward"),
 ], ids=["tied", "truncated", "low reward"])  # fmt: skip
-def test_a_run_that_never_has_something_to_imitate_says_why(
+def test_a_run_without_completions_to_imitate_reports_the_reason(
     reward: str, rollout: dict[str, Any], truncated: tuple[int, ...], setting: str, fix: str,
     place: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.training.online.rig import PROMPTS, VOWELS, logged, make, recipe_without_eval
+from tests.training.online.recipes import PROMPTS, VOWELS, logged, make, recipe_without_eval
 from tests.training.resuming import train
 from valence.jobs.reward_rows import score_by_reward
 from valence.jobs.sample_rows import Draws, sample_rows

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.rig import run as together
+from tests.distributed.process_groups import run as run_in_processes
 from tests.distributed.test_run import train
 from tests.rollouts.vllm_server import Fake, serving
-from tests.training.online.rig import logged, make, recipe, recipe_without_eval
+from tests.training.online.recipes import logged, make, recipe, recipe_without_eval
 from valence.distributed.process_group import SingleProcess
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -45,7 +45,7 @@ def test_processes_wait_for_a_server_that_takes_longer_than_their_deadline(tmp_p
             train={"max_steps": 1},
             reward="tests.training.online.rewards:by_index",
         )
-        ranks = together(train, 2, [online], deadline=2.0)
+        ranks = run_in_processes(train, 2, [online], deadline=2.0)
         assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * 2
         assert fake.paths().count("/v1/load_lora_adapter") == 1
         num_prompts = logged(tmp_path)[-1]["prompts"]
@@ -68,7 +68,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
     """Each samples and judges some of the answers: of three prompts one has two."""
     make(tmp_path)
     assert train(SingleProcess(), recipes(tmp_path, "one")) == ["done"] * len(METHODS)
-    ranks = together(train, 2, recipes(tmp_path, "two"), deadline=60.0)
+    ranks = run_in_processes(train, 2, recipes(tmp_path, "two"), deadline=60.0)
     assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"] * len(METHODS))] * 2
     for method in METHODS:
         one, two = logged(tmp_path, f"one {method}"), logged(tmp_path, f"two {method}")
@@ -115,7 +115,7 @@ def versions_sent(
         if size == 1:
             assert train(SingleProcess(), [online]) == ["done"]
         else:
-            ranks = together(train, size, [online], deadline=20.0)
+            ranks = run_in_processes(train, size, [online], deadline=20.0)
             assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * size
     return versions
 

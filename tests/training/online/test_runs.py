@@ -15,7 +15,7 @@ import torch
 import valence
 from tests.errors import check_error, raises_error
 from tests.tiny import tiny_tokenizer
-from tests.training.online.rig import PROMPTS, logged, make, recipe, recipe_without_eval
+from tests.training.online.recipes import PROMPTS, logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, resumed_steps, train, weights
 from tests.training.scoring import FILES, read, score, write
 from valence.errors import UserError
@@ -74,7 +74,7 @@ def test_every_method_runs_and_logs_what_it_did(method: str, place: Path) -> Non
         6,
         9,
         9,
-    ]  # the third round goes on with the next epoch
+    ]  # the third round starts the next epoch
     assert [row["rounds"] for row in rows] == [1, 1, 2, 2, 3, 3]
     assert "reward/mean" not in rows[1]  # a second pass over the answers of a round
     assert all(torch.isfinite(p).all() for p in weights(run).values())
@@ -130,7 +130,7 @@ def test_an_edited_reward_is_one_warning(place: Path, monkeypatch: pytest.Monkey
     pytest.param({"train": {"batch_size": 1}}, 6 - 18, 44, marks=pytest.mark.slow),
     ({"rollout": {"epochs": 1}}, 6 - 3, 13),  # three of ten rounds, seven of one step each follow
 ])  # fmt: skip
-def test_a_run_goes_on_where_its_prompts_were(
+def test_a_resumed_run_continues_at_its_next_prompts(
     change: dict[str, Any], first: int, total: int, place: Path
 ) -> None:
     options: dict[str, Any] = {
@@ -188,7 +188,7 @@ def test_answers_are_trained_on_at_the_temperature_at_which_they_were_measured(p
     pytest.param({"kl_target": 0.5}, {}, False, marks=pytest.mark.slow),
     ({"kl_target": 0.5}, {"kl_target": 0.5, "kl_beta": 0.2}, True),
 ])  # fmt: skip
-def test_what_steers_the_price_of_divergence_may_change(
+def test_settings_of_the_kl_coefficient_may_change(
     before: dict[str, float], after: dict[str, float], steered: bool, place: Path
 ) -> None:
     killed(recipe_without_eval(place, "ppo", loss=before), 3)
@@ -266,7 +266,7 @@ def test_micro_batches_change_no_number(method: str, place: Path) -> None:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-7, abs=1e-9), name
 
 
-def test_answers_without_a_score_are_left_out_and_counted(place: Path) -> None:
+def test_completions_without_a_score_are_omitted_and_counted(place: Path) -> None:
     reward = "tests.training.online.rewards:patchy"
     run, _ = train(
         recipe_without_eval(
@@ -284,7 +284,9 @@ def test_answers_without_a_score_are_left_out_and_counted(place: Path) -> None:
     assert all(torch.isfinite(p).all() for p in weights(run).values())
 
 
-def test_an_answer_without_tokens_is_left_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_without_tokens_is_omitted(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = HFGenerator.generate
 
     def generate(self: HFGenerator, *args: Any, **options: Any) -> list[list[Completion]]:
@@ -322,7 +324,7 @@ def test_a_reward_that_fails_too_often_stops_the_run(
     assert "nan" in raised.error.message.lower()
 
 
-def test_whole_groups_are_left_out_where_that_is_asked(place: Path) -> None:
+def test_complete_groups_are_omitted_on_request(place: Path) -> None:
     rollout = {"max_failed": 1.0, "on_failure": "drop_group"}
     settings = recipe_without_eval(
         place,
@@ -333,7 +335,7 @@ def test_whole_groups_are_left_out_where_that_is_asked(place: Path) -> None:
         train(settings)
 
 
-def test_rewards_that_are_all_the_same_teach_nothing(place: Path) -> None:
+def test_equal_rewards_have_no_gradient(place: Path) -> None:
     """Advantages are exactly 0, and nothing moves; a method that compares completions cannot
     train.
     """
@@ -444,7 +446,7 @@ def test_mistakes_are_found_before_anything_is_sampled(
         valence.train(recipe(place, method, **changes))
 
 
-def test_a_method_of_both_kinds_is_told_apart_by_the_reward() -> None:
+def test_the_reward_decides_whether_a_method_is_online() -> None:
     assert method_of("grpo").kind == "ranking"
     assert method_of("grpo", True).kind == "prompt"
     assert "kl_beta" in method_of("ppo", True).settings.model_fields

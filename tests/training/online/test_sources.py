@@ -38,7 +38,9 @@ class Endless:
         pass
 
 
-def test_answers_that_nobody_waits_for_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_that_are_no_longer_needed_are_abandoned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """When others are asked for, and at the end of the run, which they would hold up."""
     client = Endless()
     monkeypatch.setattr("valence.rollouts.openai.OpenAIGenerator", lambda *_, **__: client)

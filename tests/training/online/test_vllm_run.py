@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rollouts.vllm_server import HERE, needs_vllm
-from tests.training.online.rig import logged, make, recipe
+from tests.training.online.recipes import logged, make, recipe
 from tests.training.resuming import train
 from valence.online.collector import Collector
 

@@ -22,7 +22,7 @@ PROMPTS = [
 
 
 def make(place: Path, **changes: Any) -> None:
-    """A model's folder and two files of prompts, there. changes: of its configuration."""
+    """Write a model and two files of prompts. changes: settings of the model's configuration."""
     tokenizer = tiny_tokenizer()
     tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, **changes).save_pretrained(
         place / "model"
@@ -62,13 +62,13 @@ def recipe_without_eval(
     method: str = "grpo",
     **changes: dict[str, Any] | str,
 ) -> dict[str, Any]:
-    """The same without held-out prompts."""
+    """The same recipe without held-out prompts."""
     result = recipe(place, method, **changes)
     return result | {"data": {**result["data"], "eval": []}, "eval": {}}
 
 
 def logged(place: Path, run: str = "run") -> list[dict[str, Any]]:
-    """The log without what the clock says."""
+    """The log without times."""
     lines = (place / run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [repeatable(row) for row in rows]

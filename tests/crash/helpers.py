@@ -1,5 +1,5 @@
-"""Runs inside the test's process: the state that a kill leaves, and failing disks, jumping clocks
-and signals.
+"""Runs in the process of the test: the state after a kill, and failing disks, jumping clocks and
+signals.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.crash.cases import CASES, Case, recipe
-from benchmarks.crash.process import operations
+from benchmarks.crash.process import on_file_change
 from tests.command import command, command_error
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
@@ -23,21 +23,21 @@ from valence.trainer.trainer import Trainer
 
 CASE = {case.name: case for case in CASES}
 STEPS = 13
-"""Of a run, unless a test says otherwise: an epoch has 5, and none of it ends with a save, an
-evaluation or the log's window.
+"""Default number of steps of a run. An epoch has 5 steps, and no epoch ends with a save, an
+evaluation or a logging window.
 """
 WITHOUT_EFFECT = ("save_every", "keep_best", "max_failed_saves", "max_time")
-"""Settings of ``run`` that change none of a run's numbers."""
+"""Settings of ``run`` that change no metric and no weight."""
 Act = Callable[[str, str], None]
 
 
 class Halt(BaseException):
-    """Ends a run in a test at once; nothing that it writes on its way out is looked at."""
+    """Ends a run in a test. The test ignores files that the run writes afterwards."""
 
 
 class Disk:
-    """Every operation that changes files, before it happens: ``fault`` gets its name and path, and
-    may raise OSError.
+    """Calls ``fault`` with the name and path of every operation that changes a file, before the
+    operation. ``fault`` may raise OSError.
     """
 
     fault: Act | None = None
@@ -45,11 +45,11 @@ class Disk:
 
     def __init__(self) -> None:
         if not Disk._watched:
-            operations(lambda name, path: Disk.fault(name, path) if Disk.fault else None)
+            on_file_change(lambda name, path: Disk.fault(name, path) if Disk.fault else None)
         Disk._watched = True
 
     def call_for(self, act: Act, folder: Path) -> None:
-        """Has ``act`` called for all operations on a folder and in it, but for its own."""
+        """Call ``act`` for all operations on a folder and its content, except those of ``act``."""
         busy = False
 
         def within(name: str, path: str) -> None:
@@ -69,13 +69,11 @@ class Disk:
 
 
 class Place:
-    """A folder with a model and rows, and the runs of recipes on them that nothing has
-    disturbed.
-    """
+    """A folder with a model, rows, and undisturbed runs of recipes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._alone: dict[str, Path] = {}
+        self._undisturbed_runs: dict[str, Path] = {}
 
     def recipe(self, case: Case, **sections: dict[str, Any]) -> dict[str, Any]:
         settings = recipe(case, self.folder)
@@ -85,36 +83,36 @@ class Place:
         }
 
     def train(self, case: Case, run: Path, /, *more: str, **sections: dict[str, Any]) -> int:
-        """`valence train` in this process: its exit status."""
-        return command(*self._words(case, run, sections), *more)
+        """Run `valence train` in this process and return its exit status."""
+        return command(*self._arguments(case, run, sections), *more)
 
     def error(self, case: Case, run: Path, /, **sections: dict[str, Any]) -> UserError:
-        """The mistake with which `valence train` ends in this process."""
-        return command_error(*self._words(case, run, sections))
+        """Run `valence train` in this process and return its error."""
+        return command_error(*self._arguments(case, run, sections))
 
-    def _words(self, case: Case, run: Path, sections: dict[str, dict[str, Any]]) -> list[str]:
-        written = run.parent / f"{run.name}.yaml"
-        written.write_text(json.dumps(self.recipe(case, **sections)), encoding="utf-8")
-        return ["train", str(written), f"run.dir={run}"]
+    def _arguments(self, case: Case, run: Path, sections: dict[str, dict[str, Any]]) -> list[str]:
+        recipe_path = run.parent / f"{run.name}.yaml"
+        recipe_path.write_text(json.dumps(self.recipe(case, **sections)), encoding="utf-8")
+        return ["train", str(recipe_path), f"run.dir={run}"]
 
-    def alone(self, case: Case, /, **sections: dict[str, Any]) -> Path:
-        """The run without any disturbance, which runs share that differ in WITHOUT_EFFECT."""
+    def undisturbed_run(self, case: Case, /, **sections: dict[str, Any]) -> Path:
+        """The undisturbed run of a recipe. Runs that differ only in WITHOUT_EFFECT share it."""
         settings = sections.get("run", {})
         remaining = {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}
         sections = {
             name: section for name, section in (sections | {"run": remaining}).items() if section
         }
         key = json.dumps([case.name, sections])
-        if key not in self._alone:
-            run = self.folder / f"alone {len(self._alone)}"
+        if key not in self._undisturbed_runs:
+            run = self.folder / f"alone {len(self._undisturbed_runs)}"
             assert self.train(case, run, **sections) == 0
-            self._alone[key] = run
-        return self._alone[key]
+            self._undisturbed_runs[key] = run
+        return self._undisturbed_runs[key]
 
 
-def frozen(run: Path, to: Path) -> Path:
-    """A run's folder as a kill would leave it now, but that its lock names nobody: whom it would
-    name lives on.
+def copy_as_killed(run: Path, to: Path) -> Path:
+    """Copy a run's folder as a kill would leave it now. The lock is empty, because the process that
+    it names is still alive.
     """
     if run.is_dir():
         shutil.copytree(run, to)
@@ -124,7 +122,7 @@ def frozen(run: Path, to: Path) -> Path:
 
 
 def warnings_of(run: Path) -> list[str]:
-    """What a run has warned of."""
+    """The warnings that a run has recorded."""
     facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
     return facts.get("warnings", [])
 
@@ -141,17 +139,17 @@ def count_steps() -> Iterator[list[int]]:
 
 
 def in_step(monkeypatch: Any, step: int, act: Callable[[], None], *, batch: int = 0) -> None:
-    """Calls ``act`` once, in optimizer step number ``step`` (from 1), before its micro-batch number
+    """Call ``act`` once, in optimizer step number ``step`` (from 1), before its micro-batch number
     ``batch`` (from 0).
     """
     at = {"step": 0, "batch": 0, "done": 0}
     update, forward = Trainer._update, PolicyModel.forward
 
-    def noted_update(self: Trainer) -> Any:
+    def counted_update(self: Trainer) -> Any:
         at.update(step=self.step + 1, batch=0)
         return update(self)
 
-    def noted_forward(self: PolicyModel, *args: Any, **more: Any) -> Any:
+    def counted_forward(self: PolicyModel, *args: Any, **more: Any) -> Any:
         if torch.is_grad_enabled():
             if (at["step"], at["batch"]) == (step, batch) and not at["done"]:
                 at["done"] = 1
@@ -159,5 +157,5 @@ def in_step(monkeypatch: Any, step: int, act: Callable[[], None], *, batch: int 
             at["batch"] += 1
         return forward(self, *args, **more)
 
-    monkeypatch.setattr(Trainer, "_update", noted_update)
-    monkeypatch.setattr(PolicyModel, "forward", noted_forward)
+    monkeypatch.setattr(Trainer, "_update", counted_update)
+    monkeypatch.setattr(PolicyModel, "forward", counted_forward)

@@ -24,7 +24,7 @@ KINDS: dict[str, Kind] = {
 PAD, EOS = 0, 2
 LONGEST_PROMPT, LONGEST_COMPLETION = 2048, 512
 MAX_LENGTH = LONGEST_PROMPT + LONGEST_COMPLETION
-"""Nothing is cut, a mismatched completion included."""
+"""No sequence is truncated, not even one with a mismatched completion."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Models:
     adapter: Path | None = None
 
     def trained(self, case: Case) -> Path:
-        """The folder of what the case trains."""
+        """Folder of the model that the case trains."""
         return self.scorer if case.is_reward_model else self.policy
 
 
 def config_of(shape: Shape) -> Qwen3Config:
-    """Of a Qwen3 model of this shape, which may be a reward model with one score."""
+    """Configuration of a Qwen3 language model or reward model."""
     return Qwen3Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -66,11 +66,11 @@ def config_of(shape: Shape) -> Qwen3Config:
 def save_models(
     shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, noise: float = 0.05
 ) -> Models:
-    """Random weights, rounded to bfloat16, so that every precision starts from the same.
+    """Save random weights, rounded to bfloat16, so that they are equal in every precision.
 
-    ``scale``: on all matrices; ``noise``: how far the reference is from the policy, as a share of
-    each matrix's spread. A twentieth leaves next to no token at the edge of GRPO's clipping, where
-    the rounding of bfloat16 logits would decide.
+    scale: factor of all matrices. noise: distance of the reference from the policy, relative to
+    each matrix's standard deviation. With 0.05, hardly any token is near the bounds of GRPO's
+    clipping, where the rounding of bfloat16 logits would decide.
     """
     torch.manual_seed(0)
     config = config_of(shape)
@@ -116,34 +116,30 @@ def draw_sets(case: Case, sets: int) -> list[list[TokenizedExample]]:
     Their lengths are evenly spaced quantiles in random order: few rows stand for the whole
     distribution.
     """
-    draw = random.Random(case.name)
-    prompts = _lengths(case.prompt, sets * case.prompts, LONGEST_PROMPT, draw)
-    answers = _lengths(
-        case.completion, sets * case.prompts * case.answers, LONGEST_COMPLETION, draw
-    )
+    rng = random.Random(case.name)
+    prompts = _lengths(case.prompt, sets * case.prompts, LONGEST_PROMPT, rng)
+    answers = _lengths(case.completion, sets * case.prompts * case.answers, LONGEST_COMPLETION, rng)
 
     def unit(number: int) -> TokenizedExample:
-        return _unit(
-            case, number, prompts.pop(), [answers.pop() for _ in range(case.answers)], draw
-        )
+        return _unit(case, number, prompts.pop(), [answers.pop() for _ in range(case.answers)], rng)
 
     return [[unit(step * case.prompts + i) for i in range(case.prompts)] for step in range(sets)]
 
 
-def _lengths(spread: Lengths, count: int, longest: int, draw: random.Random) -> list[int]:
+def _lengths(spread: Lengths, count: int, longest: int, rng: random.Random) -> list[int]:
     normal = NormalDist(
         math.log(spread.median), math.log(spread.p95 / spread.median) / NormalDist().inv_cdf(0.95)
     )
-    examples = [
+    lengths = [
         min(longest, max(2, round(math.exp(normal.inv_cdf((i + 0.5) / count)))))
         for i in range(count)
     ]
-    draw.shuffle(examples)
-    return examples
+    rng.shuffle(lengths)
+    return lengths
 
 
 def _unit(
-    case: Case, number: int, prompt: int, answers: list[int], draw: random.Random
+    case: Case, number: int, prompt: int, answers: list[int], rng: random.Random
 ) -> TokenizedExample:
     """One prompt with its answers, each of which ends with EOS.
 
@@ -151,7 +147,7 @@ def _unit(
     """
 
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(3, case.shape.vocabulary) for _ in range(count))
+        return tuple(rng.randrange(3, case.shape.vocabulary) for _ in range(count))
 
     return TokenizedExample(
         id=f"{case.name} {number}",
@@ -163,8 +159,8 @@ def _unit(
             TokenizedCompletion((*ids(length - 1), EOS), (True,) * length) for length in answers
         ),
         label=number % 2 == 0 if case.method == "kto" else None,
-        # All of one sign: the loss would be a small difference of large numbers, and two sides that
-        # agree would seem not to.
+        # All advantages have one sign. Otherwise the loss is a small difference of large numbers,
+        # and rounding looks like a disagreement of the sides.
         scores=tuple((1.5, 0.5)[(number + k) % 2] for k in range(len(answers)))
         if case.method == "grpo"
         else (),
@@ -172,6 +168,6 @@ def _unit(
 
 
 def padded_tokens(units: list[TokenizedExample]) -> int:
-    """Places in these rows when all are padded to the longest."""
+    """Number of tokens of a batch of these rows, padded to the longest."""
     lengths = [len(unit.prompt_ids) + len(answer.ids) for unit in units for answer in unit.answers]
     return len(lengths) * max(lengths)

@@ -1,4 +1,4 @@
-"""A reward whose scores follow from the text."""
+"""A reward whose expected scores clients can compute: a hash of the completion."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 from valence.types import Completion
 
 PAUSE = float(os.environ.get("PAUSE", "0"))
-"""Seconds of a call."""
+"""Seconds that each call takes."""
 
 
-def number(text: str) -> float:
+def hash_score(text: str) -> float:
+    """Score of a text: its SHA-256, scaled to [0, 256)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**40
 
 
 def score(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """The reward function that the benchmark serves."""
     time.sleep(PAUSE)
-    return [number(completion.text) for completion in completions]
+    return [hash_score(completion.text) for completion in completions]

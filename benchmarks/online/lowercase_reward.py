@@ -1,4 +1,4 @@
-"""A rule that a tiny model can learn."""
+"""A reward that a tiny random model can learn to raise."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from valence.types import Completion
 
 
-def share(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """The share of small letters in the text."""
+def share_of_lowercase(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Share of the characters of each completion that are lowercase letters."""
     return [
         sum(letter in ascii_lowercase for letter in completion.text) / max(1, len(completion.text))
         for completion in completions

@@ -26,13 +26,13 @@ from valence.errors import UserError
 
 
 def full(tensor: Any) -> Tensor:
-    """The whole of a tensor that is split over processes, all of which call it together."""
+    """Gather a sharded tensor. All processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A process that has ended: the result of its job or its mistake, and its exit code."""
+class RankResult:
+    """Result of a process: the value or the error of its job, and its exit code."""
 
     value: Any = None
     mistake: UserError | None = None
@@ -49,7 +49,7 @@ def run(
     *args: Any,
     deadline: float = 30.0,
     started: Sequence[int] | None = None,
-) -> list[Ended]:
+) -> list[RankResult]:
     """Calls job(group, *args) in each of ``size`` processes, or in those of them that are
     started.
     """
@@ -75,11 +75,13 @@ def run(
     results = [_received(pipe) for pipe, _ in pairs]
     for process in ranks:
         process.join()
-    return [Ended(*item, process.exitcode) for item, process in zip(results, ranks, strict=True)]
+    return [
+        RankResult(*item, process.exitcode) for item, process in zip(results, ranks, strict=True)
+    ]
 
 
 def wait_for(*paths: Path, seconds: float = 60.0) -> None:
-    """Until all of these files are there. Raises TimeoutError."""
+    """Wait until all files exist. Raises TimeoutError."""
     ends = time.monotonic() + seconds
     while missing := [path for path in paths if not path.exists()]:
         if time.monotonic() > ends:

@@ -1,4 +1,6 @@
-"""The models and rows of all cases: a tiny random model, and a real one on real rows."""
+"""Models and rows of all cases: a tiny random model with random rows, and a real model with real
+rows.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,8 @@ MAX_LENGTH = 160
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Two models that differ, in folders that both sides load, and rows as tokens.
-
-    Every answer ends with ``eos``.
-    """
+class Inputs:
+    """Folders of two different models, and tokenized rows whose answers end with ``eos``."""
 
     name: str
     first: Path
@@ -39,6 +38,7 @@ class Stage:
     eos: int
 
     def rows(self, kind: Kind) -> tuple[TokenizedExample, ...]:
+        """The rows, converted to a kind."""
         if kind == "demonstration":
             return tuple(replace(unit, kind=kind, label=None) for unit in self.judgements)
         if kind == "ranking":
@@ -47,9 +47,7 @@ class Stage:
 
 
 def as_kind(rows: Sequence[TokenizedExample], kind: Kind) -> tuple[TokenizedExample, ...]:
-    """Pairs as what another method reads of them: two judgements each, or the chosen side as a
-    demonstration.
-    """
+    """Convert pairs: to two judgements each, or to a demonstration of the chosen side."""
     if rows[0].kind == kind:
         return tuple(rows)
     sides = (True,) if kind == "demonstration" else (True, False)
@@ -67,7 +65,7 @@ def as_kind(rows: Sequence[TokenizedExample], kind: Kind) -> tuple[TokenizedExam
 
 
 def shortened(rows: Sequence[TokenizedExample]) -> tuple[TokenizedExample, ...]:
-    """The rows with the last token of their prompts alone."""
+    """The rows with prompts that are shortened to their last token."""
     return tuple(
         replace(row, prompt_ids=row.prompt_ids[-1:], prompt_mask=row.prompt_mask[-1:])
         for row in rows
@@ -75,20 +73,20 @@ def shortened(rows: Sequence[TokenizedExample]) -> tuple[TokenizedExample, ...]:
 
 
 def _ranked(pairs: Sequence[TokenizedExample]) -> tuple[TokenizedExample, ...]:
-    """Three scored answers of each prompt: those of its pair, and the next pair's first."""
-    draw = random.Random(2)
+    """Three answers with random scores per prompt: those of its pair, and the next pair's first."""
+    rng = random.Random(2)
     return tuple(
         replace(
             row,
             kind="ranking",
             answers=(*row.answers, other.answers[0]),
-            scores=tuple(draw.gauss(0, 1) for _ in range(3)),
+            scores=tuple(rng.gauss(0, 1) for _ in range(3)),
         )
         for row, other in zip(pairs, [*pairs[1:], pairs[0]], strict=True)
     )
 
 
-def tiny_stage(folder: Path) -> Stage:
+def tiny_inputs(folder: Path) -> Inputs:
     """A random Llama with two layers, and random rows of uneven lengths."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -105,19 +103,19 @@ def tiny_stage(folder: Path) -> Stage:
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for weights in model.parameters():
-            # far enough from uniform for attention to matter
+            # attention of fresh weights is nearly uniform, so that errors of it would not show
             weights.mul_(3 if weights.ndim > 1 else 1)
     first, second = _save_two(model, folder, noise=1.0)
-    draw = random.Random(1)  # mismatched completions of this draw are cut at the longest row
+    rng = random.Random(1)  # mismatched completions of this draw are cut at the longest row
     judgements = tuple(
-        _build_stage(f"judgement {i}", "judgement", draw, sides=1, label=i % 3 != 0)
+        _random_row(f"judgement {i}", "judgement", rng, sides=1, label=i % 3 != 0)
         for i in range(ROWS)
     )
-    preferences = tuple(_build_stage(f"pair {i}", "preference", draw, sides=2) for i in range(ROWS))
-    return Stage("tiny random Llama, random rows", first, second, judgements, preferences, EOS)
+    preferences = tuple(_random_row(f"pair {i}", "preference", rng, sides=2) for i in range(ROWS))
+    return Inputs("tiny random Llama, random rows", first, second, judgements, preferences, EOS)
 
 
-def real_stage(folder: Path) -> Stage:
+def real_inputs(folder: Path) -> Inputs:
     """SmolLM2-135M-Instruct on rows of kto_en_demo and dpo_en_demo, encoded with its chat
     template.
     """
@@ -130,7 +128,7 @@ def real_stage(folder: Path) -> Stage:
     model = load_model(str(source), dtype=torch.float32)
     first, second = _save_two(model, folder, noise=0.04)
     eos = alternating[0].answers[0].ids[-1]
-    return Stage(
+    return Inputs(
         "SmolLM2-135M-Instruct, rows of the real sets",
         first,
         second,
@@ -151,8 +149,8 @@ def _encoded(method: str, model: Path, folder: Path) -> tuple[TokenizedExample, 
 
 
 def _save_two(model: nn.Module, folder: Path, noise: float) -> tuple[Path, Path]:
-    """The model, and the same with each weight moved by a fixed random amount (a share of its
-    tensor's spread).
+    """Save a model and a copy with noise on the matrices. noise: relative to each matrix's standard
+    deviation.
     """
     paths = folder / "first", folder / "second"
     model.save_pretrained(paths[0])  # type: ignore[operator]
@@ -165,11 +163,13 @@ def _save_two(model: nn.Module, folder: Path, noise: float) -> tuple[Path, Path]
     return paths
 
 
-def _build_stage(
-    name: str, kind: Kind, draw: random.Random, *, sides: int, label: bool | None = None
+def _random_row(
+    name: str, kind: Kind, rng: random.Random, *, sides: int, label: bool | None = None
 ) -> TokenizedExample:
+    """A row of random tokens with ``sides`` answers."""
+
     def ids(low: int, high: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(3, VOCABULARY) for _ in range(draw.randint(low, high)))
+        return tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randint(low, high)))
 
     prompt = ids(2, 40)
     texts = [(*ids(1, 40), EOS) for _ in range(sides)]

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.scale_model.measure import SENT, STEPS, UPDATED, WAYS
+from benchmarks.scale_model.measure import GRADIENT_BYTES, NUM_PROCESSES, STEPS, UPDATED_WEIGHTS
 from benchmarks.scale_model.model import UPDATE, Job, Layout, Machine, balance, seconds, sharded
 from valence.distributed.launcher import launch
 from valence.models.shape import Shape
@@ -21,26 +21,27 @@ from valence.models.speed import Work
 
 @dataclass(frozen=True)
 class Step:
-    """A step in one of the layouts, in seconds, with its loss."""
+    """Predicted and measured time (s) of a step in one variant, and its loss."""
 
     name: str
-    way: str
+    variant: str
     predicted: float
     measured: float
     loss: float
 
     @property
     def ratio(self) -> float:
+        """Predicted over measured time."""
         return self.predicted / self.measured
 
 
-def measured(rounds: int) -> dict[str, Any]:
+def measure(rounds: int) -> dict[str, Any]:
     """Start two processes of one thread each, and return their measurements."""
     with (
         TemporaryDirectory() as folder,
         patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}),
     ):
-        file = Path(folder) / "found.json"
+        file = Path(folder) / "measurements.json"
         status = launch(
             [str(file), str(rounds)],
             2,
@@ -52,31 +53,39 @@ def measured(rounds: int) -> dict[str, Any]:
 
 
 def machine(values: Mapping[str, Any], processes: int) -> Machine:
-    """This machine, with ``processes`` concurrent processes."""
+    """Rates of this machine when ``processes`` processes compute at the same time."""
     timings = values["seconds"]
-    small, large = (timings[f"sum, {size}"] for size in SENT)
-    # of two processes, an all-reduce brings each as many bytes as it sums
-    bandwidth = (SENT[1] - SENT[0]) / (large - small)
+    small, large = (timings[f"sum, {size}"] for size in GRADIENT_BYTES)
+    # with two processes, each one receives as many bytes as it sums in an all-reduce
+    bandwidth = (GRADIENT_BYTES[1] - GRADIENT_BYTES[0]) / (large - small)
     return Machine(
-        flops=values["apart"] / timings[f"apart, {processes}"],
-        memory=UPDATE * UPDATED / timings[f"update, {processes}"],
+        flops=values["uncoupled"] / timings[f"uncoupled, {processes}"],
+        memory=UPDATE * UPDATED_WEIGHTS / timings[f"update, {processes}"],
         near=bandwidth,
         far=bandwidth,
-        start=small - SENT[0] / bandwidth,
+        start=small - GRADIENT_BYTES[0] / bandwidth,
         overlaps=False,
-        scatters=2,  # gloo's is an all-reduce, of which each process keeps its part
+        scatters=2,  # gloo reduce-scatters by an all-reduce
     )
 
 
 def steps(values: Mapping[str, Any]) -> list[Step]:
+    """Predict each measured step. values: the result of ``measure``."""
     shape, timings = Shape(**values["shape"]), values["seconds"]
     step_list: list[Step] = []
     for name in STEPS:
-        for way, processes in WAYS.items():
-            ran = values[f"{name}, {way}"]
-            layout = sharded(processes) if way == "two, sharded" else Layout(processes)
-            rounds, share = max(map(len, ran["operations"])), balance(ran["operations"], layout)
-            job = Job(shape, Work(*values[name]), micro_batches=rounds, balance=share, width=4)
+        for variant, processes in NUM_PROCESSES.items():
+            result = values[f"{name}, {variant}"]
+            layout = sharded(processes) if variant == "two, sharded" else Layout(processes)
+            rounds, step_balance = (
+                max(map(len, result["operations"])),
+                balance(result["operations"], layout),
+            )
+            job = Job(
+                shape, Work(*values[name]), micro_batches=rounds, balance=step_balance, width=4
+            )
             predicted = seconds(job, layout, machine(values, processes)).total
-            step_list.append(Step(name, way, predicted, timings[f"{name}, {way}"], ran["loss"]))
+            step_list.append(
+                Step(name, variant, predicted, timings[f"{name}, {variant}"], result["loss"])
+            )
     return step_list
