@@ -345,6 +345,7 @@ def recipe_with(**parallel: Any) -> Any:
     request = {
         "shard": "auto",
         "tensor": 1,
+        "context": 1,
         "reshard": True,
         "sync": "auto",
         "offload": False,
@@ -376,6 +377,9 @@ def recipe_with(**parallel: Any) -> Any:
         ),
         ({"tensor": 2}, 2, None, False, Split(1, 2)),
         ({"tensor": 2}, 4, None, False, Split(2, 2)),
+        ({"context": 2}, 4, None, True, Split(context=2)),
+        # Weights are sharded over processes with other tokens too.
+        ({"context": 2}, 4, None, False, Split(4, context=2)),
     ],
 )
 def test_how_weights_are_split(
