@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -16,12 +17,13 @@ from tests.distributed.test_tensor import Case, as_exact, compare, digest, run_o
 from tests.models.test_oracle import PATTERNS, forest_of
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
-from valence.distributed.context_parallel import context_parallel
+from valence.distributed.context_parallel import ContextParallel, context_parallel
 from valence.distributed.fsdp2 import shard
 from valence.distributed.process_group import Group, SingleProcess
+from valence.errors import UserError
 from valence.models import policy_model
 from valence.models.build import build_policy
-from valence.models.check import check_layout
+from valence.models.check import check_layout, plain_batch
 from valence.models.policy_model import PolicyModel
 
 pytestmark = pytest.mark.dist
@@ -146,3 +148,89 @@ def test_processes_that_share_tokens_are_one(
             as_exact(ranks[0][k], expected, steps(exact, SingleProcess(), 1), case)
         else:  # gemma's norms are in float32
             compare(ranks[0][k], expected, 1e-2 if "gemma" in case.name else 1e-7, case)
+
+
+# ---------------------------------------------------------------- communication
+
+
+def gathered(world: Group) -> dict[str, tuple[Tensor, Tensor]]:
+    """Tokens of all processes and their gradient, ours and PyTorch's."""
+    from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
+
+    draw = torch.Generator().manual_seed(world.rank)
+    tokens = torch.randn(6, 3, generator=draw, dtype=torch.float64, requires_grad=True)
+    slopes = torch.randn(6 * world.size, 3, generator=draw, dtype=torch.float64)
+    ours = ContextParallel(world, world).gather(tokens)
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    theirs, _ = flex_cp_allgather(tokens, tokens.detach(), 0, name)
+    return {
+        "values": (ours.detach(), theirs.detach()),
+        "gradient": tuple(  # type: ignore[dict-item]
+            torch.autograd.grad((values * slopes).sum(), tokens)[0] for values in (ours, theirs)
+        ),
+    }
+
+
+@slow
+def test_tokens_are_gathered_as_by_pytorch() -> None:
+    for rank in run_on_ranks(gathered, 2):
+        assert rank["values"][0].equal(rank["values"][1])
+        torch.testing.assert_close(*rank["gradient"], rtol=1e-15, atol=1e-15)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def saved_bytes(world: Group) -> dict[str, int]:
+    """Bytes of activations that this process saves for the backward pass of one long row."""
+    policy = build_policy(
+        tiny("llama", dtype=torch.float32, max_position_embeddings=2048),
+        dtype=torch.float32,
+        check=False,
+    )
+    context_parallel(policy, world, world)
+    tokens = torch.randint(3, 97, (1024,), generator=torch.Generator().manual_seed(0))
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    sizes: dict[int, int] = {}
+
+    def record(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        out = policy(plain_batch([tokens]))
+    out.logp.sum().backward()
+    return {"bytes": sum(sizes.values())}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=slow)])
+def test_each_process_saves_a_part_of_the_activations(size: int) -> None:
+    """Only keys and values, here 1 KB per token, are saved of all tokens."""
+    alone = saved_bytes(SingleProcess())["bytes"]
+    keys = 2 * 2 * 2 * 8 * 4 * 1024  # keys and values of two layers, two heads of 8 numbers
+    for rank in run_on_ranks(saved_bytes, size):
+        assert rank["bytes"] - keys < 1.05 * (alone - keys) / size + keys
+        assert rank["bytes"] < (0.6 if size == 2 else 0.4) * alone
+
+
+# ---------------------------------------------------------------- refused
+
+
+def refused(world: Group) -> list[tuple[str, str, str]]:
+    model = build_policy(tiny("mamba", dtype=torch.float32), dtype=torch.float32, check=False)
+    context_parallel(model, world, world)
+    with pytest.raises(UserError) as raised:
+        check_layout(model.eval())
+    with pytest.raises(UserError) as size:
+        world.split(3, "context")
+    return [(e.value.code, e.value.where or "", e.value.message) for e in (raised, size)]
+
+
+@slow
+def test_models_that_are_not_packed_are_refused() -> None:
+    for (code, where, message), size in run_on_ranks(refused, 2):
+        assert (code, where) == ("context-unsupported", "parallel.context")
+        assert "MambaForCausalLM" in message
+        assert size[:2] == ("context-size-mismatch", "parallel.context")
