@@ -19,10 +19,10 @@ from tests.models.test_attention import SCALE, heads
 from tests.models.test_layout import covered, windows
 from tests.prefix_trees import Segments, dense_attention, forests, path, visible_mask
 from valence.models.attention import prefix_tree_attention
-from valence.models.context import TokenShard, local_states, padded_length, shard_table
+from valence.models.context import TokenShard, padded_length, shard_table
 from valence.models.flex import Visible
 from valence.models.layout import segment_table, segments_of, split_by_gradient
-from valence.models.policy_model import padded_size
+from valence.models.policy_model import local_states, padded_size
 
 CPU = torch.device("cpu")
 sizes = st.sampled_from([2, 3, 4])
@@ -131,7 +131,7 @@ def test_chunks_have_equal_lengths_and_balance_a_long_sequence(size: int) -> Non
 
 def test_states_of_other_processes_are_left_out() -> None:
     states = local_states(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 0]), 5)
-    found, is_local = states.at(torch.tensor([0, 1, 3, 3, 4]))
+    local, is_local = states.at(torch.tensor([0, 1, 3, 3, 4]))
     assert isinstance(is_local, Tensor)
-    assert found.flatten().tolist() == [2.0, 1.0, 1.0]
+    assert local.flatten().tolist() == [2.0, 1.0, 1.0]
     assert is_local.tolist() == [True, False, True, True, False]

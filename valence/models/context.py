@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -109,31 +109,3 @@ def shard_table(forest: Tensor, shard: TokenShard) -> Tensor:
             piece = len(segments) - 1
         last_piece[k] = piece
     return torch.tensor(segments, dtype=torch.long)
-
-
-class LocalStates(NamedTuple):
-    """Hidden states [n, h] of rows of a micro-batch.
-
-    place[T]: the place of each row's state, -1 if another process has it; None: the states are
-    those of all rows.
-    """
-
-    states: Tensor
-    place: Tensor | None = None
-
-    def at(self, rows: Tensor) -> tuple[Tensor, Tensor | slice]:
-        """Return the states of those of these rows that this process has, and which of them these
-        are.
-        """
-        if self.place is None:
-            return self.states[rows], slice(None)
-        place = self.place[rows]
-        is_local = place >= 0
-        return self.states[place[is_local]], is_local
-
-
-def local_states(states: Tensor, rows: Tensor, total: int) -> LocalStates:
-    """Return the hidden states [n, h] of rows[n] of a micro-batch of ``total`` rows."""
-    place = torch.full((total,), -1, device=states.device)
-    place[rows] = torch.arange(len(rows), device=states.device)
-    return LocalStates(states, place)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ from valence.models.attention import (
 from valence.models.checkpointing import Checkpointing
 from valence.models.context import (
     ContextGroup,
-    LocalStates,
     TokenShard,
-    local_states,
     padded_length,
     shard_table,
 )
@@ -51,6 +49,34 @@ from valence.types import MicroBatch, PolicyOutput, sent
 _RowOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Rows, and their log-probabilities, entropies, sums of squared probabilities, and values."""
 CPU_TOKEN_MULTIPLE = 16
+
+
+class LocalStates(NamedTuple):
+    """Hidden states [n, h] of rows of a micro-batch.
+
+    place[T]: the place of each row's state, -1 if another process has it; None: the states are
+    those of all rows.
+    """
+
+    states: Tensor
+    place: Tensor | None = None
+
+    def at(self, rows: Tensor) -> tuple[Tensor, Tensor | slice]:
+        """Return the states of those of these rows that this process has, and which of them these
+        are.
+        """
+        if self.place is None:
+            return self.states[rows], slice(None)
+        place = self.place[rows]
+        is_local = place >= 0
+        return self.states[place[is_local]], is_local
+
+
+def local_states(states: Tensor, rows: Tensor, total: int) -> LocalStates:
+    """Return the hidden states [n, h] of rows[n] of a micro-batch of ``total`` rows."""
+    place = torch.full((total,), -1, device=states.device)
+    place[rows] = torch.arange(len(rows), device=states.device)
+    return LocalStates(states, place)
 
 
 class PolicyModel(nn.Module):
