@@ -47,6 +47,7 @@ TWO = [
     Case("granite", "lora", (("attention_bias", True),)),
 ]
 FOUR = [Case("llama"), Case("qwen2", "lora checkpointed"), Case("gemma2", "full bfloat16")]
+FEW = [Case("llama"), Case("llama", "lora head"), Case("llama", "full fsdp")]
 BOTH = [*FOUR, Case("llama", "full fsdp"), Case("qwen2", "lora fsdp checkpointed")]
 SHARDED = [
     Case("llama", "full fsdp"),
@@ -132,7 +133,7 @@ def several(world: Group, size: int, cases: list[Case], multiple: int) -> list[d
         pytest.param(2, 2, SHARDED, 16, id="sharded", marks=slow),
         pytest.param(4, 4, FOUR, 2, id="four", marks=slow),
         # Most processes have padding alone.
-        pytest.param(4, 4, FOUR[:1], 64, id="few tokens", marks=slow),
+        pytest.param(4, 4, FEW, 64, id="few tokens", marks=slow),
         pytest.param(4, 2, BOTH, 2, id="other rows too", marks=slow),
     ],
 )

@@ -176,6 +176,30 @@ def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> Non
             assert all(0 <= item["tokens/rank_min"] <= item["tokens"] / ranks for item in logged)
 
 
+def test_online_runs_that_share_tokens_are_those_of_one_process(
+    place: Path, tmp_path: Path
+) -> None:
+    """The policy is sampled in each process alone, or by all if its weights are sharded."""
+
+    def settings(name: str, parallel: Mapping[str, Any]) -> dict[str, Any]:
+        written = recipe(CASE["own answers, dapo, lora"], place) | {"parallel": parallel}
+        written["model"] |= {"dtype": "float64"}
+        return written | {"run": {"dir": str(tmp_path / name), "log_every": 1}}
+
+    assert train(SingleProcess(), [settings("one", {})]) == ["done"]
+    for size, options in ((2, SHARED), (2, BOTH), (4, SHARED)):
+        name = f"{size} {len(options['parallel'])}"
+        for rank in together(train, size, [settings(name, options["parallel"])], deadline=60.0):
+            assert (rank.error, rank.value) == ("", ["done"])
+        ours, theirs = records(tmp_path / name), records(tmp_path / "one")
+        assert len(ours) == len(theirs) > 3
+        for mine, its in zip(ours, theirs, strict=True):
+            exact = {key: value for key, value in its.items() if key not in LAYOUT_METRICS}
+            assert {key: mine[key] for key in exact} == pytest.approx(
+                exact, rel=1e-9, abs=1e-9, nan_ok=True
+            ), (name, its["step"])
+
+
 def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
     place: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.models.test_attention import SCALE, heads
 from tests.models.test_layout import covered, windows
 from tests.prefix_trees import Segments, dense_attention, forests, path, visible_mask
-from valence.models.attention import prefix_tree_attention
+from valence.models.attention import ATTENTION_BACKENDS, Layout, prefix_tree_attention
 from valence.models.context import TokenShard, padded_length, shard_table
 from valence.models.flex import Visible
 from valence.models.layout import segment_table, segments_of, split_by_gradient
@@ -114,6 +114,41 @@ def test_attention_of_a_process_is_that_of_its_rows(
             scaling=SCALE, sliding_window=window or None, forest=table, shard=shard, **options,
         )  # fmt: skip
         torch.testing.assert_close(out, expected[:, shard.rows], rtol=1e-10, atol=1e-11)
+
+
+ON_CUDA = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+
+
+@pytest.mark.parametrize("way", ["operator", pytest.param("flex", marks=ON_CUDA)])
+@pytest.mark.parametrize("window", [0, 100])
+def test_gradients_of_all_processes_add_up(way: str, window: int) -> None:
+    """Of keys and values over all processes; of queries, each process has those of its rows."""
+    device = torch.device("cuda" if way == "flex" else "cpu")
+    dtype = torch.float32 if way == "flex" else torch.float64
+    segments = [(0, 700, -1), (700, 1100, 0), (1100, 1500, 0), (1500, 2048, -1)]
+    inputs = [x.detach().to(device, dtype).requires_grad_() for x in heads(2048, d=16, d_v=16)]
+    slopes = torch.randn(1, 2048, 4, 16, generator=torch.Generator().manual_seed(7)).to(inputs[0])
+    out = dense_attention(*inputs, visible_mask(segments, window).to(device), SCALE)
+    expected = torch.autograd.grad(out, inputs, slopes)
+    total = [torch.zeros_like(x) for x in inputs]
+    for rank in range(4):
+        shard = TokenShard.of(OtherRanks(rank, 4), 2048, device)
+        rows = shard.rows.to(device)
+        table = shard_table(segment_table(segments), shard)
+        visible = Visible(segments_of(table), (window,), device) if way == "flex" else None
+        local = inputs[0][:, :, rows], *inputs[1:]
+        layout = Layout(table, visible, SCALE, window)
+        part = ATTENTION_BACKENDS["flex" if visible else "products"].attend(*local, layout)
+        for sum_, grad in zip(
+            total, torch.autograd.grad(part, inputs, slopes[:, rows]), strict=True
+        ):
+            sum_ += grad
+    for result, reference in zip(total, expected, strict=True):
+        tolerance = 1e-3 if way == "flex" else 1e-10
+        assert (result - reference).norm() <= tolerance * reference.norm()
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -67,8 +67,10 @@ Neighbours = Literal["tensor", "context"]
 setting under ``parallel`` with their number.
 """
 # PyTorch 2.13 has new names for both, and deprecates the old ones.
-_all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 _num_groups = itertools.count()
 _stores: dict[tuple[str, int], tuple[dist.Store, dist.Store]] = {}
 """The stores of this process, open as long as it lives: others may still read from rank 0."""
