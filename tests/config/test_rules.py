@@ -134,6 +134,30 @@ CONFLICTS: dict[str, tuple[list[str], str, str, str]] = {
         "model.quantize",
         "gaussian",
     ),
+    "tokens and products that processes share": (
+        ["parallel.context=2", "parallel.tensor=2"],
+        "parallel.context",
+        "parallel.tensor",
+        "parallel.tensor",
+    ),
+    "compiled layers of shared tokens": (
+        ["parallel.context=2", "train.compile=on"],
+        "train.compile",
+        "parallel.context",
+        "parallel.context",
+    ),
+    "balanced routers of shared tokens": (
+        ["parallel.context=2", "train.router_aux_loss=0.01"],
+        "train.router_aux_loss",
+        "parallel.context",
+        "parallel.context",
+    ),
+    "dropout of shared tokens": (
+        ["parallel.context=2", "model.lora.dropout=0.1"],
+        "model.lora.dropout",
+        "parallel.context",
+        "parallel.context",
+    ),
     "two adapters": (
         ["model.lora.rank=4", "model.adapter=folder"],
         "model.lora",

@@ -94,6 +94,8 @@ def members(group: Group) -> dict[str, Any]:
     results |= {
         f"gather {name}": group.gather(values) for name, values in parts(group.rank).items()
     }
+    results["gather_equal"] = group.gather_equal(drawn(group.rank, 4, 2).T)
+    results["sum_scatter"] = group.sum_scatter(drawn(group.rank, 3 * group.size, 2))
     trained = parameters(group.rank)
     places = [p.grad.data_ptr() for p in trained if p.grad is not None]
     group.reduce_gradients(trained)

@@ -22,7 +22,7 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
 from valence.config.schema import LoraSettings
-from valence.distributed.process_group import Group, SingleProcess
+from valence.distributed.process_group import Group, PlannedGroup, SingleProcess
 from valence.distributed.tensor_parallel import local
 from valence.lifecycle import models as building
 from valence.lifecycle.models import build_models
@@ -345,6 +345,7 @@ def recipe_with(**parallel: Any) -> Any:
     request = {
         "shard": "auto",
         "tensor": 1,
+        "context": 1,
         "reshard": True,
         "sync": "auto",
         "offload": False,
@@ -376,6 +377,9 @@ def recipe_with(**parallel: Any) -> Any:
         ),
         ({"tensor": 2}, 2, None, False, Split(1, 2)),
         ({"tensor": 2}, 4, None, False, Split(2, 2)),
+        ({"context": 2}, 4, None, True, Split(context=2)),
+        # Weights are sharded over processes with other tokens too.
+        ({"context": 2}, 4, None, False, Split(4, context=2)),
     ],
 )
 def test_how_weights_are_split(
@@ -417,6 +421,20 @@ def test_sharding_with_one_process_has_no_effect_and_a_note(place: Path) -> None
     assert len([line for line in describe(make_plan(run)) if "parallel.shard: full" in line]) == 1
     assert build_models(run)[0].is_sharded is False
     assert min_free_memory(5, torch.device("cpu"), SingleProcess()) == 5
+
+
+def test_the_plan_of_processes_that_share_tokens(place: Path) -> None:
+    """Micro-batches are as large for each process, and its activations are a part."""
+    recipe = {"model": {"name": "llama"}}
+    alone = make_plan(prepared(place, recipe), group=PlannedGroup(4))
+    shared = make_plan(prepared(place, recipe, context=4), group=PlannedGroup(4))
+    assert "4 share each row (parallel.context)" in "\n".join(describe(shared))
+    assert (alone.dealt, shared.dealt) == (4, 1)
+    assert shared.micro_batch_tokens == 4 * alone.micro_batch_tokens
+    assert alone.memory.per_token / 4 < shared.memory.per_token < alone.memory.per_token / 2
+    assert make_plan(prepared(place, recipe, context=2), group=PlannedGroup(4)).dealt == 2
+    with raises_error("context-size-mismatch", where="parallel.context"):
+        make_plan(prepared(place, recipe, context=3), group=PlannedGroup(4))
 
 
 def differing(group: Group, place: Path) -> None:

@@ -71,6 +71,15 @@ def test_gather(ranks: list[dict[str, Any]], name: str) -> None:
         torch.testing.assert_close(item[f"gather {name}"], full, rtol=0, atol=0, equal_nan=True)
 
 
+def test_gather_equal_and_sum_scatter(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
+    full = torch.cat([jobs.drawn(rank, 4, 2).T for rank in range(size)])
+    total = torch.stack([jobs.drawn(rank, 3 * size, 2) for rank in range(size)]).sum(0)
+    for rank, item in enumerate(ranks):
+        assert item["gather_equal"].equal(full)
+        torch.testing.assert_close(item["sum_scatter"], total[3 * rank : 3 * rank + 3])
+
+
 @pytest.mark.parametrize("i", range(len(jobs.parameters(0))))
 def test_gradients(ranks: list[dict[str, Any]], i: int) -> None:
     inputs = [jobs.parameters(rank)[i].grad for rank in range(len(ranks))]
@@ -100,6 +109,8 @@ def test_one_process_is_a_group_too() -> None:
         assert result[f"sum {name}"].equal(values)
     for name, values in jobs.parts(0).items():
         assert result[f"gather {name}"].equal(values)
+    assert result["gather_equal"].equal(jobs.drawn(0, 4, 2).T)
+    assert result["sum_scatter"].equal(jobs.drawn(0, 3, 2))
     assert result["broadcast"] == jobs.JSON | {"pair": [1, 2]}
     assert result["any"] == [True, False, True]
     assert result["place"] == (0, 1, 0)

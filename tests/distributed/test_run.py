@@ -119,6 +119,8 @@ def same(run: Path, other: Path, rel: float = 1e-9, of_logps: float = 0.0) -> No
 
 SHARDED = {"parallel": {"shard": "full"}}
 REPLICATED: dict[str, Any] = {}
+SHARED = {"parallel": {"context": 2}}
+BOTH = {"parallel": {"context": 2, "shard": "full"}}
 RUNS = {
     2: (
         ("kto, lora", REPLICATED),
@@ -129,10 +131,23 @@ RUNS = {
         ("pointwise, lora, models", REPLICATED),
         ("kto + sft, lora", REPLICATED),
         ("dpo that follows", SHARDED),
+        ("kto, lora", SHARED),
+        ("sft, whole models", SHARED),
+        ("pointwise, lora, models", SHARED),
+        ("grpo, lora", SHARED),
+        ("dpo that follows", BOTH),
     ),
-    4: (("dpo", REPLICATED), ("aot", SHARDED), ("pointwise, lora, models", SHARDED)),
+    4: (
+        ("dpo", REPLICATED),
+        ("aot", SHARDED),
+        ("pointwise, lora, models", SHARDED),
+        ("aot", SHARED),
+        ("dpo", BOTH),
+    ),
 }
-"""Number of processes -> what is run, each process with all weights or with its part of them."""
+"""Number of processes -> what is run, each process with all weights or with its part of them, and
+with all tokens of its rows or a part of them.
+"""
 
 
 def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> None:
@@ -149,16 +164,42 @@ def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> Non
         ]
         for rank in run_in_processes(train, size, recipes, deadline=60.0):
             assert (rank.error, rank.value) == ("", ["done"] * len(runs))
-        for run, (case, _) in zip(runs, message, strict=True):
+        for run, (case, options) in zip(runs, message, strict=True):
             same(run, tmp_path / f"one {case}")
             logged = [record for record in records(run) if "ranks" in record]
-            assert logged
-            assert {item["ranks"] for item in logged} == {size}
+            ranks = size // options.get("parallel", {}).get("context", 1)
+            assert {item["ranks"] for item in logged} == ({ranks} if ranks > 1 else set())
             assert all(
-                item["tokens"] / size <= item["tokens/rank_max"] <= item["tokens"]
+                item["tokens"] / ranks <= item["tokens/rank_max"] <= item["tokens"]
                 for item in logged
             )
-            assert all(0 <= item["tokens/rank_min"] <= item["tokens"] / size for item in logged)
+            assert all(0 <= item["tokens/rank_min"] <= item["tokens"] / ranks for item in logged)
+
+
+def test_online_runs_that_share_tokens_are_those_of_one_process(
+    place: Path, tmp_path: Path
+) -> None:
+    """The policy is sampled in each process alone, or by all if its weights are sharded."""
+
+    def settings(name: str, parallel: Mapping[str, Any]) -> dict[str, Any]:
+        written = recipe(CASE["own answers, dapo, lora"], place) | {"parallel": parallel}
+        written["model"] |= {"dtype": "float64"}
+        return written | {"run": {"dir": str(tmp_path / name), "log_every": 1}}
+
+    assert train(SingleProcess(), [settings("one", {})]) == ["done"]
+    for size, options in ((2, SHARED), (2, BOTH), (4, SHARED)):
+        name = f"{size} {len(options['parallel'])}"
+        for rank in run_in_processes(
+            train, size, [settings(name, options["parallel"])], deadline=60.0
+        ):
+            assert (rank.error, rank.value) == ("", ["done"])
+        ours, theirs = records(tmp_path / name), records(tmp_path / "one")
+        assert len(ours) == len(theirs) > 3
+        for mine, its in zip(ours, theirs, strict=True):
+            exact = {key: value for key, value in its.items() if key not in LAYOUT_METRICS}
+            assert {key: mine[key] for key in exact} == pytest.approx(
+                exact, rel=1e-9, abs=1e-9, nan_ok=True
+            ), (name, its["step"])
 
 
 def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
@@ -222,6 +263,27 @@ def test_a_signal_to_one_process_stops_all_and_any_number_resumes(
             same(runs[str(size)], runs["alone"])
 
 
+def test_tokens_may_be_shared_by_other_processes_after_a_stop(place: Path, tmp_path: Path) -> None:
+    """Saved by two that share tokens, it goes on with one, and with two pairs."""
+    for case, options in (("kto, lora", SHARED), ("dpo", BOTH)):
+        runs = {name: tmp_path / f"{case} {name}" for name in ("alone", "of 2", "1", "4")}
+        settings = {name: written(case, place, run, **options) for name, run in runs.items()}
+        for name in ("alone", "1"):
+            settings[name] = written(case, place, runs[name])
+        assert train(SingleProcess(), [settings["alone"]]) == ["done"]
+        assert [
+            rank.value
+            for rank in run_in_processes(train, 2, [settings["of 2"]], 3, 1, deadline=60.0)
+        ] == [["143"]] * 2
+        for name in ("1", "4"):
+            shutil.copytree(runs["of 2"], runs[name])
+        assert train(SingleProcess(), [settings["1"]]) == ["done"]
+        for rank in run_in_processes(train, 4, [settings["4"]], deadline=60.0):
+            assert (rank.error, rank.value) == ("", ["done"])
+        for name in ("1", "4"):
+            same(runs[name], runs["alone"])
+
+
 def train_and_stop(group: Group, settings: Mapping[str, Any]) -> list[str]:
     """As ``train``; rank 1 is sent SIGTERM after the test's evaluation, between phases."""
     evaluate = Trainer.evaluate
@@ -254,10 +316,11 @@ def test_a_signal_to_one_process_behind_the_training_stops_all(place: Path, tmp_
 def test_the_same_number_of_processes_resumes_bit_for_bit(place: Path, tmp_path: Path) -> None:
     for case, mode in (
         ("kto, lora", {}),
+        ("kto, lora", SHARED),
         ("dpo, lora with dropout", {}),
         ("dpo that follows", SHARDED),
     ):
-        names = [tmp_path / f"{case} {name}" for name in ("alone", "stopped")]
+        names = [tmp_path / f"{case} {len(mode)} {name}" for name in ("alone", "stopped")]
         alone, stopped = (written(case, place, run, **mode) for run in names)
         for value, ended, *stop in (
             ([alone], "done"),

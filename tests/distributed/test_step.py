@@ -13,6 +13,7 @@ import torch
 
 from tests.distributed.process_groups import run
 from tests.units import models_for, objective, units_for
+from valence.distributed.context_parallel import context_parallel
 from valence.distributed.process_group import Group, SingleProcess
 from valence.losses import LOSSES
 from valence.reports.metrics import Meter
@@ -21,12 +22,19 @@ from valence.trainer.step import optimizer_step
 pytestmark = pytest.mark.dist
 
 
-def steps(group: Group, count: int, budget: int, names: Sequence[str]) -> dict[str, Any]:
-    """What two steps of each method measure, and a digest of the weights after them."""
+def steps(
+    world: Group, count: int, budget: int, names: Sequence[str], context: int = 1
+) -> dict[str, Any]:
+    """What two steps of each method measure, and a digest of the weights after them. context: how
+    many processes share the tokens of a micro-batch.
+    """
     torch.manual_seed(0)
+    group, neighbours = world.split(context, "context")
     results: dict[str, Any] = {}
     for name in names:
         policy, reference = models_for(name)
+        for engine in (policy, *([reference.engine] if reference else [])):  # type: ignore[union-attr]
+            context_parallel(engine, neighbours, world)
         actual = objective(name, policy, reference, budget=budget)
         actual.group = group
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
@@ -68,20 +76,24 @@ FEW = ("kto", "dpo", "bco", "aot")
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("size", "count", "budget", "names"), [
-    pytest.param(2, 7, 40, FEW, id="2-few"),
-    pytest.param(2, 7, 40, tuple(LOSSES), id="2-all", marks=slow),
-    pytest.param(4, 7, 10_000, SOME, id="4", marks=slow),
-    pytest.param(4, 3, 10_000, SOME, id="4-of-3-rows", marks=slow),
+@pytest.mark.parametrize(("size", "count", "budget", "names", "context"), [
+    pytest.param(2, 7, 40, FEW, 1, id="2-few"),
+    pytest.param(2, 7, 40, tuple(LOSSES), 1, id="2-all", marks=slow),
+    pytest.param(4, 7, 10_000, SOME, 1, id="4", marks=slow),
+    pytest.param(4, 3, 10_000, SOME, 1, id="4-of-3-rows", marks=slow),
+    pytest.param(2, 7, 40, FEW[:2], 2, id="2-shared-few"),
+    pytest.param(2, 7, 10_000, tuple(LOSSES), 2, id="2-shared-all", marks=slow),
+    pytest.param(4, 7, 40, SOME, 4, id="4-shared", marks=slow),
+    pytest.param(4, 3, 40, SOME, 2, id="4-shared-by-2", marks=slow),
 ])  # fmt: skip
 def test_a_step_of_several_processes_is_that_of_one(
-    size: int, count: int, budget: int, names: Sequence[str]
+    size: int, count: int, budget: int, names: Sequence[str], context: int
 ) -> None:
     """Of every method on two; of some on four: seven rows, and three, of which one process has
-    none.
+    none. Processes have other rows, or other tokens of the same rows.
     """
     alone = steps(SingleProcess(), count, budget, names)
-    ranks = run(steps, size, count, budget, names, deadline=60.0)
+    ranks = run(steps, size, count, budget, names, context, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
     for name, wanted in alone.items():
         item = [rank.value[name] for rank in ranks]
@@ -99,5 +111,5 @@ def test_a_step_of_several_processes_is_that_of_one(
                 name
             )
             assert result["tokens_of"] == item[0]["tokens_of"]
-        assert sum(outcome["rows"] for outcome in item) == wanted["rows"], name
-        assert len(item[0]["tokens_of"]) == size
+        assert sum(outcome["rows"] for outcome in item) == context * wanted["rows"], name
+        assert len(item[0]["tokens_of"]) == size // context

@@ -136,6 +136,15 @@ def test_processes_that_share_each_layer_have_a_part_of_it() -> None:
     assert quarter.weights == half.weights // 2
 
 
+def test_processes_that_share_tokens_have_a_part_of_their_activations_and_all_keys() -> None:
+    for mode, num_layers in (("off", SHAPE.layers), ("full", 1)):
+        shape = replace(SHAPE, keys=64)
+        full = predicted(shape, width=2, checkpointing=mode)
+        shared = predicted(shape, width=2, checkpointing=mode, split=Split(context=4))
+        assert shared.per_token == full.per_token // 4 + num_layers * 2 * 64 * 2
+        assert shared.total(0) == full.total(0)
+
+
 def test_a_value_model_is_a_policy_without_a_head() -> None:
     full = predicted(width=2)
     result = add_value_model(full, full, SHAPE, 2)

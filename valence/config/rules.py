@@ -306,6 +306,35 @@ def _train(c: Case) -> Iterator[Issue]:
                 "the load-balancing loss is not computed for sharded weights",
                 f"remove it, or {fix}",
             )
+    if c.recipe.parallel.context > 1:
+        fix = "remove it, or parallel.context"
+        if train.compile == "on":
+            yield conflict(
+                "train.compile",
+                "layers are not compiled where processes share the tokens of a row "
+                "(parallel.context)",
+                fix,
+            )
+        if train.router_aux_loss > 0:
+            yield conflict(
+                "train.router_aux_loss",
+                "the load-balancing loss is not computed where processes share the tokens of a row "
+                "(parallel.context)",
+                fix,
+            )
+        if model.lora is not None and model.lora.dropout > 0:
+            yield conflict(
+                "model.lora.dropout",
+                "processes that share the tokens of a row (parallel.context) would draw the same "
+                "dropout for different tokens",
+                fix,
+            )
+        if c.method.online and c.recipe.loss.get("value"):
+            yield conflict(
+                "parallel.context",
+                "the value head does not support rows whose tokens are shared by processes",
+                "remove it, or use a method without values, such as rloo",
+            )
     if train.compile == "on" and model.quantize is not None:
         yield conflict(
             "train.compile",

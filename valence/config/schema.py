@@ -875,6 +875,11 @@ class Parallel(Section):
     """Size of a tensor-parallel group: N consecutive processes on one host that share the matrix
     multiplications of each layer and process the same rows. Each group processes other rows.
     """
+    context: PositiveInt = 1
+    """Size of a context-parallel group: N consecutive processes on one host that share the tokens
+    of each micro-batch, so that each stores about 1/N of its activations. For long sequences. Each
+    group processes other rows.
+    """
     reshard: bool = True
     """With shard full: free a layer's gathered weights after its forward pass, and gather them
     again for the backward pass.
@@ -892,7 +897,19 @@ class Parallel(Section):
         """Whether weights are sharded, without the automatic choice."""
         return self.shard == "full" or self.tensor > 1
 
+    @property
+    def neighbours(self) -> tuple[int, Literal["tensor", "context"]]:
+        """How many consecutive processes have the same rows, and the setting with this number."""
+        return (self.context, "context") if self.context > 1 else (self.tensor, "tensor")
+
     def issues(self) -> Iterator[Issue]:
+        if self.context > 1 and self.tensor > 1:
+            yield conflict(
+                "context",
+                "processes share either the tokens of a micro-batch or the products of a layer "
+                "(parallel.tensor)",
+                "remove it, or parallel.tensor",
+            )
         if self.shard == "off":
             yield no_effect(
                 "reshard",

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,15 @@ REPORT_INTERVAL = 10.0
 CHUNK = 2**20
 """Numbers that are converted to float64 at once."""
 TENSOR = "__tensor__"
+Neighbours = Literal["tensor", "context"]
+"""What neighbouring processes share: the products of each layer, or the tokens of a row. Also the
+setting under ``parallel`` with their number.
+"""
+# PyTorch 2.13 has new names for both, and deprecates the old ones.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 _num_groups = itertools.count()
 _stores: dict[tuple[str, int], tuple[dist.Store, dist.Store]] = {}
 """The stores of this process, open as long as it lives: others may still read from rank 0."""
@@ -93,6 +102,16 @@ class Group(Protocol):
         """All processes' tensors, concatenated along the first axis in the order of ranks.
 
         First axes may differ, and be 0; the type and the other axes may not.
+        """
+        ...
+
+    def gather_equal(self, values: Tensor) -> Tensor:
+        """As ``gather``, without asking for the lengths of first axes, which must be equal."""
+        ...
+
+    def sum_scatter(self, values: Tensor) -> Tensor:
+        """This process's part of the sum over all processes: the first axis is divided into
+        ``size`` equal parts in the order of ranks.
         """
         ...
 
@@ -140,9 +159,12 @@ class Group(Protocol):
         """
         ...
 
-    def split(self, tensor: int) -> tuple[Group, Group]:
-        """The data-parallel group and the tensor-parallel group (``tensor`` neighbours) of this
-        process. Raises UserError if the number of processes is not a multiple of ``tensor``.
+    def split(self, neighbours: int, name: Neighbours = "tensor") -> tuple[Group, Group]:
+        """The group of processes with other rows, and the group of this process's neighbours, which
+        have the same rows.
+
+        neighbours: size of the second group. name: what its processes share. Raises UserError if
+        the number of processes is not a multiple of ``neighbours``.
         """
         ...
 
@@ -162,6 +184,12 @@ class SingleProcess:
         return values
 
     def gather(self, values: Tensor) -> Tensor:
+        return values
+
+    def gather_equal(self, values: Tensor) -> Tensor:
+        return values
+
+    def sum_scatter(self, values: Tensor) -> Tensor:
         return values
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -187,8 +215,8 @@ class SingleProcess:
     ) -> AbstractContextManager[Callable[[], None]]:
         return nullcontext(ignore)
 
-    def split(self, tensor: int) -> tuple[Group, Group]:
-        _check_split(1, tensor)
+    def split(self, neighbours: int, name: Neighbours = "tensor") -> tuple[Group, Group]:
+        check_split(1, neighbours, name)
         return self, SingleProcess()
 
     def close(self) -> None:
@@ -224,7 +252,7 @@ class ProcessGroup:
         self.rank, self.size, self.local_rank, self.deadline = rank, size, local_rank, deadline
         self.device = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         self._num_collectives = 0
-        self._splits: dict[int, tuple[Group, Group]] = {}
+        self._splits: dict[tuple[int, str], tuple[Group, Group]] = {}
         self._group: Any = None  # PyTorch's group; None: all processes
         store, tracked = stores
         self._tracker = CollectiveTracker(tracked, rank, range(size))
@@ -288,24 +316,24 @@ class ProcessGroup:
                 "reach the host of rank 0",
             ) from error
 
-    def split(self, tensor: int) -> tuple[Group, Group]:
-        _check_split(self.size, tensor)
-        if tensor == 1:
+    def split(self, neighbours: int, name: Neighbours = "tensor") -> tuple[Group, Group]:
+        check_split(self.size, neighbours, name)
+        if neighbours == 1:
             return self, SingleProcess()
-        if tensor not in self._splits:
-            # neighbours share layers, because they are on one host
-            grid = torch.arange(self.size).view(-1, tensor)
+        if (neighbours, name) not in self._splits:
+            # neighbours communicate in each layer, because they are on one host
+            grid = torch.arange(self.size).view(-1, neighbours)
             data = self._subgroup("data", grid.T.tolist())
-            layers = self._subgroup("tensor", grid.tolist())
+            shared = self._subgroup(name, grid.tolist())
             mesh = DeviceMesh.from_group(
-                [data._group, layers._group],
+                [data._group, shared._group],
                 self.device.type,
                 grid,
-                mesh_dim_names=("data", "tensor"),
+                mesh_dim_names=("data", name),
             )
-            data.mesh, layers.mesh = mesh["data"], mesh["tensor"]
-            self._splits[tensor] = data, layers
-        return self._splits[tensor]
+            data.mesh, shared.mesh = mesh["data"], mesh[name]
+            self._splits[neighbours, name] = data, shared
+        return self._splits[neighbours, name]
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -358,6 +386,20 @@ class ProcessGroup:
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).to(
             values.device
         )
+
+    def gather_equal(self, values: Tensor) -> Tensor:
+        local = values.detach().to(self.device).contiguous()
+        gathered = local.new_empty(self.size * len(local), *local.shape[1:])
+        with self.collective("gather_equal"):
+            _all_gather_single(gathered, local, group=self._group)
+        return gathered.to(values.device)
+
+    def sum_scatter(self, values: Tensor) -> Tensor:
+        local = values.detach().to(self.device).contiguous()
+        part = local.new_empty(len(local) // self.size, *local.shape[1:])
+        with self.collective("sum_scatter"):
+            _reduce_scatter_single(part, local, group=self._group)
+        return part.to(values.device)
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         replicated = [p for p in parameters if self._process_group not in _shard_groups(p)]
@@ -510,7 +552,7 @@ class Subgroup(ProcessGroup):
         self._tracker.record(Collective(0, "start"))
         self._watchdog = parent._watchdog and self._new_watchdog()
 
-    def split(self, tensor: int) -> tuple[Group, Group]:
+    def split(self, neighbours: int, name: Neighbours = "tensor") -> tuple[Group, Group]:
         raise NotImplementedError("a subgroup cannot be split")
 
     def close(self) -> None:
@@ -518,13 +560,14 @@ class Subgroup(ProcessGroup):
             self._watchdog.close()
 
 
-def _check_split(size: int, tensor: int) -> None:
-    if size % tensor:
+def check_split(size: int, neighbours: int, name: Neighbours) -> None:
+    """Raise UserError unless ``size`` processes can be divided into groups of ``neighbours``."""
+    if size % neighbours:
         raise UserError(
-            f"the number of processes ({size}) is not a multiple of {tensor}",
-            code="tensor-size-mismatch",
-            where="parallel.tensor",
-            fix=f"set --nproc to a multiple of {tensor}, or parallel.tensor to 1",
+            f"the number of processes ({size}) is not a multiple of {neighbours}",
+            code=f"{name}-size-mismatch",
+            where=f"parallel.{name}",
+            fix=f"set --nproc to a multiple of {neighbours}, or parallel.{name} to 1",
         )
 
 

@@ -121,7 +121,7 @@ class _CopyToGroup(torch.autograd.Function):
         return ctx.group.sum(grad), None
 
 
-class _SumOverGroup(torch.autograd.Function):
+class SumOverGroup(torch.autograd.Function):
     """The sum over the processes, as a replicated tensor."""
 
     @staticmethod
@@ -213,7 +213,7 @@ class RowParallelLinear(nn.Linear):
     group: Group
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Any = _SumOverGroup.apply(linear(input, local(self.weight)), self.group)
+        output: Any = SumOverGroup.apply(linear(input, local(self.weight)), self.group)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
@@ -237,7 +237,7 @@ class ParallelEmbedding(nn.Embedding):
         padding = padding if padding is not None and 0 <= padding < len(table) else None
         vectors = embedding(rows.masked_fill(is_elsewhere, 0), table, padding)
         vectors = vectors.masked_fill(is_elsewhere[..., None], 0)
-        return _SumOverGroup.apply(vectors, self.group)  # type: ignore[return-value]
+        return SumOverGroup.apply(vectors, self.group)  # type: ignore[return-value]
 
 
 STYLES: dict[str, tuple[type[nn.Linear], int]] = {

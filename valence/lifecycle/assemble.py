@@ -70,7 +70,7 @@ def make_trainer(
     Raises UserError for an optimizer of weights that are not the policy's.
     """
     world, console = world or SingleProcess(), console or Terminal()
-    group = world.split(prepared.recipe.parallel.tensor)[0]  # the processes with other rows
+    group = world.split(*prepared.recipe.parallel.neighbours)[0]  # the processes with other rows
     messages = Messages(console, quiet, folder)
     jsonl = (
         JsonlSink(folder.path / "metrics.jsonl", messages.warn)

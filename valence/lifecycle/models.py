@@ -15,6 +15,7 @@ from torch import nn
 
 from valence.config.schema import Model, Recipe
 from valence.data.targets import ONE
+from valence.distributed.context_parallel import context_parallel
 from valence.distributed.fsdp2 import shard
 from valence.distributed.process_group import Group, SingleProcess, check_ranks_agree
 from valence.distributed.tensor_parallel import tensor_parallel
@@ -82,10 +83,10 @@ def build_models(
         recipe = prepared.recipe
         check_folders(prepared, group, model=model is None, reference=reference is None)
         check_ranks_agree(group, lambda: rows_of(prepared), "give all processes the same rows")
-        data, layers = group.split(recipe.parallel.tensor)
+        data, neighbours = group.split(*recipe.parallel.neighbours)
         split = _split(prepared, model, group, sharded)
         checkpointing = _checkpointing(prepared, model, group, split)
-        loader = _ModelLoader(prepared, split, data, layers, checkpointing)
+        loader = _ModelLoader(prepared, split, group, data, neighbours, checkpointing)
         policy, stream = loader.policy(model)
         if model is not None:
             _check_same_weights(group, "model", policy)
@@ -93,7 +94,8 @@ def build_models(
         _check_lengths(policy, prepared)
         if fills and recipe.train.router_aux_loss:
             check_router(policy)
-        if fills and split.single and _should_compile(prepared, policy, compiled, group.size):
+        can_compile = split.single and split.context == 1
+        if fills and can_compile and _should_compile(prepared, policy, compiled, group.size):
             compile_layers(policy)
         name = recipe.reference.model if reference is None else None
         is_copy = prepared.needs_reference and reference is None and name is None
@@ -117,7 +119,7 @@ def build_models(
         if built is None:
             return policy, None
         # the processes that run the reference together
-        among = group if split.ways > 1 else layers
+        among = group if split.ways > 1 else neighbours
         return policy, _with_cache(built, recipe, fills, again, among.any)
 
 
@@ -132,8 +134,11 @@ class _ModelLoader:
 
     prepared: Prepared
     split: Split
+    world: Group
     data: Group
-    layers: Group
+    """The processes with other rows."""
+    neighbours: Group
+    """The processes with the same rows."""
     checkpointing: Checkpointing
 
     def policy(self, model: nn.Module | None) -> tuple[PolicyModel, DeferredWeights | None]:
@@ -162,7 +167,7 @@ class _ModelLoader:
             adapter=spec.adapter,
             checkpointing=self.checkpointing,
             levels=recipe.loss.get("levels"),
-            check=self.split.single,
+            check=self._is_complete,
         )
         if stream:
             stream.move_to_meta(policy.causal)
@@ -204,7 +209,7 @@ class _ModelLoader:
             model=model,
             name=name or "the model object",
             follows=recipe.reference.sync_every is not None,
-            check=self.split.single,
+            check=self._is_complete,
         )
         # so that policy and reference agree to the last bit
         if policy.compiled and isinstance(built, FrozenReference):
@@ -219,12 +224,17 @@ class _ModelLoader:
 
     def share(self, engine: PolicyModel, stream: DeferredWeights | None) -> None:
         """Keep this process's part of the weights, and choose the layout."""
-        if self.split.single:
+        if self._is_complete:
             return
-        share(engine, stream, self.split, self.data, self.layers, best_device())
+        share(engine, stream, self.split, self.world, self.data, self.neighbours, best_device())
         trains = engine.training
         check_layout(engine.eval())
         engine.train(trains)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether each process has all weights, and all tokens of its rows."""
+        return self.split.single and self.split.context == 1
 
     def _model(self, name: str | None) -> tuple[nn.Module, DeferredWeights | None]:
         recipe, spec = self.prepared.recipe, self.prepared.recipe.model
@@ -239,7 +249,7 @@ class _ModelLoader:
             try:
                 return build_without_weights(name, device=best_device(), gguf_file=file, **options)
             except CannotStreamError as reason:
-                if self.data.rank == self.layers.rank == 0:
+                if self.world.rank == 0:
                     warnings.warn(
                         f"each process needs memory for all weights of {name}, because it cannot "
                         f"load only its part: {reason}",
@@ -421,18 +431,24 @@ def share(
     engine: PolicyModel,
     stream: DeferredWeights | None,
     split: Split,
+    world: Group,
     data: Group,
-    layers: Group,
+    neighbours: Group,
     device: torch.device,
 ) -> None:
     """Keep this process's part of a model's weights, read from the files if not loaded yet.
 
-    data: the processes that train on different rows. layers: those that share each layer.
+    data: the processes with other rows. neighbours: those with the same rows, which share each
+    layer or the tokens.
     """
-    tensor_parallel(engine.model, layers)
-    engine.is_tensor_parallel = layers.size > 1
+    if split.context > 1:
+        context_parallel(engine, neighbours, world)
+    else:
+        tensor_parallel(engine.model, neighbours)
+        engine.is_tensor_parallel = neighbours.size > 1
     if split.ways > 1:
-        among: Any = data
+        # processes that share tokens have the same weights
+        among: Any = world if split.context > 1 else data
         shard(
             engine,
             decoder_layers(engine.causal),

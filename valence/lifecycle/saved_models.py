@@ -62,8 +62,9 @@ def load_saved_models(
     world = world or SingleProcess()
     source = load_run_recipe(run_dir, overrides)
     # The run may have used more processes.
-    if world.size % source.recipe.parallel.tensor:
-        source = load_run_recipe(run_dir, [*overrides, "parallel.tensor=1"])
+    num_neighbours, setting = source.recipe.parallel.neighbours
+    if world.size % num_neighbours:
+        source = load_run_recipe(run_dir, [*overrides, f"parallel.{setting}=1"])
     check_recipe(source)
 
     def read(place: Path) -> Mapping[str, Any]:

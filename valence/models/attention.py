@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from valence.errors import UserError
 from valence.models import native
+from valence.models.context import TokenShard
 from valence.models.flex import Visible, is_flex, visible
 from valence.models.layout import (
     Block,
@@ -68,13 +69,15 @@ def prefix_tree_attention(
     prefix_tree: Tensor | None = None,
     visible: Visible | None = None,
     runs: PackedRuns | None = None,
+    shard: TokenShard | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of every token to the tokens on its path. query[1, H, T, D], key[1, H_kv, T, D],
     value[1, H_kv, T, D_v] -> [1, T, H, D_v].
 
     attention_mask: the return value of ``window_of_mask`` for this layer. prefix_tree: the segment
-    table of ``layout.py``. visible, runs: the same for FlexAttention and for FlashAttention. Raises
+    table of ``layout.py``. visible, runs: the same for FlexAttention and for FlashAttention. shard:
+    the rows of this process if others have the other rows, which are keys too. Raises
     CannotPackError.
     """
     if not torch.compiler.is_compiling():
@@ -83,6 +86,8 @@ def prefix_tree_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if shard is not None:
+        key, value = shard.gather_keys(key, value)
     layout = Layout(
         prefix_tree,
         visible,

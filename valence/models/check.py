@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from valence.errors import UserError
 from valence.models.attention import CannotPackError
+from valence.models.context import TokenShard
 from valence.models.memory import out_of_memory
 from valence.models.policy_model import PolicyModel, rotary_by_length
 from valence.types import MicroBatch, sent
@@ -83,6 +84,15 @@ def check_layout(engine: PolicyModel) -> None:
             f"here ({reason}): {engine.attention_backend} is used, which is exact and may be slower"
         )
         warnings.warn(PackingWarning(message, "attention-fallback"), stacklevel=4)
+    elif engine.context is not None and not engine.packs:
+        reason = next((str(problem) for problem in problems.values()), "VALENCE_ATTENTION")
+        raise UserError(
+            f"tokens of {type(engine.causal).__name__} cannot be shared by processes, because its "
+            f"sequences are not packed ({reason})",
+            code="context-unsupported",
+            where="parallel.context",
+            fix="set parallel.context: 1",
+        )
     elif problems:
         engine.lay_out(packed=False)
         _warn_or_refuse(engine, problems)
@@ -209,8 +219,22 @@ def _influences(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, list[Te
         with _record_embeddings(engine.causal) as embeddings:
             outputs.append(scores_or_logps(engine, batch))
         part = outputs[-1].tensor_split([FIRST_END if outputs[-1].ndim == 1 else 1])[completion]
-        grads += torch.autograd.grad(part.sum(), embeddings[0])
+        (grad,) = torch.autograd.grad(part.sum(), embeddings[0])
+        grads.append(_of_all_rows(engine, grad))
     return outputs[0].detach(), grads
+
+
+def _of_all_rows(engine: PolicyModel, grad: Tensor) -> Tensor:
+    """Return the gradient [1, T, h] of all rows of a pass from that of the rows of this process; 0
+    for the others.
+    """
+    if engine.context is None:
+        return grad
+    total = engine.context.size * grad.shape[1]
+    shard = TokenShard.of(engine.context, total, grad.device)
+    full = grad.new_zeros(1, total, grad.shape[2])
+    full[:, sent(shard.rows, grad.device)] = grad
+    return full
 
 
 def scores_or_logps(engine: PolicyModel, batch: MicroBatch) -> Tensor:

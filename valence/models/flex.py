@@ -53,7 +53,8 @@ class Visible:
         variant: FlexVariant = "flex",
     ) -> None:
         enter, leave, depth = sent(_columns(segments), device)
-        queries = sum(end - start for start, end, _, is_query in segments if is_query)
+        spans = sorted((start, end) for start, end, _, is_query in segments if is_query)
+        queries = sent(torch.cat([torch.arange(*span) for span in spans]), device)
         self.masks = {window: _mask(enter, leave, depth, queries, window) for window in windows}
         self.variant: FlexVariant = variant
 
@@ -178,13 +179,13 @@ def _columns(segments: SegmentTable) -> Tensor:
     return torch.stack([enter, leave, depth])
 
 
-def _mask(enter: Tensor, leave: Tensor, depth: Tensor, queries: int, window: int) -> BlockMask:
-    """Return the block mask of the last rows, ``queries`` in number.
+def _mask(enter: Tensor, leave: Tensor, depth: Tensor, queries: Tensor, window: int) -> BlockMask:
+    """Return the block mask of the rows queries[T_q].
 
     The minimum and maximum of the columns over a few rows determine in which blocks some pair is
     visible, and in which all pairs are, so that the mask of pairs is not evaluated there.
     """
-    query_enter, query_depth = (column[len(enter) - queries :] for column in (enter, depth))
+    query_enter, query_depth = (column[queries] for column in (enter, depth))
     unreached = query_depth - window
 
     # Only tensors: a compiled program is specialized to the numbers that its mask reads.
@@ -204,8 +205,8 @@ def _mask(enter: Tensor, leave: Tensor, depth: Tensor, queries: int, window: int
     parts = BLOCK // SUBBLOCK
     is_any = is_any.view(is_all.shape[0], parts, is_all.shape[1], parts).any(3).any(1)
     # Incomplete blocks at the end need the mask of pairs.
-    is_all[queries // BLOCK :] = is_all[:, len(enter) // BLOCK :] = False
-    lengths = queries, len(enter)
+    is_all[len(queries) // BLOCK :] = is_all[:, len(enter) // BLOCK :] = False
+    lengths = len(queries), len(enter)
     return BlockMask.from_kv_blocks(
         *_list_blocks(is_any & ~is_all), *_list_blocks(is_all), BLOCK, is_visible, lengths
     )

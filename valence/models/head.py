@@ -317,6 +317,9 @@ class TiledBackend:
         self, head: Head, hidden: Tensor, target: Tensor, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         weight, bias = head.local_weights
+        if not len(hidden) and not head.group:
+            logps = _logps_of_no_rows(hidden, weight, bias)
+            return logps, logps if entropy else None
         requires_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         result: Any = LinearLogProb.apply(
             hidden, weight, bias, target, head, self.kernels, entropy, requires_grad
@@ -382,13 +385,23 @@ class LigerBackend:
 
         weight, bias = head.local_weights
         if not len(hidden):  # Liger divides by the number of rows
-            return linear(hidden, weight[:1], None if bias is None else bias[:1]).squeeze(1), None
+            return _logps_of_no_rows(hidden, weight, bias), None
         if head.slope != 1.0:
             hidden, bias = hidden * head.slope, None if bias is None else bias * head.slope
         loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
             hidden, weight, target, bias, None, -100, 0.0, 0.0, "none"
         )
         return -loss, None
+
+
+def _logps_of_no_rows(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return an empty tensor with zero gradients: where processes share the tokens of a row, every
+    process must run backward through the head and the layers.
+    """
+    dtype = torch.promote_types(torch.float32, weight.dtype)
+    return linear(
+        hidden.to(dtype), weight[:1].to(dtype), None if bias is None else bias[:1].to(dtype)
+    ).squeeze(1)
 
 
 HEAD_BACKENDS: dict[str, HeadBackend] = {

@@ -145,8 +145,8 @@ def hidden_keys(block: Block, window: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """queries: rows of the queries. keys: rows of the keys on the path to the last query, of which
-    ``num_prefix_keys`` come before the first query.
+    """queries: numbers of the queries among the rows that are queries. keys: rows of the keys on
+    the path to the last query, of which ``num_prefix_keys`` come before the first query.
     """
 
     queries: list[int]
@@ -161,7 +161,7 @@ def make_runs(segments: SegmentTable) -> list[RowRun]:
     """Return the runs of a table. A run starts where a segment of queries does not follow its
     parent.
     """
-    first = min(start for start, _, _, is_query in segments if is_query)
+    numbers = _number_queries(segments)
     paths: list[list[int]] = []  # rows to the end of each segment
     runs: list[RowRun] = []
     run_of: dict[int, int] = {}  # last segment of each run -> index of the run
@@ -170,7 +170,7 @@ def make_runs(segments: SegmentTable) -> list[RowRun]:
         paths.append([*paths[parent], *rows] if parent >= 0 else list(rows))
         if not is_query:
             continue
-        queries = [row - first for row in rows]
+        queries = [numbers[k] + i for i in range(end - start)]
         follows_parent = parent in run_of and segments[parent][1] == start
         run_of[k] = run_of.pop(parent) if follows_parent else len(runs)
         if run_of[k] == len(runs):
@@ -219,6 +219,18 @@ def packed_runs(segments: SegmentTable, device: torch.device) -> PackedRuns:
             max_seqlen_q=max(map(len, queries)),
             max_seqlen_k=max(map(len, keys)),
         )
+
+
+def _number_queries(segments: SegmentTable) -> dict[int, int]:
+    """Return the number of the first query of each segment of queries, in the order of the rows."""
+    numbers: dict[int, int] = {}
+    total = 0
+    for k in sorted(range(len(segments)), key=lambda k: segments[k][0]):
+        start, end, _, is_query = segments[k]
+        if is_query:
+            numbers[k] = total
+            total += end - start
+    return numbers
 
 
 def _split_run(run: RowRun) -> list[RowRun]:

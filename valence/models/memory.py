@@ -37,7 +37,8 @@ class Split:
     the weights of a layer to run it. tensor: number of processes that split the matrix products of
     each layer (tensor parallelism). reshard: free the gathered weights of a layer between its
     forward and its backward pass. sync_every_micro_batch: sum gradients after each micro-batch, not
-    once per step. offload: keep the shards in the host's memory.
+    once per step. offload: keep the shards in the host's memory. context: number of processes that
+    share the tokens of a micro-batch (context parallelism).
     """
 
     ways: int = 1
@@ -45,6 +46,7 @@ class Split:
     reshard: bool = True
     sync_every_micro_batch: bool = True
     offload: bool = False
+    context: int = 1
 
     @property
     def single(self) -> bool:
@@ -155,7 +157,10 @@ def predict(
     unpacked = shape.hidden * max(shape.inner, shape.heads) * width if shape.quantized else 0
     recomputed = RECOMPUTED[checkpointing]
     inputs = 0 if checkpointing == "offloaded" else shape.layers * shape.hidden * stream
-    stored_keys = 2 * shape.layers * (shape.keys // split.tensor) * width if has_second_pass else 0
+    keys = 2 * (shape.keys // split.tensor) * width  # and values, of one layer
+    stored_keys = shape.layers * keys if has_second_pass else 0
+    # Attention saves the keys and values of all tokens, also those of other processes.
+    gathered_keys = 0 if split.context == 1 else shape.layers * keys
     copies_gradient = shape.full and not (device.type == "cpu" and split.single)
     memory = Memory(
         weights=stored + parameters * copies + unpacked + (0 if shape.full else trained * masters),
@@ -165,9 +170,18 @@ def predict(
         optimizer=int((trained * moments + extra_bytes) * (2 if width == 8 else 1)),
         head=_head(device),
         per_token=stored_keys
-        + int((1 - recomputed) * saved + recomputed * (inputs + saved / shape.layers)),
+        + int(_saved(saved, inputs, recomputed, shape.layers) / split.context)
+        + int(_saved(gathered_keys, 0, recomputed, shape.layers)),
     )
     return memory if split.ways == 1 else _sharded(memory, shape, split, width)
+
+
+def _saved(layers: float, inputs: float, recomputed: float, num_layers: int) -> float:
+    """Return the bytes saved for the backward pass, if a fraction of the layers runs again there.
+
+    layers: bytes that all layers save. inputs: bytes of their inputs.
+    """
+    return (1 - recomputed) * layers + recomputed * (inputs + layers / num_layers)
 
 
 def add_value_model(memory: Memory, uncompiled: Memory, shape: Shape, width: int) -> Memory:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,12 @@ from valence.models.attention import (
     layout_inputs,
 )
 from valence.models.checkpointing import Checkpointing
+from valence.models.context import (
+    ContextGroup,
+    TokenShard,
+    padded_length,
+    shard_table,
+)
 from valence.models.flex import BLOCK
 from valence.models.gradients import write_embedding_gradients
 from valence.models.head import (
@@ -46,6 +52,34 @@ _RowOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 CPU_TOKEN_MULTIPLE = 16
 
 
+class LocalStates(NamedTuple):
+    """Hidden states [n, h] of rows of a micro-batch.
+
+    place[T]: the place of each row's state, -1 if another process has it; None: the states are
+    those of all rows.
+    """
+
+    states: Tensor
+    place: Tensor | None = None
+
+    def at(self, rows: Tensor) -> tuple[Tensor, Tensor | slice]:
+        """Return the states of those of these rows that this process has, and which of them these
+        are.
+        """
+        if self.place is None:
+            return self.states[rows], slice(None)
+        place = self.place[rows]
+        is_local = place >= 0
+        return self.states[place[is_local]], is_local
+
+
+def local_states(states: Tensor, rows: Tensor, total: int) -> LocalStates:
+    """Return the hidden states [n, h] of rows[n] of a micro-batch of ``total`` rows."""
+    place = torch.full((total,), -1, device=states.device)
+    place[rows] = torch.arange(len(rows), device=states.device)
+    return LocalStates(states, place)
+
+
 class PolicyModel(nn.Module):
     """A causal language model that returns the log-probabilities of given tokens.
 
@@ -66,7 +100,9 @@ class PolicyModel(nn.Module):
     is_sharded = False
     """Whether the weights are split over processes, which then run each forward together."""
     is_tensor_parallel = False
-    """Whether other processes take part in the forward of this process's rows."""
+    """Whether other processes compute a part of each product of this process's rows."""
+    context: ContextGroup | None = None
+    """The processes that share the tokens of a micro-batch; None: this process has all of them."""
     compute_device: torch.device | None = None
     """The device of the computation, if the weights are stored on another one."""
     temperature: float
@@ -121,6 +157,11 @@ class PolicyModel(nn.Module):
             f"{'prefix tree' if self.packs else 'one by one'}"
             f"{' compiled' if self.compiled else ''}{temperature}{head}{attention}"
         )
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether other processes take part in the forward of this process's rows."""
+        return self.is_tensor_parallel or self.context is not None
 
     @property
     def causal(self) -> Any:
@@ -241,11 +282,11 @@ class PolicyModel(nn.Module):
             hidden = self._hidden(batch, balance)
             head = Head.of(
                 self.causal,
-                rounds_to_bfloat16=(self.compute or hidden.dtype) == torch.bfloat16,
+                rounds_to_bfloat16=(self.compute or hidden.states.dtype) == torch.bfloat16,
                 temperature=self.temperature,
                 backend=self.requested_head_backend,
             )
-            self.head_backend = choose_head_backend(head, hidden, "entropy" in want)
+            self.head_backend = choose_head_backend(head, hidden.states, "entropy" in want)
             critic = self.critic if "value" in want else None
             critic_hidden = (
                 hidden if critic is None or critic.trunk is None else critic.trunk.states(batch)
@@ -254,16 +295,24 @@ class PolicyModel(nn.Module):
                 rows = batch.part(requires_grad=requires_grad).scored
                 previous = batch.previous[rows]
                 with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
-                    states = hidden[previous]
+                    states, is_local = hidden.at(previous)
+                    rows = rows[is_local]
                     squares = head.sum_sq(states) if "sum_sq" in want else None
-                    value = None if critic is None else critic(critic_hidden[previous])
+                    value = None if critic is None else critic(critic_hidden.at(previous)[0])
                     logps = head(states, batch.tokens[rows], "entropy" in want)
                     outputs.append((rows, *logps, squares, value))
-        return _scatter(batch, outputs)
+        out = _scatter(batch, outputs)
+        if self.context is None:
+            return out
+        columns = (None if x is None else self.context.sum(x) for x in (out.logp, out.entropy))
+        logp, entropy = columns
+        assert logp is not None
+        sum_sq = None if out.sum_sq is None else self.context.sum(out.sum_sq)
+        return PolicyOutput(logp, entropy, sum_sq)
 
-    def states(self, batch: MicroBatch, balance: RouterBalance | None = None) -> Tensor:
-        """Return the decoder's last hidden states [T, h], packed. balance: accumulates how the
-        tokens are routed.
+    def states(self, batch: MicroBatch, balance: RouterBalance | None = None) -> LocalStates:
+        """Return the decoder's last hidden states of the rows of this process, packed. balance:
+        accumulates how the tokens are routed.
         """
         with self.autocast():
             return self._hidden(batch, balance)
@@ -280,8 +329,8 @@ class PolicyModel(nn.Module):
                 balance.add(outputs.router_logits, torch.ones(len(tokens), device=tokens.device))
             return outputs.last_hidden_state[0]
 
-    def _hidden(self, batch: MicroBatch, balance: RouterBalance | None = None) -> Tensor:
-        """Return the decoder's last hidden states [T, h].
+    def _hidden(self, batch: MicroBatch, balance: RouterBalance | None = None) -> LocalStates:
+        """Return the decoder's last hidden states.
 
         Rows that belong only to sequences without a gradient run in a second pass without one, and
         attend to the keys and values of the first pass. A few of them are computed in the first
@@ -291,36 +340,52 @@ class PolicyModel(nn.Module):
         routing = None if balance is None else (balance, token_weights(batch))
         with torch.set_grad_enabled(grad):
             if not grad or all(batch.requires_grad):
-                return self._decoded(
-                    batch.tokens, batch.position_ids, segment_table(batch.segments), routing
-                )
-            padded_length = partial(padded_size, device=self.device.type)
+                return self._all_decoded(batch, routing)
             split = split_by_gradient(
                 batch.segments,
                 [batch.path(leaf) for leaf in batch.leaves],
                 batch.requires_grad,
-                padded_length,
+                self._padded,
             )
             if len(split.no_grad_rows) <= self.max_joint_rows:
-                return self._decoded(
-                    batch.tokens, batch.position_ids, segment_table(batch.segments), routing
-                )
+                return self._all_decoded(batch, routing)
             first_rows = sent(split.grad_rows, self.device)
             second_rows = sent(split.no_grad_rows, self.device)
-            memory = KeyValueMemory(padded_length(len(first_rows)))
+            memory = KeyValueMemory(self._padded(len(first_rows)))
             with key_value_memory(memory, is_reading=False):
                 first_routing = None if routing is None else (routing[0], routing[1][first_rows])
-                first = self._decoded(
+                first, first_places = self._decoded(
                     batch.tokens[first_rows],
                     batch.position_ids[first_rows],
                     split.grad_table,
                     first_routing,
                 )
             with torch.no_grad(), key_value_memory(memory, is_reading=True):
-                second = self._decoded(
+                second, second_places = self._decoded(
                     batch.tokens[second_rows], batch.position_ids[second_rows], split.no_grad_table
                 )
-            return torch.cat([first, second])[torch.cat([first_rows, second_rows]).argsort()]
+            states = torch.cat([first, second])
+            if first_places is None or second_places is None:
+                return LocalStates(states[torch.cat([first_rows, second_rows]).argsort()])
+            rows = torch.cat([first_rows[first_places], second_rows[second_places]])
+            return local_states(states, rows, len(batch.tokens))
+
+    def _all_decoded(
+        self, batch: MicroBatch, routing: tuple[RouterBalance, Tensor] | None
+    ) -> LocalStates:
+        """Return the hidden states of all rows of a micro-batch, from one pass."""
+        table = segment_table(batch.segments)
+        states, rows = self._decoded(batch.tokens, batch.position_ids, table, routing)
+        if rows is None:
+            return LocalStates(states)
+        return local_states(states, rows, len(batch.tokens))
+
+    def _padded(self, tokens: int) -> int:
+        """Return the number of rows of a pass after padding."""
+        pad = partial(padded_size, device=self.device.type)
+        if self.context is None:
+            return pad(tokens)
+        return padded_length(tokens, self.context.size, pad)
 
     def _decoded(
         self,
@@ -328,16 +393,18 @@ class PolicyModel(nn.Module):
         pos: Tensor,
         prefix_tree: Tensor,
         routing: tuple[RouterBalance, Tensor] | None = None,
-    ) -> Tensor:
-        """Return hidden states [T, h] of tokens[T] at positions pos[T]. prefix_tree: the segment
-        table of ``layout.py``. routing: accumulates how the tokens are routed, with their weights
-        [T].
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states [n, h] of tokens[T] at positions pos[T], and which tokens [n] they
+        are of; None: of all.
+
+        prefix_tree: the segment table of ``layout.py``. routing: accumulates how the tokens are
+        routed, with their weights [T].
         """
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         count = len(tokens)
         # Products of round sizes are faster, and compiled programs get few shapes. The padding is a
         # separate sequence.
-        padding = padded_size(count, self.device.type) - count
+        padding = self._padded(count) - count
         if padding:
             end = int(prefix_tree[:, 1].max())
             prefix_tree = torch.cat(
@@ -345,8 +412,16 @@ class PolicyModel(nn.Module):
             )
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             pos = torch.cat([pos, pos.new_zeros(padding)])
-        options = layout_inputs(prefix_tree, self._windows, self.device, self.attention_backend)
-        options |= _router_outputs(routing)
+        options: dict[str, Any] = _router_outputs(routing)
+        rows: Tensor | None = None
+        if self.context is not None:
+            shard = TokenShard.of(self.context, len(tokens), self.device)
+            prefix_tree = shard_table(prefix_tree, shard)
+            rows = sent(shard.rows, self.device)
+            tokens, pos = tokens[rows], pos[rows]
+            options["shard"] = shard
+            rows = rows[: int((shard.rows < count).sum())]  # padding comes last
+        options |= layout_inputs(prefix_tree, self._windows, self.device, self.attention_backend)
         # Without a mask, transformers would derive one from the positions, and block on the device.
         mask = torch.ones_like(tokens[None])
         outputs = decoder(
@@ -360,7 +435,7 @@ class PolicyModel(nn.Module):
         if routing is not None:
             balance, weights = routing
             balance.add(outputs.router_logits, weights)
-        return outputs.last_hidden_state[0, :count]
+        return outputs.last_hidden_state[0, : count if rows is None else len(rows)], rows
 
     @property
     def _windows(self) -> tuple[int, ...]:

@@ -51,9 +51,14 @@ class Scorer(PolicyModel):
         """Ascending theta[levels - 1]: a level is at most k with probability sigmoid(theta_k -
         score).
         """
-        if self.cuts is None:
+        cuts: Tensor | None = self.cuts
+        if cuts is None:
             return None
-        return torch.cat([self.cuts[:1], self.cuts[:1] + softplus(self.cuts[1:]).cumsum(0)])
+        if self.context is not None and self.context.rank:
+            # They do not depend on tokens: processes that share tokens would each add the whole
+            # gradient.
+            cuts = cuts.detach()
+        return torch.cat([cuts[:1], cuts[:1] + softplus(cuts[1:]).cumsum(0)])
 
     def forward(self, batch: MicroBatch, want: Collection[str] = ()) -> PolicyOutput:
         """Return the scores [S, A] of all sequences; those with requires_grad have a gradient.
@@ -63,7 +68,12 @@ class Scorer(PolicyModel):
         balance = self._router_balance(want)
         if self.packs:
             ends = torch.tensor([batch.segments[leaf][1] - 1 for leaf in batch.leaves])
-            score = self._head(self.states(batch, balance)[sent(ends, self.device)])
+            states, is_local = self.states(batch, balance).at(sent(ends, self.device))
+            score = self._head(states)
+            if self.context is not None:
+                assert isinstance(is_local, Tensor)
+                zeros = score.new_zeros(batch.sequences, score.shape[1])
+                score = self.context.sum(zeros.index_put((is_local.nonzero()[:, 0],), score))
         else:
             states = (
                 self.states_alone(batch.tokens[path], balance if batch.requires_grad[s] else None)

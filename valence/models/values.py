@@ -36,13 +36,13 @@ def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> 
         )
     if policy.critic is not None:
         raise UserError("the policy already has a critic", code="value-head-exists", where="value")
-    if policy.is_sharded or policy.is_tensor_parallel:
+    if policy.is_sharded or policy.shares_rows:
         raise UserError(
-            "values are not supported with weights or products split over processes",
+            "values are not supported with weights, products or tokens split over processes",
             code="value-head-unsupported",
             where="parallel",
-            fix="set parallel.shard: off and parallel.tensor: 1, or use a method without "
-            "values, such as rloo",
+            fix="set parallel.shard: off, parallel.tensor: 1 and parallel.context: 1, or use a "
+            "method without values, such as rloo",
         )
     policy.critic = Critic(policy, _trunk(policy) if trunk == "separate" else None).train(
         policy.training

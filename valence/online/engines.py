@@ -275,7 +275,7 @@ class ServerEngine:
 
     def _measure(self, pairs: Sequence[Pair], temperature: float) -> list[list[float]]:
         """The policy's log-probability of each token of each completion (nats)."""
-        if self._state.has_split_weights:
+        if self._state.has_split_weights or self._policy.context is not None:
             self._ask("measure", [[list(part) for part in pair] for pair in pairs], temperature)
         return self._measure_together(pairs, temperature)
 

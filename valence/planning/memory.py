@@ -15,7 +15,7 @@ from torch import nn
 
 from valence.config.schema import Recipe
 from valence.data.targets import ONE
-from valence.distributed.process_group import Group
+from valence.distributed.process_group import Group, check_split
 from valence.errors import UserError
 from valence.models.adapters import starts_at_base, unsplittable
 from valence.models.build import DTYPES
@@ -64,20 +64,15 @@ def choose_split(
     Raises UserError if the optimizer, the compiler or the device does not support the split.
     """
     parallel = recipe.parallel
-    if size % parallel.tensor:
-        raise UserError(
-            f"{size} processes are not a multiple of {parallel.tensor}",
-            code="tensor-size-mismatch",
-            where="parallel.tensor",
-            fix=f"set --nproc to a multiple of {parallel.tensor}, or parallel.tensor to 1",
-        )
+    check_split(size, parallel.tensor, "tensor")
+    check_split(size, parallel.context, "context")
     ways = size // parallel.tensor
     if parallel.shard == "auto":
         shards = ways > 1 and (not fits() if before is None else before)
     else:
         shards = parallel.shard == "full"
     if not shards or ways == 1:
-        split = Split(tensor=parallel.tensor)
+        split = Split(tensor=parallel.tensor, context=parallel.context)
     else:
         sync_every_micro_batch = (
             trains_all_weights(recipe)
@@ -90,6 +85,7 @@ def choose_split(
             reshard=parallel.reshard,
             sync_every_micro_batch=sync_every_micro_batch,
             offload=parallel.offload,
+            context=parallel.context,
         )
     if split.single:
         return split
@@ -313,7 +309,8 @@ def fits_on_one_device(
     """Whether each of the processes, with ``free`` bytes, can hold all weights and train them."""
     requested = prepared.recipe.train.micro_batch_tokens
     tokens = MIN_TOKENS if requested == "auto" else requested
-    split = Split(tensor=prepared.recipe.parallel.tensor)
+    parallel = prepared.recipe.parallel
+    split = Split(tensor=parallel.tensor, context=parallel.context)
     memory = memory_of(prepared, shape, device, split, processes=processes)
     return free is None or memory.total(tokens) <= MARGIN * free
 

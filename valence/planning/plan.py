@@ -82,7 +82,7 @@ class Plan:
     @property
     def dealt(self) -> int:
         """Number of processes that train on different rows."""
-        return self.processes // self.split.tensor
+        return self.processes // self.split.tensor // self.split.context
 
     @cached_property
     def micro_batch_tokens(self) -> int:
@@ -93,7 +93,7 @@ class Plan:
         requested = self.prepared.recipe.train.micro_batch_tokens
         if requested != "auto":
             return requested
-        tokens = MAX_TOKENS[self.device.type]
+        tokens = MAX_TOKENS[self.device.type] * self.split.context
         while (
             self.free is not None
             and tokens > MIN_TOKENS
@@ -259,7 +259,8 @@ class Plan:
             return None
         rows, prompt, new = rollouts
         recipe = self.prepared.recipe
-        batches = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * self.dealt))
+        samplers = self.processes // self.split.tensor
+        batches = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * samplers))
         return batches * speed.sampling(
             self.shape, rows, prompt, new, self.device, sampled_in(recipe, self.device)
         )
@@ -311,7 +312,7 @@ def make_plan(
         )
         compiled = (
             pays_to_compile(prepared, shape.parameters, device, group.size)
-            if split.single
+            if split.single and split.context == 1
             else False
         )
         mode = checkpointing or choose_checkpointing(
@@ -382,7 +383,9 @@ def planned_server_share(prepared: Prepared, policy: PolicyModel, processes: int
     spec = recipe.model
     bare = layers_of(prepared, policy.causal)
     shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
-    split = Split(processes if policy.is_sharded else 1, recipe.parallel.tensor)
+    parallel = recipe.parallel
+    ways = processes if policy.is_sharded else 1
+    split = Split(ways, parallel.tensor, context=parallel.context)
     memory = memory_of(prepared, shape, device, split)
     memory = replace(memory, server=SLEEPING_SERVER if server.is_shared else 0)
     return server_share(recipe, server, memory, device)
@@ -571,7 +574,8 @@ def _describe_split(plan: Plan) -> list[str]:
         f"1/{split.ways} of {weights}, their gradients and moments" if split.ways > 1 else weights
     )
     auto = " (parallel.shard: auto)" if plan.prepared.recipe.parallel.shard == "auto" else ""
-    return [f"{plan.processes} processes: each holds {held}{auto}"]
+    shared = "" if split.context == 1 else f"; {split.context} share each row (parallel.context)"
+    return [f"{plan.processes} processes: each holds {held}{auto}{shared}"]
 
 
 def _num_rows(units: Sequence[TokenizedExample]) -> NDArray[np.int64]:

@@ -153,6 +153,11 @@ class Objective:
     shift: stats.RewardShift = field(default_factory=stats.RewardShift)
     router_aux_loss: float = 0.0
 
+    @property
+    def gradient_group(self) -> Group:
+        """The processes whose gradients add up: those with other rows or other tokens."""
+        return self.group if self.policy.context is None else self.policy.context.replicas
+
     def run(
         self,
         examples: Sequence[TokenizedExample],
@@ -370,7 +375,7 @@ class Objective:
             batch = batches.local[k] if k < len(batches.local) and failure is None else None
             place = self.group.collective("a micro-batch") if is_sharded else nullcontext()
             try:
-                with final_out_of_memory(self.policy.is_tensor_parallel or is_sharded), place:
+                with final_out_of_memory(self.policy.shares_rows or is_sharded), place:
                     if batch is not None:
                         results.append(run(batch))
                     elif is_sharded and batches.dummy is not None:
@@ -734,8 +739,8 @@ def optimizer_step(
 
     # Clip and update.
     with final_out_of_memory(objective.group.size > 1):
-        objective.group.reduce_gradients(parameters)
-        norm = objective.group.norm(parameters)
+        objective.gradient_group.reduce_gradients(parameters)
+        norm = objective.gradient_group.norm(parameters)
         if clip_norm is not None:
             clip_gradients(parameters, clip_norm, norm)
     # The only place in a step that waits for the device.

@@ -1,0 +1,1 @@
+"""Activations of processes that share the tokens of a row."""
