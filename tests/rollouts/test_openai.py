@@ -115,7 +115,7 @@ def test_refusals(server: Completions) -> None:
 
 def test_the_key_is_sent(server: Completions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    assert generator(server).client.headers == {"Authorization": "Bearer secret"}
+    assert generator(server).pool.clients[0].headers == {"Authorization": "Bearer secret"}
 
 
 def test_it_has_weights_of_its_own(server: Completions) -> None:

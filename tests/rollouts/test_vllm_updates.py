@@ -137,7 +137,7 @@ def test_an_update_waits_for_no_answer_and_no_answer_for_it(
         updated.wait(60)
 
     fake.on["/inference/v1/generate"] = answer_after_the_update
-    sampler.client.timeout = 60.0
+    sampler.pool.clients[0].timeout = 60.0
     rows: list[Any] = []
     thread = threading.Thread(target=lambda: rows.extend(sampler.generate(PROMPTS, 1, Sampling())))
     thread.start()

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class Fake:
     It can hang, fail and forget.
 
     State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop,
-    or return the reply. ``stopped``: set once it serves no longer.
+    or return the reply. ``stopped``: set once it serves no longer. ``kill``: closes all its
+    sockets, as the end of a process would.
     """
 
     def __init__(self) -> None:
@@ -50,6 +52,7 @@ class Fake:
         self.on: dict[str, Callable[[Any], Reply | None]] = {}
         self.url = ""
         self.stopped = threading.Event()
+        self.kill: Callable[[], None] = lambda: None
 
     def hang(self, body: Any) -> None:
         """Never answers, for ``on``."""
@@ -204,7 +207,17 @@ class Drop(Exception):
 def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
     """Runs it; port 0: one that is free."""
 
+    connections: set[socket.socket] = set()
+
     class Handler(BaseHTTPRequestHandler):
+        def setup(self) -> None:
+            connections.add(self.request)
+            super().setup()
+
+        def finish(self) -> None:
+            connections.discard(self.request)
+            super().finish()
+
         def _any(self) -> None:
             raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             try:
@@ -234,6 +247,15 @@ def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01), daemon=True)
     thread.start()
     fake.url = f"http://127.0.0.1:{server.server_port}"
+
+    def kill() -> None:
+        server.shutdown()
+        server.server_close()
+        for connection in list(connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    fake.kill = kill
     try:
         yield fake
     finally:

@@ -655,8 +655,8 @@ class Rollout(Section):
     """Sampling engine. hf: this process. vllm: a vLLM server, which receives the current weights.
     openai: any server with OpenAI's completions API; its weights are not updated.
     """
-    url: Text | None = None
-    """Address of the server."""
+    url: list[Text] | Text | None = None
+    """Address of the server, or a list of addresses of servers that share the prompts."""
     start: bool = False
     """Start a vLLM server for the run, and stop it at the end."""
     python: Text | None = None
@@ -717,6 +717,11 @@ class Rollout(Section):
     def uses_server(self) -> bool:
         return self.engine != "hf"
 
+    @property
+    def urls(self) -> list[str]:
+        """The addresses of servers that are running already."""
+        return [self.url] if isinstance(self.url, str) else self.url or []
+
     def issues(self) -> Iterator[Issue]:
         of_start = "python", "devices", "memory_share"
         of_vllm = (
@@ -744,6 +749,12 @@ class Rollout(Section):
         elif self.url is not None:
             yield conflict(
                 "start", "a server that Valence starts gets an address", "remove rollout.url"
+            )
+        if self.transport == "ipc" and len(self.urls) > 1:
+            yield conflict(
+                "transport",
+                "ipc sends weights to one server, on the GPU of the process that sends them",
+                "set another transport, or a single rollout.url",
             )
         if self.sleep is True and self.ahead:
             yield conflict(

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import Event
@@ -21,6 +22,7 @@ from valence.distributed.process_group import Group, SingleProcess, ignore
 from valence.models.adapters import has_adapter, largest_rank, save_adapter
 from valence.models.shape import shape_of, skeleton_of
 from valence.rollouts import Sampling
+from valence.rollouts.client import ServerGone
 from valence.rollouts.protocol import Named, Pair, Served
 from valence.rollouts.servers import Placement, Server, absolute_model, place_server
 from valence.rollouts.transports import narrow
@@ -41,7 +43,7 @@ Completions = list[list[Completion]]
 class RolloutEngine(Protocol):
     """Samples completions of the prompts of a run.
 
-    is_server: rank 0 asks a server for all of them; else each process samples some. at_once:
+    is_server: rank 0 asks servers for all of them; else each process samples some. at_once:
     completions per batch, if this process decides.
     """
 
@@ -78,8 +80,10 @@ class RolloutEngine(Protocol):
 
 
 class ServerEngine:
-    """Samples from a server. Before that it sends the policy's weights if they have changed, to a
-    server that accepts any.
+    """Samples from servers. Before that it sends the policy's weights if they have changed, to
+    servers that accept any.
+
+    Rank 0 asks all servers for the completions of all processes: it alone knows which have arrived.
 
     Weights that are split over processes are gathered one tensor at a time, which takes all
     processes: inside ``phase`` the others do what rank 0 asks for.
@@ -204,7 +208,23 @@ class ServerEngine:
             agreed=self._has_agreed,
             adapter=has_adapter(policy.model),
         )
-        check(self.generator, prompts, sampling, self._measure, self._mismatch, evidence=evidence)
+        servers = cast("VLLMGenerator", self.generator).split_by_server()
+        lost: list[ServerGone] = []
+        for server in servers:
+            url = server.pool.clients[0].url if len(self.rollout.urls) > 1 else ""
+            try:
+                check(
+                    server,
+                    prompts,
+                    sampling,
+                    self._measure,
+                    self._mismatch,
+                    evidence=replace(evidence, url=url),
+                )
+            except ServerGone as error:  # the others do without it until it is back
+                lost.append(error)
+        if len(lost) == len(servers):
+            raise lost[0]
         self._has_agreed = True
 
     @cached_property
@@ -222,6 +242,8 @@ class ServerEngine:
 
     def _weights(self) -> Named:
         """All weights of the policy, full tensors one by one."""
+        if self._policy.device.type == "cuda":
+            torch.cuda.set_device(self._policy.device)  # this may be a thread
         if not self._state.has_split_weights:
             return self._policy.causal.named_parameters()
         dtype = self.generator.weight_dtype if isinstance(self.generator, VLLMGenerator) else None
@@ -300,7 +322,7 @@ class ServerEngine:
 
     @cached_property
     def generator(self) -> Served:
-        """The client of the server. Starts the server: only a process that asks it calls this."""
+        """The client of the servers. Starts a server: only a process that asks it calls this."""
         rollout, encoder = self.rollout, self._prepared.encoder
         options: dict[str, Any] = {
             "end_ids": encoder.end_ids,
@@ -313,15 +335,15 @@ class ServerEngine:
             return cast(
                 "Served",
                 OpenAIGenerator(
-                    rollout.url or "", encoder.tokenizer, prefix=encoder.vocab.prefix, **options
+                    rollout.urls, encoder.tokenizer, prefix=encoder.vocab.prefix, **options
                 ),
             )
         if rollout.start:
             self.server = self._start()
             options["revive"] = self.server.revive
-        url = rollout.url or (self.server.url if self.server else "")
+        urls = [self.server.url] if self.server else rollout.urls
         transfer = self._transfer(self._transfer_name)
-        return VLLMGenerator(url, transfer, encoder.tokenizer, **options)
+        return VLLMGenerator(urls, transfer, encoder.tokenizer, **options)
 
     @cached_property
     def _placement(self) -> Placement | None:

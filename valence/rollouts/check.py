@@ -31,7 +31,7 @@ class Evidence:
     read, trainer_read: log-probabilities of the same tokens at temperature 1, by the server as part
     of a prompt, without its prefix cache, and by the trainer. dtypes: of the trainer and the
     server. tied: the output head shares the embeddings' weights. agreed: an earlier version was the
-    same. adapter: an adapter is sent.
+    same. adapter: an adapter is sent. url: address of the server, if there are several.
     """
 
     temperature: float = 1.0
@@ -41,6 +41,7 @@ class Evidence:
     tied: bool = False
     agreed: bool = False
     adapter: bool = False
+    url: str = ""
 
 
 def check(
@@ -96,7 +97,7 @@ def compare(
         f"the server's log-probabilities differ from the trainer's by {mean:.3g} nats per token "
         f"(maximum {worst:.3g}). {cause}",
         code="rollout-logps-mismatch",
-        where="rollout.max_mismatch",
+        where=f"rollout.max_mismatch{evidence.url and f' ({evidence.url})'}",
         fix=fix,
     )
 

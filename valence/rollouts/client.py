@@ -1,8 +1,7 @@
-"""HTTP client of a model server: time limits, retries after the server was lost, and many requests
-at the same time.
+"""HTTP client of one model server: time limits, and waiting for a server that was lost.
 
 Every request ends in one of three ways: a reply, ``ServerLost`` (the server may come back, so that
-``retry`` and ``post_all`` wait for it and repeat the request), or UserError (waiting is useless).
+``ServerPool`` repeats the request there or on another server), or UserError (waiting is useless).
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,17 +28,25 @@ MAX_PAUSE = 20.0
 """Maximum pause before a healthy server is asked again, in seconds."""
 MAX_LOSSES = 3
 """Maximum number of consecutive losses of a server without any reply."""
+MAX_IDLE_CONNECTIONS = 256
+"""Maximum number of idle connections to a server while many requests are posted."""
 LOST = (429, 502, 503, 504)
 """Statuses of a server, or of its proxy, that is unavailable or overloaded."""
-
-MakeBodies = Callable[[Collection[int]], Mapping[int, object]]
-"""Makes the requests of some positions."""
-HandleReply = Callable[[int, Any], object]
-"""Receives a position and its reply. May raise ServerLost: the request is repeated."""
 
 
 class ServerLost(Exception):
     """The server cannot be reached, or is not healthy. It may come back."""
+
+
+class ServerGone(UserError):
+    """The server is not asked again: it did not come back in time, or is lost again and again."""
+
+    def __init__(self, where: str, message: str, fix: str) -> None:
+        super().__init__(message, code="rollout-server-lost", where=where, fix=fix)
+
+
+class ServerHangs(UserError):
+    """The server accepted a request and replies to nothing."""
 
 
 class RequestRefused(UserError):
@@ -75,9 +81,8 @@ class ServerClient:
     """One server.
 
     timeout: seconds for one request, and to wait for a lost server. key: its bearer
-    token. health: a route with status 200 while the server is healthy. is_lost: further replies
-    of a lost server. max_losses: see ``MAX_LOSSES``. revive: starts the server
-    again. log: receives a message for every wait.
+    token. health: a route with status 200 while the server is healthy. is_lost: further replies to
+    ``post`` of a lost server. max_losses: see ``MAX_LOSSES``. revive: starts the server again.
     """
 
     def __init__(
@@ -90,10 +95,9 @@ class ServerClient:
         is_lost: Callable[[httpx.Response], bool] = lambda response: False,
         max_losses: int = MAX_LOSSES,
         revive: Callable[[], None] | None = None,
-        log: Callable[[str], None] = ignore_message,
     ) -> None:
         self.url, self.timeout, self.health = server_root(url), timeout, health
-        self.is_lost, self.max_losses, self.revive, self.log = is_lost, max_losses, revive, log
+        self.is_lost, self.max_losses, self.revive = is_lost, max_losses, revive
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         # no keep-alive: servers close connections after an error, and the next request would fail
         with as_the_environment_says(self.url):
@@ -105,11 +109,21 @@ class ServerClient:
                 **routes(self.url),
             )
 
+    def connect(self) -> httpx.AsyncClient:
+        """A client for many requests at the same time; they have their own time limit."""
+        return httpx.AsyncClient(
+            base_url=self.url,
+            headers=self.headers,
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=MAX_IDLE_CONNECTIONS
+            ),
+            **routes(self.url),
+        )
+
     def close(self) -> None:
         """Close connections."""
         self._client.close()
-
-    # One request
 
     def get(self, path: str, *, seconds: float | None = None) -> Any:
         """The reply to a GET, parsed as JSON. Raises ServerLost or UserError."""
@@ -117,7 +131,18 @@ class ServerClient:
 
     def post(self, path: str, body: object = None) -> Any:
         """The reply to a POST of JSON, parsed as JSON. Raises ServerLost or UserError."""
-        return self._parse(path, self._request("POST", path, body, None))
+        return self._parse(path, self._check_lost(path, self._request("POST", path, body, None)))
+
+    async def post_async(self, http: httpx.AsyncClient, path: str, body: object) -> Any:
+        """``post`` for many requests at the same time. http: from ``connect``."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                response = await http.post(path, json=body)
+        except TimeoutError as error:
+            raise await asyncio.to_thread(self.timeout_error, path, self.timeout) from error
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        return self._parse(path, self._check_lost(path, response))
 
     def send(self, path: str, body: object = None, *, seconds: float | None = None) -> None:
         """A POST without a reply to read. Raises ServerLost or UserError."""
@@ -133,6 +158,12 @@ class ServerClient:
             raise self.timeout_error(path, self.timeout if seconds is None else seconds) from error
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
+
+    def _check_lost(self, path: str, response: httpx.Response) -> httpx.Response:
+        if self.is_lost(response):
+            status, text = response.status_code, response.text[:300]
+            raise ServerLost(f"{self.url}{path}: status {status}: {text}")
+        return response
 
     def _check_status(self, path: str, response: httpx.Response) -> None:
         status = response.status_code
@@ -158,21 +189,24 @@ class ServerClient:
 
     def timeout_error(self, path: str, seconds: float) -> UserError:
         """The error of a request without a reply, depending on whether the server is healthy."""
+        where = self.url + path
         if self.is_healthy():
-            code = "rollout-server-slow"
-            reason = f"no reply within {seconds:g} s, although the server is healthy"
-            fix = (
-                "raise rollout.timeout, or lower rollout.max_new_tokens or rollout.num_rollouts; "
-                "the server's log shows its load"
+            return UserError(
+                f"no reply within {seconds:g} s, although the server is healthy",
+                code="rollout-server-slow",
+                where=where,
+                fix="raise rollout.timeout, or lower rollout.max_new_tokens or "
+                "rollout.num_rollouts; the server's log shows its load",
             )
-        else:
-            code = "rollout-server-hangs"
-            reason = (
-                f"the server does not respond: no reply within {seconds:g} s, and none from "
-                f"{self.url}{self.health}"
-            )
-            fix = "read the end of its log and restart it, then rerun the same command to resume"
-        return UserError(reason, code=code, where=self.url + path, fix=fix)
+        return ServerHangs(
+            f"the server does not respond: no reply within {seconds:g} s, and none from "
+            f"{self.url}{self.health}",
+            code="rollout-server-hangs",
+            where=where,
+            fix="read the end of its log and restart it, then rerun the same command to resume",
+        )
+
+    # Health
 
     def is_healthy(self) -> bool:
         try:
@@ -180,124 +214,37 @@ class ServerClient:
         except httpx.HTTPError:
             return False
 
-    # Retries
+    async def is_healthy_async(self, http: httpx.AsyncClient) -> bool:
+        try:
+            return (await http.get(self.health, timeout=HEALTH_SECONDS)).status_code == 200
+        except httpx.HTTPError:
+            return False
 
-    def retry(self, work: Callable[[], Any]) -> Any:
-        """The result of ``work``, which is repeated after a loss of the server."""
-        num_losses = 0
-        while True:
-            try:
-                return work()
-            except ServerLost as error:
-                num_losses += 1
-                self._recover(error, num_losses)
+    async def wait_until_healthy(
+        self, http: httpx.AsyncClient, error: Exception, num_losses: int
+    ) -> None:
+        """Block until the server, which was lost because of ``error``, is healthy.
 
-    def _recover(self, error: ServerLost, num_losses: int) -> None:
-        """Block until the server is healthy.
-
-        Raises UserError if that takes longer than ``timeout``, or after ``max_losses`` in a row.
+        Raises ServerGone if that takes longer than ``timeout``, or after ``max_losses`` in a row.
         """
         if num_losses >= self.max_losses:
-            raise UserError(
+            raise ServerGone(
+                self.url,
                 f"the connection to the server was lost {num_losses} times in a row ({error})",
-                code="rollout-server-lost",
-                where=self.url,
-                fix="read the server's log",
+                "read the server's log",
             ) from error
-        self.log(f"{error}; waiting for the server")
-        if self.revive is not None and not self.is_healthy():
-            self.revive()
+        if self.revive is not None and not await self.is_healthy_async(http):
+            await asyncio.to_thread(self.revive)
         deadline = time.monotonic() + self.timeout
-        time.sleep(backoff(num_losses - 1, POLL_SECONDS, MAX_PAUSE, draw_jitter))
-        while not self.is_healthy():
+        await asyncio.sleep(backoff(num_losses - 1, POLL_SECONDS, MAX_PAUSE, draw_jitter))
+        while not await self.is_healthy_async(http):
             if time.monotonic() > deadline:
-                raise UserError(
+                raise ServerGone(
+                    self.url,
                     f"the server is still unavailable after {self.timeout:g} s ({error})",
-                    code="rollout-server-lost",
-                    where=self.url,
-                    fix="check the address and the end of the server's log, or raise "
-                    "rollout.timeout",
+                    "check the address and the end of the server's log, or raise rollout.timeout",
                 )
-            time.sleep(POLL_SECONDS)
-
-    # Many requests
-
-    def post_all(
-        self,
-        route: str,
-        positions: Collection[int],
-        make_bodies: MakeBodies,
-        handle: HandleReply,
-        concurrency: int,
-    ) -> None:
-        """Post a request for every position, ``concurrency`` at a time, until all are handled.
-
-        make_bodies: receives the remaining positions, again each time that the server was lost.
-        """
-        remaining, num_losses = dict.fromkeys(positions), 0
-
-        def handle_once(position: int, reply: Any) -> None:
-            handle(position, reply)
-            del remaining[position]
-
-        while remaining:
-            before = len(remaining)
-            try:
-                work = self._post_round(route, make_bodies(remaining), handle_once, concurrency)
-                _run(work)
-            except ServerLost as error:
-                num_losses = 1 if len(remaining) < before else num_losses + 1
-                self._recover(error, num_losses)
-
-    async def _post_round(
-        self, route: str, bodies: Mapping[int, object], handle: HandleReply, concurrency: int
-    ) -> None:
-        """Handle each reply as it arrives. The first error cancels all requests."""
-        slots = asyncio.Semaphore(concurrency)
-        async with httpx.AsyncClient(
-            base_url=self.url,
-            headers=self.headers,
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
-            **routes(self.url),
-        ) as client:
-
-            async def post(position: int) -> tuple[int, Any]:
-                async with slots:
-                    return position, await self._post_async(client, route, bodies[position])
-
-            tasks = [asyncio.create_task(post(position)) for position in bodies]
-            try:
-                for task in asyncio.as_completed(tasks):
-                    handle(*await task)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _post_async(self, client: httpx.AsyncClient, route: str, body: object) -> Any:
-        try:
-            async with asyncio.timeout(self.timeout):
-                response = await client.post(route, json=body)
-        except TimeoutError as error:
-            raise await asyncio.to_thread(self.timeout_error, route, self.timeout) from error
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        if self.is_lost(response):
-            status, text = response.status_code, response.text[:300]
-            raise ServerLost(f"{self.url}{route}: status {status}: {text}")
-        return self._parse(route, response)
-
-
-def _run(work: Any) -> None:
-    """Run a coroutine; in a thread if an event loop is running here, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(work)
-        return
-    with ThreadPoolExecutor(1, "valence-requests") as thread:
-        thread.submit(asyncio.run, work).result()
+            await asyncio.sleep(POLL_SECONDS)
 
 
 def server_root(url: str) -> str:

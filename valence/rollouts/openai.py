@@ -1,6 +1,6 @@
-"""Sampling from any server with OpenAI's completions API.
+"""Sampling from any servers with OpenAI's completions API.
 
-Its weights never change. If the server accepts and returns token ids (``return_token_ids``, as vLLM
+Their weights never change. If a server accepts and returns token ids (``return_token_ids``, as vLLM
 does), completions have them. Otherwise prompts are sent as text, and completions are text alone:
 enough for methods that train on completions, but not for a policy gradient.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from valence.errors import UserError
 from valence.rollouts.client import RequestRefused, ServerClient, ServerLost, ignore_message
+from valence.rollouts.pool import ServerPool
 from valence.rollouts.protocol import (
     Named,
     Pair,
@@ -48,18 +49,19 @@ PLAIN: Mapping[str, Any] = {
 
 
 class OpenAIGenerator:
-    """A completions endpoint.
+    """Completions endpoints of the same model, which share the requests.
 
-    end_ids: tokens that end a completion, the most important first. model: its name on the server;
-    default: the only one. prefix: tokens that the server, like the tokenizer, inserts before every
-    text. See ``ServerClient`` for timeout and log.
+    end_ids: tokens that end a completion, the most important first. model: its name on the servers;
+    default: the only one. prefix: tokens that a server, like the tokenizer, inserts before every
+    text. concurrency: requests to each server at the same time. See ``ServerClient`` for timeout,
+    ``ServerPool`` for log.
     """
 
     version, dtype = 0, ""
 
     def __init__(
         self,
-        url: str,
+        urls: str | Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         *,
         end_ids: Collection[int],
@@ -69,8 +71,12 @@ class OpenAIGenerator:
         concurrency: int = 64,
         log: Callable[[str], None] = ignore_message,
     ) -> None:
-        self.client = ServerClient(
-            url, timeout, os.environ.get(KEY), "/v1/models", max_losses=MAX_LOSSES, log=log
+        self.pool = ServerPool(
+            [
+                ServerClient(url, timeout, os.environ.get(KEY), "/v1/models", max_losses=MAX_LOSSES)
+                for url in ([urls] if isinstance(urls, str) else urls)
+            ],
+            log,
         )
         self.tokenizer, self.end_ids = tokenizer, list(dict.fromkeys(end_ids))
         self.concurrency, self.prefix, self._model = concurrency, tuple(prefix), model
@@ -80,27 +86,27 @@ class OpenAIGenerator:
         """The model's name. Raises UserError when the server has several and none is named."""
         if self._model is not None:
             return self._model
-        models = self.client.retry(lambda: self.client.get("/v1/models"))["data"]
-        names = [str(model["id"]) for model in models]
+        url, models = self.pool.ask_any(lambda client: (client.url, client.get("/v1/models")))
+        names = [str(model["id"]) for model in models["data"]]
         if len(names) != 1:
             listed = f" ({', '.join(names[:8])})" if names else ""
             raise UserError(
                 f"the server must have exactly one model, but has {len(names)}{listed}",
                 code="rollout-model-ambiguous",
-                where=self.client.url,
+                where=url,
                 fix="set rollout.url to a server with one model",
             )
         return names[0]
 
     @cached_property
     def gives_tokens(self) -> bool:
-        """Whether the server returns token ids and log-probabilities.
+        """Whether the servers return token ids and log-probabilities.
 
         Requests one token, once.
         """
         body = self._body([self.end_ids[0]], Sampling(max_new_tokens=1), 0, with_tokens=True)
         try:
-            choice = self.client.retry(lambda: self.client.post(ROUTE, body))["choices"][0]
+            choice = self.pool.ask_any(lambda client: client.post(ROUTE, body))["choices"][0]
         except RequestRefused as error:
             if error.status in (401, 403, 404):
                 raise
@@ -124,22 +130,19 @@ class OpenAIGenerator:
         check_request(prompts, n)
         completions: dict[int, Completion] = {}
 
-        def make_body(k: int) -> dict[str, Any]:
+        def make_body(k: int, _: object) -> dict[str, Any]:
             seed = completion_seed(sampling.seed, k // n) + k % n
             return self._body(prompts[k // n], sampling, seed, with_tokens=self.gives_tokens)
 
-        def handle(k: int, reply: Any) -> None:
-            completions[k] = self._completion(prompts[k // n], reply["choices"][0], k % n)
+        def handle(k: int, reply: Any, client: ServerClient) -> None:
+            choice = reply["choices"][0]
+            if choice["finish_reason"] not in ("stop", "length"):
+                raise ServerLost(f"{client.url}: an answer ended with {choice['finish_reason']!r}")
+            completions[k] = self._completion(prompts[k // n], choice, k % n)
             progress(1)
 
         # one request per completion: not every server supports n
-        self.client.post_all(
-            ROUTE,
-            range(n * len(prompts)),
-            lambda positions: {k: make_body(k) for k in positions},
-            handle,
-            self.concurrency,
-        )
+        self.pool.post_all(ROUTE, range(n * len(prompts)), make_body, handle, self.concurrency)
         return [[completions[i * n + k] for k in range(n)] for i in range(len(prompts))]
 
     def sync(
@@ -152,7 +155,7 @@ class OpenAIGenerator:
         raise UserError(
             "a server with rollout.engine: openai does not accept new weights",
             code="rollout-weights-unsupported",
-            where=self.client.url,
+            where=self.pool.clients[0].url,
             fix="set rollout.engine: vllm or hf",
         )
 
@@ -161,13 +164,13 @@ class OpenAIGenerator:
         raise UserError(
             "a server with rollout.engine: openai does not score completions",
             code="rollout-scoring-unsupported",
-            where=self.client.url,
+            where=self.pool.clients[0].url,
             fix="set rollout.check_prompts: 0",
         )
 
     def close(self) -> None:
         """Close connections."""
-        self.client.close()
+        self.pool.close()
 
     def _body(
         self, prompt: Sequence[int], sampling: Sampling, seed: int, *, with_tokens: bool
@@ -188,16 +191,13 @@ class OpenAIGenerator:
         return {**body, "prompt": str(self.tokenizer.decode(ids or list(prompt))), "stop": stops}
 
     def _completion(self, prompt: Sequence[int], choice: Any, index: int) -> Completion:
-        reason = choice["finish_reason"]
-        if reason not in ("stop", "length"):
-            raise ServerLost(f"{self.client.url}: an answer ended with {reason!r}")
         if self.gives_tokens:
             tokens = [int(token) for token in choice["token_ids"]]
             logps = choice["logprobs"]["token_logprobs"]
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
             has_ended = bool(tokens) and tokens[-1] in self.end_ids
         else:
-            text, logps, has_ended = str(choice["text"]), (), reason == "stop"
+            text, logps, has_ended = str(choice["text"]), (), choice["finish_reason"] == "stop"
             tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
             if has_ended:  # only the text of the end token is known: use that of training data
                 tokens.append(self.end_ids[0])

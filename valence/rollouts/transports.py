@@ -51,9 +51,13 @@ Adapter = Callable[[Path], None]
 
 
 class WeightTransfer(Protocol):
-    """Sends weights to a server, and keeps the newest ones to send them again to a server that lost
+    """Sends weights to servers, and keeps the newest ones to send them again to a server that lost
     them.
+
+    is_stored: the servers read the weights from a disk, all at the same time.
     """
+
+    is_stored: bool
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
         """Keep the weights of a version."""
@@ -61,6 +65,10 @@ class WeightTransfer(Protocol):
 
     def send(self, client: ServerClient, label: str) -> None:
         """Send the weights that are kept."""
+        ...
+
+    def remove_old(self) -> None:
+        """Remove the weights that no server needs once the newest ones were sent."""
         ...
 
     def server_label(self, client: ServerClient) -> str:
@@ -71,16 +79,22 @@ class WeightTransfer(Protocol):
         """The model that requests name to use these weights."""
         ...
 
-    def close(self, client: ServerClient) -> None:
+    def close(self, clients: Sequence[ServerClient]) -> None:
         """Remove folders and leave groups."""
         ...
 
 
 class FullWeightTransfer:
-    """All weights of a model: common part of disk, gloo and nccl."""
+    """All weights of a model: common part of disk, gloo and nccl.
+
+    sent_labels: of the weights that each server received last, by its address.
+    """
 
     backend: str
-    sent_label = ""
+    is_stored = False
+
+    def __init__(self) -> None:
+        self.sent_labels: dict[str, str] = {}
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
         raise NotImplementedError
@@ -89,7 +103,7 @@ class FullWeightTransfer:
         """Join a group with the server, if necessary."""
         raise NotImplementedError
 
-    def disconnect(self) -> None:
+    def disconnect(self, client: ServerClient) -> None:
         """Leave the group."""
         raise NotImplementedError
 
@@ -104,9 +118,9 @@ class FullWeightTransfer:
         return None
 
     def send(self, client: ServerClient, label: str) -> None:
-        if self.server_label(client) != self.sent_label:  # the server was restarted
-            self.disconnect()
-        self.sent_label = ""
+        # else the server was restarted
+        if self.server_label(client) != self.sent_labels.pop(client.url, ""):
+            self.disconnect(client)
         try:
             client.send("/pause?mode=keep&clear_cache=true")
             self.connect(client)
@@ -114,7 +128,7 @@ class FullWeightTransfer:
             self.transfer(client)
             client.send("/finish_weight_update", {"weight_version": label})
             client.send("/resume")
-            self.sent_label = label
+            self.sent_labels[client.url] = label
         except RequestRefused as error:
             raise UserError(
                 f"the server did not accept the new weights: {error.message}",
@@ -125,12 +139,16 @@ class FullWeightTransfer:
                 f"refuses, read its log",
             ) from error
         finally:
-            if self.sent_label != label:
-                self.disconnect()
+            if client.url not in self.sent_labels:
+                self.disconnect(client)
                 abort_update(client)
 
-    def close(self, client: ServerClient) -> None:
-        self.disconnect()
+    def remove_old(self) -> None:
+        pass
+
+    def close(self, clients: Sequence[ServerClient]) -> None:
+        for client in clients:
+            self.disconnect(client)
 
 
 def start_update(client: ServerClient) -> None:
@@ -159,9 +177,10 @@ def abort_update(client: ServerClient) -> None:
 class DiskTransfer(FullWeightTransfer):
     """A folder of safetensors files per version, on a disk shared by trainer and server."""
 
-    backend = "disk"
+    backend, is_stored = "disk", True
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder, self.current = empty_folder(folder), Path()
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
@@ -181,13 +200,13 @@ class DiskTransfer(FullWeightTransfer):
     def connect(self, client: ServerClient) -> None:
         pass
 
-    def disconnect(self) -> None:
+    def disconnect(self, client: ServerClient) -> None:
         pass
 
     def transfer(self, client: ServerClient) -> None:
         client.send("/update_weights", {"update_info": {"folder": str(self.current)}})
 
-    def close(self, client: ServerClient) -> None:
+    def close(self, clients: Sequence[ServerClient]) -> None:
         if self.current != Path():
             shutil.rmtree(self.current, ignore_errors=True)
 
@@ -197,12 +216,13 @@ class StreamedWeightTransfer(FullWeightTransfer):
 
     copies: copy every version to this host's memory, because the policy is trained while the server
     samples. Otherwise the policy's weights themselves are sent, again if the server lost them.
+    groups: the connection to each server, by its address.
     """
 
-    group: Any = None
-
     def __init__(self, timeout: float, *, copies: bool = True) -> None:
+        super().__init__()
         self.timeout, self.copies = timeout, copies
+        self.groups: dict[str, Any] = {}
         self.weights: Callable[[], Named] = tuple
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
@@ -213,8 +233,8 @@ class StreamedWeightTransfer(FullWeightTransfer):
                 torch.cuda.synchronize()  # the copies are complete
             self.weights = host_copies.copy
 
-    def disconnect(self) -> None:
-        self.group = None
+    def disconnect(self, client: ServerClient) -> None:
+        self.groups.pop(client.url, None)
 
     def send_while(
         self, client: ServerClient, path: str, body: object, work: Callable[[], None]
@@ -244,10 +264,10 @@ class StreamedWeightTransfer(FullWeightTransfer):
                 client,
                 "/update_weights",
                 {"update_info": info},
-                lambda batch=batch: self.broadcast(batch),
+                lambda batch=batch: self.broadcast(self.groups[client.url], batch),
             )
 
-    def broadcast(self, batch: Sequence[tuple[str, Tensor]]) -> None:
+    def broadcast(self, group: Any, batch: Sequence[tuple[str, Tensor]]) -> None:
         """Broadcast tensors from this process, which is rank 0 of the group."""
         raise NotImplementedError
 
@@ -262,7 +282,7 @@ class GlooTransfer(StreamedWeightTransfer):
     backend = "gloo"
 
     def connect(self, client: ServerClient) -> None:
-        if self.group is not None:
+        if client.url in self.groups:
             return
         host = local_address(urlsplit(client.url).hostname or "")
         size = 1 + client.get("/get_world_size")["world_size"]
@@ -276,9 +296,9 @@ class GlooTransfer(StreamedWeightTransfer):
             body,
             lambda: groups.append(join(host, port, 0, size, self.timeout, serve=True)),
         )
-        self.group = groups[0]
+        self.groups[client.url] = groups[0]
 
-    def broadcast(self, batch: Sequence[tuple[str, Tensor]]) -> None:
+    def broadcast(self, group: Any, batch: Sequence[tuple[str, Tensor]]) -> None:
         parts = layout(
             [str(t.dtype).removeprefix("torch.") for _, t in batch],
             [list(t.shape) for _, t in batch],
@@ -286,7 +306,7 @@ class GlooTransfer(StreamedWeightTransfer):
         buffer = torch.zeros(sum(-(-size // 16) * 16 for _, _, size in parts), dtype=torch.uint8)
         for (_, tensor), (_, offset, size) in zip(batch, parts, strict=True):
             buffer[offset : offset + size] = tensor.reshape(-1).view(torch.uint8)
-        self.group.broadcast(buffer, root=0).wait()
+        group.broadcast(buffer, root=0).wait()
 
 
 class NcclTransfer(StreamedWeightTransfer):
@@ -302,7 +322,7 @@ class NcclTransfer(StreamedWeightTransfer):
         self.device = device
 
     def connect(self, client: ServerClient) -> None:
-        if self.group is not None:
+        if client.url in self.groups:
             return
         from torch.cuda import nccl
 
@@ -326,15 +346,15 @@ class NcclTransfer(StreamedWeightTransfer):
                 groups.append(comm)
 
         self.send_while(client, "/init_weight_transfer_engine", {"init_info": info}, join_group)
-        self.group = groups[0]
+        self.groups[client.url] = groups[0]
 
-    def broadcast(self, batch: Sequence[tuple[str, Tensor]]) -> None:
+    def broadcast(self, group: Any, batch: Sequence[tuple[str, Tensor]]) -> None:
         from torch.cuda import nccl
 
         with torch.cuda.device(self.device):
             for _, tensor in batch:
                 on_device = tensor.to(self.device, non_blocking=True)
-                nccl.broadcast([on_device], root=0, comms=[self.group])
+                nccl.broadcast([on_device], root=0, comms=[group])
             torch.cuda.synchronize(self.device)
 
 
@@ -354,9 +374,9 @@ class IpcTransfer(StreamedWeightTransfer):
         self.buffer: Tensor | None = None
 
     def connect(self, client: ServerClient) -> None:
-        if self.group is None:
+        if client.url not in self.groups:
             client.send("/init_weight_transfer_engine", {"init_info": {"packed": True}})
-            self.group = "connected"
+            self.groups[client.url] = "connected"
 
     def transfer(self, client: ServerClient) -> None:
         handle = ""
@@ -411,11 +431,15 @@ class LoraTransfer:
     """An adapter's folder per version, on a disk shared by trainer and server.
 
     The newest two remain: completions that started before an update finish with their adapter.
+    loaded: the adapters of each server, by its address.
     """
+
+    is_stored = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = empty_folder(folder)
         self.labels: list[str] = []
+        self.loaded: dict[str, list[str]] = {}
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
         if adapter is None:
@@ -443,14 +467,19 @@ class LoraTransfer:
                 "model.lora.rank, and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; "
                 "or use another rollout.transport",
             ) from error
-        while len(self.labels) > 2:
-            self.unload(client, self.labels.pop(0))
+        loaded = self.loaded.setdefault(client.url, [])
+        loaded.append(label)
+        while len(loaded) > 2:
+            self.unload(client, loaded.pop(0))
 
     def unload(self, client: ServerClient, label: str) -> None:
-        """Remove an old adapter from the server, if it is there, and its folder."""
+        """Remove an old adapter from the server, if it is there."""
         with suppress(ServerLost, UserError):
             client.send("/v1/unload_lora_adapter", {"lora_name": label}, seconds=CLEANUP_SECONDS)
-        shutil.rmtree(self.folder / label, ignore_errors=True)
+
+    def remove_old(self) -> None:
+        while len(self.labels) > 2:
+            shutil.rmtree(self.folder / self.labels.pop(0), ignore_errors=True)
 
     def server_label(self, client: ServerClient) -> str:
         names = {model["id"] for model in client.get("/v1/models")["data"]}
@@ -459,9 +488,12 @@ class LoraTransfer:
     def model_name(self, label: str) -> str | None:
         return label
 
-    def close(self, client: ServerClient) -> None:
-        while self.labels:
-            self.unload(client, self.labels.pop(0))
+    def close(self, clients: Sequence[ServerClient]) -> None:
+        for client in clients:
+            for label in self.loaded.pop(client.url, []):
+                self.unload(client, label)
+        for label in self.labels:
+            shutil.rmtree(self.folder / label, ignore_errors=True)
 
 
 def describe(batch: Sequence[tuple[str, Tensor]], dtypes: str) -> dict[str, Any]:

@@ -1,17 +1,19 @@
-"""Sampling from a vLLM server that receives the policy's weights: token ids in, token ids and
+"""Sampling from vLLM servers that receive the policy's weights: token ids in, token ids and
 log-probabilities out.
 
 A server that was killed comes back with the weights it was started with. Every version of the
-weights has a unique label. Before each round of requests and in each reply the label is read; a
-server without the newest weights receives them again first.
+weights has a unique label. Before the first request to a server, again after it was lost, and in
+each reply the label is read; a server without the newest weights receives them again first.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ import torch
 
 from valence.errors import UserError
 from valence.rollouts.client import RequestRefused, ServerClient, ServerLost, ignore_message
+from valence.rollouts.pool import ServerPool
 from valence.rollouts.protocol import (
     Named,
     Pair,
@@ -44,19 +47,19 @@ KEY = "VLLM_API_KEY"
 
 
 class VLLMGenerator:
-    """A vLLM server at ``url``.
+    """vLLM servers of the same model, which share the requests.
 
-    transport: how it receives weights. end_ids: tokens that end a completion. concurrency:
-    completions that are requested at the same time. See ``ServerClient`` for timeout, revive and
-    log. One thread may ``sync`` while another generates: running completions continue with the new
-    weights, and each token has its version.
+    transport: how they receive weights. end_ids: tokens that end a completion. concurrency:
+    completions that are requested of each server at the same time. See ``ServerClient`` for timeout
+    and revive, ``ServerPool`` for log. One thread may ``sync`` while another generates: running
+    completions continue with the new weights, and each token has its version.
     """
 
     gives_tokens = True
 
     def __init__(
         self,
-        url: str,
+        urls: str | Sequence[str],
         transport: WeightTransfer,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -66,8 +69,12 @@ class VLLMGenerator:
         revive: Callable[[], None] | None = None,
         log: Callable[[str], None] = ignore_message,
     ) -> None:
-        self.client = ServerClient(
-            url, timeout, os.environ.get(KEY), is_lost=_is_lost, revive=revive, log=log
+        self.pool = ServerPool(
+            [
+                ServerClient(url, timeout, os.environ.get(KEY), is_lost=_is_lost, revive=revive)
+                for url in ([urls] if isinstance(urls, str) else urls)
+            ],
+            log,
         )
         self.transport, self.tokenizer, self.end_ids = transport, tokenizer, sorted(end_ids)
         self.concurrency, self.log = concurrency, log
@@ -75,7 +82,7 @@ class VLLMGenerator:
         self._versions: dict[str, int] = {}
         self._run_label = f"{PREFIX}-{secrets.token_hex(4)}"
         self._sync_lock = threading.RLock()
-        self._logps_are_processed = False
+        self._checked_urls: set[str] = set()
 
     def sync(
         self,
@@ -83,9 +90,10 @@ class VLLMGenerator:
         weights: Callable[[], Named],
         adapter: Callable[[Path], None] | None = None,
     ) -> None:
-        """Send new weights (see ``Served.sync``).
+        """Send new weights to all servers (see ``Served.sync``).
 
-        After a failed update the server keeps running, but its completions are not accepted.
+        A server that is lost receives them before it samples again. After a failed update the
+        server keeps running, but its completions are not accepted.
         """
         with self._sync_lock:
             label = f"{self._run_label}-{len(self._versions)}-v{version}"
@@ -94,22 +102,36 @@ class VLLMGenerator:
             # completions may have the new label before the last request of the update returns
             self._versions[label] = version
             self.version, self.label = version, label
-            self.client.retry(lambda: self.transport.send(self.client, label))
+            self.pool.ask_all(
+                lambda client: self.transport.send(client, label),
+                is_parallel=self.transport.is_stored,
+            )
+            self.transport.remove_old()
+
+    def split_by_server(self) -> list[VLLMGenerator]:
+        """A generator for each server that can be reached, which does not wait for a lost one."""
+        generators = []
+        for client in self.pool.reachable:
+            generator = copy.copy(self)
+            generator.pool = ServerPool([client], self.log, is_patient=len(self.pool.clients) == 1)
+            generator.pool.lost = self.pool.lost
+            generators.append(generator)
+        return generators
 
     def sleep(self) -> None:
-        """Free the server's GPU memory until ``wake``.
+        """Free the servers' GPU memory until ``wake``.
 
-        Its weights move to the memory of its host (level 1), so that they remain valid.
+        Their weights move to the memory of their hosts (level 1), so that they remain valid.
         """
         self._send_or_explain("/sleep?level=1")
 
     def wake(self) -> None:
-        """Give the server its GPU memory again. Does nothing if it is awake."""
+        """Give the servers their GPU memory again. Does nothing if they are awake."""
         self._send_or_explain("/wake_up")
 
     def _send_or_explain(self, path: str) -> None:
         try:
-            self.client.retry(lambda: self.client.send(path))
+            self.pool.ask_all(lambda client: client.send(path), is_parallel=True)
         except RequestRefused as error:
             raise UserError(
                 f"the server cannot free its GPU memory: {error.message}",
@@ -129,12 +151,11 @@ class VLLMGenerator:
     ) -> list[list[Completion]]:
         """n completions of each prompt.
 
-        The same seed gives the same random numbers to the same completion. Raises UserError if the
-        server refuses, hangs, or is lost for longer than ``timeout``, and FloatingPointError if
-        log-probabilities are not finite.
+        The same seed gives the same random numbers to the same completion, on any server. Raises
+        UserError if a server refuses or is too slow, or if all are lost for longer than
+        ``timeout``, and FloatingPointError if log-probabilities are not finite.
         """
         check_request(prompts, n)
-        self._check_logps(sampling)
         completions: dict[int, list[Completion]] = {}
 
         def make_body(i: int) -> dict[str, Any]:
@@ -143,11 +164,18 @@ class VLLMGenerator:
                 "sampling_params": self._parameters(n, sampling, i),
             }
 
-        def handle(i: int, reply: Any, label: str) -> None:
-            completions[i] = self._completions(prompts[i], n, reply, label)
+        def handle(i: int, reply: Any, server: AdmittedServer) -> None:
+            completions[i] = self._completions(prompts[i], n, reply, server)
             progress(n)
 
-        self._post_all(range(len(prompts)), make_body, handle, max(1, self.concurrency // n))
+        is_plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1
+        self._post_all(
+            range(len(prompts)),
+            make_body,
+            handle,
+            max(1, self.concurrency // n),
+            needs_processed_logps=not is_plain,
+        )
         return [completions[i] for i in range(len(prompts))]
 
     def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
@@ -166,7 +194,7 @@ class VLLMGenerator:
             prompt, tokens = pairs[i]
             return {"token_ids": [*prompt, *tokens], "sampling_params": parameters}
 
-        def handle(i: int, reply: Any, label: str) -> None:
+        def handle(i: int, reply: Any, server: AdmittedServer) -> None:
             prompt, tokens = pairs[i]
             rows = reply["prompt_logprobs"][len(prompt) :]
             logps[i] = [
@@ -187,45 +215,54 @@ class VLLMGenerator:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the server's weights, as torch names it; empty if the server does not report
-        it in time.
+        """The dtype of the servers' weights, as torch names it; empty if none reports it in time.
+
+        Raises UserError if they differ.
         """
-        try:
-            # the reply describes the machine as well, which takes seconds
-            info = self.client.get("/server_info?config_format=json", seconds=30.0)
-        except (ServerLost, UserError):
-            return ""
-        return str(info["vllm_config"]["model_config"]["dtype"]).removeprefix("torch.")
+        dtypes: dict[str, str] = {}
+        for client in self.pool.reachable:
+            try:
+                # the reply describes the machine as well, which takes seconds
+                info = client.get("/server_info?config_format=json", seconds=30.0)
+            except (ServerLost, UserError):
+                continue
+            name = str(info["vllm_config"]["model_config"]["dtype"]).removeprefix("torch.")
+            dtypes.setdefault(name, client.url)
+        if len(dtypes) > 1:
+            raise UserError(
+                "the servers compute in different dtypes: "
+                + ", ".join(f"{url} in {name}" for name, url in dtypes.items()),
+                code="rollout-servers-differ",
+                where="rollout.url",
+                fix="start all of them with the same --dtype",
+            )
+        return next(iter(dtypes), "")
 
     def close(self) -> None:
-        """Close connections and remove folders. The server keeps running."""
-        self.transport.close(self.client)
-        self.client.close()
+        """Close connections and remove folders. The servers keep running."""
+        self.transport.close(self.pool.clients)
+        self.pool.close()
 
-    def _check_logps(self, sampling: Sampling) -> None:
-        """Raise UserError if the server reports log-probabilities of another distribution than the
+    def _check_logps(self, server: AdmittedServer) -> None:
+        """Raise UserError if a server reports log-probabilities of another distribution than the
         one it samples from.
         """
-        is_plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1
-        if self._logps_are_processed or is_plain:
+        url = server.client.url
+        if url in self._checked_urls:
             return
         # the only token of a nucleus is certain; before the nucleus is applied it hardly is
         parameters = self._parameters(1, Sampling(top_p=1e-9, max_new_tokens=1), 0)
-        logps: list[float] = []
-
-        def handle(i: int, reply: Any, label: str) -> None:
-            logps.append(float(reply["choices"][0]["logprobs"]["content"][0]["logprob"]))
-
         body = {"token_ids": self.end_ids[:1] or [0], "sampling_params": parameters}
-        self._post_all([0], lambda i: body, handle, 1)
-        self._logps_are_processed = logps[0] > -1e-6
-        if not self._logps_are_processed:
+        reply = server.client.post(ROUTE, {**body, **server.extra})
+        logp = float(reply["choices"][0]["logprobs"]["content"][0]["logprob"])
+        if logp <= -1e-6:
             raise UserError(
                 "the server reports log-probabilities without temperature and top_p",
                 code="rollout-logps-unprocessed",
-                where=self.client.url,
+                where=url,
                 fix="start the server with --logprobs-mode processed_logprobs",
             )
+        self._checked_urls.add(url)
 
     def _parameters(self, n: int, sampling: Sampling, position: int) -> dict[str, Any]:
         # name every parameter that a model's own generation config could change
@@ -247,31 +284,31 @@ class VLLMGenerator:
         }
 
     def _completions(
-        self, prompt: Sequence[int], n: int, reply: Any, label: str
+        self, prompt: Sequence[int], n: int, reply: Any, server: AdmittedServer
     ) -> list[Completion]:
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
-            raise self._protocol_error(f"the reply has {len(choices)} answers instead of {n}")
-        return [self._completion(prompt, choice, label) for choice in choices]
+            raise protocol_error(server, f"the reply has {len(choices)} answers instead of {n}")
+        return [self._completion(prompt, choice, server) for choice in choices]
 
-    def _completion(self, prompt: Sequence[int], choice: Any, label: str) -> Completion:
+    def _completion(self, prompt: Sequence[int], choice: Any, server: AdmittedServer) -> Completion:
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
-            raise ServerLost(f"{self.client.url}: an answer ended with {reason!r}")
+            raise ServerLost(f"{server.client.url}: an answer ended with {reason!r}")
         tokens, content = tuple(choice["token_ids"]), choice["logprobs"]["content"]
         if not tokens or [entry["token_id"] for entry in content] != list(tokens):
-            raise self._protocol_error(
-                "the tokens and the log-probabilities in the reply do not match"
+            raise protocol_error(
+                server, "the tokens and the log-probabilities in the reply do not match"
             )
         logps = tuple(float(entry["logprob"]) for entry in content)
         if min(logps) < MIN_LOGP:
             raise FloatingPointError("the server's logits are not finite")
         has_ended = tokens[-1] in self.end_ids
         if reason == "stop" and not has_ended:
-            raise self._protocol_error(
-                f"an answer stopped at token {tokens[-1]}, which is not an end token"
+            raise protocol_error(
+                server, f"an answer stopped at token {tokens[-1]}, which is not an end token"
             )
-        versions = self._token_versions(choice, len(tokens), label)
+        versions = self._token_versions(choice, len(tokens), server)
         return Completion(
             prompt_id=content_id("prompt", Ids(tuple(prompt))),
             tokens=tokens,
@@ -283,35 +320,27 @@ class VLLMGenerator:
             index=choice["index"],
         )
 
-    def _token_versions(self, choice: Any, length: int, label: str) -> tuple[int, ...]:
+    def _token_versions(self, choice: Any, length: int, server: AdmittedServer) -> tuple[int, ...]:
         """The version of each token. Raises ServerLost for weights that were not sent."""
-        if not label:
+        if not server.label:
             return (self.version,) * length
-        if self.transport.model_name(label) is not None:
-            return (self._versions[label],) * length
+        if self.transport.model_name(server.label) is not None:
+            return (self._versions[server.label],) * length
         versions: list[int] = []
         for span in choice["weight_versions"] or []:
             if span["version"] not in self._versions:
                 raise ServerLost(
-                    f"{self.client.url}: an answer came from weights {span['version']!r}, which "
+                    f"{server.client.url}: an answer came from weights {span['version']!r}, which "
                     f"were not sent"
                 )
             versions += [self._versions[span["version"]]] * (span["end"] - span["start"])
         if len(versions) != length:
-            raise self._protocol_error(
-                "the reply does not contain the version of the weights for each token"
+            raise protocol_error(
+                server, "the reply does not contain the version of the weights for each token"
             )
         return tuple(versions)
 
-    def _protocol_error(self, message: str) -> UserError:
-        return UserError(
-            message,
-            code="rollout-server-version",
-            where=self.client.url + ROUTE,
-            fix="use a version of vLLM that docs/vllm.md lists",
-        )
-
-    def _ensure_weights(self) -> str:
+    def _ensure_weights(self, client: ServerClient) -> str:
         """Send the newest weights to a server without them, such as a restarted one.
 
         Returns their label.
@@ -319,14 +348,14 @@ class VLLMGenerator:
         with self._sync_lock:
             if not self.label:
                 return ""
-            label = self.transport.server_label(self.client)
+            label = self.transport.server_label(client)
             if label != self.label:
                 is_foreign = label.startswith(f"{PREFIX}-") and label not in self._versions
                 if is_foreign and not label.startswith(self._run_label):
-                    self.log(f"{self.client.url} had weights of another run ({label})")
-                self.transport.send(self.client, self.label)
+                    self.log(f"{client.url} had weights of another run ({label})")
+                self.transport.send(client, self.label)
                 self.log(
-                    f"{self.client.url} had other weights ({label or 'not from this run'}): sent "
+                    f"{client.url} had other weights ({label or 'not from this run'}): sent "
                     f"version {self.version} again"
                 )
             return self.label
@@ -335,25 +364,57 @@ class VLLMGenerator:
         self,
         positions: Sequence[int],
         make_body: Callable[[int], dict[str, Any]],
-        handle: Callable[[int, Any, str], None],
+        handle: Callable[[int, Any, AdmittedServer], None],
         concurrency: int,
+        *,
+        needs_processed_logps: bool = False,
     ) -> None:
-        """Post a request for every position. ``handle`` also receives the label of its weights."""
-        label = ""
+        """Post a request for every position. ``handle`` also receives the server that replied."""
 
-        def make_bodies(remaining: Collection[int]) -> dict[int, object]:
-            nonlocal label
-            label = self._ensure_weights()
-            extra: dict[str, Any] = {}
-            if label:
-                # with the salt no version reads the prefix cache of another
-                model = self.transport.model_name(label)
-                extra = {"cache_salt": label, **({"model": model} if model else {})}
-            return {i: {**make_body(i), **extra} for i in remaining}
+        def admit(client: ServerClient) -> AdmittedServer:
+            label = self._ensure_weights(client)
+            server = AdmittedServer(client, label, label and self.transport.model_name(label))
+            if needs_processed_logps:
+                self._check_logps(server)
+            return server
 
-        self.client.post_all(
-            ROUTE, positions, make_bodies, lambda i, reply: handle(i, reply, label), concurrency
+        self.pool.post_all(
+            ROUTE,
+            positions,
+            lambda i, server: {**make_body(i), **server.extra},
+            handle,
+            concurrency,
+            admit,
         )
+
+
+@dataclass(frozen=True)
+class AdmittedServer:
+    """A server with the newest weights. label: of the weights; empty if none were sent. model: the
+    name of an adapter.
+    """
+
+    client: ServerClient
+    label: str
+    model: str | None
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Fields of a request for these weights."""
+        if not self.label:
+            return {}
+        # with the salt no version reads the prefix cache of another
+        return {"cache_salt": self.label, **({"model": self.model} if self.model else {})}
+
+
+def protocol_error(server: AdmittedServer, message: str) -> UserError:
+    """The error of a reply that lacks something."""
+    return UserError(
+        message,
+        code="rollout-server-version",
+        where=server.client.url + ROUTE,
+        fix="use a version of vLLM that docs/vllm.md lists",
+    )
 
 
 def _is_lost(response: httpx.Response) -> bool:

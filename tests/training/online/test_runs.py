@@ -423,6 +423,19 @@ def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
         "setting-conflict",
         "model.lora.use_dora",
     ),
+    (
+        {
+            "rollout": {
+                "engine": "vllm",
+                "url": ["http://127.0.0.1:1", "http://127.0.0.1:2"],
+                "transport": "ipc",
+            },
+            "model": {"lora": None},
+        },
+        "setting-conflict",
+        "rollout.transport",
+    ),
+    ({"rollout": {"engine": "vllm", "url": []}}, "setting-conflict", "rollout.url"),
     ({"rollout": {"url": "http://127.0.0.1:1"}}, "setting-no-effect", "rollout.url"),
     (
         {"rollout": {"engine": "openai", "url": "http://127.0.0.1:1"}},

@@ -44,7 +44,7 @@ def test_completions_that_are_no_longer_needed_are_abandoned(
     """When others are asked for, and at the end of the run, which they would hold up."""
     client = Endless()
     monkeypatch.setattr("valence.rollouts.openai.OpenAIGenerator", lambda *_, **__: client)
-    rollout = SimpleNamespace(engine="openai", url="http://127.0.0.1:1", timeout=1.0)
+    rollout = SimpleNamespace(engine="openai", urls=["http://127.0.0.1:1"], timeout=1.0)
     encoder = SimpleNamespace(end_ids=(), tokenizer=None, vocab=SimpleNamespace(prefix=()))
     recipe = SimpleNamespace(rollout=rollout)
     prepared: Any = SimpleNamespace(recipe=recipe, encoder=encoder)
