@@ -319,5 +319,5 @@ def require_agreement(
             "required",
             code="judge-agreement-low",
             where=calibration.judge,
-            fix=f"improve its rubric or use another judge; {setting} accepts it nevertheless",
+            fix=f"improve its rubric or use another judge; or accept it with {setting}",
         )

@@ -94,8 +94,8 @@ def check_optimizer(recipe: Recipe) -> None:
         return
     if optimizer.has_modes and recipe.reward:
         raise UserError(
-            f"{optimizer.path} trains other weights than it samples with, and an online method "
-            "learns from completions of the weights that it trains",
+            f"{optimizer.path} has different weights for training and for sampling, but an "
+            "online method must sample from the weights that it trains",
             code="optimizer-unsupported",
             where="train.optimizer",
             fix="set train.optimizer: adamw",
@@ -103,7 +103,7 @@ def check_optimizer(recipe: Recipe) -> None:
     for argument, default in (("betas", BETAS), ("weight_decay", 0.0)):
         if getattr(train, argument) != default and not optimizer.takes(argument):
             raise UserError(
-                f"has no effect: {optimizer.path} has no {argument}",
+                f"this setting has no effect, because {optimizer.path} has no {argument}",
                 code="setting-no-effect",
                 where=f"train.{argument}",
                 fix="remove it, or choose another optimizer",
@@ -120,7 +120,7 @@ def _check_8bit(dtype: str) -> None:
         )
     if dtype == "float64":
         raise UserError(
-            "float64 weights cannot have 8-bit moments",
+            "8-bit optimizer state does not support float64 weights",
             code="optimizer-dtype",
             where="train.optimizer",
             fix="set train.optimizer: adamw",
@@ -191,7 +191,7 @@ def _optimizer_class(path: str, settings_json: str) -> OptimizerClass:
             f"{path} keeps its state in a {type(odd[0]).__name__}, which a checkpoint cannot store",
             code="optimizer-unsupported",
             where="train.optimizer",
-            fix="set train.optimizer: adamw_8bit for moments in 8 bits",
+            fix="set train.optimizer: adamw_8bit for 8-bit state, or adamw",
         )
     size = sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1) / PROBE**2
     arguments = None if takes_any else frozenset(names)
@@ -333,7 +333,7 @@ def recipe_optimizer(recipe: Recipe, policy: nn.Module) -> torch.optim.Optimizer
     first, second = (parameter_groups(part, rates, train.weight_decay) for part in split)
     if not first:
         raise UserError(
-            f"{kind.path} takes only matrices of hidden layers, and none of them trains",
+            f"{kind.path} optimizes only matrices of hidden layers, and none of them is trained",
             code="optimizer-unsupported",
             where="train.optimizer",
             fix="set train.optimizer: adamw",

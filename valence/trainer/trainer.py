@@ -263,8 +263,8 @@ class Trainer:
                 self.messages.record_note(note)
         if warmup_steps(recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
             self.messages.note_once(
-                "train.warmup lasts as long as the run: the learning rate never falls, and may "
-                "never reach its peak"
+                "train.warmup lasts as long as the run, so the learning rate never falls and may "
+                "not reach its peak: lower train.warmup"
             )
 
     def _prepare_step(self) -> bool:
