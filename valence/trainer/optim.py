@@ -229,16 +229,19 @@ def _import_class(path: str) -> Any:
     classes = [
         key
         for key, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
+        if inspect.isclass(value)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
     ]
-    near = get_close_matches(name, classes, 1) or sorted(classes)[:8]
+    near = get_close_matches(name, classes, 1)
+    others = f"use one of {', '.join(sorted(classes))}" if classes else None
     raise UserError(
         f"{module_name} has no optimizer class {name!r}",
         code="optimizer-not-found",
         where="train.optimizer",
         fix=f"did you mean {module_name}.{near[0]}?"
         if near
-        else "use a subclass of torch.optim.Optimizer",
+        else others or "use a module with a subclass of torch.optim.Optimizer",
     )
 
 

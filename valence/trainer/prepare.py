@@ -339,6 +339,7 @@ def prepare(
                 model.tokenizer or model.name,
                 gguf_file=None if model.tokenizer else model.gguf_file,
                 trust_remote_code=model.trust_remote_code,
+                setting="model.tokenizer" if model.tokenizer else "model.name",
             )
         tokenizer = with_template(tokenizer, data.chat_template)
         encoder_options: dict[str, Any] = {
@@ -649,8 +650,8 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             )
     if "train" in prepared.corpora and prepared.total_steps == 0:
         raise UserError(
-            f"train.drop_last drops all {len(prepared.corpora['train'].units)} rows, because they "
-            f"do not fill one step of train.batch_size: {prepared.recipe.train.batch_size}",
+            f"all {len(prepared.corpora['train'].units)} rows are dropped, because they do "
+            f"not fill one step of train.batch_size: {prepared.recipe.train.batch_size}",
             code="step-larger-than-data",
             where="train.drop_last",
             fix="set train.drop_last: false, or a smaller train.batch_size",

@@ -445,8 +445,8 @@ class Trainer:
                 code="loss-not-finite",
                 where=f"step {self.step}",
                 fix="check the rows named above, set model.dtype: float32, or lower "
-                "train.learning_rate and add --allow train.learning_rate: the run then resumes "
-                "from the checkpoint before these steps",
+                "train.learning_rate. Add --allow SETTING to resume from the checkpoint before "
+                "these steps, or --fresh to start over if that fails too",
             )
 
     # After a step
