@@ -191,8 +191,7 @@ def load_scorer(
             "rows may have",
             code="max-length-too-large",
             where="data.max_length",
-            fix="set --max-length {limit}, or max_length: {limit} in the settings of a reward "
-            "model",
+            fix="set --max-length {limit}, or settings.max_length={limit} for a reward model",
             warn=False,
         )
         other = recipe.reference.model
