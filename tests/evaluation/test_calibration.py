@@ -244,7 +244,7 @@ def test_training_measures_its_judge_first(folder: Path, better: bool) -> None:
         Path("judged.yaml").write_text(json.dumps(recipe))
         if better:
             assert command("train", "judged.yaml") == 0
-            assert "agrees with 2 labels" in Path("runs/judged/run.json").read_text()
+            assert "agreement with 2 labels" in Path("runs/judged/run.json").read_text()
             assert '"reward/m' in Path("runs/judged/metrics.jsonl").read_text()
         else:
             assert command_error("train", "judged.yaml").code == "judge-agreement-low"

@@ -14,7 +14,13 @@ import torch
 from tests.errors import raises_error
 from tests.models.test_oracle import sequences
 from tests.tiny_models import tiny
-from valence.models.build import build_policy, build_reference, check_positions, load_model
+from valence.models.build import (
+    build_policy,
+    build_reference,
+    check_positions,
+    load_model,
+    load_tokenizer,
+)
 from valence.models.check import plain_batch
 from valence.models.reference import AdapterDisabledReference
 
@@ -149,6 +155,19 @@ def test_the_adapter_is_off_for_the_reference_alone() -> None:
         AdapterDisabledReference(policy)(None)  # type: ignore[arg-type]
     assert torch.equal(policy(batch).logp, before)
     assert {name for name, p in policy.named_parameters() if p.requires_grad} == trains != set()
+
+
+def test_a_reference_that_is_not_causal_names_its_setting() -> None:
+    policy = build_policy(tiny(dtype=F32), dtype=F32)
+    with raises_error("model-not-causal", where="reference.model"):
+        build_reference(policy, fresh_adapter=False, model=tiny("bert", dtype=F32), name="bert")
+
+
+@pytest.mark.parametrize("name", ["", "nothing"])
+def test_a_folder_without_a_tokenizer_names_it(name: str, tmp_path: Path) -> None:
+    code, where = ("model-not-found", "model.name") if name else ("model-not-loadable", "model")
+    with raises_error(code, where=where, fix="folder" if name else "tokenizer.json"):
+        load_tokenizer(str(tmp_path / name), setting="model.name")
 
 
 def test_a_damaged_weights_file_is_a_mistake_in_the_folder(tmp_path: Path) -> None:

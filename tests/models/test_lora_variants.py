@@ -255,6 +255,8 @@ def test_every_field_of_peft_can_be_set_or_is_refused_with_a_reason() -> None:
         ("llama", {"layers_to_transform": [1, 2]}, "layers-to-transform", "0 to 1"),
         ("llama", {"rank_pattern": {"c_attn": 3}}, "rank-pattern", "q_proj"),
         ("llama", {"alpha_pattern": {"c_attn": 3.0}}, "alpha-pattern", "q_proj"),
+        ("llama", {"rank_pattern": {"(": 3}}, "rank-pattern", "regular expression"),
+        ("llama", {"alpha_pattern": {"*": 3.0}}, "alpha-pattern", "regular expression"),
         ("llama", {"lora_bias": True}, "bias", "remove"),
         ("llama-tied", {"targets": ["lm_head"]}, "tied-weights", "ensure_weight_tying"),
         ("llama-tied", {"modules_to_save": ["lm_head"]}, "tied-weights", "ensure_weight_tying"),

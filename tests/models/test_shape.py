@@ -57,6 +57,16 @@ def test_an_adapter_to_continue_is_counted_as_it_is(tmp_path: Path) -> None:
     )
 
 
+def test_an_adapter_of_another_kind_is_refused_before_the_weights_are_loaded(
+    tmp_path: Path,
+) -> None:
+    name = saved(tmp_path / "model", "llama")
+    engine = build_policy(load_model(name, dtype=torch.float32), dtype=torch.float32, lora=LORA)
+    engine.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
+    with raises_error("adapter-kind", where="model.adapter"):
+        shape_of(skeleton(name, num_scores=1), adapter=str(tmp_path / "adapter"))
+
+
 @pytest.mark.parametrize("config", [None, "{", "[]", '{"model_type": "none such"}'])
 def test_a_folder_without_a_model_is_a_mistake_that_names_it(
     config: str | None, tmp_path: Path

@@ -565,6 +565,7 @@ def test_who_takes_completions_for_texts_is_told(write: Any) -> None:
     ("@.rewards:f", "", "reward-module-not-found", ["'@.rewards'"], ""),
     ("@:f", "def f(): ...", "reward-signature", ["@.py:1", "completions"], ""),
     ("@:f", "def f(texts, other): ...", "reward-signature", ["@.py:1", "other"], ""),
+    ("judge", "", "reward-not-found", ["server"], "judge: http"),
     ("@.py:f", "", "reward-not-found", [], "@:function"),
     ("@.f", "def f(completions): ...", "reward-not-found", [], "@:f "),
 ])  # fmt: skip

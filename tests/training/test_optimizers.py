@@ -271,6 +271,7 @@ def test_an_optimizer_of_the_user_trains(folder: Path, tmp_path: Path) -> None:
     ("section", "code", "where", "fix"),
     [
         ({"optimizer": "torch.optim.Moun"}, "optimizer-not-found", "optimizer", "torch.optim.Muon"),
+        ({"optimizer": "torch.optim.Foo"}, "optimizer-not-found", "optimizer", "use one of ASGD"),
         ({"optimizer": "no_such_module.A"}, "optimizer-not-found", "optimizer", "install"),
         ({"optimizer": "broken_optimizers.A"}, "optimizer-not-found", "optimizer", "module"),
         ({"optimizer": "torch.nn.Linear"}, "optimizer-not-found", "optimizer", "Optimizer"),

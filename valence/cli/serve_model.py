@@ -141,8 +141,8 @@ def serve(
                 host,
                 port,
                 has_tokens=token is not None,
-                danger="other machines could use the model, and vote",
-                fix="give --token-env, or leave out --host",
+                danger="other machines could use the model and vote",
+                fix="add --token-env NAME, or remove --host",
             )
         )
         store = stack.enter_context(

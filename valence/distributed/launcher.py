@@ -56,10 +56,11 @@ def needs_launch(nproc: int | None) -> bool:
         return nproc is not None
     if int(started) != nproc:
         raise UserError(
-            f"--nproc is {nproc}, but {started} processes have been started",
+            f"--nproc is {nproc}, but the launcher (torchrun, accelerate) started {started} "
+            "processes",
             code="nproc-conflict",
             where="--nproc",
-            fix="remove it under torchrun and accelerate launch",
+            fix="remove --nproc, and set the number of processes in the launcher",
         )
     return False
 
@@ -85,7 +86,10 @@ def launch(
     """
     if nproc < 1:
         raise UserError(
-            "--nproc must be at least 1", code="nproc-invalid", where="--nproc", fix="set it to 1"
+            "--nproc must be at least 1",
+            code="nproc-invalid",
+            where="--nproc",
+            fix="set it to a number of processes, or remove it to use one process",
         )
     signals: list[int] = []
     with ExitStack() as cleanup:

@@ -84,9 +84,9 @@ def _plan(causal: Any, size: int) -> dict[str, str]:
         )
         if any(count % size for count in heads):
             common = math.gcd(*heads)
-            hint = f"; use a divisor of {common}" if common > 1 else ""
+            hint = f"; parallel.tensor can be a divisor of {common}" if common > 1 else ""
             raise _error(
-                f"{heads[0]} heads, with {heads[1]} key-value heads, cannot be divided "
+                f"{heads[0]} attention heads, with {heads[1]} key-value heads, cannot be divided "
                 f"evenly by {size} processes{hint}",
                 "tensor-heads-uneven",
             )

@@ -289,8 +289,8 @@ def describe_calibration(calibration: Calibration) -> str:
     """Describe a calibration in a sentence or two."""
     agreement = calibration.agreement
     text = (
-        f"{calibration.judge} agrees with {calibration.num_labels} labels to "
-        f"{100 * agreement.value:.0f} % (95 % interval {100 * agreement.low:.0f} to "
+        f"{calibration.judge} has {100 * agreement.value:.0f} % agreement with "
+        f"{calibration.num_labels} labels (95 % interval {100 * agreement.low:.0f} to "
         f"{100 * agreement.high:.0f} %; 50 % is chance)"
     )
     if calibration.position is not None:
@@ -319,5 +319,5 @@ def require_agreement(
             "required",
             code="judge-agreement-low",
             where=calibration.judge,
-            fix=f"improve its rubric or use another judge; {setting} accepts it nevertheless",
+            fix=f"improve its rubric or use another judge; or accept it with {setting}",
         )

@@ -273,7 +273,7 @@ class ImportStore:
 
     def _foreign(self, path: Path, fix: str) -> UserError:
         return UserError(
-            "this file was not written by an import",
+            "this file was not written by this command",
             code="output-foreign",
             where=str(path),
             fix=fix,
@@ -387,7 +387,11 @@ class ImportStore:
         """Raise UserError for a file that no import wrote, unless overwriting is allowed."""
         for path in paths:
             if path.exists() and not self._known(path) and not self.overwrite:
-                raise self._foreign(path, f"{ELSEWHERE}, or replace this file with --overwrite")
+                raise self._foreign(
+                    path,
+                    f"{ELSEWHERE}, or move this file away (`valence import` and `valence collect` "
+                    "can replace it with --overwrite)",
+                )
 
     def _replace(self, contents: Mapping[Path, bytes], about: Mapping[str, Any]) -> None:
         """Replace the old state by a new one, in the order that this module describes."""

@@ -65,7 +65,7 @@ def score(
                 f"{source.recipe.method} uses no reference",
                 code="nothing-to-score",
                 where="method",
-                fix="there is nothing to score",
+                fix="remove this command: `valence train` needs no reference cache for this method",
             )
         if source.recipe.reference.sync_every is not None:
             raise UserError(

@@ -136,10 +136,10 @@ def open_recipe(
     """Build the run of a recipe before its first step. rewards: load those that it names."""
     if at is not None:
         raise UserError(
-            "a recipe or a model has no checkpoints",
+            "only a run folder has checkpoints",
             code="option-unused",
             where="--step",
-            fix="use a run folder",
+            fix="remove --step, or use the folder of a run",
         )
     source = load_recipe(recipe, overrides, method_of=method_of, training=False)
     prepared = prepare(source, rewards=rewards)

@@ -103,7 +103,8 @@ class ModelScores:
                     f"out of memory with {len(batch.tokens)} tokens of the reward model "
                     f"{self.target} at once",
                     code="out-of-memory",
-                    where="reward: settings.tokens", fix="set it lower",
+                    where="reward: settings.tokens",
+                    fix="lower it: it limits the tokens of a forward pass, not the scores",
                 ) from error  # fmt: skip
             results |= zip(batch.unit.tolist(), numbers, strict=True)
         return [results[k] for k in range(len(units))]

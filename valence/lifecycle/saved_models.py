@@ -133,7 +133,7 @@ def _find_checkpoint(run_dir: Path, at: At) -> Saved:
                 "this checkpoint contains no state (run.save_state was false)",
                 code="checkpoint-without-state",
                 where=str(saved.path),
-                fix="use the model in it, which transformers loads",
+                fix=f"use its model instead of the run: {saved.path / 'model'}",
             )
         return saved
     raise _removed_too_fast(run_dir)
@@ -146,7 +146,8 @@ def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Pa
             "the run has no checkpoint",
             code="checkpoint-not-found",
             where=str(run_dir),
-            fix="use a run that finished or was interrupted",
+            fix="wait until the run saves one (run.save_every), or use a run that finished or was "
+            "stopped",
         )
     if at is None:
         return _newest_undamaged(checkpoints, steps)

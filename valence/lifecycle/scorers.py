@@ -191,7 +191,7 @@ def load_scorer(
             "rows may have",
             code="max-length-too-large",
             where="data.max_length",
-            fix="set --max-length {limit}",
+            fix="set --max-length {limit}, or settings.max_length={limit} for a reward model",
             warn=False,
         )
         other = recipe.reference.model
@@ -200,7 +200,7 @@ def load_scorer(
                 "reward models do not use a reference model",
                 code="reference-unused",
                 where="reference.model",
-                fix="remove reference.model",
+                fix="remove --reference (reference.model)",
             )
         if reference is None and other is not None:
             reference = _reference(policy, other, recipe.model, tokenizer)
@@ -270,7 +270,9 @@ def _reference(
 ) -> Reference:
     """Load a separate reference model. Raises UserError if its tokenizer differs."""
     if not Path(name).is_dir() or any(Path(name).glob("tokenizer*")):
-        ref_tokenizer = load_tokenizer(name, trust_remote_code=spec.trust_remote_code)
+        ref_tokenizer = load_tokenizer(
+            name, trust_remote_code=spec.trust_remote_code, setting="reference.model"
+        )
         if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise UserError(
                 "model and reference have different tokenizers, so their log-probabilities "

@@ -71,7 +71,11 @@ def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Modu
     """Return the model as ``with_adapter`` would build it, without the adapter's weights: for a
     model on the meta device.
     """
-    config = _lora_config(model, lora) if adapter is None else _read_config(adapter)
+    if adapter is None:
+        config = _lora_config(model, lora)
+    else:
+        config = _read_config(adapter)
+        _check_task(config, adapter, model)
     config.inference_mode = False
     if config.init_lora_weights != "mica":  # which decides what trains; others only give values
         config.init_lora_weights = True
@@ -151,6 +155,10 @@ FIELDS = (
 """Settings of ``model.lora`` that are fields of the same name of PEFT's ``LoraConfig``."""
 
 
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Settings of ``model.lora`` whose keys are regular expressions."""
+
+
 def _lora_config(model: nn.Module, lora: Any) -> Any:
     """Return PEFT's ``LoraConfig`` for the settings of ``model.lora``. Only rank, alpha, dropout
     and targets are required.
@@ -159,6 +167,7 @@ def _lora_config(model: nn.Module, lora: Any) -> Any:
     """
     from peft import LoraConfig
 
+    _check_expressions(lora)
     _check_names(model, lora)
     targets = lora.targets
     layers = getattr(lora, "layers_to_transform", None)
@@ -316,6 +325,24 @@ def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
         )
 
 
+def _check_expressions(lora: Any) -> None:
+    """Raise UserError for a pattern in ``model.lora`` that is not a regular expression."""
+    for setting in ("targets", "exclude_modules", "layers_pattern", *PATTERNS):
+        value = getattr(lora, setting, None) or []
+        if not isinstance(value, str | Mapping) and setting != "layers_pattern":
+            continue  # names
+        for pattern in [value] if isinstance(value, str) else value:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UserError(
+                    f"{pattern!r} is not a valid regular expression: {error}",
+                    code=f"lora-{setting.replace('_', '-')}",
+                    where=f"model.lora.{setting}",
+                    fix="correct the regular expression, or use the name of a layer",
+                ) from error
+
+
 def _check_names(model: nn.Module, lora: Any) -> None:
     """Raise UserError for a name in ``model.lora`` that is not in the model: PEFT ignores it."""
     modules = dict(model.named_modules())
@@ -402,7 +429,7 @@ def _check_patterns(model: nn.Module, lora: Any) -> None:
         for name, module in model.named_modules()
         if isinstance(module, BaseTunerLayer)
     ]
-    for setting in ("rank_pattern", "alpha_pattern"):
+    for setting in PATTERNS:
         for pattern in getattr(lora, setting, None) or {}:
             # as peft.utils.get_pattern_key matches them
             expression = re.compile(rf"(.*\.)?({pattern})$")

@@ -311,24 +311,24 @@ def _by_flash(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tens
 
 def _flash_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
     if not query.is_cuda:
-        return "FlashAttention runs on CUDA alone"
+        return "FlashAttention runs only on CUDA"
     if query.dtype not in (torch.bfloat16, torch.float16):
-        return "FlashAttention computes bfloat16 and float16 alone"
+        return "FlashAttention supports only bfloat16 and float16"
     if query.shape[3] != value.shape[3]:
-        return "FlashAttention needs keys and values of one size"
+        return "FlashAttention needs keys and values of the same size"
     if query.shape[3] > MAX_FLASH_HEAD:
-        return f"FlashAttention computes heads of at most {MAX_FLASH_HEAD} numbers"
-    return "FlashAttention has no soft-cap here" if softcap else None
+        return f"FlashAttention supports a head size of at most {MAX_FLASH_HEAD}"
+    return "FlashAttention does not support a soft-cap here" if softcap else None
 
 
 def _products_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
-    return None if query.device.type == "cpu" else "it computes on a CPU"
+    return None if query.device.type == "cpu" else "it runs only on a CPU"
 
 
 def _flex_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
     if query.is_cuda or not query.requires_grad:
         return None
-    return "FlexAttention has gradients on CUDA alone"
+    return "FlexAttention has gradients only on CUDA"
 
 
 ATTENTION_BACKENDS = {

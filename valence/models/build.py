@@ -57,10 +57,17 @@ NOISE = re.compile("drop|^(input_)?jitter_noise$")
 
 
 def load_tokenizer(
-    name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False
+    name: str,
+    *,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    setting: str = "model.tokenizer or model.name",
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub id. Raises UserError when it cannot be loaded."""
-    must_exist(name, "model.tokenizer or model.name")
+    """Return the tokenizer of a folder or hub id. Raises UserError when it cannot be loaded.
+
+    setting: the setting that contains the name, for messages.
+    """
+    must_exist(name, setting)
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
@@ -374,7 +381,7 @@ def build_reference(
         engine = PolicyModel(disable_cpu_repacking(without_dropout(model)), compute=policy.compute)
         engine.temperature = policy.temperature
         if check:
-            check_layout(engine)
+            check_layout(engine, "reference.model")
         return FrozenReference(engine, name)
     if follows:
         return SyncedReference(policy)

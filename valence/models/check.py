@@ -59,9 +59,11 @@ class PackingWarning(UserWarning):
         self.code = code
 
 
-def check_layout(engine: PolicyModel) -> None:
+def check_layout(engine: PolicyModel, where: str = "model.name") -> None:
     """Choose the layout of the engine: packed, with the first attention backend that equals the
     model's own forward; otherwise one sequence at a time. Warn unless it is the first backend.
+
+    where: the setting that names the model, for messages.
 
     Raises UserError when the model is not causal, or no attention backend runs on a CUDA device and
     VALENCE_ATTENTION does not allow one sequence at a time, which is several times slower.
@@ -73,7 +75,7 @@ def check_layout(engine: PolicyModel) -> None:
             engine.device
         )
         engine.lay_out(packed=False)
-        _check_causal(engine, tokens)
+        _check_causal(engine, tokens, where)
         batch = plain_batch([tokens[PROMPT_END:FIRST_END], tokens[FIRST_END:]], tokens[:PROMPT_END])
         if engine.attention_candidates != ("one_by_one",):
             problems = _choose_backend(engine, batch)
@@ -144,7 +146,7 @@ def _warn_or_refuse(engine: PolicyModel, problems: Mapping[str, CannotPackError]
     warnings.warn(PackingWarning(message, problem.code), stacklevel=5)
 
 
-def _check_causal(engine: PolicyModel, tokens: Tensor) -> None:
+def _check_causal(engine: PolicyModel, tokens: Tensor, where: str) -> None:
     """Raise UserError when a token's probability depends on tokens after it."""
     with _record_embeddings(engine.causal) as embeddings:
         outputs = engine.outputs(tokens)[:-1]
@@ -154,7 +156,7 @@ def _check_causal(engine: PolicyModel, tokens: Tensor) -> None:
             f"{type(engine.causal).__name__} is not a causal language model: a token's "
             f"probability depends on later tokens",
             code="model-not-causal",
-            where="model.name",
+            where=where,
             fix="use a decoder, such as Llama, Qwen, Gemma or GPT-2; an encoder such as BERT "
             "has no next-token probabilities",
         )

@@ -250,7 +250,7 @@ class TritonKernels(TorchKernels):
         if reason := _triton_unsupported(hidden):
             return reason
         if torch.promote_types(torch.float32, head.local_weights[0].dtype) != torch.float32:
-            return "its kernels compute in float32, and the weights are float64"
+            return "its kernels support float32, not float64"
         return None
 
     def logit_statistics(
@@ -281,9 +281,9 @@ class NativeKernels(TorchKernels):
     def unsupported(self, head: Head, hidden: Tensor) -> str | None:
         weight, bias = head.local_weights
         if bias is not None or head.softcap is not None:
-            return "its kernel computes neither a bias nor a soft-cap"
+            return "its kernel supports neither a bias nor a soft-cap"
         if not head.rounds_to_bfloat16:
-            return "its kernel rounds operands to bfloat16"
+            return "its kernel rounds its inputs to bfloat16, which this model does not"
         return native.head_unsupported(hidden, weight)
 
     def statistics(
@@ -369,9 +369,9 @@ class LigerBackend:
         if not head.is_linear or head.group:
             return "the head has an adapter, or its vocabulary is split over processes"
         if entropy or head.softcap is not None:
-            return "it computes neither the entropy nor a soft-cap"
+            return "it supports neither the entropy nor a soft-cap"
         if head.rounds_to_bfloat16 or head.local_weights[0].dtype != torch.float32:
-            return "it computes logits in the dtype of the products, which has to be float32"
+            return "it needs float32 weights and matrix multiplications"
         if find_spec("liger_kernel") is None:
             return f"liger-kernel is not installed: {install_command('liger')}"
         return _triton_unsupported(hidden)

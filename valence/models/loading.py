@@ -78,15 +78,27 @@ def is_cached(name: str, setting: str) -> bool:
         ) from error
 
 
+CONTENTS = {
+    "adapter": "a LoRA adapter (adapter_config.json)",
+    "model": "a causal language model (config.json)",
+    "model or adapter": "a causal language model or a LoRA adapter",
+    "tokenizer": "a tokenizer (tokenizer.json)",
+}
+"""Contents of the folder or hub id that each kind of object is loaded from."""
+
+
 def cannot_load(kind: str, name: str, error: Exception) -> UserError:
-    """Return the error for a model, adapter or tokenizer that the libraries cannot load."""
+    """Return the error for a model, adapter or tokenizer that the libraries cannot load.
+
+    kind: a key of CONTENTS.
+    """
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return UserError(
         f"cannot load the {kind} {name!r}: {first}",
         code="model-not-loadable",
         where="model",
-        fix="check that the folder or hub id contains a causal language model, and that you have "
-        "access to it",
+        fix=f"check that the folder or hub id contains {CONTENTS[kind]}, and that you have access "
+        "to it",
     )
 
 

@@ -76,9 +76,9 @@ def automatic_dtype() -> tuple[str, str]:
     else:
         device, has_bfloat16 = "CPU", torch.cpu._is_avx512_bf16_supported()
     return (
-        ("bfloat16", f"auto: this {device} multiplies bfloat16")
+        ("bfloat16", f"auto: this {device} supports bfloat16")
         if has_bfloat16
-        else ("float32", f"auto: this {device} does not multiply bfloat16")
+        else ("float32", f"auto: this {device} has no instructions for bfloat16")
     )
 
 

@@ -29,7 +29,7 @@ def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> 
     """
     if isinstance(policy, Scorer):
         raise UserError(
-            "reward models have no values of tokens",
+            "a reward model cannot have a value head",
             code="value-head-unsupported",
             where="method",
             fix="use a method that trains a language model",
@@ -38,11 +38,11 @@ def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> 
         raise UserError("the policy already has a critic", code="value-head-exists", where="value")
     if policy.is_sharded or policy.shares_rows:
         raise UserError(
-            "values are not supported with weights, products or tokens split over processes",
+            "a value head does not support weights, matrix products or tokens that processes share",
             code="value-head-unsupported",
             where="parallel",
             fix="set parallel.shard: off, parallel.tensor: 1 and parallel.context: 1, or use a "
-            "method without values, such as rloo",
+            "method without a value head, such as rloo",
         )
     policy.critic = Critic(policy, _trunk(policy) if trunk == "separate" else None).train(
         policy.training

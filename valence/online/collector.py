@@ -406,7 +406,8 @@ class Collector:
             f"error: {failures[0]}",
             code="reward-failed" if is_strict else "reward-failures",
             where="reward",
-            fix="fix the reward function, then rerun the same command to resume",
+            fix="fix the cause of this error in the reward, its server or the rows, then rerun the "
+            "same command to resume",
         )
 
     def group(

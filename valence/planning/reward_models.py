@@ -59,7 +59,7 @@ def parse_settings(target: str, settings: Mapping[str, Any], where: str) -> Rewa
             f"{setting_error_message(first)} (reward model {target})",
             code=setting_error_code(first),
             where=place,
-            fix=f"its settings are {names}",
+            fix=f"remove or correct it; the settings are {names}",
         ) from error
 
 
@@ -70,10 +70,12 @@ def placed_at_reward(target: str, where: str) -> Iterator[None]:
         yield
     except UserError as error:
         fix = error.fix if Path(target).exists() or "/" in target else f"use {KINDS}"
+        is_here = error.where == "model.name" or error.code == "max-length-too-large"
+        place = "" if is_here else f" ({error.where})"
         raise UserError(
             error.message,
             code=error.code,
-            where=f"{where}.reward: {target} ({error.where})",
+            where=f"{where}.reward: {target}{place}",
             fix=fix,
         ) from error
 

@@ -37,17 +37,15 @@ unit.
 Point = tuple[float, float]
 
 REWARD_NOTE = (
-    "Each point is an evaluation: the mean reward of completions to held-out prompts against their "
+    "Each point is an evaluation on held-out prompts. Vertical: the mean reward. Horizontal: the "
     "divergence from the reference (kl, nats per completion). Lines follow the steps; the last one "
-    "has a large mark. At the same kl, a run with a higher reward has learned more for the same "
-    "distance."
+    "has a large mark. At the same kl, a higher reward is better."
 )
 MARGIN_NOTE = (
-    "Each point is an evaluation: how many nats preferred answers have become likelier than others "
-    "(logratio/chosen minus logratio/rejected, which does not depend on beta) against the change "
-    "on answers that do not fit their prompt (the absolute value of kl/raw, nats). Lines follow "
-    "the steps; the last one has a large mark. At the same margin, a run further to the left has "
-    "changed less on other text."
+    "Each point is an evaluation. Vertical: the margin, logratio/chosen minus logratio/rejected in "
+    "nats, which does not depend on beta. Horizontal: the drift, the absolute value of kl/raw in "
+    "nats, measured on mismatched answers. Lines follow the steps; the last one has a large mark. "
+    "At the same margin, a run further to the left has changed less on other text."
 )
 
 

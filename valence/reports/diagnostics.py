@@ -403,7 +403,8 @@ def _stuck(run: RunData) -> Iterable[Diagnosis]:
     if third and math.fsum(margins[-third:]) >= STILL_GROWING * math.fsum(margins[:third]) > 0:
         yield Diagnosis(
             "stuck at 1",
-            f"Every training pair is ranked correctly since step {start}, and margins still grow: "
+            f"Since step {start}, every training pair has been ranked correctly, and margins still "
+            "grow: "
             f"the model only becomes more confident.",
             "Stop earlier (run.keep_best, fewer epochs), raise loss.beta, use "
             "loss.label_smoothing, or ipo.",

@@ -261,7 +261,9 @@ class FanOut:
             error = capture_error(lambda sink=sink: action(sink))
             if error is not None:
                 self._optional.remove(sink)
-                self._warn(f"{_name(sink)} failed and gets no more metrics in this run: {error!r}")
+                self._warn(
+                    f"{_name(sink)} failed and receives no more metrics in this run: {error!r}"
+                )
 
 
 class _ClosingThread(threading.Thread):

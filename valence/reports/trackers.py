@@ -136,10 +136,10 @@ class Tracker:
         """Start opening the library. Raises UserError without a folder."""
         if folder is None:
             raise UserError(
-                "a tracker needs the folder of a run",
+                "a tracker needs a run folder",
                 code="tracker-needs-run",
                 where="run.sinks",
-                fix="start a run with a folder (run.dir)",
+                fix="set run.dir to a folder",
             )
         if note := check(self._settings):
             self._notify(note)
@@ -482,10 +482,10 @@ def _import_trackio(folder: Path) -> Any:
     used = Path(trackio.utils.TRACKIO_DIR).absolute()  # type: ignore[attr-defined]
     if used != folder.absolute():
         raise UserError(
-            f"trackio has one folder per process, and {used} is in use",
+            f"trackio can use only one folder per process, and already uses {used}",
             code="tracker-folder-fixed",
             where="run.sinks (trackio)",
-            fix="train in a new process, or use that folder",
+            fix="start this run in a new process",
         )
     return trackio
 

@@ -342,6 +342,13 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
             where=place,
             fix=f"write http://{target}",
         )
+    if target == "judge":
+        raise UserError(
+            "a judge needs the address of its server",
+            code="reward-not-found",
+            where=place,
+            fix="write `judge: http://HOST:PORT/v1` instead of `reward: judge` (docs/rewards.md)",
+        )
     close = get_close_matches(target, RULES, 1, 0.7)
     if close:
         raise UserError(

@@ -201,7 +201,7 @@ class Function:
                 f"{self.target} has no parameter {unknown[0]!r}",
                 code="reward-setting-unknown",
                 where="settings",
-                fix=f"its parameters are {', '.join(names)}",
+                fix=f"remove it, or use a parameter of the function: {', '.join(names)}",
             )
         positional = any(
             p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in self.parameters.values()
@@ -294,7 +294,8 @@ def parse_scores(result: Any, number: int, place: str) -> list[Score]:
     if not isinstance(result, list | tuple):
         kind = type(result).__name__
         raise RewardError(
-            f"returned a {kind} ({place}) instead of a list with one number per completion"
+            f"returned a value of type {kind} ({place}) instead of a list with one number per "
+            "completion"
         )
     values = cast(Sequence[Any], result)
     if len(values) != number:
@@ -344,7 +345,7 @@ def load_function(target: str, where: str) -> Callable[..., Any]:
             )
         value = getattr(value, part)
     if inspect.isclass(value) or not callable(value):
-        kind = "a class" if inspect.isclass(value) else f"a {type(value).__name__}"
+        kind = "a class" if inspect.isclass(value) else f"of type {type(value).__name__}"
         raise UserError(
             f"{target} is {kind}, not a function",
             code="reward-not-callable",

@@ -183,7 +183,7 @@ class Servers:
         try:
             json.dumps(label, allow_nan=False)
         except (TypeError, ValueError):
-            error = f"the label is a {type(label).__name__}, which JSON does not support"
+            error = f"the label has the type {type(label).__name__}, which JSON does not support"
             return Score(None, error=error)
         return prompt + completion.text, prompt, label
 
@@ -252,7 +252,7 @@ def parse_scores(reply: bytes, number: int) -> list[Score]:
         raise RewardError(f"the reply has no list 'rewards' ({keys[:120]})")
     values = content[key]
     if not isinstance(values, list):
-        raise RewardError(f"{key!r} in the reply is a {type(values).__name__}, not a list")
+        raise RewardError(f"{key!r} in the reply has the type {type(values).__name__}, not list")
     if len(values) != number:
         raise RewardError(f"the reply has {len(values)} rewards for {number} completions")
     errors = content.get("errors")

@@ -134,7 +134,7 @@ def _problem(place: str, error: ErrorDetails) -> tuple[str, str]:
     match error["type"]:
         case "extra_forbidden":
             names = ", ".join(JudgeSettings.model_fields)
-            return f"the judge has no setting {place!r}", f"the settings are {names}"
+            return f"the judge has no setting {place!r}", f"remove it, or use one of {names}"
         case "missing":
             return f"the judge needs the setting {place!r}", f"add {place} to the settings"
         case _:

@@ -297,7 +297,7 @@ def unknown_rule(name: str) -> UserError:
     return UserError(
         f"there is no rule {name!r}",
         code="reward-not-found",
-        fix=f"{hint}The rules are {', '.join(RULES)}",
+        fix=f"{hint}Use one of {', '.join(RULES)}" if hint else f"use one of {', '.join(RULES)}",
     )
 
 
@@ -328,7 +328,7 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
             f"{setting_error_message(first)} (reward {name})",
             code=setting_error_code(first),
             where=place,
-            fix=f"its settings are {names}; see `valence rewards {name}`",
+            fix=f"correct it as `valence rewards {name}` describes; its settings are {names}",
         ) from error
     try:
         return RULES[name](**{field: getattr(values, field) for field in type(values).model_fields})

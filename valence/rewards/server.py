@@ -82,7 +82,9 @@ class RewardsResponse(BaseModel):
     """One finite number for each query, in order."""
 
     rewards: list[float]
-    scores: list[float] = Field(description="The same numbers, by which OpenRLHF filters prompts.")
+    scores: list[float] = Field(
+        description="Equal to rewards; OpenRLHF filters prompts by these numbers."
+    )
     extra_logs: dict[str, list[float]] = Field(
         description="Parts of the rewards by name, if all completions have them."
     )

@@ -327,7 +327,7 @@ def default_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         raise UserError(
             "neither the model nor its tokenizer has an end token",
             code="end-token-missing",
-            fix="pass end_ids",
+            fix="set eos_token in the tokenizer, or pass end_ids",
         )
     return ids
 

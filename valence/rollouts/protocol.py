@@ -50,7 +50,10 @@ class Sampling:
         ):
             if not is_valid:
                 raise UserError(
-                    f"{name} is {getattr(self, name)}", code="sampling-value", where=name, fix=fix
+                    f"the value {getattr(self, name)} is not allowed",
+                    code="sampling-value",
+                    where=name,
+                    fix=fix,
                 )
 
 
@@ -68,7 +71,7 @@ def check_request(prompts: Sequence[Sequence[int]], n: int, first: int = 0) -> N
     """
     if n < 1:
         raise UserError(
-            f"the number of answers per prompt is {n}",
+            f"cannot sample {n} answers per prompt",
             code="sampling-value",
             where="n",
             fix="use at least 1",

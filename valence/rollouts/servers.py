@@ -151,7 +151,7 @@ def place_server(
     is_local = tuple(devices) == (0,)
     if transport == "ipc" and not is_local:
         raise UserError(
-            "ipc sends weights to a server on the GPU of the process that sends them, GPU 0 alone",
+            "rollout.transport: ipc needs the server on GPU 0, where rank 0 trains",
             code="rollout-transport-unsupported",
             where="rollout.transport",
             fix="set it to auto, or set rollout.devices: [0]",
@@ -301,7 +301,7 @@ class Server:
                     f"with\n{tail}",
                     code="rollout-server-not-started",
                     where=str(self.log),
-                    fix="read its log, or raise rollout.timeout",
+                    fix="fix the error in its log, or raise rollout.timeout if it is still loading",
                 )
             time.sleep(POLL_SECONDS)
         code = self.process.returncode
@@ -311,8 +311,8 @@ class Server:
             f"with\n{self.tail()}",
             code="rollout-server-stopped",
             where=str(self.log),
-            fix=f"start it manually: {self.python} -m vllm.entrypoints.openai.api_server "
-            f"{' '.join(self.arguments)}",
+            fix="fix the error in its log; to start it manually: "
+            f"{self.python} -m vllm.entrypoints.openai.api_server {' '.join(self.arguments)}",
         )
 
 

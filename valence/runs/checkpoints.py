@@ -345,7 +345,8 @@ def check(path: Path) -> Saved:
             f"this checkpoint is damaged: {problem}",
             code="checkpoint-damaged",
             where=str(path),
-            fix="use another checkpoint",
+            fix="choose another checkpoint with --step, or move this folder away to use an "
+            "earlier one",
         )
 
     try:

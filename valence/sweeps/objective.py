@@ -57,7 +57,8 @@ class Objectives:
                     f"it is not known whether a larger {name} is better",
                     code="objective-direction",
                     where="--objective",
-                    fix=f"write {name}:max or {name}:min",
+                    fix=f"write {name}:max or {name}:min, or name a metric that `valence "
+                    "train` prints, such as rewards/auc",
                 )
             self._check_scale(name)
 

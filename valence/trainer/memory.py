@@ -69,8 +69,8 @@ class MemoryRetry:
             state.budget.halve(state.step, phase)
             tokens = state.budget.at(state.step, phase)
             self._messages.warn(
-                f"out of memory in step {state.step} ({phase}): micro-batches have {tokens} tokens "
-                "from here on, half as many; the result is the same"
+                f"out of memory in step {state.step} ({phase}): halved the micro-batches to "
+                f"{tokens} tokens; this does not change the result"
             )
             if self._folder:
                 self._folder.state(micro_batch_tokens=state.budget.state_dict())

@@ -207,7 +207,8 @@ def method_of(name: str, online: bool = False) -> Method:
             f"{name} trains on sampled completions and needs a reward",
             code="method-needs-reward",
             where="method",
-            fix="set reward",
+            fix="set reward to a rule (`valence rewards` lists them), a function, a reward model "
+            "or a server",
         )
     if name in METHODS:
         others = [other for other in (f"online_{name}", "rejection", *CREDITS) if other in ONLINE]

@@ -83,10 +83,10 @@ class ModelWriter:
         recipe, state = self.prepared.recipe, self.state
         if isinstance(state.policy, Scorer) and kind == "adapter":
             raise UserError(
-                "an adapter does not store which attributes a reward model scores",
+                "an adapter cannot store the attributes of a reward model",
                 code="adapter-not-exportable",
                 where="run.export",
-                fix="export it merged",
+                fix="set run.export: merged, or use `valence export` without --adapter",
             )
         card = self._card(kind)
         tokenizer, config = saved_with or self.saved_with()

@@ -94,8 +94,8 @@ def check_optimizer(recipe: Recipe) -> None:
         return
     if optimizer.has_modes and recipe.reward:
         raise UserError(
-            f"{optimizer.path} trains other weights than it samples with, and an online method "
-            "learns from completions of the weights that it trains",
+            f"{optimizer.path} has different weights for training and for sampling, but an "
+            "online method must sample from the weights that it trains",
             code="optimizer-unsupported",
             where="train.optimizer",
             fix="set train.optimizer: adamw",
@@ -103,7 +103,7 @@ def check_optimizer(recipe: Recipe) -> None:
     for argument, default in (("betas", BETAS), ("weight_decay", 0.0)):
         if getattr(train, argument) != default and not optimizer.takes(argument):
             raise UserError(
-                f"has no effect: {optimizer.path} has no {argument}",
+                f"this setting has no effect, because {optimizer.path} has no {argument}",
                 code="setting-no-effect",
                 where=f"train.{argument}",
                 fix="remove it, or choose another optimizer",
@@ -120,7 +120,7 @@ def _check_8bit(dtype: str) -> None:
         )
     if dtype == "float64":
         raise UserError(
-            "float64 weights cannot have 8-bit moments",
+            "8-bit optimizer state does not support float64 weights",
             code="optimizer-dtype",
             where="train.optimizer",
             fix="set train.optimizer: adamw",
@@ -191,7 +191,7 @@ def _optimizer_class(path: str, settings_json: str) -> OptimizerClass:
             f"{path} keeps its state in a {type(odd[0]).__name__}, which a checkpoint cannot store",
             code="optimizer-unsupported",
             where="train.optimizer",
-            fix="set train.optimizer: adamw_8bit for moments in 8 bits",
+            fix="set train.optimizer: adamw_8bit for 8-bit state, or adamw",
         )
     size = sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1) / PROBE**2
     arguments = None if takes_any else frozenset(names)
@@ -229,16 +229,19 @@ def _import_class(path: str) -> Any:
     classes = [
         key
         for key, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
+        if inspect.isclass(value)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
     ]
-    near = get_close_matches(name, classes, 1) or sorted(classes)[:8]
+    near = get_close_matches(name, classes, 1)
+    others = f"use one of {', '.join(sorted(classes))}" if classes else None
     raise UserError(
         f"{module_name} has no optimizer class {name!r}",
         code="optimizer-not-found",
         where="train.optimizer",
         fix=f"did you mean {module_name}.{near[0]}?"
         if near
-        else "use a subclass of torch.optim.Optimizer",
+        else others or "use a module with a subclass of torch.optim.Optimizer",
     )
 
 
@@ -333,7 +336,7 @@ def recipe_optimizer(recipe: Recipe, policy: nn.Module) -> torch.optim.Optimizer
     first, second = (parameter_groups(part, rates, train.weight_decay) for part in split)
     if not first:
         raise UserError(
-            f"{kind.path} takes only matrices of hidden layers, and none of them trains",
+            f"{kind.path} optimizes only matrices of hidden layers, and none of them is trained",
             code="optimizer-unsupported",
             where="train.optimizer",
             fix="set train.optimizer: adamw",

@@ -297,7 +297,8 @@ class Prepared:
         if max_steps is None or self.total_steps >= max_steps:
             return ""
         return (
-            f"train.epochs ends after {self.total_steps} steps, before train.max_steps: {max_steps}"
+            f"train.max_steps: {max_steps} has no effect: train.epochs: "
+            f"{self.recipe.train.epochs:g} ends after {self.total_steps} steps"
         )
 
 
@@ -338,6 +339,7 @@ def prepare(
                 model.tokenizer or model.name,
                 gguf_file=None if model.tokenizer else model.gguf_file,
                 trust_remote_code=model.trust_remote_code,
+                setting="model.tokenizer" if model.tokenizer else "model.name",
             )
         tokenizer = with_template(tokenizer, data.chat_template)
         encoder_options: dict[str, Any] = {
@@ -426,7 +428,9 @@ def _stop_ids(recipe: Recipe, policy: Any) -> tuple[int, ...]:
 def _check_room(max_length: int, answers: int) -> None:
     """Raises UserError when answers of ``answers`` tokens leave no room for their prompts."""
     if max_length - answers < 1:
-        message = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
+        message = (
+            f"rollout.max_new_tokens: {answers} leaves no room for a prompt in {max_length} tokens"
+        )
         raise UserError(
             message,
             code="max-length-too-small",
@@ -646,8 +650,8 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             )
     if "train" in prepared.corpora and prepared.total_steps == 0:
         raise UserError(
-            f"{len(prepared.corpora['train'].units)} rows are fewer than one step of "
-            f"{prepared.recipe.train.batch_size}",
+            f"all {len(prepared.corpora['train'].units)} rows are dropped, because they do "
+            f"not fill one step of train.batch_size: {prepared.recipe.train.batch_size}",
             code="step-larger-than-data",
             where="train.drop_last",
             fix="set train.drop_last: false, or a smaller train.batch_size",

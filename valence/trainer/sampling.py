@@ -100,10 +100,10 @@ class PolicySampler:
         self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
     ) -> Future[list[list[Completion]]]:
         raise UserError(
-            "the training process also samples, and cannot do both at the same time",
+            "rollout.engine: hf samples in the training process, which cannot sample during a step",
             code="rollout-ahead-unsupported",
             where="rollout.ahead",
-            fix="remove it",
+            fix="remove it, or set rollout.engine: vllm",
         )
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ class Saver:
         if any(gather_objects(self._world, is_missing)):
             step = best.step
             best.withdraw()
-            again = "" if best.step is None else f"; that of step {best.step} is the best again"
+            again = "" if best.step is None else f"; step {best.step} is the best again"
             self._messages.warn(f"step {step}, the best by its evaluation, was not saved{again}")
         else:
             best.confirm()

@@ -255,7 +255,7 @@ class TrainState:
         elif state["digest"] != self._reference()["digest"]:
             name = self.recipe.reference.model or self.recipe.model.name
             raise UserError(
-                f"the reference ({name}) is another model than the run began with",
+                f"the reference ({name}) is not the model that the run started with",
                 code="reference-changed",
                 where="reference.model",
                 fix="restore the original model, or start over with --fresh",
@@ -332,10 +332,11 @@ def _load_policy_weights(
             else "the frozen weights under the adapter have changed"
         )
         raise UserError(
-            f"the saved weights are those of another model ({difference})",
+            f"the checkpoint belongs to a different model ({difference})",
             code="model-changed" if differing else "base-model-changed",
             where="checkpoint",
-            fix="use the model of the saved run",
+            fix="set model.name to the model of the saved run (see config.yaml in its folder), or "
+            "start over with --fresh",
         )
     store.put(saved, weights)
 

@@ -263,8 +263,8 @@ class Trainer:
                 self.messages.record_note(note)
         if warmup_steps(recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
             self.messages.note_once(
-                "train.warmup lasts as long as the run: the learning rate never falls, and may "
-                "never reach its peak"
+                "train.warmup lasts as long as the run, so the learning rate never falls and may "
+                "not reach its peak: lower train.warmup"
             )
 
     def _prepare_step(self) -> bool:
@@ -445,8 +445,8 @@ class Trainer:
                 code="loss-not-finite",
                 where=f"step {self.step}",
                 fix="check the rows named above, set model.dtype: float32, or lower "
-                "train.learning_rate and add --allow train.learning_rate: the run then resumes "
-                "from the checkpoint before these steps",
+                "train.learning_rate. Add --allow SETTING to resume from the checkpoint before "
+                "these steps, or --fresh to start over if that fails too",
             )
 
     # After a step

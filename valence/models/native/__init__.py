@@ -126,13 +126,13 @@ def attention_unsupported(q: Tensor, v: Tensor, softcap: float) -> str | None:
     None.
     """
     if q.device.type != "cpu":
-        return "its kernel runs on a CPU"
+        return "its kernel runs only on a CPU"
     if q.dtype != torch.bfloat16:
-        return "its kernel multiplies bfloat16 alone"
+        return "its kernel supports only bfloat16"
     if softcap:
-        return "its kernel has no soft-cap"
+        return "its kernel does not support a soft-cap"
     if any(width % 16 or width > 1024 for width in (q.shape[-1], v.shape[-1])):
-        return "its kernel needs heads of a multiple of 16 numbers, of 1024 at most"
+        return "its kernel needs a head size that is a multiple of 16, at most 1024"
     return unavailable()
 
 
@@ -188,11 +188,11 @@ def head_unsupported(hidden: Tensor, weight: Tensor) -> str | None:
     or None.
     """
     if hidden.device.type != "cpu":
-        return "its kernel runs on a CPU"
+        return "its kernel runs only on a CPU"
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return "its kernel needs weights in bfloat16 or float32"
     if hidden.shape[1] % 16:
-        return "its kernel needs hidden states of a multiple of 16 numbers"
+        return "its kernel needs a hidden size that is a multiple of 16"
     return unavailable()
 
 
