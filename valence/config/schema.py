@@ -875,6 +875,12 @@ class Parallel(Section):
     """Size of a tensor-parallel group: N consecutive processes on one host that share the matrix
     multiplications of each layer and process the same rows. Each group processes other rows.
     """
+    shard_size: Annotated[int, Field(gt=1, le=65536)] | None = None
+    """With shard full: number of processes over which one copy of the model is sharded, for example
+    the GPUs of a host (hybrid sharding, HSDP). Each such group of neighbours has a replica, and
+    replicas add up their gradients once per step. Default: all processes, one copy. With tensor N,
+    a group has N times as many processes.
+    """
     reshard: bool = True
     """With shard full: free a layer's gathered weights after its forward pass, and gather them
     again for the backward pass.
@@ -895,6 +901,7 @@ class Parallel(Section):
     def issues(self) -> Iterator[Issue]:
         if self.shard == "off":
             yield no_effect(
+                "shard_size",
                 "reshard",
                 "sync",
                 "offload",

@@ -61,6 +61,8 @@ REPORT_INTERVAL = 10.0
 """Seconds after which rank 0 reports again that a long phase continues."""
 CHUNK = 2**20
 """Numbers that are converted to float64 at once."""
+SHARD_DIM = "shard"
+"""Dimension of a device mesh over which FSDP2 shards weights."""
 TENSOR = "__tensor__"
 _num_groups = itertools.count()
 _stores: dict[tuple[str, int], tuple[dist.Store, dist.Store]] = {}
@@ -140,9 +142,11 @@ class Group(Protocol):
         """
         ...
 
-    def split(self, tensor: int) -> tuple[Group, Group]:
+    def split(self, tensor: int, shard_size: int | None = None) -> tuple[Group, Group]:
         """The data-parallel group and the tensor-parallel group (``tensor`` neighbours) of this
         process. Raises UserError if the number of processes is not a multiple of ``tensor``.
+
+        shard_size: the data-parallel group also gets ``shard_mesh`` of this size, which divides it.
         """
         ...
 
@@ -187,7 +191,7 @@ class SingleProcess:
     ) -> AbstractContextManager[Callable[[], None]]:
         return nullcontext(ignore)
 
-    def split(self, tensor: int) -> tuple[Group, Group]:
+    def split(self, tensor: int, shard_size: int | None = None) -> tuple[Group, Group]:
         _check_split(1, tensor)
         return self, SingleProcess()
 
@@ -224,7 +228,8 @@ class ProcessGroup:
         self.rank, self.size, self.local_rank, self.deadline = rank, size, local_rank, deadline
         self.device = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         self._num_collectives = 0
-        self._splits: dict[int, tuple[Group, Group]] = {}
+        self._splits: dict[int, tuple[ProcessGroup, Group]] = {}
+        self._hybrid_meshes: dict[int, DeviceMesh] = {}
         self._group: Any = None  # PyTorch's group; None: all processes
         store, tracked = stores
         self._tracker = CollectiveTracker(tracked, rank, range(size))
@@ -288,29 +293,65 @@ class ProcessGroup:
                 "reach the host of rank 0",
             ) from error
 
-    def split(self, tensor: int) -> tuple[Group, Group]:
+    def split(self, tensor: int, shard_size: int | None = None) -> tuple[Group, Group]:
         _check_split(self.size, tensor)
+        if tensor not in self._splits:
+            self._splits[tensor] = self._split(tensor)
+        data, layers = self._splits[tensor]
+        if shard_size not in (None, data.size, *data._hybrid_meshes):
+            data._hybrid_meshes[shard_size] = self._hybrid_mesh(shard_size, tensor)
+        return data, layers
+
+    def _split(self, tensor: int) -> tuple[ProcessGroup, Group]:
         if tensor == 1:
             return self, SingleProcess()
-        if tensor not in self._splits:
-            # neighbours share layers, because they are on one host
-            grid = torch.arange(self.size).view(-1, tensor)
-            data = self._subgroup("data", grid.T.tolist())
-            layers = self._subgroup("tensor", grid.tolist())
-            mesh = DeviceMesh.from_group(
-                [data._group, layers._group],
-                self.device.type,
-                grid,
-                mesh_dim_names=("data", "tensor"),
+        # neighbours share layers, because they are on one host
+        grid = torch.arange(self.size).view(-1, tensor)
+        data = self._subgroup("data", grid.T.tolist())
+        layers = self._subgroup("tensor", grid.tolist())
+        mesh = DeviceMesh.from_group(
+            [data._group, layers._group],
+            self.device.type,
+            grid,
+            mesh_dim_names=(SHARD_DIM, "tensor"),
+        )
+        data.mesh, layers.mesh = mesh[SHARD_DIM], mesh["tensor"]
+        return data, layers
+
+    def _hybrid_mesh(self, shard_size: int, tensor: int) -> DeviceMesh:
+        """The data-parallel group of this process as a mesh of replicas and shards."""
+        # neighbours share a replica, because they are on one host
+        grid = torch.arange(self.size).view(-1, shard_size, tensor)
+        groups: list[Any] = []
+        with self.collective("split shards"):
+            for dim in (0, 1):
+                rows = grid.movedim(dim, -1).flatten(0, 1).tolist()
+                _, (group, _) = self._new_groups(rows, on_host=False)
+                groups.append(group)
+        names = ("replicate", SHARD_DIM)
+        if tensor == 1:
+            return DeviceMesh.from_group(
+                groups, self.device.type, grid.squeeze(2), mesh_dim_names=names
             )
-            data.mesh, layers.mesh = mesh["data"], mesh["tensor"]
-            self._splits[tensor] = data, layers
-        return self._splits[tensor]
+        _, layers = self._splits[tensor]
+        assert isinstance(layers, ProcessGroup)
+        mesh = DeviceMesh.from_group(
+            [*groups, layers._group], self.device.type, grid, mesh_dim_names=(*names, "tensor")
+        )
+        return mesh[names]
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """This group as PyTorch's device mesh."""
-        return DeviceMesh.from_group(self._process_group, self.device.type)
+        return DeviceMesh.from_group(
+            self._process_group, self.device.type, mesh_dim_names=(SHARD_DIM,)
+        )
+
+    def shard_mesh(self, size: int) -> DeviceMesh:
+        """The mesh over which FSDP2 shards weights: all processes of this group, or replicas of
+        ``size`` neighbours, which ``split`` has created.
+        """
+        return self.mesh if size == self.size else self._hybrid_meshes[size]
 
     @property
     def _process_group(self) -> Any:
@@ -318,21 +359,27 @@ class ProcessGroup:
 
     def _subgroup(self, name: str, rows: Sequence[Sequence[int]]) -> Subgroup:
         """Create a group for each row of ranks. Returns that of this process."""
-        timeout = timedelta(seconds=self.deadline)
-        subgroup: Subgroup | None = None
         with self.collective(f"split {name}"):
-            for ranks in rows:  # all processes create all groups, in the same order
-                if self.device.type == "cuda":
-                    groups = (
-                        dist.new_group(ranks, timeout=timeout + NCCL_EXTRA),
-                        dist.new_group(ranks, timeout=timeout, backend="gloo"),
-                    )
-                else:
-                    groups = (dist.new_group(ranks, timeout=timeout),) * 2
-                if self.rank in ranks:
-                    subgroup = Subgroup(self, name, ranks, *groups)
-        assert subgroup is not None
-        return subgroup
+            ranks, groups = self._new_groups(rows)
+            return Subgroup(self, name, ranks, *groups)
+
+    def _new_groups(
+        self, rows: Sequence[Sequence[int]], *, on_host: bool = True
+    ) -> tuple[Sequence[int], tuple[Any, Any]]:
+        """Create PyTorch's groups for each row of ranks: for tensors, and for host memory (the
+        former without ``on_host``). Returns the row of this process and its groups.
+        """
+        timeout = timedelta(seconds=self.deadline)
+        is_cuda = self.device.type == "cuda"
+        created: dict[int, tuple[Sequence[int], tuple[Any, Any]]] = {}
+        for ranks in rows:  # all processes create all groups, in the same order
+            group = dist.new_group(ranks, timeout=timeout + NCCL_EXTRA * is_cuda)
+            needs_gloo = is_cuda and on_host
+            cpu_group = (
+                dist.new_group(ranks, timeout=timeout, backend="gloo") if needs_gloo else group
+            )
+            created |= dict.fromkeys(ranks, (ranks, (group, cpu_group)))
+        return created[self.rank]
 
     def __deepcopy__(self, memo: Any) -> ProcessGroup:
         return self  # copied modules use the same processes
@@ -360,7 +407,7 @@ class ProcessGroup:
         )
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        replicated = [p for p in parameters if self._process_group not in _shard_groups(p)]
+        replicated = [p for p in parameters if not _is_reduced_by_fsdp(p)]
         for bucket in _buckets(replicated):
             self._reduce(bucket)
 
@@ -506,11 +553,12 @@ class Subgroup(ProcessGroup):
         )
         self.deadline, self.device = parent.deadline, parent.device
         self._num_collectives, self._group, self._cpu_group = 0, group, cpu_group
+        self._hybrid_meshes = {}
         self._tracker = parent._tracker.subgroup(f"{name}/{ranks[0]}", ranks)
         self._tracker.record(Collective(0, "start"))
         self._watchdog = parent._watchdog and self._new_watchdog()
 
-    def split(self, tensor: int) -> tuple[Group, Group]:
+    def split(self, tensor: int, shard_size: int | None = None) -> tuple[Group, Group]:
         raise NotImplementedError("a subgroup cannot be split")
 
     def close(self) -> None:
@@ -526,6 +574,12 @@ def _check_split(size: int, tensor: int) -> None:
             where="parallel.tensor",
             fix=f"set --nproc to a multiple of {tensor}, or parallel.tensor to 1",
         )
+
+
+def _is_reduced_by_fsdp(tensor: Tensor) -> bool:
+    """Whether FSDP sums the gradient of this weight over all data-parallel processes."""
+    mesh: DeviceMesh | None = getattr(tensor, "device_mesh", None)
+    return mesh is not None and SHARD_DIM in (mesh.mesh_dim_names or ())
 
 
 def _shard_groups(tensor: Tensor) -> tuple[Any, ...]:

@@ -82,8 +82,8 @@ def build_models(
         recipe = prepared.recipe
         check_folders(prepared, group, model=model is None, reference=reference is None)
         check_ranks_agree(group, lambda: rows_of(prepared), "give all processes the same rows")
-        data, layers = group.split(recipe.parallel.tensor)
         split = _split(prepared, model, group, sharded)
+        data, layers = group.split(recipe.parallel.tensor, split.ways if split.ways > 1 else None)
         checkpointing = _checkpointing(prepared, model, group, split)
         loader = _ModelLoader(prepared, split, data, layers, checkpointing)
         policy, stream = loader.policy(model)
@@ -437,6 +437,7 @@ def share(
             engine,
             decoder_layers(engine.causal),
             among,
+            size=split.ways,
             compute=engine.compute,
             reshard=split.reshard,
             sum_every_backward=split.sync_every_micro_batch,

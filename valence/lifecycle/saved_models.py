@@ -63,7 +63,11 @@ def load_saved_models(
     source = load_run_recipe(run_dir, overrides)
     # The run may have used more processes.
     if world.size % source.recipe.parallel.tensor:
-        source = load_run_recipe(run_dir, [*overrides, "parallel.tensor=1"])
+        overrides = [*overrides, "parallel.tensor=1"]
+        source = load_run_recipe(run_dir, overrides)
+    parallel = source.recipe.parallel
+    if world.size % (parallel.tensor * (parallel.shard_size or 1)):
+        source = load_run_recipe(run_dir, [*overrides, "parallel.shard_size=null"])
     check_recipe(source)
 
     def read(place: Path) -> Mapping[str, Any]:
