@@ -16,8 +16,8 @@ STEP = (
     f"{sum(cases.lengths()) / 1e6:.1f} million "
     f"in all, a quarter of them in prompts. Micro-batches have "
     f"{cases.MICRO_BATCH_TOKENS:,} tokens, "
-    f"activations are recomputed (`train.checkpointing: full`), matrix products are in bfloat16, "
-    f"adapters have rank 16, and the reference cache is empty."
+    f"activations are recomputed (`train.checkpointing: full`), matrix multiplications are in "
+    f"bfloat16, adapters have rank 16, and the reference cache is empty."
 )
 
 
