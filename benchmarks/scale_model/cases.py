@@ -14,7 +14,7 @@ from benchmarks.scale_model.model import Job, Layout, Machine, distribute_rows, 
 from valence.config.schema import LoraSettings
 from valence.models.checkpointing import Checkpointing
 from valence.models.head import CACHE_SHARE_CUDA, MAX_LOGITS
-from valence.models.memory import Split, predict
+from valence.models.memory import NCCL_BUFFERS, Memory, Split, predict
 from valence.models.shape import Shape, shape_of
 from valence.models.speed import Work
 
@@ -141,12 +141,12 @@ def automatic_layout(
 ) -> Layout:
     """The layout that `shard: auto` and `sync: auto` choose on an H100."""
     layout = Layout(processes, Split(tensor=tensor))
-    fits = memory(model, method, layout, lora=lora) <= MARGIN * HBM
+    fits = memory(model, method, layout, lora=lora).total(MICRO_BATCH_TOKENS) <= MARGIN * HBM
     return layout if fits else sharded(processes, tensor=tensor, sync_every_micro_batch=not lora)
 
 
-def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> int:
-    """Predicted bytes per device."""
+def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> Memory:
+    """Predicted bytes per device, of which the head takes a share of 80 GB."""
     has_frozen_copy = method != "sft" and not lora
     device = torch.device("meta")  # not the CPU, so the estimate is that of a GPU
     estimate = predict(
@@ -157,8 +157,10 @@ def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> in
         device=device,
         split=layout.split,
     )
-    return replace(estimate, head=int(CACHE_SHARE_CUDA * HBM) + 4 * 4 * MAX_LOGITS["cuda"]).total(
-        MICRO_BATCH_TOKENS
+    return replace(
+        estimate,
+        head=int(CACHE_SHARE_CUDA * HBM) + 4 * 4 * MAX_LOGITS["cuda"],
+        communication=NCCL_BUFFERS if layout.processes > 1 else 0,
     )
 
 

@@ -16,8 +16,8 @@ STEP = (
     f"{sum(cases.lengths()) / 1e6:.1f} million "
     f"in all, a quarter of them in prompts. Micro-batches have "
     f"{cases.MICRO_BATCH_TOKENS:,} tokens, "
-    f"activations are recomputed (`train.checkpointing: full`), matrix products are in bfloat16, "
-    f"adapters have rank 16, and the reference cache is empty."
+    f"activations are recomputed (`train.checkpointing: full`), matrix multiplications are in "
+    f"bfloat16, adapters have rank 16, and the reference cache is empty."
 )
 
 
@@ -35,9 +35,10 @@ def _tables() -> Iterator[tuple[str, str, str]]:
     several = [f"{n} GPUs" for n in PROCESSES]
     yield (
         "Memory per GPU",
-        "Memory in GB with `parallel.shard: off`, and with `full` on N GPUs. An H100 has 80 GB, an "
-        "H200 141 GB.",
-        _table(["model, method", "off", *several], _memory()),
+        "Memory in GB on one GPU, and with `parallel.shard: full` on N GPUs, including 1.5 GB for "
+        "the buffers of NCCL. With `off`, each of N GPUs needs 1.5 GB more than one GPU. An H100 "
+        "has 80 GB, an H200 141 GB.",
+        _table(["model, method", "1 GPU", *several], _memory()),
     )
     yield (
         "Communication per step",
@@ -85,7 +86,8 @@ def _kinds() -> Iterator[tuple[str, str, str, bool]]:
 
 def gigabytes(model: str, method: str, lora: bool, layout: Layout) -> float:
     """Predicted GB per device."""
-    return cases.memory(model, method, layout, lora=lora) / 1e9
+    memory = cases.memory(model, method, layout, lora=lora)
+    return memory.total(cases.MICRO_BATCH_TOKENS) / 1e9
 
 
 def _memory() -> Iterator[list[str]]:

@@ -4,24 +4,16 @@ to it. Those for large models fit the GPUs that they name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from tests.tiny import tiny_tokenizer
+from tests.large_models import SHAPES, plan_large, use_gpus
 from valence.config.load import load_recipe
-from valence.distributed.process_group import PlannedGroup
 from valence.models.memory import Split
-from valence.planning import plan
-from valence.planning.plan import Plan, make_plan
+from valence.planning.plan import Plan
 from valence.trainer.methods import METHODS, ONLINE, method_in, method_of
-from valence.trainer.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -82,94 +74,16 @@ def test_the_guide_tells_of_every_recipe_and_of_no_other():
 # the hub's, and no weights.
 
 HBM = 80e9
-SHAPES: dict[str, tuple[type[PreTrainedConfig], tuple[int, ...], int]] = {
-    "meta-llama/Llama-3.1-8B-Instruct": (
-        LlamaConfig,
-        (4096, 14336, 32, 32, 8, 128256),
-        8_030_261_248,
-    ),
-    "meta-llama/Llama-3.3-70B-Instruct": (
-        LlamaConfig,
-        (8192, 28672, 80, 64, 8, 128256),
-        70_553_706_496,
-    ),
-    "Qwen/Qwen2.5-7B-Instruct": (Qwen2Config, (3584, 18944, 28, 28, 4, 152064), 7_615_616_512),
-}
-"""Of models of the hub: the architecture; hidden and inner size, layers, heads, key and value
-heads, vocabulary; and the number of weights that is published.
-"""
-NAMES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
-LONG = "the sun is a star, and the moon goes round the earth. " * 60
-
-
-def _turns(message: str, answer: str | None = None) -> list[dict[str, str]]:
-    requests = [{"role": "user", "content": message}]
-    return requests if answer is None else [*requests, {"role": "assistant", "content": answer}]
-
-
-def _row(path: str, i: int) -> dict[str, Any]:
-    """A row with the columns of a data set of the hub."""
-    question, good, bad = f"Question {i}?", f"{LONG}{i}", f"{LONG}not {i}"
-    both = {
-        "chosen": _turns(question, good),
-        "rejected": _turns(question, bad),
-        "score_chosen": 8.0,
-        "score_rejected": 4.0,
-    }
-    return {
-        "trl-lib/ultrafeedback_binarized": both,
-        "HuggingFaceH4/ultrafeedback_binarized": both
-        | {"prompt": question, "prompt_id": f"{i:064x}", "messages": _turns(question, good)},
-        "trl-lib/kto-mix-14k": {
-            "prompt": _turns(question),
-            "completion": _turns(question, good)[1:],
-            "label": i % 2 == 0,
-        },
-        "trl-lib/DeepMath-103K": {"prompt": _turns(question), "solution": f"${i}$"},
-    }[path]
-
-
 Plans = Callable[..., Plan]
 
 
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plans:
     """Plans of a recipe for different numbers of GPUs with 80 GB."""
-    monkeypatch.setattr(plan, "best_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(plan, "free_memory", lambda _: int(0.97 * HBM))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=HBM)
-    )
+    use_gpus(monkeypatch, HBM)
 
     def make(name: str, gpus: int, *overrides: str) -> Plan:
-        path = ROOT / "recipes" / f"{name}.yaml"
-        recipe = load_recipe(path, method_of=method_of).recipe
-        kind, sizes, _ = SHAPES[recipe.model.name]
-        shape = {**dict(zip(NAMES, sizes, strict=True)), "tie_word_embeddings": False}
-        kind(**shape).save_pretrained(tmp_path / "model")
-        tiny_tokenizer().save_pretrained(tmp_path / "model")
-        [source], rows = recipe.data.train, tmp_path / "rows.jsonl"
-        rows.write_text("".join(json.dumps(_row(source.path, i)) + "\n" for i in range(40)))
-        here = [
-            f"model.name={tmp_path / 'model'}",
-            f"data.train.0.path={rows}",
-            "data.train.0.split=null",
-        ]
-        for held_out in recipe.data.eval:
-            assert held_out.path == source.path
-        loaded = load_recipe(
-            path,
-            [*here, f"data.eval.0.path={rows}", "data.eval.0.split=null", *overrides],
-            method_of=method_of,
-        )
-        return make_plan(prepare(loaded), group=PlannedGroup(gpus))
+        return plan_large(ROOT / "recipes" / f"{name}.yaml", gpus, tmp_path, *overrides)
 
     return make
 

@@ -140,6 +140,12 @@ CONFLICTS: dict[str, tuple[list[str], str, str, str]] = {
         "parallel.tensor",
         "parallel.tensor",
     ),
+    "replicas of shared tokens": (
+        ["parallel.context=2", "parallel.shard=full", "parallel.shard_size=2"],
+        "parallel.shard_size",
+        "parallel.context",
+        "parallel.context",
+    ),
     "compiled layers of shared tokens": (
         ["parallel.context=2", "train.compile=on"],
         "train.compile",

@@ -46,6 +46,7 @@ class Case:
     packs: bool = True
     shares: bool = False
     sum_every_backward: bool = False
+    shard_size: int | None = None
     reshard: bool = True
 
     @property
@@ -94,6 +95,7 @@ def split(engine: PolicyModel, case: Case, group: Group) -> None:
         engine,
         layers,
         group,
+        size=case.shard_size,
         compute=engine.compute,
         sum_every_backward=case.sum_every_backward,
         reshard=case.reshard,
@@ -113,6 +115,7 @@ def measure(group: Group, cases: Sequence[Case], sharded: bool = True) -> dict[s
 def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
     policy, reference = models(case)
     if sharded:
+        group.split(1, shard_size=case.shard_size)
         for engine in (
             policy,
             *([reference.engine] if isinstance(reference, FrozenReference) else []),

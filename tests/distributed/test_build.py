@@ -235,7 +235,7 @@ def split_objects(group: Group, place: Path) -> list[str]:
     ]
 
 
-def shared(group: Group, place: Path, tensor: int) -> list[Any]:
+def shared(group: Group, place: Path, tensor: int, shard_size: int | None = None) -> list[Any]:
     """What differs when processes share each layer, and others split what they have of it."""
     results: list[Any] = []
     for recipe in (
@@ -244,7 +244,8 @@ def shared(group: Group, place: Path, tensor: int) -> list[Any]:
     ):
         alone, alone_reference = build_models(prepared(place, recipe))
         policy, reference = build_models(
-            prepared(place, recipe, shard="full", tensor=tensor), group=group
+            prepared(place, recipe, shard="full", tensor=tensor, shard_size=shard_size),
+            group=group,
         )
         table = local(policy.causal.get_input_embeddings().weight)
         results += [
@@ -317,6 +318,43 @@ def test_layers_are_shared_and_split_as_well(place: Path) -> None:
     assert result[3].value[1:] == result[3].value[:1]  # what is left for the last
 
 
+def in_replicas(group: Group, place: Path) -> list[Any]:
+    """The part of the weights that a process of two replicas has, and what it prints."""
+    run = prepared(place, {"model": {"name": "llama"}}, shard="full", shard_size=2)
+    policy, _ = build_models(run, group=group)
+    large = [weight for weight in policy.parameters() if weight.ndim > 1]
+    plan = make_plan(run, None, group)
+    sizes = sum(local(p).numel() for p in large), sum(p.numel() for p in large)
+    return [*sizes, plan.split.ways, plan.memory.weights, describe(plan)[3]]
+
+
+@slow
+def test_a_replica_is_sharded_over_its_processes_only(place: Path) -> None:
+    result = run(in_replicas, 4, place)
+    assert [item.error for item in result] == [""] * 4
+    parts = [item.value[0] for item in result]
+    assert parts[:2] == parts[2:]
+    assert sum(parts[:2]) == result[0].value[1]
+    in_four = make_plan(
+        prepared(place, {"model": {"name": "llama"}}, shard="full"), None, PlannedGroup(4)
+    )
+    for *_, ways, weights, line in (item.value for item in result):
+        assert ways == 2
+        assert weights == pytest.approx(2 * in_four.memory.weights, rel=1e-3)
+        assert line.startswith("4 processes: each holds 1/2 of all weights")
+        assert "in 2 replicas (parallel.shard_size)" in line
+
+
+@slow
+def test_replicas_with_shared_layers(place: Path) -> None:
+    """Eight processes: two replicas, each sharded over two pairs that share layers."""
+    result = run(shared, 8, place, 2, 2, deadline=120)
+    assert [item.error for item in result] == [""] * 8
+    for item in result:
+        rows = item.value[0]
+        assert item.value == [rows, rows]
+
+
 @slow
 def test_auto_shards_weights_that_exceed_the_memory_of_one_process(place: Path) -> None:
     result = run(planned, 2, place)
@@ -346,6 +384,7 @@ def recipe_with(**parallel: Any) -> Any:
         "shard": "auto",
         "tensor": 1,
         "context": 1,
+        "shard_size": None,
         "reshard": True,
         "sync": "auto",
         "offload": False,
@@ -380,6 +419,10 @@ def recipe_with(**parallel: Any) -> Any:
         ({"context": 2}, 4, None, True, Split(context=2)),
         # Weights are sharded over processes with other tokens too.
         ({"context": 2}, 4, None, False, Split(4, context=2)),
+        ({"shard_size": 2}, 4, None, False, Split(2)),
+        ({"shard_size": 2}, 4, None, True, Split()),
+        ({"shard_size": 4}, 4, None, False, Split(4)),
+        ({"tensor": 2, "shard_size": 2}, 8, None, False, Split(2, 2)),
     ],
 )
 def test_how_weights_are_split(
@@ -414,6 +457,24 @@ def test_settings_that_split_weights_do_not_support_are_mistakes(
     assert choose_split(recipe_with(**sections), 2, cpu, before=None, fits=lambda: True).single
     with raises_error("parallel-unsupported", where=where):
         choose_split(recipe_with(**sections), 2, cpu, before=None, fits=lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("sections", "size", "multiple"),
+    [
+        ({"shard_size": 4}, 6, "4"),
+        ({"shard_size": 4}, 2, "4"),
+        ({"shard_size": 3, "tensor": 2}, 8, "6"),
+    ],
+)
+def test_processes_that_do_not_divide_into_replicas_are_an_error(
+    sections: dict[str, Any], size: int, multiple: str
+) -> None:
+    cpu = torch.device("cpu")
+    with raises_error("shard-size-mismatch", where="parallel.shard_size") as raised:
+        choose_split(recipe_with(**sections), size, cpu, before=None, fits=lambda: False)
+    assert f"{size} processes" in raised.error.message
+    assert f"a multiple of {multiple}" in raised.error.message
 
 
 def test_sharding_with_one_process_has_no_effect_and_a_note(place: Path) -> None:

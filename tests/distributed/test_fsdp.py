@@ -46,6 +46,17 @@ ON_FOUR = [
     Case("aot_unpaired", rows=3, lora=True),
     Case("dpo", rows=3, lora=True, packs=False, checkpointing="full"),
 ]
+REPLICATED = [
+    replace(case, shard_size=2)
+    for case in (
+        Case("dpo"),
+        Case("dpo", sum_every_backward=True, budget=13),
+        Case("kto", lora=True, follows=True),
+        Case("kto", rows=3, sum_every_backward=True),
+        Case("aot_unpaired", rows=3, lora=True, checkpointing="full", reshard=False),
+    )
+]
+"""Two copies of the weights, each sharded over two processes."""
 ON_TWO = [Case("kto", follows=True), Case("sft", architecture="qwen2"), *NARROW]
 PLAIN = [
     Case("kto", lora=True, follows=True),
@@ -60,6 +71,7 @@ QUICK = [Case("dpo"), Case("kto", lora=True, follows=True)]
 @pytest.mark.parametrize(("size", "cases", "sharded"), [
     pytest.param(2, QUICK, True, id="2 split, quick"),
     pytest.param(4, ON_FOUR, True, id="4 split", marks=slow),
+    pytest.param(4, REPLICATED, True, id="2 x 2 split", marks=slow),
     pytest.param(2, ON_TWO, True, id="2 split", marks=slow),
     pytest.param(4, PLAIN, False, id="4 whole", marks=slow),
 ])  # fmt: skip

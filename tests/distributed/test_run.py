@@ -118,6 +118,8 @@ def same(run: Path, other: Path, rel: float = 1e-9, of_logps: float = 0.0) -> No
 
 
 SHARDED = {"parallel": {"shard": "full"}}
+HYBRID = {"parallel": {"shard": "full", "shard_size": 2}}
+"""Of four processes, two share a copy of the weights."""
 REPLICATED: dict[str, Any] = {}
 SHARED = {"parallel": {"context": 2}}
 BOTH = {"parallel": {"context": 2, "shard": "full"}}
@@ -143,6 +145,7 @@ RUNS = {
         ("pointwise, lora, models", SHARDED),
         ("aot", SHARED),
         ("dpo", BOTH),
+        ("dpo", HYBRID),
     ),
 }
 """Number of processes -> what is run, each process with all weights or with its part of them, and
@@ -284,6 +287,22 @@ def test_tokens_may_be_shared_by_other_processes_after_a_stop(place: Path, tmp_p
             same(runs[name], runs["alone"])
 
 
+def test_replicas_resume_in_another_layout(place: Path, tmp_path: Path) -> None:
+    """Two copies on two processes each, then one copy on four, then one process; and back."""
+    for case in ("kto, lora", "dpo"):
+        alone, run, reverse = (tmp_path / f"{case} {name}" for name in ("alone", "run", "reverse"))
+        assert train(SingleProcess(), [written(case, place, alone)]) == ["done"]
+        for options, stop in ((HYBRID, 3), (SHARDED, 6)):
+            ranks = run_in_processes(train, 4, [written(case, place, run, **options)], stop, 2)
+            assert [(rank.error, rank.value) for rank in ranks] == [("", ["143"])] * 4
+        assert train(SingleProcess(), [written(case, place, run)]) == ["done"]
+        same(run, alone)
+        assert train(SingleProcess(), [written(case, place, reverse)], 3) == ["143"]
+        ranks = run_in_processes(train, 4, [written(case, place, reverse, **HYBRID)])
+        assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * 4
+        same(reverse, alone)
+
+
 def train_and_stop(group: Group, settings: Mapping[str, Any]) -> list[str]:
     """As ``train``; rank 1 is sent SIGTERM after the test's evaluation, between phases."""
     evaluate = Trainer.evaluate
@@ -314,19 +333,20 @@ def test_a_signal_to_one_process_behind_the_training_stops_all(place: Path, tmp_
 
 
 def test_the_same_number_of_processes_resumes_bit_for_bit(place: Path, tmp_path: Path) -> None:
-    for case, mode in (
-        ("kto, lora", {}),
-        ("kto, lora", SHARED),
-        ("dpo, lora with dropout", {}),
-        ("dpo that follows", SHARDED),
+    for case, mode, size in (
+        ("kto, lora", {}, 2),
+        ("kto, lora", SHARED, 2),
+        ("dpo, lora with dropout", {}, 2),
+        ("dpo that follows", SHARDED, 2),
+        ("dpo that follows", HYBRID, 4),
     ):
-        names = [tmp_path / f"{case} {len(mode)} {name}" for name in ("alone", "stopped")]
+        names = [tmp_path / f"{case} {len(mode)} {size} {name}" for name in ("alone", "stopped")]
         alone, stopped = (written(case, place, run, **mode) for run in names)
         for value, ended, *stop in (
             ([alone], "done"),
             ([stopped], "143", 3, 1),
             ([stopped], "done"),
         ):
-            for rank in run_in_processes(train, 2, value, *stop, deadline=60.0):
+            for rank in run_in_processes(train, size, value, *stop, deadline=60.0):
                 assert (rank.error, rank.value) == ("", [ended])
         same(*names, rel=0.0)

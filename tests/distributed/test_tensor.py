@@ -431,7 +431,7 @@ MISTAKES = (
     ("tensor-size-mismatch", ("4", "3")),
     ("tensor-plan-missing", ("GPT2LMHeadModel",)),
     ("tensor-unsupported", ("Qwen3MoeForCausalLM", "moe_tp_experts")),
-    ("tensor-heads-uneven", ("4 heads", "2")),
+    ("tensor-heads-uneven", ("4 attention heads", "2")),
     ("tensor-layer-uneven", ("50", "model.layers.0.mlp.gate_proj")),
 )
 """The codes, and what the sentences name."""

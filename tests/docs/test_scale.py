@@ -4,6 +4,7 @@ manifests.
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -25,6 +26,16 @@ LINES = [line for block in blocks(PAGE, "sh") for line in block.text.splitlines(
 @pytest.mark.slow
 def test_the_tables_are_up_to_date() -> None:
     assert scale.page() == PAGE, "run `python -m tests.docs.scale`"
+
+
+def test_each_example_leaves_a_fifth_of_the_memory_free() -> None:
+    sections = list(scale.EXAMPLE.finditer(PAGE))
+    assert [(match[1], match[2]) for match in sections] == [("one", "24"), ("8", "80"), ("8", "80")]
+    for match in sections:
+        assert len(scale.PARTS.findall(match[0])) == 1
+        assert len(scale.CHANGE.findall(match[0])) >= 5
+        [total] = re.findall(r"^\| \*\*total\*\* \| ([\d.]+) \|$", match[0], re.MULTILINE)
+        assert float(total) < 0.8 * int(match[2])
 
 
 def test_the_page_tells_the_deadline() -> None:

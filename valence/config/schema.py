@@ -891,6 +891,12 @@ class Parallel(Section):
     of each micro-batch, so that each stores about 1/N of its activations. For long sequences. Each
     group processes other rows.
     """
+    shard_size: Annotated[int, Field(gt=1, le=65536)] | None = None
+    """With shard full: number of processes over which one copy of the model is sharded, for example
+    the GPUs of a host (hybrid sharding, HSDP). Each such group of neighbours has a replica, and
+    replicas add up their gradients once per step. Default: all processes, one copy. With tensor N,
+    a group has N times as many processes.
+    """
     reshard: bool = True
     """With shard full: free a layer's gathered weights after its forward pass, and gather them
     again for the backward pass.
@@ -921,8 +927,16 @@ class Parallel(Section):
                 "(parallel.tensor)",
                 "remove it, or parallel.tensor",
             )
+        if self.context > 1 and self.shard_size is not None:
+            yield conflict(
+                "shard_size",
+                "processes that share tokens (parallel.context) shard one copy of the model over "
+                "all processes",
+                "remove it, or parallel.context",
+            )
         if self.shard == "off":
             yield no_effect(
+                "shard_size",
                 "reshard",
                 "sync",
                 "offload",

@@ -32,6 +32,7 @@ def shard(
     layers: Iterable[nn.Module],
     group: ProcessGroup,
     *,
+    size: int | None = None,
     compute: torch.dtype | None = None,
     reshard: bool = True,
     sum_every_backward: bool = False,
@@ -44,13 +45,16 @@ def shard(
     pass; weights with fewer than 2 axes stay on every process. Gradients are summed over the
     processes. Works on weights without memory (meta device).
 
+    size: number of neighbours that shard one copy of the weights, if there are several copies
+    (hybrid sharding, HSDP): the size for which ``group`` was split.
     compute: data type of the gathered layers, if their matrix multiplications are narrower than
     their weights. reshard: free a layer's gathered weights between its forward and backward pass.
-    sum_every_backward: sum gradients in each backward pass, whatever ``sync_gradients`` sets.
+    sum_every_backward: sum gradients within a replica in each backward pass, whatever
+    ``sync_gradients`` sets.
     offload: keep the shards in host memory.
     """
     options: dict[str, Any] = {
-        "mesh": group.mesh,
+        "mesh": group.shard_mesh(size or group.size),
         "ignored_params": {p for p in policy.parameters() if p.ndim < 2},
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
@@ -82,6 +86,8 @@ def sync_gradients(policy: Any, on: bool) -> None:
     have accumulated.
     """
     policy.set_requires_gradient_sync(on or policy.sum_every_backward)
+    # replicas exchange their sums once per step: the network between hosts is slow
+    policy.set_requires_all_reduce(on)
 
 
 def _fsdp_modules(policy: nn.Module) -> list[FSDPModule]:

@@ -61,6 +61,8 @@ REPORT_INTERVAL = 10.0
 """Seconds after which rank 0 reports again that a long phase continues."""
 CHUNK = 2**20
 """Numbers that are converted to float64 at once."""
+SHARD_DIM = "shard"
+"""Dimension of a device mesh over which FSDP2 shards weights."""
 TENSOR = "__tensor__"
 Neighbours = Literal["tensor", "context"]
 """What neighbouring processes share: the products of each layer, or the tokens of a row. Also the
@@ -159,12 +161,15 @@ class Group(Protocol):
         """
         ...
 
-    def split(self, neighbours: int, name: Neighbours = "tensor") -> tuple[Group, Group]:
+    def split(
+        self, neighbours: int, name: Neighbours = "tensor", shard_size: int | None = None
+    ) -> tuple[Group, Group]:
         """The group of processes with other rows, and the group of this process's neighbours, which
         have the same rows.
 
-        neighbours: size of the second group. name: what its processes share. Raises UserError if
-        the number of processes is not a multiple of ``neighbours``.
+        neighbours: size of the second group. name: what its processes share. shard_size: the first
+        group also gets ``shard_mesh`` of this size, which divides it. Raises UserError if the
+        number of processes is not a multiple of ``neighbours``.
         """
         ...
 
@@ -215,7 +220,9 @@ class SingleProcess:
     ) -> AbstractContextManager[Callable[[], None]]:
         return nullcontext(ignore)
 
-    def split(self, neighbours: int, name: Neighbours = "tensor") -> tuple[Group, Group]:
+    def split(
+        self, neighbours: int, name: Neighbours = "tensor", shard_size: int | None = None
+    ) -> tuple[Group, Group]:
         check_split(1, neighbours, name)
         return self, SingleProcess()
 
@@ -252,7 +259,8 @@ class ProcessGroup:
         self.rank, self.size, self.local_rank, self.deadline = rank, size, local_rank, deadline
         self.device = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         self._num_collectives = 0
-        self._splits: dict[tuple[int, str], tuple[Group, Group]] = {}
+        self._splits: dict[tuple[int, str], tuple[ProcessGroup, Group]] = {}
+        self._hybrid_meshes: dict[int, DeviceMesh] = {}
         self._group: Any = None  # PyTorch's group; None: all processes
         store, tracked = stores
         self._tracker = CollectiveTracker(tracked, rank, range(size))
@@ -316,29 +324,67 @@ class ProcessGroup:
                 "reach the host of rank 0",
             ) from error
 
-    def split(self, neighbours: int, name: Neighbours = "tensor") -> tuple[Group, Group]:
+    def split(
+        self, neighbours: int, name: Neighbours = "tensor", shard_size: int | None = None
+    ) -> tuple[Group, Group]:
         check_split(self.size, neighbours, name)
+        if (neighbours, name) not in self._splits:
+            self._splits[neighbours, name] = self._split(neighbours, name)
+        data, shared = self._splits[neighbours, name]
+        if shard_size not in (None, data.size, *data._hybrid_meshes):
+            data._hybrid_meshes[shard_size] = self._hybrid_mesh(shard_size, neighbours)
+        return data, shared
+
+    def _split(self, neighbours: int, name: Neighbours) -> tuple[ProcessGroup, Group]:
         if neighbours == 1:
             return self, SingleProcess()
-        if (neighbours, name) not in self._splits:
-            # neighbours communicate in each layer, because they are on one host
-            grid = torch.arange(self.size).view(-1, neighbours)
-            data = self._subgroup("data", grid.T.tolist())
-            shared = self._subgroup(name, grid.tolist())
-            mesh = DeviceMesh.from_group(
-                [data._group, shared._group],
-                self.device.type,
-                grid,
-                mesh_dim_names=("data", name),
+        # neighbours communicate in each layer, because they are on one host
+        grid = torch.arange(self.size).view(-1, neighbours)
+        data = self._subgroup("data", grid.T.tolist())
+        shared = self._subgroup(name, grid.tolist())
+        mesh = DeviceMesh.from_group(
+            [data._group, shared._group],
+            self.device.type,
+            grid,
+            mesh_dim_names=(SHARD_DIM, name),
+        )
+        data.mesh, shared.mesh = mesh[SHARD_DIM], mesh[name]
+        return data, shared
+
+    def _hybrid_mesh(self, shard_size: int, tensor: int) -> DeviceMesh:
+        """The data-parallel group of this process as a mesh of replicas and shards."""
+        # neighbours share a replica, because they are on one host
+        grid = torch.arange(self.size).view(-1, shard_size, tensor)
+        groups: list[Any] = []
+        with self.collective("split shards"):
+            for dim in (0, 1):
+                rows = grid.movedim(dim, -1).flatten(0, 1).tolist()
+                _, (group, _) = self._new_groups(rows, on_host=False)
+                groups.append(group)
+        names = ("replicate", SHARD_DIM)
+        if tensor == 1:
+            return DeviceMesh.from_group(
+                groups, self.device.type, grid.squeeze(2), mesh_dim_names=names
             )
-            data.mesh, shared.mesh = mesh["data"], mesh[name]
-            self._splits[neighbours, name] = data, shared
-        return self._splits[neighbours, name]
+        _, layers = self._splits[tensor, "tensor"]
+        assert isinstance(layers, ProcessGroup)
+        mesh = DeviceMesh.from_group(
+            [*groups, layers._group], self.device.type, grid, mesh_dim_names=(*names, "tensor")
+        )
+        return mesh[names]
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """This group as PyTorch's device mesh."""
-        return DeviceMesh.from_group(self._process_group, self.device.type)
+        return DeviceMesh.from_group(
+            self._process_group, self.device.type, mesh_dim_names=(SHARD_DIM,)
+        )
+
+    def shard_mesh(self, size: int) -> DeviceMesh:
+        """The mesh over which FSDP2 shards weights: all processes of this group, or replicas of
+        ``size`` neighbours, which ``split`` has created.
+        """
+        return self.mesh if size == self.size else self._hybrid_meshes[size]
 
     @property
     def _process_group(self) -> Any:
@@ -346,21 +392,27 @@ class ProcessGroup:
 
     def _subgroup(self, name: str, rows: Sequence[Sequence[int]]) -> Subgroup:
         """Create a group for each row of ranks. Returns that of this process."""
-        timeout = timedelta(seconds=self.deadline)
-        subgroup: Subgroup | None = None
         with self.collective(f"split {name}"):
-            for ranks in rows:  # all processes create all groups, in the same order
-                if self.device.type == "cuda":
-                    groups = (
-                        dist.new_group(ranks, timeout=timeout + NCCL_EXTRA),
-                        dist.new_group(ranks, timeout=timeout, backend="gloo"),
-                    )
-                else:
-                    groups = (dist.new_group(ranks, timeout=timeout),) * 2
-                if self.rank in ranks:
-                    subgroup = Subgroup(self, name, ranks, *groups)
-        assert subgroup is not None
-        return subgroup
+            ranks, groups = self._new_groups(rows)
+            return Subgroup(self, name, ranks, *groups)
+
+    def _new_groups(
+        self, rows: Sequence[Sequence[int]], *, on_host: bool = True
+    ) -> tuple[Sequence[int], tuple[Any, Any]]:
+        """Create PyTorch's groups for each row of ranks: for tensors, and for host memory (the
+        former without ``on_host``). Returns the row of this process and its groups.
+        """
+        timeout = timedelta(seconds=self.deadline)
+        is_cuda = self.device.type == "cuda"
+        created: dict[int, tuple[Sequence[int], tuple[Any, Any]]] = {}
+        for ranks in rows:  # all processes create all groups, in the same order
+            group = dist.new_group(ranks, timeout=timeout + NCCL_EXTRA * is_cuda)
+            needs_gloo = is_cuda and on_host
+            cpu_group = (
+                dist.new_group(ranks, timeout=timeout, backend="gloo") if needs_gloo else group
+            )
+            created |= dict.fromkeys(ranks, (ranks, (group, cpu_group)))
+        return created[self.rank]
 
     def __deepcopy__(self, memo: Any) -> ProcessGroup:
         return self  # copied modules use the same processes
@@ -402,7 +454,7 @@ class ProcessGroup:
         return part.to(values.device)
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        replicated = [p for p in parameters if self._process_group not in _shard_groups(p)]
+        replicated = [p for p in parameters if not _is_reduced_by_fsdp(p)]
         for bucket in _buckets(replicated):
             self._reduce(bucket)
 
@@ -548,11 +600,14 @@ class Subgroup(ProcessGroup):
         )
         self.deadline, self.device = parent.deadline, parent.device
         self._num_collectives, self._group, self._cpu_group = 0, group, cpu_group
+        self._hybrid_meshes = {}
         self._tracker = parent._tracker.subgroup(f"{name}/{ranks[0]}", ranks)
         self._tracker.record(Collective(0, "start"))
         self._watchdog = parent._watchdog and self._new_watchdog()
 
-    def split(self, neighbours: int, name: Neighbours = "tensor") -> tuple[Group, Group]:
+    def split(
+        self, neighbours: int, name: Neighbours = "tensor", shard_size: int | None = None
+    ) -> tuple[Group, Group]:
         raise NotImplementedError("a subgroup cannot be split")
 
     def close(self) -> None:
@@ -569,6 +624,12 @@ def check_split(size: int, neighbours: int, name: Neighbours) -> None:
             where=f"parallel.{name}",
             fix=f"set --nproc to a multiple of {neighbours}, or parallel.{name} to 1",
         )
+
+
+def _is_reduced_by_fsdp(tensor: Tensor) -> bool:
+    """Whether FSDP sums the gradient of this weight over all data-parallel processes."""
+    mesh: DeviceMesh | None = getattr(tensor, "device_mesh", None)
+    return mesh is not None and SHARD_DIM in (mesh.mesh_dim_names or ())
 
 
 def _shard_groups(tensor: Tensor) -> tuple[Any, ...]:

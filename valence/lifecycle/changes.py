@@ -36,7 +36,10 @@ FREE = (
             "export",
         )
     }
-    | {f"parallel.{name}" for name in ("shard", "tensor", "context", "reshard", "sync", "offload")}
+    | {
+        f"parallel.{name}"
+        for name in ("shard", "tensor", "context", "shard_size", "reshard", "sync", "offload")
+    }
     | {"eval.train_examples"}
 )
 """Settings that change neither weights nor log beyond their last digits."""

@@ -83,8 +83,9 @@ def build_models(
         recipe = prepared.recipe
         check_folders(prepared, group, model=model is None, reference=reference is None)
         check_ranks_agree(group, lambda: rows_of(prepared), "give all processes the same rows")
-        data, neighbours = group.split(*recipe.parallel.neighbours)
         split = _split(prepared, model, group, sharded)
+        shard_size = split.ways if split.ways > 1 and split.context == 1 else None
+        data, neighbours = group.split(*recipe.parallel.neighbours, shard_size=shard_size)
         checkpointing = _checkpointing(prepared, model, group, split)
         loader = _ModelLoader(prepared, split, group, data, neighbours, checkpointing)
         policy, stream = loader.policy(model)
@@ -453,6 +454,7 @@ def share(
             engine,
             decoder_layers(engine.causal),
             among,
+            size=split.ways,
             compute=engine.compute,
             reshard=split.reshard,
             sum_every_backward=split.sync_every_micro_batch,

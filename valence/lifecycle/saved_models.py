@@ -64,7 +64,11 @@ def load_saved_models(
     # The run may have used more processes.
     num_neighbours, setting = source.recipe.parallel.neighbours
     if world.size % num_neighbours:
-        source = load_run_recipe(run_dir, [*overrides, f"parallel.{setting}=1"])
+        overrides = [*overrides, f"parallel.{setting}=1"]
+        source = load_run_recipe(run_dir, overrides)
+    parallel = source.recipe.parallel
+    if world.size % (parallel.tensor * (parallel.shard_size or 1)):
+        source = load_run_recipe(run_dir, [*overrides, "parallel.shard_size=null"])
     check_recipe(source)
 
     def read(place: Path) -> Mapping[str, Any]:

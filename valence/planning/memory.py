@@ -66,7 +66,7 @@ def choose_split(
     parallel = recipe.parallel
     check_split(size, parallel.tensor, "tensor")
     check_split(size, parallel.context, "context")
-    ways = size // parallel.tensor
+    ways = num_shards(recipe, size)
     if parallel.shard == "auto":
         shards = ways > 1 and (not fits() if before is None else before)
     else:
@@ -123,6 +123,26 @@ def choose_split(
     if split.offload:
         check_offload(recipe, device)
     return split
+
+
+def num_shards(recipe: Recipe, size: int) -> int:
+    """The number of processes that share a copy of the weights if these are sharded.
+
+    Raises UserError if ``size`` processes do not divide into such groups.
+    """
+    tensor, shard_size = recipe.parallel.tensor, recipe.parallel.shard_size
+    if shard_size is None:
+        return size // tensor
+    group_size = tensor * shard_size
+    if size % group_size:
+        product = f" (parallel.tensor {tensor} times {shard_size})" if tensor > 1 else ""
+        raise UserError(
+            f"{size} processes are not a multiple of {group_size}{product}",
+            code="shard-size-mismatch",
+            where="parallel.shard_size",
+            fix=f"set --nproc to a multiple of {group_size}, or remove parallel.shard_size",
+        )
+    return shard_size
 
 
 def check_offload(recipe: Recipe, device: torch.device) -> None:

@@ -39,6 +39,7 @@ from valence.planning.memory import (
     layers_of,
     memory_of,
     min_free_memory,
+    num_shards,
     plan_server,
     sampled_in,
     server_share,
@@ -383,8 +384,8 @@ def planned_server_share(prepared: Prepared, policy: PolicyModel, processes: int
     spec = recipe.model
     bare = layers_of(prepared, policy.causal)
     shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
+    ways = num_shards(recipe, processes) if policy.is_sharded else 1
     parallel = recipe.parallel
-    ways = processes if policy.is_sharded else 1
     split = Split(ways, parallel.tensor, context=parallel.context)
     memory = memory_of(prepared, shape, device, split)
     memory = replace(memory, server=SLEEPING_SERVER if server.is_shared else 0)
@@ -573,6 +574,9 @@ def _describe_split(plan: Plan) -> list[str]:
     held = (
         f"1/{split.ways} of {weights}, their gradients and moments" if split.ways > 1 else weights
     )
+    replicas = plan.processes // (split.ways * split.tensor)
+    if split.ways > 1 and replicas > 1:
+        held += f", in {replicas} replicas (parallel.shard_size)"
     auto = " (parallel.shard: auto)" if plan.prepared.recipe.parallel.shard == "auto" else ""
     shared = "" if split.context == 1 else f"; {split.context} share each row (parallel.context)"
     return [f"{plan.processes} processes: each holds {held}{auto}{shared}"]
