@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "files",
         "terminal",
     ),
-    "export": ("types", "data", "runs.store"),
+    "export": ("types", "data", "rollouts", "runs.store"),
     "evaluation": (
         "checksums",
         "types",

@@ -181,6 +181,27 @@ SHAPES: dict[str, tuple[str, str, str, str, str]] = {
         "",
         "train.batch_size?",
     ),
+    "setting of the loss outside its section": (
+        "beta: 0.1\n",
+        ":7 (beta)",
+        UNKNOWN,
+        "",
+        "did you mean loss.beta?",
+    ),
+    "setting of the loss in another section": (
+        "train: {beta: 0.1}\n",
+        ":7 (train.beta)",
+        UNKNOWN,
+        "",
+        "did you mean loss.beta?",
+    ),
+    "text that is not a number": (
+        "train: {learning_rate: nan}\n",
+        ":7 (train.learning_rate)",
+        TYPE,
+        '"nan"',
+        "set it to a number above 0",
+    ),
     "unknown, like nothing": (
         "train: {zzz: 1}\n",
         ":7 (train.zzz)",

@@ -13,6 +13,7 @@ from tests.errors import raises_error
 from tests.evaluation.test_compare import SAMPLING, folder
 from tests.evaluation.test_judge import pair
 from valence.cli import GATE_FAILED
+from valence.cli.compare import shortened
 from valence.evaluation.assertions import check_assertions, count_assertions, parse_assertions
 
 __all__ = ["folder", "place"]
@@ -109,7 +110,9 @@ def test_prompts_with_assertions_are_answered_and_not_judged(folder: Path) -> No
     assert "Assertions" in Path("comparison/report.html").read_text()
 
 
-def test_assertions_need_no_judge_and_set_the_exit_status(folder: Path) -> None:
+def test_assertions_need_no_judge_and_set_the_exit_status(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ask = ("--assertions", "regression.jsonl", "--max-new-tokens", "6")
     write_assertions()
     assert command("compare", "model", "other", *ask) == 0
@@ -122,10 +125,19 @@ def test_assertions_need_no_judge_and_set_the_exit_status(folder: Path) -> None:
     rows = [{"prompt": "what about  ", "assert": {"contains": answers[0]["completion"]}}]
     Path("regression.jsonl").write_text(json.dumps(rows[0]) + "\n")
     words = ("compare", "model", "other", *ask, "--out", "broken")
+    capsys.readouterr()
     assert command(*words, "--max-broken", "1") == 0
+    printed = "".join(capsys.readouterr().out.split())
+    assert f"answer: {answers[1]['completion']!r}".replace(" ", "") in printed
     assert command(*words, "--max-broken", "0") == GATE_FAILED
     result = json.loads(Path("broken/compare.json").read_text())
     assert len(result["assertions"]["broken"]) == 1
+
+
+def test_a_long_answer_is_shown_with_its_beginning_and_end() -> None:
+    assert shortened("short") == "short"
+    text = shortened("a" * 500 + "b" * 500)
+    assert text == "a" * 150 + " ... " + "b" * 150
 
 
 def test_wrong_files_of_assertions_are_refused(folder: Path) -> None:

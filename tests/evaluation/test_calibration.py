@@ -231,7 +231,8 @@ def grade(shown: Mapping[str, Any]) -> str:
 def test_training_measures_its_judge_first(folder: Path, better: bool) -> None:
     answers = [("good", "bad"), ("more", "les")] if better else [("bad", "good"), ("les", "more")]
     with judge_server(grade) as server:
-        judge = {"judge": server.url, "settings": {"model": "m", "labels": write_pairs(answers)}}
+        settings = {"model": "m", "labels": write_pairs(answers)}
+        judge: dict[str, Any] = {"judge": server.url, "settings": settings}
         recipe = {
             "method": "rloo",
             "model": {"name": "./model", "lora": {"rank": 2}},
@@ -242,6 +243,12 @@ def test_training_measures_its_judge_first(folder: Path, better: bool) -> None:
             "run": {"dir": "runs/judged"},
         }
         Path("judged.yaml").write_text(json.dumps(recipe))
+        assert command("check", "judged.yaml") == 0
+        judge["settings"]["labels"] = "none.jsonl"
+        Path("missing.yaml").write_text(json.dumps(recipe))
+        error = command_error("check", "missing.yaml")
+        assert error.code == "file-not-found"
+        assert (error.where or "").startswith("reward.0.settings.labels")
         if better:
             assert command("train", "judged.yaml") == 0
             assert "agreement with 2 labels" in Path("runs/judged/run.json").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from transformers import AutoModelForCausalLM
 from tests.command import command, command_error, place
 from tests.evaluation.judge_server import JudgeServer, always_first, judge_server, longer
 from tests.programs import Program
+from valence import checksums, cli
 from valence.cli import GATE_FAILED
+from valence.jobs import sample_rows
+from valence.lifecycle import restore
 
 __all__ = ["place"]
 
@@ -114,6 +118,33 @@ def test_the_same_command_again_answers_and_judges_nothing(folder: Path) -> None
     calls = Path("calls.jsonl").read_bytes()
     assert compare() == first
     assert Path("calls.jsonl").read_bytes() == calls
+
+
+def test_with_all_answers_no_model_is_loaded_unless_its_files_have_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compare()
+    opened: list[str] = []
+
+    def open_run(target: str, *words: Any, **options: Any) -> Any:
+        opened.append(target)
+        return restore.open_run(target, *words, **options)
+
+    monkeypatch.setattr(sample_rows, "open_run", open_run)
+    assert compare() == first
+    assert compare(judge="my_rewards:alike")["judges"][0]["ties"] == 8
+    assert opened == []
+    path = Path("other/model.safetensors")
+    path.write_bytes(path.read_bytes())  # the same weights in a file that was written again
+    assert compare() == first
+    assert opened == ["other"]
+    path.write_bytes(Path("model/model.safetensors").read_bytes())
+    error = command_error("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long")
+    assert error.code == "output-settings-differ"
+    answers = Path("comparison/answers.baseline.jsonl")
+    answers.write_text(answers.read_text().replace("what about", "what is about", 1))
+    error = command_error("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long")
+    assert error.code == "output-line-damaged"
 
 
 def test_a_model_against_itself_is_even_on_every_prompt(folder: Path) -> None:
@@ -329,6 +360,44 @@ def test_killed_while_answering_no_prompt_is_answered_twice(folder: Path) -> Non
     rows = [lines(f"{name}/answers.candidate.jsonl") for name in ("comparison", "again")]
     assert [row["completion"] for row in rows[0]] == [row["completion"] for row in rows[1]]
     assert undisturbed
+
+
+def kill_after_three() -> None:
+    """``valence``, killed when the third answer has been stored."""
+    add, num_added = sample_rows.PendingAnswers.add, 0
+
+    def add_or_die(*words: Any) -> None:
+        nonlocal num_added
+        add(*words)
+        num_added += 1
+        if num_added == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sample_rows.PendingAnswers.add = add_or_die  # type: ignore[method-assign]
+    cli.main()
+
+
+def test_killed_in_the_first_window_no_finished_answer_is_lost(folder: Path) -> None:
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long")
+    assert Program(*words, main=kill_after_three).wait() == -signal.SIGKILL
+    path = Path("comparison/.answers.baseline.jsonl.pending")
+    records = lines(str(path))
+    assert len(records) == 3
+    assert Path("comparison/answers.baseline.jsonl").read_bytes() == b""
+    # the text shows whether a stored answer was used or generated again
+    records[0]["completion"]["text"] += " (stored)"
+    record = json.dumps(checksums.add_checksum(records[0]))
+    cut = '{"by": "'  # by a crash
+    path.write_text("\n".join([record, *path.read_text().splitlines()[1:], cut]))
+    assert command(*words) == 0
+    assert not path.exists()
+    assert command(*words, "--out", "again") == 0
+    completions, undisturbed = (
+        [row["completion"] for row in lines(f"{name}/answers.baseline.jsonl")]
+        for name in ("comparison", "again")
+    )
+    undisturbed[records[0]["position"]] += " (stored)"
+    assert completions == undisturbed
 
 
 def test_two_comparisons_do_not_use_one_folder(folder: Path) -> None:

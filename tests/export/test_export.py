@@ -177,6 +177,10 @@ def test_changed_weights_are_found(
     words = ("--verify-only", "--push", "me/model")  # without a connection: it is not uploaded
     (file,) = export_files(capsys, run, str(out), *words).values()
     assert [f["code"] for f in file["differences"]] == ["logits-differ"]
+    path = out / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    (file,) = export_files(capsys, run, str(out), "--verify-only").values()
+    assert [f["code"] for f in file["differences"]] == ["weights-damaged"]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,25 @@ def test_a_test_of_something_else_is_refused(
         pass
 
 
+def test_weights_that_were_replaced_at_the_same_step_are_noticed(tmp_path: Path) -> None:
+    runs = (ServedRun("runs/first", 26, "1" * 32), ServedRun("runs/second", 52, "2" * 32))
+    replaced = (runs[0], ServedRun("runs/second", 52, "3" * 32))
+    with opened(tmp_path, runs=runs):
+        pass
+    with raises_error("ab-weights-changed") as raised, opened(tmp_path, runs=replaced):
+        pass
+    assert "runs/second at step 52" in raised.error.message
+    with opened(tmp_path, runs=runs):
+        pass
+
+
+def test_a_file_without_digests_can_be_continued(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        pass
+    with opened(tmp_path, runs=(ServedRun("runs/first", 26, "1" * 32), RUNS[1])):
+        pass
+
+
 def test_the_first_vote_of_a_unit_is_tested_and_the_last_of_each_rater_is_shown(
     tmp_path: Path,
 ) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MAX_BROKEN = 10
 """Broken assertions that are listed."""
+MAX_ANSWER = 300
+"""Characters of an answer that are shown."""
 
 
 @app.command()
@@ -291,9 +293,16 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
         print_message(terminal, assertion_note(facts["assertions"]))
         for broken in facts["assertions"]["broken"][:MAX_BROKEN]:
             print_message(terminal, f"  broken: {broken['assertion']} on {broken['prompt'][:60]!r}")
+            print_message(terminal, f"    answer: {shortened(broken['answer'])!r}")
     for warning in warnings_of(facts):
         print_message(terminal, warning, "yellow")
     print_message(terminal, f"report: {Path(result.folder) / REPORT}")
+
+
+def shortened(text: str) -> str:
+    """A text of which the middle is left out if it is long."""
+    half = MAX_ANSWER // 2
+    return text if len(text) <= MAX_ANSWER else f"{text[:half]} ... {text[-half:]}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

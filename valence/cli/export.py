@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from valence.export.verify import Verification
 
 PLAIN_SECONDS = 5.0
+VLLM_FIX = "set VALENCE_VLLM_PYTHON to the Python of an environment with vLLM"
 
 DIFFERS = 3
 """Exit status if an exported file answers differently from the run."""
@@ -64,6 +67,15 @@ def export(
             help="Load what was written and compare its answers with the run's.",
         ),
     ] = True,
+    vllm: Annotated[
+        bool | None,
+        typer.Option(
+            "--vllm/--no-vllm",
+            help="Load FOLDER with vLLM as well, in a server that is started for it. Default: if "
+            "VALENCE_VLLM_PYTHON names the Python of an environment with vLLM, or vLLM is "
+            "installed here.",
+        ),
+    ] = None,
     verify_only: Annotated[
         bool,
         typer.Option(
@@ -93,18 +105,20 @@ def export(
 ) -> None:
     """Write a run's model for transformers, vLLM, llama.cpp and Ollama, and verify it.
 
-    The verification loads each file and runs the same prompts through it and through the run. Exit
+    The verification loads each file with the program that serves it, and runs the same prompts
+    through it and through the run. Exit
     status 3: a file answers differently; the table says which and why.
     """
     messages = Terminal(stderr=True) if as_json else console
     types = list(dict.fromkeys(kind.lower() for kind in gguf or []))
-    _check_options(adapter, types, push, dry_run, verify_only, verify)
+    _check_options(adapter, types, push, dry_run, verify_only, verify, vllm)
     with processes(nproc) as group, ExitStack() as stack:
         from valence.distributed.process_group import run_on_first_rank
         from valence.export.artifacts import check_types
         from valence.export.llama_cpp import find_llama_cpp
 
         llama = find_llama_cpp() if types or verify_only else None
+        server_python = _find_vllm(vllm) if verify and group.size == 1 else None
         check_types(types, llama)
         if group.size > 1 and (types or verify_only):
             raise UserError(
@@ -132,7 +146,11 @@ def export(
             notes = _write(writer, to, adapter, types, run.prepared.encoder, llama, messages)
         facts = {"name": run_dir.resolve().name, "step": run.step}
         del run  # its memory is needed for the models that are verified
-        results = _verify(to, reference, llama, facts, messages) if reference else []
+        results: list[Verification] = []
+        if reference is not None:
+            results = _verify(to, reference, llama, server_python, facts, messages)
+            if server_python is None and vllm is None:
+                notes.append(_how_to_run_vllm(run_dir, to, step))
         if group.rank == 0:
             _finish(to, results, notes, unverified, as_json, messages)
             differs = any(result.status == "differs" for result in results)
@@ -151,6 +169,7 @@ def _check_options(
     dry_run: bool,
     verify_only: bool,
     verify: bool,
+    vllm: bool | None,
 ) -> None:
     """Raise UserError for options that exclude each other."""
     from valence.files import is_hub_id
@@ -162,6 +181,8 @@ def _check_options(
         conflict = ("--verify-only", "it writes no GGUF file", "leave out --gguf")
     elif verify_only and not verify:
         conflict = ("--verify-only", "it contradicts --no-verify", "leave out one of the two")
+    elif vllm and not verify:
+        conflict = ("--vllm", "it contradicts --no-verify", "leave out one of the two")
     elif dry_run and push is None:
         conflict = ("--dry-run", "it has no effect without --push", "leave it out, or add --push")
     elif push is not None and (not is_hub_id(push) or push.count("/") != 1):
@@ -272,13 +293,46 @@ def _write(
         return write_gguf_files(folder, to.resolve().name, types, encoder, llama, progress)
 
 
+def _find_vllm(vllm: bool | None) -> str | None:
+    """The Python that runs vLLM; None if it is not wanted. Raises UserError if it is missing."""
+    from valence.export.vllm import find_vllm
+
+    python = None if vllm is False else find_vllm()
+    if vllm and python is None:
+        raise UserError(
+            "vLLM is not installed here",
+            code="library-missing",
+            where="--vllm",
+            fix=VLLM_FIX,
+        )
+    return python
+
+
+def _how_to_run_vllm(run_dir: Path, to: Path, step: str | None) -> str:
+    words = ["valence", "export", str(run_dir), str(to), *(["--step", step] if step else [])]
+    return (
+        f"the folder was not loaded with vLLM, because vLLM was not found. To verify it there, "
+        f"{VLLM_FIX}, and run: {shlex.join(words)} --verify-only --vllm"
+    )
+
+
 def _verify(
-    to: Path, reference: ReferenceRun, llama: Any, facts: dict[str, Any], messages: Terminal
+    to: Path,
+    reference: ReferenceRun,
+    llama: Any,
+    vllm: str | None,
+    facts: dict[str, Any],
+    messages: Terminal,
 ) -> list[Verification]:
+    import torch
+
     from valence.export.artifacts import verify_folder, write_report
 
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()  # for the vLLM server
     with _progress(messages) as progress:
-        results = verify_folder(to, reference, llama, progress)
+        results = verify_folder(to, reference, llama, vllm, progress)
     write_report(to, results, facts)
     return results
 

@@ -209,12 +209,13 @@ def check(
     source = load_recipe(recipe, overrides or [], method_of=method_of)  # before torch is imported
 
     from valence.distributed.process_group import PlannedGroup
-    from valence.lifecycle.start import check_sinks, show_audit
+    from valence.lifecycle.start import check_judge_labels, check_sinks, show_audit
     from valence.planning.plan import crowding, describe, make_plan
     from valence.trainer.prepare import prepare, with_dtype
 
     source = with_dtype(source)
     check_sinks(source)
+    check_judge_labels(source.recipe.reward)
     prepared = prepare(source, training=True, console=console)
     if (Path(source.recipe.run.dir) / "run.json").is_file():
         message = (

@@ -110,6 +110,7 @@ def serve(
     require_server_libraries("serve", "prometheus_client")
     from valence.distributed.process_group import SingleProcess
     from valence.lifecycle.restore import open_run
+    from valence.models.digest import digests
     from valence.rollouts import Sampling
     from valence.serving.app import log_error
     from valence.serving.chat import ChatModel
@@ -156,7 +157,9 @@ def serve(
                 folder, allowed, group=SingleProcess(), at=checkpoint, console=console
             )
             models.append(ChatModel(trainer, name, max_batch=max_batch))
-            runs.append(ServedRun(str(Path(folder)), trainer.step))
+            # the weights of a folder can be replaced without another step
+            weights = "" if rival is None else digests(trainer.policy, adapter=True).weights
+            runs.append(ServedRun(str(Path(folder)), trainer.step, weights))
         experiment = None
         if rival is not None:
             experiment = Experiment(

@@ -273,8 +273,11 @@ def _validate_recipe(
     Raises one UserError with all mistakes.
     """
     problems: list[UserError] = []
-    recipe = _validate(Recipe, raw, (), problems)
-    method, loss = _validate_method(raw, (), method_of, problems)
+    loss_problems: list[UserError] = []
+    method, loss = _validate_method(raw, (), method_of, loss_problems)
+    loss_names = method.settings.model_fields if method else ()
+    recipe = _validate(Recipe, raw, (), problems, loss_names)
+    problems += loss_problems
     mix = raw.values.get("mix")
     num_parts = len(cast(list[object], mix)) if isinstance(mix, list) else 0
     mixed = [_validate_method(raw, ("mix", i), method_of, problems) for i in range(num_parts)]
@@ -313,8 +316,17 @@ def _validate_method(
     return method, None if settings is None else settings.model_dump()
 
 
-def _validate(model: type[M], raw: RawRecipe, path: Key, problems: list[UserError]) -> M | None:
-    """The values at ``path`` as a model; None if any is wrong, which is added to ``problems``."""
+def _validate(
+    model: type[M],
+    raw: RawRecipe,
+    path: Key,
+    problems: list[UserError],
+    loss_names: Collection[str] = (),
+) -> M | None:
+    """The values at ``path`` as a model; None if any is wrong, which is added to ``problems``.
+
+    loss_names: settings of the loss, for hints.
+    """
     values = raw.values
     for part in path:
         values = values[part] if isinstance(part, int) else values.get(part, {})
@@ -326,7 +338,7 @@ def _validate(model: type[M], raw: RawRecipe, path: Key, problems: list[UserErro
         errors = {_path_of(e, values): e for e in error.errors(include_url=False)}
         outer = {key[:n] for key in errors for n in range(len(key))}
         problems.extend(
-            messages.of_setting(model, key, path, e, raw)
+            messages.of_setting(model, key, path, e, raw, loss_names)
             for key, e in errors.items()
             if key not in outer
         )

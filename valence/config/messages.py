@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
 from pydantic import BaseModel
@@ -38,9 +39,17 @@ def all_of(problems: Sequence[UserError], name: str) -> UserError:
 
 
 def of_setting(
-    model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetails, raw: RawRecipe
+    model: type[BaseModel],
+    path: Key,
+    prefix: Key,
+    error: ErrorDetails,
+    raw: RawRecipe,
+    loss_names: Collection[str] = (),
 ) -> UserError:
-    """The message for a validation error at ``path`` of ``model``, the section ``prefix``."""
+    """The message for a validation error at ``path`` of ``model``, the section ``prefix``.
+
+    loss_names: settings of the loss of the recipe's method.
+    """
     full = (*prefix, *path)
     node = at(schema_of(model), path)
     where = raw.where(full)
@@ -52,7 +61,7 @@ def of_setting(
                 f"is not supported: {why}", code="setting-unsupported", where=where, fix=fix
             )
         names = names_of(at(schema_of(model), path[:-1]))
-        fix = UNNECESSARY.get(str(path[-1])) or _nearest(full, names)
+        fix = UNNECESSARY.get(str(path[-1])) or _nearest(full, names, loss_names)
         return UserError("there is no such setting", code="setting-unknown", where=where, fix=fix)
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
         return UserError(
@@ -127,11 +136,13 @@ UNNECESSARY = {
 """Settings of other programs without a counterpart -> the fix."""
 
 
-def _nearest(path: Key, names: Sequence[str]) -> str:
+def _nearest(path: Key, names: Sequence[str], loss_names: Collection[str]) -> str:
     """The setting that was probably meant, and those that the section has."""
     name, section = str(path[-1]), dotted(path[:-1]) or "a recipe"
     rows = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
     elsewhere = [row for row in rows if ".N." not in row] or rows  # rather none inside a list
+    if name in loss_names and section != "loss":
+        elsewhere = [f"loss.{name}", *elsewhere]
     known = [
         setting
         for setting, others in ALSO_CALLED.items()
@@ -167,7 +178,7 @@ def _remedy_for_text(value: str, node: Node, types: set[str]) -> str:
         return "write null"
     if "boolean" in types and value.lower() in ("yes", "on", "no", "off"):
         return "write true" if value.lower() in ("yes", "on") else "write false"
-    if types & {"number", "integer"} and _is_number(value):
+    if types & {"number", "integer"} and _is_finite_number(value):
         return f"write {value} without quotes"
     return f"set it to {_explain(node)}"
 
@@ -177,9 +188,8 @@ def _explain(node: Node) -> str:
     return f"{takes(node)}: {meaning(node)}" if meaning(node) else takes(node)
 
 
-def _is_number(text: str) -> bool:
+def _is_finite_number(text: str) -> bool:
     try:
-        float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
-    return True

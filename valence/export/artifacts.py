@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from safetensors import SafetensorError
 
 from valence.data.encode import Encoder
 from valence.errors import UserError
@@ -29,6 +30,7 @@ from valence.export.llama_cpp import INSTALL, LlamaCpp, check_quantizer, quantiz
 from valence.export.ollama import modelfile
 from valence.export.probes import ArtifactResult, Probe, ProbeResult, run_transformers
 from valence.export.verify import ExportDifference, Verification, compare
+from valence.export.vllm import MAX_LOGPROBS, run_vllm
 from valence.runs.store import write_atomically
 
 REPORT = "verification.json"
@@ -118,13 +120,20 @@ def verify_folder(
     folder: Path,
     reference: ReferenceRun,
     llama: LlamaCpp | None,
+    vllm: str | None = None,
     progress: Progress = lambda text: None,
 ) -> list[Verification]:
-    """Compare the model, or adapter, and each GGUF file of a folder with the run."""
+    """Compare the model, or adapter, and each GGUF file of a folder with the run.
+
+    vllm: the Python of an environment with vLLM, which then loads the model or adapter as well.
+    """
     results: list[Verification] = []
     is_adapter = (folder / "adapter_config.json").is_file()
     if is_adapter or (folder / "config.json").is_file():
         results.append(_verify_transformers(folder, is_adapter, reference, progress))
+        if vllm is not None:
+            is_same = results[0].status == "verified"
+            results.append(_verify_vllm(folder, is_adapter, is_same, reference, vllm, progress))
     results += [
         _verify_gguf(folder, path, reference, llama, progress)
         for path in sorted(folder.glob("*.gguf"))
@@ -158,6 +167,14 @@ def _verify_transformers(
             trust_remote_code=reference.trust_remote_code,
             on_probe=lambda done: progress(f"{name}: {done} of {total} prompts"),
         )
+    except SafetensorError as error:
+        difference = ExportDifference(
+            "weights-damaged",
+            "error",
+            f"the weights cannot be read ({error})",
+            "export the run again",
+        )
+        return Verification(name, kind, "differs", size=size, differences=(difference,))
     except (OSError, ValueError, RuntimeError) as error:
         return Verification(name, kind, "not verified", reason=f"it cannot be loaded ({error})")
     return _compare(
@@ -168,6 +185,71 @@ def _verify_transformers(
         size=size,
         notes=_base_note(reference),
     )
+
+
+def _verify_vllm(
+    folder: Path,
+    is_adapter: bool,
+    is_same: bool,
+    reference: ReferenceRun,
+    python: str,
+    progress: Progress,
+) -> Verification:
+    """is_same: whether the folder has the weights of the run."""
+    name = f"{'adapter' if is_adapter else 'model'} folder in vLLM"
+    total = len(reference.probes)
+    dtype = _vllm_dtype(folder, reference)
+    progress("starting vLLM")
+    try:
+        artifact = run_vllm(
+            python,
+            folder,
+            reference.probes,
+            reference.answers,
+            decode=lambda ids: str(reference.encoder.tokenizer.decode(list(ids))),
+            variables=reference.variables,
+            end_ids=reference.encoder.end_ids,
+            base=reference.base if is_adapter else None,
+            dtype=dtype,
+            trust_remote_code=reference.trust_remote_code,
+            on_probe=lambda done: progress(f"{name}: {done} of {total} prompts"),
+        )
+    except UserError as error:
+        if error.code == "vllm-broken":
+            return Verification(
+                name, "vllm", "not verified", reason=f"{error.message}; {error.fix}"
+            )
+        difference = ExportDifference(error.code, "error", error.message, error.fix or "")
+        return Verification(name, "vllm", "differs", differences=(difference,))
+    notes = _base_note(reference)
+    if is_adapter:
+        rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+        notes.append(
+            "serve it with: vllm serve BASE --tokenizer FOLDER --enable-lora --max-lora-rank "
+            f"{max(rank, 8)} --lora-modules NAME=FOLDER"
+        )
+    if dtype != "auto":
+        notes.append(f"add --dtype {dtype} to `vllm serve`, which otherwise rounds the weights")
+    if reference.variables:
+        notes.append(f"send chat_template_kwargs {json.dumps(dict(reference.variables))}")
+    if reference.answers[0].logits.shape[1] > MAX_LOGPROBS:
+        notes.append(
+            f"KL/token is computed from the {MAX_LOGPROBS} most likely tokens and the sum of the "
+            "others"
+        )
+    error = 0.0 if is_same else None
+    return _compare(name, "vllm", reference, artifact, weights_error=lambda: error, notes=notes)
+
+
+def _vllm_dtype(folder: Path, reference: ReferenceRun) -> str:
+    """vLLM rounds float32 weights to 16 bits unless it is started with --dtype float32."""
+    path = folder / "config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        dtype = config.get("dtype", config.get("torch_dtype"))
+    else:
+        dtype = str(reference.dtype).removeprefix("torch.")
+    return "float32" if dtype == "float32" else "auto"
 
 
 def _compare(

@@ -92,6 +92,13 @@ class ArtifactResult:
     results: tuple[ProbeResult, ...]
 
 
+def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Log-probabilities [N, V] in float64."""
+    values = logits.astype(np.float64)
+    values = values - values.max(axis=1, keepdims=True)
+    return values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+
+
 def make_probes(encoder: Encoder) -> list[Probe]:
     """Prompts of many kinds, as the run renders and encodes them.
 

@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from valence.export.probes import ArtifactResult, Probe, ProbeResult
+from valence.export.probes import ArtifactResult, Probe, ProbeResult, log_softmax
 
-UNROUNDED = ("model", "adapter", "f32", "f16", "bf16")
+FOLDERS = ("model", "adapter", "vllm")
+"""Kinds of a folder with weights: in transformers, and in vLLM."""
+UNROUNDED = (*FOLDERS, "f32", "f16", "bf16")
 """Kinds of files that contain the weights as they were trained."""
 MAX_KL = dict.fromkeys(UNROUNDED, 0.01) | {"q8_0": 0.05}
 """Mean KL divergence (nats per token) up to which a type counts as the same model."""
@@ -45,7 +47,8 @@ class ExportDifference:
 class Verification:
     """How an exported file compares with the run.
 
-    file: its name in the folder. kind: a GGUF type, ``model`` or ``adapter``. status: ``not
+    file: its name in the folder. kind: a GGUF type; ``model`` or ``adapter``, for the folder in
+    transformers; or ``vllm``, for the folder in vLLM. status: ``not
     verified`` if nothing could run it. same_text, same_tokens: prompts that render to the same text
     and tokens. agreement: fraction of the run's answer tokens that are the most likely ones here
     too. same_answers: greedy answers that are equal, with the way they end. kl_mean, kl_max: KL
@@ -103,8 +106,8 @@ def compare(
     unquantized weights.
     """
     differences = [
-        *_prompt_differences(probes, artifact.results, bos),
-        *_stop_differences(end_names, artifact.stops),
+        *_prompt_differences(probes, artifact.results, bos, kind),
+        *_stop_differences(end_names, artifact.stops, kind),
     ]
     divergences = [
         _divergence(answer.logits, result.logits)
@@ -158,65 +161,69 @@ def _divergence(
     """
     if logits.shape != expected.shape:
         return np.full(len(expected), np.inf), np.zeros(len(expected), bool)
-    p, q = _log_softmax(expected), _log_softmax(logits)
+    p, q = log_softmax(expected), log_softmax(logits)
     with np.errstate(invalid="ignore"):
         kl = (np.exp(p) * (p - q)).sum(axis=1)
     kl = np.where(np.isfinite(kl), np.maximum(kl, 0), np.inf)
     return kl, expected.argmax(axis=1) == logits.argmax(axis=1)
 
 
-def _log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    values = logits.astype(np.float64)
-    values = values - values.max(axis=1, keepdims=True)
-    return values - np.log(np.exp(values).sum(axis=1, keepdims=True))
-
-
 def _prompt_differences(
-    probes: Sequence[Probe], results: Sequence[ProbeResult], bos: int | None
+    probes: Sequence[Probe], results: Sequence[ProbeResult], bos: int | None, kind: str
 ) -> list[ExportDifference]:
     """Why prompts differ: each cause once, with the first prompt that it affects."""
     differences: dict[str, ExportDifference] = {}
     for probe, result in zip(probes, results, strict=True):
-        difference = _prompt_difference(probe, result, bos)
+        difference = _prompt_difference(probe, result, bos, kind)
         if difference is not None:
             differences.setdefault(difference.code, difference)
     return list(differences.values())
 
 
+BOS_FIXES = {
+    "double-bos": (
+        "set tokenizer.ggml.add_bos_token to false, or remove the BOS from the chat template",
+        "print one BOS less in chat_template.jinja",
+    ),
+    "extra-bos": (
+        "set tokenizer.ggml.add_bos_token to false",
+        "remove the BOS from chat_template.jinja, or from the post-processor in tokenizer.json",
+    ),
+    "missing-bos": (
+        "set tokenizer.ggml.add_bos_token to true",
+        "print the BOS in chat_template.jinja, as the run's template does",
+    ),
+}
+"""How to fix a wrong number of BOS tokens in a GGUF file, and in a folder."""
+
+
 def _prompt_difference(
-    probe: Probe, result: ProbeResult, bos: int | None
+    probe: Probe, result: ProbeResult, bos: int | None, kind: str
 ) -> ExportDifference | None:
+    def bos_difference(code: str, message: str) -> ExportDifference:
+        return ExportDifference(code, "error", message, BOS_FIXES[code][kind in FOLDERS])
+
     if result.error is not None:
         return ExportDifference(
             "template-failed",
             "error",
             f"the chat template of the file fails on the prompt '{probe.name}': {result.error}",
-            "use a template that llama.cpp's Jinja engine can run, or render prompts yourself",
+            "render prompts yourself, or correct the template: "
+            + ("chat_template.jinja" if kind in FOLDERS else "llama.cpp supports a part of Jinja"),
         )
     if result.ids == probe.ids and result.text == probe.text:
         return None
     if bos is not None and result.ids[:2] == (bos, bos) and probe.ids[:2] != (bos, bos):
         count = "one" if probe.ids[:1] == (bos,) else "none"
-        return ExportDifference(
-            "double-bos",
-            "error",
-            f"prompts start with two BOS tokens, and the run trained with {count}",
-            "set tokenizer.ggml.add_bos_token to false, or remove the BOS from the chat template",
+        return bos_difference(
+            "double-bos", f"prompts start with two BOS tokens, and the run trained with {count}"
         )
     if bos is not None and result.ids == (bos, *probe.ids):
-        return ExportDifference(
-            "extra-bos",
-            "error",
-            "prompts start with a BOS token, and the run trained without one",
-            "set tokenizer.ggml.add_bos_token to false",
+        return bos_difference(
+            "extra-bos", "prompts start with a BOS token, and the run trained without one"
         )
     if bos is not None and probe.ids == (bos, *result.ids):
-        return ExportDifference(
-            "missing-bos",
-            "error",
-            "prompts lack the BOS token that the run trained with",
-            "set tokenizer.ggml.add_bos_token to true",
-        )
+        return bos_difference("missing-bos", "prompts lack the BOS token that the run trained with")
     if result.text != probe.text:
         expected, actual = _around_mismatch(probe.text, result.text or "")
         return ExportDifference(
@@ -235,8 +242,8 @@ def _prompt_difference(
         f"the tokenizer splits the prompt '{probe.name}' differently from token {first + 1} of "
         f"{len(probe.ids)}: {list(result.ids[first : first + 4])} instead of "
         f"{list(probe.ids[first : first + 4])}",
-        "the file has a wrong pre-tokenizer or other added tokens; convert the exported folder "
-        "again",
+        "the tokenizer has another pre-tokenizer or other added tokens; "
+        + ("export the run again" if kind in FOLDERS else "convert the exported folder again"),
     )
 
 
@@ -253,7 +260,9 @@ def _around_mismatch(expected: str, actual: str) -> tuple[str, str]:
     return expected[start : first + CONTEXT], actual[start : first + CONTEXT]
 
 
-def _stop_differences(end_names: Sequence[str], stops: Sequence[bool]) -> list[ExportDifference]:
+def _stop_differences(
+    end_names: Sequence[str], stops: Sequence[bool], kind: str
+) -> list[ExportDifference]:
     missing = [name for name, stop in zip(end_names, stops, strict=True) if not stop]
     if not missing:
         return []
@@ -264,7 +273,9 @@ def _stop_differences(end_names: Sequence[str], stops: Sequence[bool]) -> list[E
             "stop-token-missing",
             severity,
             f"generation does not stop at {', '.join(missing)}, where the run stops",
-            "pass these as stop strings, as the Modelfile does",
+            "add these to eos_token_id in generation_config.json"
+            if kind in FOLDERS
+            else "pass these as stop strings, as the Modelfile does",
         )
     ]
 
@@ -305,5 +316,6 @@ def _weights_difference(problem: str, kind: str, weights_error: float | None) ->
             "stored weights are right, so the program computes the model differently (RoPE, norms, "
             "attention windows or soft-capping)"
         )
-        fix = "do not use this file; use vLLM or transformers, and report the architecture"
+        others = "transformers" if kind == "vllm" else "vLLM or transformers"
+        fix = f"do not use this program; use {others}, and report the architecture"
     return ExportDifference("logits-differ", "error", f"{problem}. Cause: {cause}", fix)

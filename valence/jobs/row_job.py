@@ -164,6 +164,19 @@ class RowJob:
         if self.output is not None:
             self.output.check_facts(facts)
 
+    def finished_lines(
+        self, num_items: int, about: Mapping[str, Any], later_facts: Collection[str]
+    ) -> list[Line] | None:
+        """All lines, if an earlier call wrote them with the same facts and this information.
+
+        later_facts: names of facts that the caller does not know yet. None: lines are missing, or
+        could have been written by another model.
+        """
+        num_lines = num_items * self.lines_per_item
+        if self.output is None or not self.output.is_finished(num_lines, about, later_facts):
+            return None
+        return list(self.output.read())
+
     def run(
         self,
         transform: RowTransform[Item],
@@ -286,6 +299,7 @@ class OutputFile:
         self.path, self.window, self.fresh, self.append, self.fix = path, window, fresh, append, fix
         self.facts_path, self.checksum_path = _facts_path(path), _checksum_path(path)
         self.facts: dict[str, Any] = {}
+        self.about: Mapping[str, Any] = {}
         self.num_appended_to = self.num_existing = self.num_expected = 0
         self.earlier: list[dict[str, Any]] = []
         self.stored_facts = None if fresh else self._read_facts()
@@ -315,6 +329,7 @@ class OutputFile:
         about = facts.pop(ABOUT, None) if isinstance(facts, dict) else None
         if not isinstance(about, dict):
             raise self._damaged_facts()
+        self.about = about
         earlier = facts.pop(EARLIER, [])
         if not isinstance(earlier, list) or not all(
             isinstance(part, dict) and isinstance(part.get("lines"), int) for part in earlier
@@ -350,6 +365,19 @@ class OutputFile:
                     where=f"{self.path} ({name})",
                     fix=self.fix,
                 )
+
+    def is_finished(
+        self, num_lines: int, about: Mapping[str, Any], later_facts: Collection[str]
+    ) -> bool:
+        """Whether the file has these lines and no others; ``read`` then returns them."""
+        if self.stored_facts is None or self.earlier or self.num_expected != num_lines:
+            return False
+        facts = {name: v for name, v in self.stored_facts.items() if name not in later_facts}
+        is_same = all(self.about.get(name) == value for name, value in about.items())
+        if facts != self.facts or not is_same:
+            return False
+        self.num_existing = sum(1 for _ in self._lines())
+        return self.num_existing == num_lines
 
     def open(self, num_lines: int) -> OutputFile:
         """Lock the file to write all lines up to ``num_lines``; ``num_existing`` of them exist."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from valence.checksums import add_checksum, verify
 from valence.config.load import LoadedRecipe
 from valence.config.schema import Rollout, SourceSettings
 from valence.data.detect import COLUMNS
@@ -34,9 +36,10 @@ from valence.reports.formatting import number
 from valence.rollouts.protocol import Sampling
 from valence.trainer.evaluate import as_text
 from valence.trainer.sampling import PolicySampler, check_can_generate
-from valence.trainer.targets import load_target, with_files
+from valence.trainer.targets import is_run, load_target, with_files
 from valence.trainer.trainer import Trainer
 from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
+from valence.version import __version__
 
 MODEL_FACTS = ("model", "vocabulary", "template")
 """Facts that must agree to append completions to a file."""
@@ -117,6 +120,7 @@ def sample_rows(
     quiet: bool = False,
     command: str = "valence.sample_rows(...)",
     group: Group | None = None,
+    store_each: bool = False,
 ) -> SampleCounts:
     """Write a model's completions of prompts as JSON Lines: prompt, completion, its tokens with
     their log-probabilities, and the sampling parameters.
@@ -125,7 +129,10 @@ def sample_rows(
     initial model), or a model's or adapter's folder or hub id. data: files of prompts, or sections
     as in a recipe; questions: prompts as text; with neither, the prompts that the recipe trains on.
     out: if an interrupted call wrote it, resume; ``fresh`` moves it aside, ``append`` adds other
-    completions of the same model. group: processes that sample a share each.
+    completions of the same model. group: processes that sample a share each. store_each, for one
+    process: do not lose an answer that has ended, even if the program is killed, and do not load
+    the model if all answers exist and its files are unchanged. After an interruption, the rounding
+    of the other answers may differ from that of an undisturbed call.
 
     The completions of the prompt at position k depend on the seed and k alone. Raises UserError for
     invalid arguments.
@@ -149,6 +156,12 @@ def sample_rows(
         facts = {"prompts": [*questions, *files], "answers": n, **asdict(sampling)}
         job.check_facts(facts)
         prompts = _prompts(questions, sources)
+        files_of_model = model_files(target, source, at) if store_each else None
+        about = {} if files_of_model is None else {"model_files": files_of_model}
+        if about and _has_all(job, prompts, about):
+            total = len(prompts) * n
+            job.print_status(f"{number(total)} answers in {out} (all from an earlier call)")
+            return SampleCounts(total, total, 0, 0)
         is_local = recipe.rollout.engine == "hf"
         note = "" if is_local else " (this command samples in this process, not on a server)"
         noun = "answer" if n == 1 else "answers"
@@ -166,14 +179,21 @@ def sample_rows(
         )
         job.check_facts(model_facts)
         transform.request_id = content_id(facts)
+        if store_each:
+            transform.pending = PendingAnswers(out, transform.request_id)
         tally = job.run(
             transform,
             items,
             len(items),
             "sampling",
-            {"target": target, "step": run.step, "command": command, "torch": torch.__version__},
+            {
+                **{"target": target, "step": run.step, "command": command},
+                **{"torch": torch.__version__, **about},
+            },
             batch_size=job.window * transform.num_shares,
         )
+        if transform.pending is not None:
+            transform.pending.remove()
     counts = SampleCounts(
         tally.rows, tally.earlier, transform.num_truncated, transform.num_tokens or 0
     )
@@ -297,6 +317,7 @@ class SampleTransform:
         is_split = run.policy.is_sharded or run.policy.is_tensor_parallel
         self.num_shares = 1 if is_split else group.size
         self.request_id = ""
+        self.pending: PendingAnswers | None = None
         self.num_tokens: int | None = 0
         self.num_truncated = 0
 
@@ -358,15 +379,25 @@ class SampleTransform:
     def _generate(
         self, items: Sequence[TokenizedPrompt], advance: Callable[[int], None]
     ) -> list[list[Completion]]:
-        if not items:
-            return []
+        pending = self.pending
+        stored = {} if pending is None else pending.of(items, self.n)
+        missing = [item for item in items if item.position not in stored]
+        advance((len(items) - len(missing)) * self.n)
+        if not missing:
+            return [stored[item.position] for item in items]
+
+        def store(i: int, completion: Completion) -> None:
+            assert pending is not None
+            pending.add(missing[i].position, completion)
+
         try:
-            return self.sampler.generate(
-                [item.ids for item in items],
+            sampled = self.sampler.generate(
+                [item.ids for item in missing],
                 self.n,
                 self.sampling,
-                first=items[0].position,
+                positions=[item.position for item in missing],
                 progress=advance,
+                on_completion=None if pending is None else store,
             )
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -383,6 +414,8 @@ class SampleTransform:
                 fix="add model.dtype=float32; if the error remains, the weights of the model are "
                 "not finite: use an earlier checkpoint",
             ) from error
+        stored |= {item.position: group for item, group in zip(missing, sampled, strict=True)}
+        return [stored[item.position] for item in items]
 
     def _line(self, item: TokenizedPrompt, index: int, completion: Completion) -> Line:
         prompt, ids, vocab = item.prompt, list(item.ids), self.run.prepared.encoder.vocab
@@ -422,6 +455,111 @@ class SampleTransform:
 
     def error_in(self, line: Line) -> str | None:
         return None
+
+
+class PendingAnswers:
+    """Answers to the prompts of an incomplete window, in a hidden file next to the output.
+
+    Each is one line, which is written when the answer has ended. request: identifies the model and
+    the sampling parameters; answers of other requests are ignored.
+    """
+
+    def __init__(self, out: Path, request: str) -> None:
+        self.path, self.request = out.with_name(f".{out.name}.pending"), request
+        self._answers: dict[int, dict[int, Completion]] = {}
+        lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
+        for line in lines:
+            try:
+                record = verify(json.loads(line), required=True)
+                if record["by"] == request:
+                    self._store(record["position"], _completion(record["completion"]))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # cut off by a crash: the answer is generated again
+        self._is_cut = bool(lines) and not self.path.read_bytes().endswith(b"\n")
+
+    def _store(self, position: int, completion: Completion) -> None:
+        self._answers.setdefault(position, {})[completion.index] = completion
+
+    def of(self, items: Sequence[TokenizedPrompt], n: int) -> dict[int, list[Completion]]:
+        """The n answers to each prompt that has them all, by its position."""
+        answers = {item.position: self._answers.get(item.position, {}) for item in items}
+        return {
+            position: [by_index[k] for k in range(n)]
+            for position, by_index in answers.items()
+            if len(by_index) == n
+        }
+
+    def add(self, position: int, completion: Completion) -> None:
+        """Write an answer. Raises UserError if that fails."""
+        record = {"by": self.request, "position": position, "completion": asdict(completion)}
+        line = json.dumps(add_checksum(record), ensure_ascii=False)
+        try:
+            with self.path.open("ab") as file:
+                file.write(b"\n" * self._is_cut + line.encode() + b"\n")
+        except OSError as error:
+            raise UserError(
+                f"the file cannot be written ({error.strerror})",
+                code="file-not-writable",
+                where=str(self.path),
+                fix="free disk space, then rerun the same command to resume",
+            ) from error
+        self._is_cut = False
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def _has_all(job: RowJob, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> bool:
+    """Whether the output has the answers of the same model files to all prompts."""
+    lines = job.finished_lines(len(prompts), about, (*MODEL_FACTS,))
+    if lines is None:
+        return False
+    expected = [
+        prompt_columns(prompt.prompt) for prompt in prompts for _ in range(job.lines_per_item)
+    ]
+    return all(
+        {name: line.get(name) for name in ("prompt", "tools") if name in line} == dict(columns)
+        for line, columns in zip(lines, expected, strict=True)
+    )
+
+
+def model_files(target: str, source: LoadedRecipe, at: At) -> str | None:
+    """Identify a target by its settings and the state of its files, without reading weights.
+
+    A file that is written again, moved or replaced has another inode or time of change. None: the
+    files are not on this machine.
+    """
+    model = source.recipe.model
+    names = [model.name, model.adapter, model.tokenizer]
+    folders = [_model_folder(name) for name in names if name is not None]
+    if None in folders:
+        return None
+    if is_run(target):
+        folders.append(Path(target, "checkpoints"))
+    files = sorted(
+        {file for folder in folders if folder for file in folder.rglob("*") if file.is_file()}
+    )
+    template = source.recipe.data.chat_template
+    files += [Path(template)] if template and Path(template).is_file() else []
+    states = [file.stat() for file in files]
+    recipe = source.recipe.model_dump(mode="json", exclude={"data": {"train", "eval", "test"}})
+    return content_id(
+        [recipe, at, __version__, torch.__version__, torch.cuda.is_available()],
+        [
+            [str(file), state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns]
+            for file, state in zip(files, states, strict=True)
+        ],
+    )
+
+
+def _model_folder(name: str) -> Path | None:
+    """The folder of a model on this machine: the name itself, or in the cache of the hub."""
+    if Path(name).exists():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    paths = (try_to_load_from_cache(name, file) for file in ("config.json", "adapter_config.json"))
+    return next((Path(path).parent for path in paths if isinstance(path, str)), None)
 
 
 def prompt_columns(content: Content) -> Mapping[str, Any]:

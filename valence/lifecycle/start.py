@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe, load_recipe
-from valence.config.schema import seconds_of
+from valence.config.schema import RewardSettings, seconds_of
 from valence.data.audit_text import render, warnings_of
 from valence.data.objects import PathOrPaths, Rows, as_overrides
 from valence.data.rendering import describe_rendering
@@ -233,6 +233,19 @@ def _measure_judges(prepared: Prepared, folder: RunFolder, messages: Messages) -
             allow_below=settings.allow_below,
             setting=f"{where}.allow_below: true",
         )
+
+
+def check_judge_labels(rewards: Sequence[RewardSettings]) -> None:
+    """Raise UserError for labels of an LLM judge that cannot be read."""
+    for number, spec in enumerate(rewards):
+        settings = judge_settings(spec, f"reward.{number}")
+        if settings is None or settings.labels is None:
+            continue
+        try:
+            read_labels([settings.labels])
+        except UserError as error:
+            where = f"reward.{number}.settings.labels ({error.where or settings.labels})"
+            raise UserError(error.message, code=error.code, where=where, fix=error.fix) from error
 
 
 def check_sinks(source: LoadedRecipe) -> None:

@@ -72,14 +72,18 @@ class HFGenerator:
         *,
         progress: Callable[[int], None] = ignore_progress,
         first: int = 0,
+        positions: Sequence[int] | None = None,
+        on_completion: Callable[[int, Completion], None] | None = None,
     ) -> list[list[Completion]]:
         """n completions of each prompt, in the order of the prompts.
 
         The same seed gives the same completions.
 
         first: the position of the first prompt in a longer list, of which these are a part. Their
-        completions are the same as with the whole list, except for rounding. progress: called after
-        each token with the number of completions that ended. Raises UserError for an empty prompt,
+        completions are the same as with the whole list, except for rounding. positions: of all
+        prompts, if they do not follow each other. progress: called after each token with the number
+        of completions that ended. on_completion: called with the index of a prompt and a completion
+        as soon as it has ended. Raises UserError for an empty prompt,
         and FloatingPointError if logits are not finite.
         """
         check_request(prompts, n, first)
@@ -91,12 +95,22 @@ class HFGenerator:
         with torch.no_grad(), evaluating(self.model):
             for start in range(0, len(order), size):
                 chunk = order[start : start + size]
-                draws = [uniforms(sampling, first + i, k) for i in chunk for k in range(n)]
+                places = [first + i if positions is None else positions[i] for i in chunk]
+                draws = [uniforms(sampling, place, k) for place in places for k in range(n)]
+
+                def report(
+                    row: int, tokens: list[int], logps: list[float], chunk: Any = chunk
+                ) -> None:
+                    i = chunk[row // n]
+                    completion = self.completion(prompts[i], row % n, tokens, logps)
+                    on_completion(i, completion)  # type: ignore[misc]
+
                 rows = self._sample(
                     [prompts[i] for i in chunk],
                     torch.from_numpy(np.stack(draws)),
                     sampling,
                     progress,
+                    report if on_completion else None,
                 )
                 for k, i in enumerate(chunk):
                     completions[i] = [
@@ -151,10 +165,12 @@ class HFGenerator:
         draws: Tensor,
         sampling: Sampling,
         progress: Callable[[int], None],
+        report: Callable[[int, list[int], list[float]], None] | None,
     ) -> list[tuple[list[int], list[float]]]:
         """Tokens and log-probabilities of each completion.
 
         draws[R, max_new_tokens]: random numbers of R completions, the same number per prompt.
+        report: called with the row, tokens and log-probabilities of a completion when it has ended.
         """
         from valence.rollouts.kv import remove_finished, select_rows
 
@@ -179,6 +195,12 @@ class HFGenerator:
             sampled[active, step], logps[active, step], lengths[active] = token, logp, step + 1
             unfinished = (~torch.isin(token, ends)).nonzero().squeeze(1)
             is_last = len(unfinished) == 0 or step + 1 == max_tokens
+            if report is not None:
+                remaining = set[int]() if is_last else set(active[unfinished].tolist())
+                for row in (row for row in active.tolist() if row not in remaining):
+                    row_logps = logps[row, : step + 1]
+                    if row_logps.isfinite().all():
+                        report(row, sampled[row, : step + 1].tolist(), row_logps.tolist())
             progress(len(active) - (0 if is_last else len(unfinished)))
             if is_last:
                 break

@@ -167,7 +167,8 @@ class Server:
     """A vLLM server of one model on this machine, as a context manager.
 
     model: folder or hub id. folder: for its log. python: of an environment that has vLLM; default:
-    VALENCE_VLLM_PYTHON, or this one. transport: how it receives weights. rank: of the largest
+    VALENCE_VLLM_PYTHON, or this one. transport: how it receives weights; None: it does not, and
+    serves the model as `vllm serve` does. rank: of the largest
     adapter, with transport lora. dtype: of its weights. length: maximum tokens of prompt and
     completion. devices: numbers of its GPUs among those of this process. memory_share: of their
     memory; default: vLLM's. sleeps: whether it can free that memory. timeout: seconds until it must
@@ -180,7 +181,7 @@ class Server:
         *,
         folder: Path,
         python: str | Path | None = None,
-        transport: str = "disk",
+        transport: str | None = "disk",
         rank: int = 16,
         dtype: str = "auto",
         length: int | None = None,
@@ -331,20 +332,22 @@ def absolute_model(name: str | Path) -> str:
 
 
 def server_arguments(
-    model: str, transport: str, rank: int, dtype: str, length: int | None, *, is_cpu: bool
+    model: str, transport: str | None, rank: int, dtype: str, length: int | None, *, is_cpu: bool
 ) -> list[str]:
     """Command-line arguments of a server that exchanges tokens, log-probabilities and weights
-    unchanged.
+    unchanged; without transport, of one with vLLM's defaults.
     """
-    arguments = ["--model", model, "--host", LOOPBACK, "--dtype", dtype, "--enable-scale-out"]
-    arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    arguments = ["--model", model, "--host", LOOPBACK, "--dtype", dtype]
+    if transport is not None:
+        arguments += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+        arguments += ["--generation-config", "vllm"]
     if length is not None:
         arguments += ["--max-model-len", str(length)]
     if transport == "lora":
         max_rank = next((r for r in LORA_RANKS if r >= rank), rank)
         arguments += ["--enable-lora", "--max-lora-rank", str(max_rank)]
         arguments += ["--max-loras", "2", "--max-cpu-loras", "4"]
-    else:
+    elif transport is not None:
         arguments += ["--weight-transfer-config", f'{{"backend": "{transport}"}}']
     if is_cpu:
         # vLLM 0.32 crashes on a CPU when a prompt is split: it cannot rewind the random numbers

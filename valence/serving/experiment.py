@@ -31,10 +31,11 @@ SIDES: tuple[Side, Side] = ("a", "b")
 
 @dataclass(frozen=True)
 class ServedRun:
-    """A run, and the optimizer step of its weights."""
+    """A run, and the optimizer step and digest of its weights. digest: empty in older files."""
 
     run: str
     step: int
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,21 @@ class Experiment:
 
     def _check_plan(self, runs: tuple[ServedRun, ServedRun], share: float) -> None:
         for before, now in zip(self.plan.runs, runs, strict=True):
-            if before != now:
+            if (before.run, before.step) != (now.run, now.step):
                 raise UserError(
                     f"this is an A/B test of {before.run} at step {before.step}, not of {now.run} "
                     f"at step {now.step}",
                     code="ab-runs-changed",
                     where=str(self.path),
                     fix="pass the same runs (and --step), or start a new test with another --out",
+                )
+            if before.digest and before.digest != now.digest:
+                raise UserError(
+                    f"the weights of {now.run} at step {now.step} have changed since this A/B test "
+                    "started",
+                    code="ab-weights-changed",
+                    where=str(self.path),
+                    fix="restore the weights, or start a new test with another --out",
                 )
         if self.plan.share != share:
             raise UserError(

@@ -71,11 +71,13 @@ class PolicySampler:
         sampling: Sampling,
         *,
         first: int = 0,
+        positions: Sequence[int] | None = None,
         progress: Callable[[int], None] = ignore_progress,
+        on_completion: Callable[[int, Completion], None] | None = None,
     ) -> list[list[Completion]]:
         """Return n completions of each prompt. first: the position of the first prompt, which
         random numbers depend on. progress: called with the number of completions that have ended
-        since the last call.
+        since the last call. positions, on_completion: see ``HFGenerator.generate``.
 
         Raises FloatingPointError when the policy's logits are not finite.
         """
@@ -83,7 +85,13 @@ class PolicySampler:
         with self.policy.sampling():
             return self.policy.with_gathered_weights(
                 lambda: self.generator.generate(
-                    prompts, n, sampling, first=first, progress=progress
+                    prompts,
+                    n,
+                    sampling,
+                    first=first,
+                    positions=positions,
+                    progress=progress,
+                    on_completion=on_completion,
                 )
             )
 
