@@ -445,7 +445,7 @@ PLACE = "recipe.yaml/model"
 @pytest.mark.parametrize(("words", "code", "where", "fix"), [
     (("train", "nowhere.yaml"), "recipe-not-found", "nowhere.yaml", "recipe.yaml"),
     ((*TRAIN, "train.sed=1"), "setting-unknown", "(train.sed)", "train.seed"),
-    ((*TRAIN, "model.name=./mdoel"), "model-not-found", "(model.tokenizer or model.name)", ""),
+    ((*TRAIN, "model.name=./mdoel"), "model-not-found", "(model.name)", ""),
     ((*TRAIN, "reference.model=./mdoel"), "model-not-found", "(reference.model)", ""),
     ((*TRAIN, "data.train=[row.jsonl]"), "file-not-found", "(data.train.0.path)", "rows.jsonl"),
     ((*TRAIN, "method=ktoo"), "method-unknown", "(method)", "mean kto or"),

@@ -183,6 +183,18 @@ def test_changed_weights_are_found(
     assert [f["code"] for f in file["differences"]] == ["weights-damaged"]
 
 
+def test_a_template_that_fails_is_found(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = str(place / "run"), tmp_path / "out"
+    assert command("export", run, str(out), "--no-verify") == 0
+    (out / "chat_template.jinja").write_text("{{ raise_exception('no') }}", encoding="utf-8")
+    (file,) = export_files(capsys, run, str(out), "--verify-only").values()
+    assert [f["code"] for f in file["differences"]] == ["template-failed"]
+    assert file["same_text"] == 0
+    assert file["kl_max"] < 1e-6
+
+
 @pytest.mark.parametrize(
     ("words", "code", "where"),
     [

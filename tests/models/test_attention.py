@@ -143,7 +143,7 @@ def test_inputs_that_flash_attention_cannot_compute() -> None:
         assert reason(torch.bfloat16, 256, 256) == ""
         assert "bfloat16" in reason(torch.float32)
         assert "256" in reason(torch.bfloat16, 264, 264)
-        assert "one size" in reason(torch.bfloat16, 64, 32)
+        assert "same size" in reason(torch.bfloat16, 64, 32)
         assert "soft-cap" in reason(torch.bfloat16, softcap=2.0)
 
 

@@ -150,7 +150,7 @@ def export(
         if reference is not None:
             results = _verify(to, reference, llama, server_python, facts, messages)
             if server_python is None and vllm is None:
-                notes.append(_how_to_run_vllm(run_dir, to, step))
+                notes.append(_vllm_hint(run_dir, to, step))
         if group.rank == 0:
             _finish(to, results, notes, unverified, as_json, messages)
             differs = any(result.status == "differs" for result in results)
@@ -308,7 +308,7 @@ def _find_vllm(vllm: bool | None) -> str | None:
     return python
 
 
-def _how_to_run_vllm(run_dir: Path, to: Path, step: str | None) -> str:
+def _vllm_hint(run_dir: Path, to: Path, step: str | None) -> str:
     words = ["valence", "export", str(run_dir), str(to), *(["--step", step] if step else [])]
     return (
         f"the folder was not loaded with vLLM, because vLLM was not found. To verify it there, "

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -201,22 +202,27 @@ def run_transformers(
     stop_ids = set(stops) if isinstance(stops, list) else {stops}
     results: list[ProbeResult] = []
     for i, (probe, answer) in enumerate(zip(probes, expected, strict=True)):
-        if probe.messages is None:
-            text, ids = probe.text, tuple(tokenizer(probe.text)["input_ids"])
-        else:
-            text = tokenizer.apply_chat_template(
-                [dict(m) for m in probe.messages],
-                add_generation_prompt=True,
-                tokenize=False,
-                **variables,
-            )
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        completion, logits = _greedy(model, ids, stop_ids, MAX_NEW_TOKENS)
-        if (ids, completion) != (probe.ids, answer.completion):
+        error: str | None = None
+        text: str | None = probe.text
+        ids, completion, stop, logits = (), (), None, None
+        try:
+            if probe.messages is not None:
+                text = tokenizer.apply_chat_template(
+                    [dict(m) for m in probe.messages],
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **variables,
+                )
+        except (TemplateError, TypeError, ValueError) as failure:
+            error, text = str(failure), None
+        if text is not None:
+            ids = tuple(tokenizer.encode(text, add_special_tokens=probe.messages is None))
+            completion, logits = _greedy(model, ids, stop_ids, MAX_NEW_TOKENS)
+            stop = "stop" if completion[-1] in stop_ids else "length"
+        if logits is None or (ids, completion) != (probe.ids, answer.completion):
             tokens = torch.tensor([[*probe.ids, *answer.completion]])
             start = len(probe.ids) - 1
             logits = model(input_ids=tokens).logits[0, start:-1].float()
-        stop = "stop" if completion[-1] in stop_ids else "length"
-        results.append(ProbeResult(None, text, ids, completion, stop, logits.numpy()))
+        results.append(ProbeResult(error, text, ids, completion, stop, logits.numpy()))
         on_probe(i + 1)
     return ArtifactResult(runtime, tuple(i in stop_ids for i in end_ids), tuple(results))

@@ -223,7 +223,7 @@ def compare_models(
                 console=console,
                 quiet=quiet,
                 command=command,
-                store_each=True,
+                store_immediately=True,
             )
         all_pairs = folder.read_pairs(questions.prompts, tag)
         results = check_assertions(all_pairs, questions.assertions)

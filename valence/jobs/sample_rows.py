@@ -120,7 +120,7 @@ def sample_rows(
     quiet: bool = False,
     command: str = "valence.sample_rows(...)",
     group: Group | None = None,
-    store_each: bool = False,
+    store_immediately: bool = False,
 ) -> SampleCounts:
     """Write a model's completions of prompts as JSON Lines: prompt, completion, its tokens with
     their log-probabilities, and the sampling parameters.
@@ -129,10 +129,10 @@ def sample_rows(
     initial model), or a model's or adapter's folder or hub id. data: files of prompts, or sections
     as in a recipe; questions: prompts as text; with neither, the prompts that the recipe trains on.
     out: if an interrupted call wrote it, resume; ``fresh`` moves it aside, ``append`` adds other
-    completions of the same model. group: processes that sample a share each. store_each, for one
-    process: do not lose an answer that has ended, even if the program is killed, and do not load
-    the model if all answers exist and its files are unchanged. After an interruption, the rounding
-    of the other answers may differ from that of an undisturbed call.
+    completions of the same model. group: processes that sample a share each. store_immediately,
+    for one process: do not lose an answer that has ended, even if the program is killed, and do
+    not load the model if all answers exist and its files are unchanged. After an interruption, the
+    rounding of the other answers may differ from that of an undisturbed call.
 
     The completions of the prompt at position k depend on the seed and k alone. Raises UserError for
     invalid arguments.
@@ -156,7 +156,7 @@ def sample_rows(
         facts = {"prompts": [*questions, *files], "answers": n, **asdict(sampling)}
         job.check_facts(facts)
         prompts = _prompts(questions, sources)
-        files_of_model = model_files(target, source, at) if store_each else None
+        files_of_model = model_files(target, source, at) if store_immediately else None
         about = {} if files_of_model is None else {"model_files": files_of_model}
         if about and _has_all(job, prompts, about):
             total = len(prompts) * n
@@ -179,7 +179,7 @@ def sample_rows(
         )
         job.check_facts(model_facts)
         transform.request_id = content_id(facts)
-        if store_each:
+        if store_immediately:
             transform.pending = PendingAnswers(out, transform.request_id)
         tally = job.run(
             transform,
