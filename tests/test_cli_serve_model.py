@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from tests.arch.source import ROOT
-from tests.command import command, command_error
+from tests.command import command, command_error, write_place
 from tests.errors import check_error
 from tests.programs import Program
 from tests.serving.kit import rows, save_model, saved_model
@@ -115,13 +115,16 @@ def test_the_result_of_a_test_is_printed(as_json: bool, capsys: pytest.CaptureFi
 
 
 @contextmanager
-def serving(*words: str, token: str = "") -> Iterator[tuple[Program, str, Path]]:
-    """The command as it runs, its address, and the file of what it prints."""
+def serving(
+    *words: str, target: str | None = None, token: str = ""
+) -> Iterator[tuple[Program, str, Path]]:
+    """The command as it runs, its address, and the file of what it prints. target: default: a tiny
+    model.
+    """
     output = Path("output")
     output.unlink(missing_ok=True)
-    program = Program(
-        "serve", saved_model().name, *words, "--port", "0", output=output, TOKEN_OF_TEST=token
-    )
+    target = target or saved_model().name
+    program = Program("serve", target, *words, "--port", "0", output=output, TOKEN_OF_TEST=token)
     try:
         until = time.monotonic() + 60
         while "stop with Ctrl-C" not in (output.read_text() if output.exists() else ""):
@@ -230,3 +233,40 @@ def test_a_kill_loses_no_feedback_that_was_confirmed(tmp_path: Path) -> None:
     assert set(sides.values()) <= {saved_model().name, rival}
     error = command_error("serve", saved_model().name, rival, "--port", "0", "--share", "0.5")
     check_error(error, "ab-share-changed", where="--share")
+
+
+@pytest.mark.slow
+def test_a_lora_run_and_its_exports_answer_as_the_run_samples(place: Path) -> None:
+    write_place(place)
+    settings = ("train.learning_rate=0.05", "train.epochs=3", "model.lora.rank=4")
+    assert command("train", "recipe.yaml", *settings, "run.export=adapter") == 0
+    assert command("export", "runs/first", "merged") == 0
+    assert command("export", "runs/first", "adapter", "--adapter") == 0
+    assert Path("adapter/adapter_config.json").exists()
+    assert not Path("merged/adapter_config.json").exists()
+    prompts = [f"question {i}" for i in range(4)]
+    expected = {target: sampled(target, prompts) for target in ("model", "runs/first")}
+    of_run = expected["runs/first"]
+    assert all(
+        before[0] != after[0] for before, after in zip(expected["model"], of_run, strict=True)
+    )
+    for target in ("runs/first", "runs/first/model", "adapter", "merged"):
+        with serving(target=target) as (_, address, _):
+            for prompt, (text, logps) in zip(prompts, of_run, strict=True):
+                body = {
+                    "messages": [{"role": "user", "content": prompt}],
+                    **{"temperature": 0, "max_tokens": 12, "logprobs": True},
+                }
+                (choice,) = post(address, "/v1/chat/completions", body).json()["choices"]
+                assert choice["message"]["content"] == text, target
+                served = [token["logprob"] for token in choice["logprobs"]["content"]]
+                assert served == pytest.approx(logps, abs=1e-4), target
+
+
+def sampled(target: str, prompts: list[str]) -> list[tuple[str, list[float]]]:
+    """Greedy answers of a model with the log-probabilities of their tokens."""
+    out = Path(f"{target.replace('/', '-')}.jsonl")
+    questions = [word for prompt in prompts for word in ("--prompt", prompt)]
+    words = ("--temperature", "0", "--max-new-tokens", "12", "--out", str(out))
+    assert command("sample", target, *questions, *words) == 0
+    return [(row["completion"], row["logps"]) for row in rows(out)]

@@ -124,6 +124,7 @@ HEAVY = (
     "starlette",
     "uvicorn",
     "optuna",
+    "lm_eval",
 )
 COME_WITH = {
     "pydantic_core": "pydantic",

@@ -44,11 +44,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
             "`tests/test_cli_collect.py` runs the command",
         ),
     },
-    "docs/tasks/loop.md": {
-        "valence collect HuggingFaceTB/SmolLM2-135M-Instruct --out feedback.jsonl": (
-            "`tests/test_cli_collect.py` runs the command"
-        ),
-    },
+    "docs/tasks/loop.md": {"*": "`tests/docs/test_loop.py` runs it"},
     "docs/tasks/serve.md": {"*": "`tests/test_cli_serve_model.py` runs the commands"},
     "docs/tasks/collect.md": {"*": "`tests/test_cli_collect.py` runs the command"},
     "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},

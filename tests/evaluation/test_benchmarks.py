@@ -18,7 +18,7 @@ import pytest
 from tests.command import command
 from tests.errors import raises_error
 from valence.cli import GATE_FAILED
-from valence.evaluation.benchmarks import read_benchmarks
+from valence.evaluation.benchmarks import compare_results, read_benchmarks
 
 FOLDER = Path(__file__).parent / "lm_eval"
 BASELINE, CANDIDATE = FOLDER / "baseline.json", FOLDER / "candidate.json"
@@ -32,6 +32,10 @@ def test_the_results_are_those_of_the_files() -> None:
     # the variance of a mean of 12 answers, with 11 in the denominator
     margin = 1.96 * ((11 / 12 / 12 + 10 / 12 * 2 / 12) / 11) ** 0.5
     assert (capitals.low, capitals.high) == pytest.approx((-1 / 12 - margin, -1 / 12 + margin))
+    assert (capitals.baseline_stderr, capitals.candidate_stderr) == pytest.approx(
+        ((11 / 12 / 12 / 11) ** 0.5, (10 / 12 * 2 / 12 / 11) ** 0.5)
+    )
+    assert not capitals.is_paired
     assert (naming.baseline, naming.candidate, naming.low) == (0.0, 0.0, None)
     back = read_benchmarks(CANDIDATE, BASELINE)[0]
     assert back.to_dict()["difference"] == pytest.approx(1 / 12)
@@ -119,3 +123,99 @@ def test_benchmarks_alone_need_no_model(
     assert "capitals" in Path("comparison/report.html").read_text()
     assert command(*words, "--at-least", "0") == GATE_FAILED  # there is no win rate
     assert command(*words, "--max-broken", "0") == GATE_FAILED
+
+
+# Samples
+
+
+def with_samples(folder: Path, source: Path, scores: list[float], **changes: Any) -> Path:
+    """A result file with the samples that lm-eval writes next to it for --log_samples."""
+    folder.mkdir(exist_ok=True)
+    content = json.loads(source.read_text())
+    del content["results"]["naming"], content["configs"]["naming"]
+    mean = sum(scores) / len(scores)
+    content["results"]["capitals"]["acc,none"] = changes.pop("mean", mean)
+    path = folder / "results_2026-01-01T00-00-00.json"
+    path.write_text(json.dumps(content))
+    samples = [
+        {"doc_id": i, "doc_hash": f"question {i}", "filter": "none", "acc": score, **changes}
+        for i, score in enumerate(scores)
+    ]
+    lines = "".join(json.dumps(sample) + "\n" for sample in reversed(samples))
+    (folder / "samples_capitals_2026-01-01T00-00-00.jsonl").write_text(lines)
+    return folder
+
+
+BEFORE, AFTER = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_with_samples_the_interval_is_that_of_the_differences(tmp_path: Path) -> None:
+    sides = [
+        with_samples(tmp_path / "a", BASELINE, BEFORE),
+        with_samples(tmp_path / "b", CANDIDATE, AFTER),
+    ]
+    (result,) = read_benchmarks(*sides)
+    assert result.is_paired
+    d = [0, 1, 0, 0, -1, 1]
+    mean = sum(d) / 6
+    error = (sum((x - mean) ** 2 for x in d) / 5 / 6) ** 0.5
+    assert (result.low, result.high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error))
+    (same,) = read_benchmarks(sides[0], sides[0])
+    assert (same.low, same.high) == (None, None)  # the models do not differ on any question
+
+
+def test_scores_without_the_reported_mean_are_not_paired(tmp_path: Path) -> None:
+    sides = [
+        with_samples(tmp_path / "a", BASELINE, BEFORE, mean=0.9),
+        with_samples(tmp_path / "b", CANDIDATE, AFTER),
+    ]
+    (result,) = read_benchmarks(*sides)
+    assert not result.is_paired
+    assert result.high is not None
+
+
+def test_other_questions_are_not_compared(tmp_path: Path) -> None:
+    sides = [
+        with_samples(tmp_path / "a", BASELINE, BEFORE),
+        with_samples(tmp_path / "b", CANDIDATE, AFTER, doc_hash="another question"),
+    ]
+    with raises_error("benchmarks-differ"):
+        read_benchmarks(*sides)
+    samples = next((tmp_path / "b").glob("samples_*"))
+    samples.write_text("{")
+    with raises_error("file-not-readable"):
+        read_benchmarks(*sides)
+
+
+def test_a_group_is_paired_over_the_questions_of_its_tasks() -> None:
+    def results(scores: dict[str, list[float]]) -> dict[str, Any]:
+        """Two tasks of different sizes in a group in a group."""
+        samples = {
+            task: [
+                {"doc_id": i, "doc_hash": str(i), "filter": "none", "acc": value}
+                for i, value in enumerate(values)
+            ]
+            for task, values in scores.items()
+        }
+        every = [value for values in scores.values() for value in values]
+        names = {**scores, "outer": every}
+        return {
+            "results": {
+                name: {"acc,none": sum(v) / len(v), "acc_stderr,none": 0.2}
+                for name, v in names.items()
+            },
+            "group_subtasks": {"outer": ["inner", "x"], "inner": ["y"]},
+            "configs": {},
+            "versions": {},
+            "n-samples": {},
+            "samples": samples,
+        }
+
+    before = results({"x": [1, 0], "y": [0, 0, 1, 1]})
+    after = results({"x": [1, 1], "y": [1, 0, 0, 1]})
+    group = next(row for row in compare_results(before, after, "") if row.task == "outer")
+    d = [0, 1, 1, 0, -1, 0]
+    mean = sum(d) / 6
+    error = (sum((x - mean) ** 2 for x in d) / 5 / 6) ** 0.5
+    assert group.is_paired
+    assert (group.low, group.high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error))

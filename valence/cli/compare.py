@@ -131,6 +131,48 @@ def compare(
             "--prompts, no model answers.",
         ),
     ] = None,
+    lm_eval_tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--lm-eval-tasks",
+            metavar="TASKS",
+            help="Evaluate both models on tasks, groups or tags of lm-eval, separated by commas, "
+            "such as arc_easy,hellaswag; or on YAML files of tasks. Without --prompts, no model "
+            "answers prompts.",
+        ),
+    ] = None,
+    lm_eval_include: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--lm-eval-include",
+            metavar="FOLDER",
+            help="A folder with YAML files of your own tasks for lm-eval. Can be repeated.",
+        ),
+    ] = None,
+    lm_eval_fewshot: Annotated[
+        int | None,
+        typer.Option(
+            "--lm-eval-fewshot",
+            min=0,
+            help="Examples before each question. Default: those of the task.",
+        ),
+    ] = None,
+    lm_eval_limit: Annotated[
+        int | None,
+        typer.Option(
+            "--lm-eval-limit",
+            min=1,
+            help="Ask only the first N questions of each task, to try it out.",
+        ),
+    ] = None,
+    lm_eval_chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--lm-eval-chat/--no-lm-eval-chat",
+            help="Ask the questions of lm-eval with the chat templates of the models, or as plain "
+            "text. Default: with chat templates if the models are prompted with them.",
+        ),
+    ] = None,
     labels: Annotated[
         list[str] | None,
         typer.Option(
@@ -210,8 +252,31 @@ def compare(
     try:
         with stoppable():
             from valence.jobs.compare_models import compare_models
+            from valence.jobs.run_benchmarks import BenchmarkTasks
             from valence.jobs.sample_rows import Draws
 
+            options = {
+                "--lm-eval-include": tuple(lm_eval_include or ()) or None,
+                "--lm-eval-fewshot": lm_eval_fewshot,
+                "--lm-eval-limit": lm_eval_limit,
+                "--lm-eval-chat": lm_eval_chat,
+            }
+            tasks = None
+            if lm_eval_tasks is not None:
+                tasks = BenchmarkTasks(
+                    names=tuple(filter(None, map(str.strip, lm_eval_tasks.split(",")))),
+                    include=tuple(lm_eval_include or ()),
+                    num_fewshot=lm_eval_fewshot,
+                    limit=lm_eval_limit,
+                    as_chat=lm_eval_chat,
+                )
+            elif unused := [name for name, value in options.items() if value is not None]:
+                raise UserError(
+                    "the option has no effect without tasks",
+                    code="option-unused",
+                    where=unused[0],
+                    fix="add --lm-eval-tasks, or remove it",
+                )
             result = compare_models(
                 baseline,
                 candidate,
@@ -221,6 +286,7 @@ def compare(
                 judges=judge or [],
                 votes=votes,
                 lm_eval=lm_eval,
+                lm_eval_tasks=tasks,
                 labels=labels or [],
                 min_agreement=min_agreement,
                 allow_below=allow_below,

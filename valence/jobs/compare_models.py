@@ -44,6 +44,14 @@ from valence.evaluation.votes import read_votes
 from valence.files import check_path
 from valence.jobs.reward_rows import list_rewards, sampled_completion
 from valence.jobs.row_job import Line, RowJob, as_line
+from valence.jobs.run_benchmarks import (
+    BATCH_SIZE,
+    BenchmarkTasks,
+    ComparedModel,
+    check_benchmarks,
+    run_benchmarks,
+)
+from valence.jobs.run_benchmarks import FOLDER as BENCHMARKS
 from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample_rows
 from valence.lifecycle.reward_models import reward_model
 from valence.lifecycle.saved_models import At
@@ -152,6 +160,7 @@ def compare_models(
     assertions: Sequence[str] = (),
     votes: Path | None = None,
     lm_eval: tuple[Path, Path] | None = None,
+    lm_eval_tasks: BenchmarkTasks | None = None,
     labels: Sequence[str] = (),
     min_agreement: float | None = None,
     allow_below: bool = False,
@@ -172,10 +181,11 @@ def compare_models(
     it aside. judges: entries of a recipe's reward section, each a judge by itself. assertions:
     files of prompts with assertions, which are answered and not judged. votes: the --out of
     ``valence collect``, which is another judge. lm_eval: result files of lm-eval for baseline and
-    candidate. With votes or lm_eval alone, no model answers. labels: files of
-    thumbs or pairs that each judge is measured against first; one that agrees with less than
-    ``min_agreement`` of them is refused, unless ``allow_below``. tag: column of the prompts with
-    the groups that are reported. max_failed: share of prompts without a verdict above which
+    candidate. lm_eval_tasks: tasks of lm-eval that both models are evaluated on. With one of these
+    three, prompts may be missing; then no model answers any. labels: files of thumbs or pairs that
+    each judge is measured against first; one that agrees with less than ``min_agreement`` of them
+    is refused, unless ``allow_below``. tag: column of the prompts with the groups that are
+    reported. max_failed: share of prompts without a verdict above which
     UserError is raised. at: checkpoint of the baseline.
 
     Raises UserError for invalid arguments, before any model is loaded.
@@ -185,8 +195,10 @@ def compare_models(
     _check_judges(specs, has_votes=votes is not None)
     people = None if votes is None else read_votes(votes, baseline, candidate)
     benchmarks = [] if lm_eval is None else read_benchmarks(*lm_eval)
+    if lm_eval_tasks is not None:
+        check_benchmarks(lm_eval_tasks)
     questions = ComparisonPrompts()
-    if prompts or assertions or (votes is None and lm_eval is None):
+    if prompts or assertions or (votes is None and lm_eval is None and lm_eval_tasks is None):
         questions = _read_prompts(candidate, prompts, assertions, overrides)
     questions.check_judges(bool(specs))
     questions.check_tag(tag)
@@ -210,16 +222,18 @@ def compare_models(
                 )
             elif settings:
                 notes.append(f"{settings.model} was not measured against labels (--labels)")
-        for side, target in zip(SIDES, (baseline, candidate), strict=True):
-            if not questions.prompts:
-                break
+        models = [
+            ComparedModel("baseline", baseline, at),
+            ComparedModel("candidate", candidate, None),
+        ]
+        for model in models if questions.prompts else ():
             sample_rows(
-                target,
-                folder.answers_path(side),
+                model.target,
+                folder.answers_path(model.side),
                 draws,
                 data=[str(folder.path / PROMPTS)],
                 overrides=overrides,
-                at=at if side == "baseline" else None,
+                at=model.at,
                 console=console,
                 quiet=quiet,
                 command=command,
@@ -240,6 +254,16 @@ def compare_models(
             _check_failures(verdicts, max_failed, path)
             summary = summarize(judge.name, pairs, verdicts, seed=draws.seed, cost=cost)
             summaries.append(summary)
+        if lm_eval_tasks is not None:
+            benchmarks += run_benchmarks(
+                lm_eval_tasks,
+                models,
+                folder.path / BENCHMARKS,
+                batch_size=draws.at_once or BATCH_SIZE,
+                overrides=overrides,
+                console=console,
+                quiet=quiet,
+            )
         result = ModelComparison(
             models=_model_names(baseline, candidate),
             num_prompts=len(all_pairs),

@@ -94,11 +94,15 @@ def benchmark_row(benchmark: Json) -> list[str]:
     if benchmark["low"] is not None:
         interval = f" ({benchmark['low']:+.3f} to {benchmark['high']:+.3f})"
     directions = {True: "higher", False: "lower", None: "\N{EN DASH}"}
+    values = [
+        f"{benchmark[side]:.3f}"
+        + ("" if (error := benchmark[f"{side}_stderr"]) is None else f" ± {error:.3f}")
+        for side in SIDES
+    ]
     return [
         benchmark["task"],
         benchmark["metric"],
-        f"{benchmark['baseline']:.3f}",
-        f"{benchmark['candidate']:.3f}",
+        *values,
         f"{benchmark['difference']:+.3f}{interval}",
         directions[benchmark["higher_is_better"]],
     ]
