@@ -250,6 +250,7 @@ def test_a_lora_run_and_its_exports_answer_as_the_run_samples(place: Path) -> No
     assert all(
         before[0] != after[0] for before, after in zip(expected["model"], of_run, strict=True)
     )
+    assert any(logp < -0.1 for _, logps in of_run for logp in logps)
     for target in ("runs/first", "runs/first/model", "adapter", "merged"):
         with serving(target=target) as (_, address, _):
             for prompt, (text, logps) in zip(prompts, of_run, strict=True):

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -66,9 +65,15 @@ class LoopWalk(Walk):
         with httpx.Client(
             base_url=base, headers={"authorization": f"Bearer {token}"}, timeout=60
         ) as page:
+            texts = {""}
             for i, question in enumerate(QUESTIONS):
-                body = {"messages": [{"role": "user", "content": question}]}
-                answer = events(page.post("api/answer", json=body))[-1]["done"]
+                text = ""
+                while text in texts:  # KTO pairs rows with different completions
+                    body = {"messages": [{"role": "user", "content": question}]}
+                    parts = events(page.post("api/answer", json=body))
+                    text = "".join(part.get("text", "") for part in parts)
+                    answer = parts[-1]["done"]
+                texts.add(text)
                 vote = {"answer": answer, "label": i % 3 > 0}
                 assert page.post("api/rate", json=vote).json() == {"votes": i + 1}
         program.send_signal(signal.SIGINT)
@@ -126,10 +131,9 @@ def test_the_loop_runs_from_the_first_vote_to_the_second_model(walk: LoopWalk) -
     assert votes == {question: i % 3 > 0 for i, question in enumerate(QUESTIONS)}
     # 3 train: on questions that are not held out, neither in this round nor in the next one
     held_out = questions_of("held_out.jsonl")
-    assert held_out >= {question for question in QUESTIONS if question in held_out} != set()
+    assert len(held_out & set(QUESTIONS)) >= 2
     assert held_out.isdisjoint(questions_of("train.jsonl"))
-    trained = {row["prompt"] for row in logged_rows("runs/first")}
-    assert trained.isdisjoint(held_out)
+    assert num_trained("runs/first") == len(set(QUESTIONS) - held_out)
     # 4 compare: both models answered each held-out question
     compared = json.loads(Path("comparison/compare.json").read_text())
     asked = {row["prompt"][0]["content"] for row in rows(Path("comparison/prompts.jsonl"))}
@@ -151,8 +155,9 @@ def test_the_loop_runs_from_the_first_vote_to_the_second_model(walk: LoopWalk) -
         *(questions_of(name) for name in ("feedback.jsonl", "ab.jsonl", "served.jsonl"))
     )
     assert questions_of("train.jsonl") == everything - held_out
-    assert Path("runs/second/report.html").exists()
+    assert num_trained("runs/second") == len(rows(Path("train.jsonl")))
 
 
-def logged_rows(run: str) -> list[dict[str, Any]]:
-    raise NotImplementedError(run)
+def num_trained(run: str) -> int:
+    """The number of rows that a run was trained on, of which it measures all if they are few."""
+    return len(json.loads(Path(run, "eval/train.json").read_text())["rows"])

@@ -331,6 +331,7 @@ class Walk:
         shown = words[words.index("--port") + 1] if "--port" in words else default
         self._stop(shown)  # as the reader would do before another one at the same port
         message = Path(f"said at {shown}")
+        message.unlink(missing_ok=True)  # of an earlier server at this port
         self.servers[shown] = server = Program(*words, "--port", self._port(shown), output=message)
         server.wait_until(lambda: message.exists() and "serving" in message.read_text())
         assert any(line.startswith("serving") for line in message.read_text().splitlines()), words
