@@ -136,9 +136,11 @@ def test_the_loop_runs_from_the_first_vote_to_the_second_model(walk: LoopWalk) -
     assert num_trained("runs/first") == len(set(QUESTIONS) - held_out)
     # 4 compare: both models answered each held-out question
     compared = json.loads(Path("comparison/compare.json").read_text())
-    asked = {row["prompt"][0]["content"] for row in rows(Path("comparison/prompts.jsonl"))}
-    assert asked == held_out & set(QUESTIONS)
-    assert compared["prompts"] == len(asked)
+    compared_questions = {
+        row["prompt"][0]["content"] for row in rows(Path("comparison/prompts.jsonl"))
+    }
+    assert compared_questions == held_out & set(QUESTIONS)
+    assert compared["prompts"] == len(compared_questions)
     assert compared["trained"] == {}
     assert compared["judges"][0]["win_rate"] is not None
     # 5 export: a model that transformers loads

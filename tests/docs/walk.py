@@ -127,10 +127,11 @@ def all_lines(page: str) -> list[Line]:
 
 
 def files_of(text: str, block: Block) -> list[str]:
-    """The files whose text the block is."""
+    """The files whose text the block is. A `yaml` block is a recipe; other YAML files are text."""
     extensions = EXTENSIONS.get(block.language, ())
     actual = re.match(r"# ([\w./-]+\.\w+)$", block.text.partition("\n")[0])
-    if actual and actual[1].rpartition(".")[2] in extensions:
+    is_task = block.language == "text" and actual and actual[1].endswith(".yaml")
+    if actual and (is_task or actual[1].rpartition(".")[2] in extensions):
         return [actual[1]]
     above = text[: block.start].rpartition("```")[0].rstrip().rpartition("\n\n")[2]
     named = re.findall(r"`([\w./-]+\.\w+)`", above) if above.endswith(":") else []

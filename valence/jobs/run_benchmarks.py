@@ -259,7 +259,7 @@ def _explained(task: str, problem: str, log: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # tasks contain code, and lm-eval calls many libraries
         traceback.print_exc()
         message = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -466,7 +466,7 @@ def _merged(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 # The model
 
 
-class RequestCounter:
+class AnswerCounter:
     """Takes the answers of lm-eval's model for its cache, and counts them instead."""
 
     def __init__(self, progress: Progress) -> None:
@@ -501,7 +501,7 @@ def policy_for_lm_eval(
     @contextmanager
     def progress(model: Any, requests: Sequence[Any]) -> Iterator[None]:
         with Progress(console, phase, len(requests), quiet=quiet) as bar:
-            model.set_cache_hook(RequestCounter(bar))
+            model.set_cache_hook(AnswerCounter(bar))
             yield
 
     class PolicyForLmEval(base):
