@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "online": (*LAYERS, "trainer"),
     "planning": (*LAYERS, "trainer"),
     "lifecycle": (*LAYERS, "evaluation", "trainer", "online", "planning"),
-    "jobs": (*LAYERS, "evaluation", "trainer", "lifecycle"),
+    "jobs": (*LAYERS, "network", "evaluation", "trainer", "lifecycle"),
     "serving": (*LAYERS, "trainer", "lifecycle", "jobs"),
     "sweeps": (*LAYERS, "trainer"),
     "api": (*LAYERS, "trainer", "lifecycle"),

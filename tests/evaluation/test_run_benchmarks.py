@@ -121,12 +121,14 @@ def result_files() -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in files}
 
 
-def log_likelihoods(folder: str, *, as_chat: bool) -> list[list[float]]:
+def log_likelihoods(
+    folder: str, *, as_chat: bool, questions: Sequence[dict[str, Any]] = QUESTIONS
+) -> list[list[float]]:
     """The log-probability of each choice behind its question, one sequence at a time."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     results: list[list[float]] = []
-    for row in QUESTIONS:
+    for row in questions:
         results.append([])
         for choice in row["choices"]:
             prompt, answer = row["question"], f" {choice}"

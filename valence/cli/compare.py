@@ -25,7 +25,7 @@ from valence.cli.common import (
 )
 from valence.cli.models import AtOnce
 from valence.errors import UserError
-from valence.terminal import Terminal, json_line, print_message, write_line
+from valence.terminal import Terminal, json_line, print_message, print_table, write_line
 
 if TYPE_CHECKING:
     from valence.jobs.compare_models import ModelComparison
@@ -351,7 +351,7 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
         print_message(terminal, f"\nmean characters of an answer: {', '.join(lengths)}")
     if benchmarks := facts.get("benchmarks"):
         print_message(terminal, "\nBenchmarks of lm-eval")
-        terminal.print(_table(BENCHMARKS, [benchmark_row(row) for row in benchmarks]))
+        print_table(terminal, _table(BENCHMARKS, [benchmark_row(row) for row in benchmarks]))
     for judge in facts["judges"]:
         for note in judge_notes(judge):
             print_message(terminal, note)

@@ -35,6 +35,7 @@ from valence.jobs.sample_rows import model_files
 from valence.lifecycle.restore import open_run
 from valence.lifecycle.saved_models import At
 from valence.models.digest import model_digest
+from valence.network import hub_problem
 from valence.reports.console import Progress
 from valence.terminal import print_message
 from valence.trainer.prepare import prepare
@@ -179,9 +180,16 @@ class Suite:
 
 def load_suite(tasks: BenchmarkTasks, log: Path) -> Suite:
     """Find the tasks, and load their questions. Raises UserError if that fails."""
+    import datasets
     import lm_eval
+    from huggingface_hub import constants
     from lm_eval.tasks import TaskManager
 
+    problem = "its questions cannot be loaded"
+    if not datasets.config.HF_HUB_OFFLINE and (reason := hub_problem()):
+        # libraries would retry for a minute; local and downloaded questions need no hub
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+        problem += f", and {constants.ENDPOINT} cannot be reached: {reason}"
     include: list[str | Path] = [*tasks.include]
     manager = TaskManager(include_path=include or None, include_defaults=not include)
     if include and not all(_matches(item, manager) for item in tasks.names):
@@ -202,7 +210,7 @@ def load_suite(tasks: BenchmarkTasks, log: Path) -> Suite:
     names = list(dict.fromkeys(name for item in tasks.names for name in _matches(item, manager)))
     digests: dict[str, str] = {}
     for name in names:
-        with _explained(name, "its questions cannot be loaded", log):
+        with _explained(name, problem, log):
             loaded = _load(manager, name, tasks.num_fewshot)
             digests[name] = _digest(loaded["tasks"], tasks.limit)
     return Suite(tuple(names), digests, manager, tasks, lm_eval.__version__, log)

@@ -84,8 +84,10 @@ def calibration_row(calibration: Json) -> list[str]:
     ]
 
 
-BENCHMARKS = ("task", "metric", "baseline", "candidate", "difference\n(95 % interval)", "better")
+BENCHMARKS = ("task", "metric", "baseline", "candidate", "difference\n(95 % interval)")
 """Columns of the table of benchmarks."""
+BETTER = {True: " \N{UPWARDS ARROW}", False: " \N{DOWNWARDS ARROW}", None: ""}
+"""Sign of a metric of which larger values are better, or worse."""
 
 
 def benchmark_row(benchmark: Json) -> list[str]:
@@ -93,7 +95,6 @@ def benchmark_row(benchmark: Json) -> list[str]:
     interval = ""
     if benchmark["low"] is not None:
         interval = f" ({benchmark['low']:+.3f} to {benchmark['high']:+.3f})"
-    directions = {True: "higher", False: "lower", None: "\N{EN DASH}"}
     values = [
         f"{benchmark[side]:.3f}"
         + ("" if (error := benchmark[f"{side}_stderr"]) is None else f" ± {error:.3f}")
@@ -101,10 +102,9 @@ def benchmark_row(benchmark: Json) -> list[str]:
     ]
     return [
         benchmark["task"],
-        benchmark["metric"],
+        benchmark["metric"] + BETTER[benchmark["higher_is_better"]],
         *values,
         f"{benchmark['difference']:+.3f}{interval}",
-        directions[benchmark["higher_is_better"]],
     ]
 
 
