@@ -180,15 +180,15 @@ class Suite:
 
 def load_suite(tasks: BenchmarkTasks, log: Path) -> Suite:
     """Find the tasks, and load their questions. Raises UserError if that fails."""
-    import datasets
     import lm_eval
+    from datasets import config
     from huggingface_hub import constants
     from lm_eval.tasks import TaskManager
 
     problem = "its questions cannot be loaded"
-    if not datasets.config.HF_HUB_OFFLINE and (reason := hub_problem()):
+    if not config.HF_HUB_OFFLINE and (reason := hub_problem()):
         # libraries would retry for a minute; local and downloaded questions need no hub
-        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+        config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
         problem += f", and {constants.ENDPOINT} cannot be reached: {reason}"
     include: list[str | Path] = [*tasks.include]
     manager = TaskManager(include_path=include or None, include_defaults=not include)
