@@ -91,15 +91,23 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
     """
     if chosen == "chatml" or _is_jinja(chosen):
         return chosen
-    fix = "set it to a Jinja file or to chatml; null uses the template of the tokenizer"
+    fix = "set it to a Jinja file or to chatml, or remove it to use the template of the tokenizer"
+    if get_close_matches(chosen, ["chatml"], cutoff=0.8):
+        fix = f"did you mean chatml? otherwise {fix}"
     try:
         text = Path(locate_data(chosen, folder)).read_text(encoding="utf-8")
     except UserError as error:
         code = "template-not-found" if error.code == "file-not-found" else error.code
-        raise UserError(error.message, code=code, fix=f"{error.fix}; {fix}") from None
-    except (OSError, UnicodeDecodeError) as error:
+        is_near = error.code == "file-not-found" and str(error.fix).endswith("?")
+        hint = f"{error.fix} otherwise " if is_near else ""
+        raise UserError(error.message, code=code, fix=f"{hint}{fix}") from None
+    except UnicodeDecodeError:
         raise UserError(
-            f"{chosen} cannot be read ({error})", code="file-not-readable", fix=fix
+            f"{chosen} is not UTF-8 text", code="file-not-readable", fix="save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"{chosen} cannot be read ({error.strerror})", code="file-not-readable", fix=fix
         ) from None
     if not _is_jinja(text):
         raise UserError(
