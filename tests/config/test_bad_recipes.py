@@ -347,7 +347,7 @@ RECIPES: dict[str, tuple[str, str, str, str, str]] = {
         " (model)",
         MISSING,
         "",
-        "name, dtype",
+        "owner/model",
     ),
     "empty model": (
         "method: kto\nmodel:\ndata: {train: feedback.jsonl}\n",
@@ -439,7 +439,7 @@ RECIPES: dict[str, tuple[str, str, str, str, str]] = {
         ":4 (model.lora.exclude_modules)",
         VALUE,
         "*.q_proj",
-        "list the names",
+        "list of names",
     ),
     "a field of PEFT that is refused": (
         GOOD.replace("some/model", "m\n  lora: {use_qalora: true}"),

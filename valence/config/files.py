@@ -13,6 +13,9 @@ from valence.data.sources import is_hub_dataset
 from valence.errors import UserError
 from valence.files import check_path, expand_path
 
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz")
+"""Ends of the names of data files that are no recipe."""
+
 
 def read_recipe_text(path: Path) -> str:
     """The text of a recipe.
@@ -23,10 +26,20 @@ def read_recipe_text(path: Path) -> str:
     if path.is_dir():
         recipes = sorted(str(p) for p in path.iterdir() if p.suffix in (".yaml", ".yml"))
         raise UserError(
-            "this is a folder, not a recipe",
+            "the path is a folder, not a recipe",
             code="path-is-folder",
             where=str(path),
-            fix=f"use a file in it: {', '.join(recipes[:5])}" if recipes else "use a .yaml file",
+            fix=f"use a file in it: {', '.join(recipes[:5])}"
+            if recipes
+            else "use the path of a .yaml file",
+        )
+    if path.suffix.lower() in DATA_SUFFIXES:
+        raise UserError(
+            "the file has rows of data, but must be a recipe",
+            code="recipe-is-data",
+            where=str(path),
+            fix="write a recipe (a .yaml file) that names this file in data.train, and use the "
+            "path of the recipe",
         )
     try:
         data = path.read_bytes()
@@ -49,7 +62,7 @@ def read_recipe_text(path: Path) -> str:
             "the file starts with a byte order mark",
             code="file-byte-order-mark",
             where=f"{path}:1",
-            fix="save it as UTF-8 without BOM",
+            fix="save it as UTF-8 without a byte order mark (BOM)",
         )
     try:
         return data.decode("utf-8")
@@ -59,7 +72,7 @@ def read_recipe_text(path: Path) -> str:
             f"the file is not UTF-8 text (byte {data[error.start]:#04x})",
             code="file-encoding",
             where=f"{path}:{line}",
-            fix="save the file as UTF-8",
+            fix="save it as UTF-8",
         ) from None
 
 
