@@ -20,7 +20,8 @@ WARNINGS = {
     ),
     "one_class": (
         "all rows have the same label",
-        "Add rows with the other label, or train with sft on the good answers.",
+        "Add rows with the other label, or train on good answers alone with method: sft and "
+        "data.convert: chosen_to_demonstrations.",
     ),
     "no_mismatch": (
         "all rows share one prompt or one answer",
