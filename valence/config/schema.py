@@ -490,7 +490,7 @@ class Data(Section):
     prompt (oldest turns first, never the last user turn).
     """
     limit: RowCount | None = None
-    """Use only the first N rows of each list."""
+    """Use only the first N rows of each of train, eval and test."""
     train_on: Literal["completion", "assistant"] = "completion"
     """Which tokens of a demonstration to train on. completion: those of the last assistant turn.
     assistant: those of every assistant turn.
@@ -569,7 +569,7 @@ class RewardSettings(Section):
     clip: tuple[float, float] | None = None
     """Smallest and largest reward; values outside are clipped."""
     gate: float | None = None
-    """If this reward of a completion is below the gate, its other rewards count 0."""
+    """If this reward of a completion is below the gate, its other rewards count as 0."""
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of a rule or a function; settings of a reward model, a server or a judge.
     """
@@ -584,8 +584,8 @@ class RewardSettings(Section):
     Does not apply to reward models, which run in this process.
     """
     retries: NonNegativeInt = 3
-    """Number of times that a failed call is repeated, after increasing random pauses; after a
-    time-out only within twice `timeout` of the first call.
+    """Number of times that a failed call is repeated, after increasing random pauses. A call that
+    timed out is repeated only until twice `timeout` after the first call.
     """
     concurrency: PositiveInt = 8
     """Concurrent calls of a server or of an async function.
@@ -662,7 +662,7 @@ class Rollout(Section):
     measure_kl: bool | Literal["auto"] = "auto"
     """Log the KL divergence from the reference (`kl`). auto: if the reference needs no second model
     in memory (a new adapter can be disabled), if the loss reads it anyway, or if reference.model is
-    set. true loads a copy of the model otherwise."""
+    set. true: always, with a copy of the model in memory if needed."""
     engine: Literal["hf", "vllm", "openai"] = "hf"
     """Sampling engine. hf: this process. vllm: a vLLM server, which receives the current weights.
     openai: any server with OpenAI's completions API; its weights are not updated.
@@ -682,7 +682,7 @@ class Rollout(Section):
     """
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """With start: share of the memory of each GPU that the server may use. null: on a GPU with a
-    training process, what the memory estimate leaves while the server samples; else vLLM's default.
+    training process, the share that the memory estimate leaves free; else vLLM's default.
     """
     sleep: bool | Literal["auto"] = "auto"
     """Whether the server frees its GPU memory while the policy is trained. auto: with start, if it
@@ -1029,7 +1029,7 @@ class SinkSettings(Section):
     folder: Text | None = None
     """Folder of the tracker's files.
 
-    Default: a folder with the tracker's name in the run's folder; trackio takes TRACKIO_DIR first.
+    Default: a folder with the tracker's name in the run's folder; for trackio, TRACKIO_DIR if set.
     """
     uri: Text | None = None
     """Server or database of mlflow.
@@ -1037,8 +1037,8 @@ class SinkSettings(Section):
     Default: MLFLOW_TRACKING_URI, or files in the run's folder.
     """
     mode: Literal["auto", "online", "offline"] = "auto"
-    """Whether wandb uploads. auto: as WANDB_MODE says, else online if there is a key and offline if
-    there is none.
+    """Whether wandb uploads. auto: the value of WANDB_MODE; if it is not set, online with a key and
+    offline without.
     """
     tags: list[Text] = Field(default_factory=list[Text])
     """Tags of the run in wandb and mlflow."""

@@ -73,11 +73,11 @@ def _targets(unit: TokenizedExample, kind: str, names: Sequence[str]) -> tuple[f
     unknown = sorted(attributes.keys() - set(names))
     if unknown:
         raise UserError(
-            f"the row has the attribute {unknown[0]!r}, which is not in model.attributes "
-            f"({', '.join(names)})",
+            f"the row has the attribute {unknown[0]!r}, which is not in model.attributes",
             code="row-attribute-unknown",
             where=str(unit.origin),
-            fix="remove or rename the attribute; or add it to model.attributes, for a new run",
+            fix=f"remove it, rename it to one of {', '.join(names)}, or for a new run, add it to "
+            "model.attributes",
         )
     return tuple(attributes.get(name, math.nan) for name in names)
 
