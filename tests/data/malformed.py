@@ -224,7 +224,7 @@ CASES = [
     bad_file(
         "utf-16", "a.jsonl", GOOD.encode("utf-16"), error("file-encoding", "UTF-16", "a.utf8.jsonl")
     ),
-    bad_file("utf-32", "a.jsonl", GOOD.encode("utf-32"), error("file-encoding", "UTF-32")),
+    bad_file("utf-32", "a.jsonl", GOOD.encode("utf-32"), error("file-encoding", "-f UTF-32")),
     bad_file(
         "utf-16 in a gzip file",
         "a.csv.gz",

@@ -323,6 +323,15 @@ def test_an_empty_class_is_reported_without_a_crash(counts: tuple[int, int]) -> 
 # --- the screen
 
 
+def test_the_balance_includes_the_weights_of_the_recipe() -> None:
+    result = audited([judged(f"why {n}", "because", n > 0, n) for n in range(5)])
+    assert re.search(r"4 up / 1 down = 4;.*undesirable_weight between 3 and 4", render(result))
+    weighted = replace(result, weights=advised_weights(4, 1, 1.0, 3.0))
+    (line,) = (line for line in render(weighted).splitlines() if "balance" in line)
+    assert "1 x 4 up / 3 x 1 down = 1.33;" in line
+    assert "weight" not in line
+
+
 def test_screen_of_sound_data_has_no_findings() -> None:
     lengths = [(2, 5, True, "a.jsonl"), (4, 7, False, "a.jsonl"), (3, 6, True, "b.jsonl")]
     rows = [

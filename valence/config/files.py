@@ -33,7 +33,7 @@ def read_recipe_text(path: Path) -> str:
             if recipes
             else "use the path of a .yaml file",
         )
-    if path.suffix.lower() in DATA_SUFFIXES:
+    if path.suffix.lower() in DATA_SUFFIXES and path.is_file():
         raise UserError(
             "the file has rows of data, but must be a recipe",
             code="recipe-is-data",
