@@ -1052,7 +1052,9 @@ class SinkSettings(Section):
         }[self.kind]
         unread = [name for name in type(self).model_fields if name not in ("kind", *settings)]
         yield no_effect(
-            *unread, why=f"{self.kind} does not read it; it reads {', '.join(settings)}"
+            *unread,
+            why=f"{self.kind} does not read it",
+            fix=f"use a setting that it reads: {', '.join(settings)}",
         )
 
 
