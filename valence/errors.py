@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 DISTRIBUTION = "valence-align"
 """Name of the package on PyPI and for ``importlib.metadata``.
@@ -45,6 +46,10 @@ class UserError(Exception):
             lines.append(f"  to fix it: {fix}")
         super().__init__("\n".join(lines))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pickled for another process; exceptions are created from their text alone by default
+        return _unpickle, (self.facts, self._problems)
+
     @property
     def problems(self) -> tuple[UserError, ...]:
         """The mistakes that this error lists, or else the error itself."""
@@ -54,3 +59,7 @@ class UserError(Exception):
     def facts(self) -> dict[str, str | None]:
         """The arguments to create the error in another process, without ``problems``."""
         return {"message": self.message, "code": self.code, "where": self.where, "fix": self.fix}
+
+
+def _unpickle(facts: Mapping[str, Any], problems: Sequence[UserError]) -> UserError:
+    return UserError(**facts, problems=problems)

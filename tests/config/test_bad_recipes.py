@@ -104,6 +104,9 @@ def test_other_line_ends_are_no_problem(line_end: bytes, folder: Path):
 def test_a_missing_recipe_names_the_nearest(folder: Path):
     (folder / "first.yaml").write_text(GOOD)
     check_recipe_error(load_error("frist.yaml"), "frist.yaml", "recipe-not-found", "", "first.yaml")
+    for name in ("rows.jsonl", "rows.csv.gz", "rows.parquet"):
+        (folder / name).write_bytes(b"PAR1")
+        check_recipe_error(load_error(name), name, "recipe-is-data", "", "data.train")
     missing = load_error("nowhere/first.yaml")
     check_recipe_error(missing, "nowhere/first.yaml", "recipe-not-found", "", "nowhere")
 
@@ -347,7 +350,7 @@ RECIPES: dict[str, tuple[str, str, str, str, str]] = {
         " (model)",
         MISSING,
         "",
-        "name, dtype",
+        "owner/model",
     ),
     "empty model": (
         "method: kto\nmodel:\ndata: {train: feedback.jsonl}\n",
@@ -439,7 +442,7 @@ RECIPES: dict[str, tuple[str, str, str, str, str]] = {
         ":4 (model.lora.exclude_modules)",
         VALUE,
         "*.q_proj",
-        "list the names",
+        "list of names",
     ),
     "a field of PEFT that is refused": (
         GOOD.replace("some/model", "m\n  lora: {use_qalora: true}"),

@@ -247,7 +247,7 @@ def test_without_training_settings_may_have_no_effect_but_not_contradict():
     ],
 )
 def test_numbers_beyond_all_use_are_refused(word: str):
-    with raises_error("setting-type", where=f"({word.partition('=')[0]})", fix="of at most"):
+    with raises_error("setting-type", where=f"({word.partition('=')[0]})", fix="at most"):
         load(word)
 
 

@@ -102,6 +102,7 @@ NO_EFFECT: dict[str, tuple[list[str], str, str, str]] = {
         "data.eval",
     ),
     "split of a file": (["data.train.0.split=test"], "data.train.0.split", "", ""),
+    "subset of a file": (["data.train.0.subset=main"], "data.train.0.subset", "", "hub"),
 }
 CONFLICTS: dict[str, tuple[list[str], str, str, str]] = {
     "converted to scores for labels": (

@@ -26,8 +26,8 @@ class Source:
 
 
 def shown_findings(result: Audit) -> set[str]:
-    """The names of the findings that the screen of an audit lists, each with its count and its
-    advice.
+    """The names of the findings that the screen of an audit lists, each with its count (of rows)
+    and its advice.
     """
     # the advice stands on a line of its own
     text = re.sub(r"\n {4,}", " ", audit_text.render(result))
@@ -35,10 +35,11 @@ def shown_findings(result: Audit) -> set[str]:
     names: set[str] = set()
     for name, finding in result.findings.items():
         sentence = sentences[name].removeprefix(f"{finding.count:,} ")
-        _, fix = (audit_text.WARNINGS | audit_text.REMARKS)[name]
+        template, fix = (audit_text.WARNINGS | audit_text.REMARKS)[name]
         assert sentence.endswith(f". {fix}")
         sentence = f"{sentence.removesuffix(f'. {fix}')} {fix}"
-        if re.search(rf"^ +{finding.count:,}  {re.escape(sentence)}$", text, re.MULTILINE):
+        count = f"{finding.count:,}" if "{rows}" in template else "-"
+        if re.search(rf"^ +{count}  {re.escape(sentence)}$", text, re.MULTILINE):
             names.add(name)
     return names
 

@@ -315,12 +315,21 @@ def test_an_empty_class_is_reported_without_a_crash(counts: tuple[int, int]) -> 
     advice = advised_weights(*counts)
     assert isinstance(advice, WeightAdvice)
     assert (advice.ratio, advice.change, advice.low) == (None, None, None)
-    numbers = [int(word) for word in re.findall(r"\d+", str(advice.warning))]
-    assert numbers[:2] == list(counts)
+    numbers = [int(word) for word in re.findall(r"x (\d+) rows", str(advice.warning))]
+    assert numbers == list(counts)
     assert advised_weights(5, 5, 0.0, 1.0).ratio is None
 
 
 # --- the screen
+
+
+def test_the_balance_includes_the_weights_of_the_recipe() -> None:
+    result = audited([judged(f"why {n}", "because", n > 0, n) for n in range(5)])
+    assert re.search(r"4 up / 1 down = 4;.*undesirable_weight between 3 and 4", render(result))
+    weighted = replace(result, weights=advised_weights(4, 1, 1.0, 3.0))
+    (line,) = (line for line in render(weighted).splitlines() if "balance" in line)
+    assert "1 x 4 up / 3 x 1 down = 1.33;" in line
+    assert "weight" not in line
 
 
 def test_screen_of_sound_data_has_no_findings() -> None:
@@ -345,7 +354,7 @@ def test_screen_of_sound_data_has_no_findings() -> None:
     assert re.search(r"max_length\D+500\b", lines[8])
     lengths, weights = lines[10:12]
     assert re.findall(r"[\d.]+", lengths) == ["6", "7", "1.27"]
-    assert re.search(r"\b2 up .*\b1 down .*\b2\b.*loss\.undesirable_weight\D+1\.5\D+2$", weights)
+    assert re.search(r"\b2 up .*\b1 down .*\b2\b.*loss\.undesirable_weight\D+1\.5\D+2\b", weights)
     assert set(result.findings) == shown_findings(result) == {"length_bias"}
     assert len(lines) == 16  # and nothing else: the finding has two lines
 

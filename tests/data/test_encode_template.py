@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -115,9 +116,16 @@ def test_broken_templates_are_the_users_mistake_not_the_rows() -> None:
     )
     with raises_error("chat-template-no-answer", fix="model.tokenizer"):
         ChatTemplate(tiny_tokenizer(silent)).turn_end  # noqa: B018
-    bad(encoder(silent), row, "not_printed")
-    with raises_error("chat-template-failed", fix="model.tokenizer"):
-        ChatTemplate(tiny_tokenizer("{{ raise_exception('never') }}")).turn_end  # noqa: B018
+    with raises_error("chat-template-no-answer"):
+        encoder(silent).encode(row)
+    never = "{{ raise_exception('never') }}"
+    with raises_error("chat-template-failed", fix="model.tokenizer") as raised:
+        ChatTemplate(tiny_tokenizer(never)).turn_end  # noqa: B018
+    assert "never" in raised.error.message
+    with raises_error("chat-template-failed"):
+        encoder(never).encode(row)
+    other = pickle.loads(pickle.dumps(raised.error))  # as a tokenizer process sends it
+    assert (str(other), other.facts) == (str(raised.error), raised.error.facts)
 
 
 # --- rows that a template cannot take

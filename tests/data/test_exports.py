@@ -14,7 +14,13 @@ from tests.data.rows import Source, write
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
 from valence.data.formats import FORMATS
-from valence.data.importers.sources import SOURCES, command_name, detect_source, is_source
+from valence.data.importers.sources import (
+    SOURCES,
+    command_name,
+    detect_source,
+    is_source,
+    read_votes,
+)
 from valence.data.load import Loaded, fitting_mapping, load, read_sources, stream
 from valence.data.sources import Row
 from valence.types import Demonstration, Example, Judgement, Kind, Origin, Preference, Prompt
@@ -188,3 +194,10 @@ def test_the_page_about_imports_has_every_source() -> None:
     page = (ROOT / "docs" / "tasks" / "import-feedback.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| [^|]+ \| `([a-z-]+)` \| [^|]+ \| (\w+) \|$", page, re.MULTILINE)
     assert sorted(table) == sorted((command_name(name), s.main) for name, s in TABLE.items())
+
+
+def test_rows_that_need_no_import_are_named(tmp_path: Path) -> None:
+    plain = write(tmp_path / "rows.jsonl", {"prompt": "a", "completion": "b", "label": True})
+    with raises_error("import-not-an-export", where="rows.jsonl:1", fix="data.train") as raised:
+        list(read_votes("open-webui", [plain]))
+    assert "judgement" in str(raised.error.fix)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.errors import raises_error
 from valence.data import values
 from valence.data.detect import detect
-from valence.data.formats import FORMATS, read_example
+from valence.data.formats import FORMATS, columns_read, read_example
 from valence.errors import UserError
 from valence.types import (
     Chat,
@@ -629,9 +629,36 @@ def test_unknown_columns_are_listed_with_the_nearest_formats():
             ]
         )
     assert "'answer', 'prompt', 'score', 'verdict'" in raised.error.message
-    nearest = str(raised.error.fix).partition("keys:")[2]
-    assert "scored" in nearest
-    assert "completion" in nearest
+    fix = str(raised.error.fix)
+    assert "keys: {completion: answer, label: verdict}" in fix
+    assert "scored" in fix.partition("path: FILE")[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"question": "a", "answer": "b", "verdict": 1}, "{prompt: question, completion: answer"),
+        ({"Prompt": "a", "Completion": "b", "Label": 1}, "{prompt: Prompt, completion: Completion"),
+        ({"foo": "a", "answer": "b"}, None),
+    ],
+)
+def test_keys_are_suggested_where_a_format_then_fits(row: dict, keys: str | None):
+    with raises_error("format-unknown-columns", fix=keys) as raised:
+        detect([row])
+    assert ("did you mean" in str(raised.error.fix)) == (keys is not None)
+    if keys:
+        mapping = str(raised.error.fix).partition("{")[2].partition("}")[0]
+        assert detect([row], dict(pair.split(": ") for pair in mapping.split(", "))) == "judgement"
+
+
+def test_a_missing_column_may_have_another_name():
+    for row in ({"prompt": "a", "completion": "b", "thumb": 1}, {"prompt": "a", "label": 1}):
+        column = "completion" if "label" in row else "label"
+        with raises_error(f"row-{'column' if 'label' in row else 'rating'}-missing") as raised:
+            read_example("judgement", row, HERE)
+        assert f"keys: {{{column}: COLUMN}}" in str(raised.error.fix)
+    with raises_error("keys-unknown-column", fix="{prompt: question}"):
+        columns_read("judgement", {"question": "prompt"})
 
 
 @pytest.mark.parametrize(

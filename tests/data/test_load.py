@@ -247,13 +247,13 @@ def test_rows_of_another_kind_are_refused_with_the_conversion_that_would_help(tm
     pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
     cases: list[tuple[dict, str, tuple[str, ...]]] = [
         (pair, "judgement", ("data.convert: pairs_to_judgements",)),
-        (up("a"), "preference", ("data.convert: judgements_to_pairs", "(kto)")),
+        (up("a"), "preference", ("data.convert: judgements_to_pairs", "kto")),
         (up("a"), "demonstration", ("data.convert: chosen_to_demonstrations",)),
         (scored("a", 1.0), "judgement", ("scores_to_judgements and data.threshold",)),
         (ranked(1, 2), "preference", ("data.convert: scores_to_pairs",)),
         (up("a"), "prompt", ("format: prompt",)),
         ({"prompt": "p", "reply": "a"}, "judgement", ("keys", "(reply)")),
-        ({"prompt": "p", "completion": "a"}, "judgement", ("(sft)",)),
+        ({"prompt": "p", "completion": "a"}, "judgement", ("sft",)),
     ]
     for row, kind, ways in cases:
         with raises_error("kind-mismatch", where="rows.jsonl:1") as raised:

@@ -238,7 +238,7 @@ def test_labels_and_scores_are_not_mixed(tmp_path: Path):
     [
         (PAIR, "data.convert: pairs_to_judgements"),
         ({"prompt": "p", "completions": ["a", "b"], "scores": [1, 2]}, "rankings_to_scored"),
-        (ANSWER, "(sft)"),
+        (ANSWER, "sft"),
     ],
 )
 def test_rows_without_individual_labels_are_refused_with_a_fix(tmp_path: Path, row: dict, fix: str):

@@ -180,7 +180,7 @@ def test_a_hub_data_set_with_several_splits_asks_for_one(monkeypatch: pytest.Mon
     ]
     with raises_error("hub-split-missing", where="owner/name", fix="train, test"):
         list(read_rows("owner/name"))
-    with raises_error("hub-dataset", where="owner/name", fix="set split") as raised:
+    with raises_error("hub-dataset", where="owner/name", fix="set `split`") as raised:
         list(read_rows("owner/name", split="dev"))
     assert "['train', 'test']" in raised.error.message  # what the hub answers
 
@@ -199,7 +199,7 @@ def test_a_hub_data_set_with_subsets(monkeypatch: pytest.MonkeyPatch):
     assert str(row.origin) == "owner/name/main[train]:1"
     assert isinstance(row, Row)
     assert row.value == {"a": "owner/name/main"}
-    with raises_error("hub-dataset", where="owner/name", fix="set subset") as raised:
+    with raises_error("hub-dataset", where="owner/name", fix="set `subset`") as raised:
         list(read_rows("owner/name"))
     assert "'main', 'socratic'" in raised.error.message
 

@@ -37,10 +37,10 @@ def recipe_from_arguments(
         for length in range(1, len(path)):
             if not isinstance(value_at(merged, path[:length]), Mapping | None):
                 raise UserError(
-                    f"{dotted(path[:length])} is not a section",
+                    f"{dotted(path[:length])} in the recipe is not a mapping",
                     code="setting-not-a-section",
                     where=dotted(path),
-                    fix="write it as a mapping",
+                    fix=f"write {dotted(path[:length])} in the recipe as a mapping of its settings",
                 )
         merged = put(merged, path, value)
     return merged, list(overrides)
@@ -75,7 +75,7 @@ def _as_json(path: tuple[str, ...], value: Any) -> str:
             f"a recipe cannot contain a value of type {type(value).__name__}",
             code="setting-type",
             where=dotted(path),
-            fix="use a number, a text, a list or a mapping",
+            fix="use a number, a string, True or False, None, a list or a dictionary",
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ _ANYTHING: Node = {}
 _BOUNDS = {
     "minimum": "of at least",
     "exclusiveMinimum": "above",
-    "maximum": "of at most",
+    "maximum": "at most",
     "exclusiveMaximum": "below",
 }
 
@@ -62,9 +63,12 @@ def names_of(node: Node) -> list[str]:
     return [name for variant in _variants(node) for name in variant.get("properties", {})]
 
 
-def takes(node: Node) -> str:
-    """The allowed values of a setting: ``a whole number above 0 or null``."""
-    return " or ".join(_takes(variant) for variant in _variants(node))
+def takes(node: Node, *, short: bool = False) -> str:
+    """The allowed values of a setting: ``a whole number above 0 or null``.
+
+    short: leave out the names of the settings in a section.
+    """
+    return " or ".join(_takes(variant, short) for variant in _variants(node))
 
 
 def takes_null(node: Node) -> bool:
@@ -128,7 +132,7 @@ def _child(node: Node, part: str | int) -> Node | None:
     return node.get("properties", {}).get(part, extra if isinstance(extra, dict) else None)
 
 
-def _takes(node: Node) -> str:
+def _takes(node: Node, short: bool) -> str:
     if "enum" in node:
         return "one of " + ", ".join(map(str, node["enum"]))
     if "const" in node:
@@ -143,15 +147,18 @@ def _takes(node: Node) -> str:
         case "array" if "prefixItems" in node:
             kinds = list(dict.fromkeys(map(takes, node["prefixItems"])))
             return (
-                f"a list of {len(node['prefixItems'])} "
+                f"a list of {len(node['prefixItems'])} items "
                 f"({'each ' if len(kinds) == 1 else ''}{', '.join(kinds)})"
             )
         case "array":
-            return f"a list (each {takes(node.get('items', {}))})"
+            return f"a list (each {takes(node.get('items', {}), short=short)})"
         case "object" if "properties" in node:
-            return "a section (" + ", ".join(node["properties"]) + ")"
+            return "a section" + ("" if short else f" ({', '.join(node['properties'])})")
         case "object":
             return "names with a value each"
+        case "string" if "pattern" in node:
+            # only the number of pissa_niter_N is a pattern
+            return re.sub(r"\[0-9\]\+", "N", node["pattern"]).strip("^$")
         case kind:
             return {"string": "text", "boolean": "true or false", "null": "null"}.get(
                 str(kind), "any value"
@@ -159,7 +166,11 @@ def _takes(node: Node) -> str:
 
 
 def _bounds(node: Node) -> Iterator[str]:
-    return (f"{words} {node[name]:.10g}" for name, words in _BOUNDS.items() if name in node)
+    return (f"{words} {_number(node[name])}" for name, words in _BOUNDS.items() if name in node)
+
+
+def _number(bound: float) -> str:
+    return "2^63" if bound == 2**63 else f"{bound:,.10g}"
 
 
 def _rows(section: Node, prefix: str) -> Iterator[SettingRow]:

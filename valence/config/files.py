@@ -13,6 +13,9 @@ from valence.data.sources import is_hub_dataset
 from valence.errors import UserError
 from valence.files import check_path, expand_path
 
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz")
+"""Ends of the names of data files that are no recipe."""
+
 
 def read_recipe_text(path: Path) -> str:
     """The text of a recipe.
@@ -23,10 +26,20 @@ def read_recipe_text(path: Path) -> str:
     if path.is_dir():
         recipes = sorted(str(p) for p in path.iterdir() if p.suffix in (".yaml", ".yml"))
         raise UserError(
-            "this is a folder, not a recipe",
+            "the path is a folder, not a recipe",
             code="path-is-folder",
             where=str(path),
-            fix=f"use a file in it: {', '.join(recipes[:5])}" if recipes else "use a .yaml file",
+            fix=f"use a file in it: {', '.join(recipes[:5])}"
+            if recipes
+            else "use the path of a .yaml file",
+        )
+    if path.suffix.lower() in DATA_SUFFIXES and path.is_file():
+        raise UserError(
+            "the file has rows of data, but must be a recipe",
+            code="recipe-is-data",
+            where=str(path),
+            fix="write a recipe (a .yaml file) that names this file in data.train, and use the "
+            "path of the recipe",
         )
     try:
         data = path.read_bytes()
@@ -49,7 +62,7 @@ def read_recipe_text(path: Path) -> str:
             "the file starts with a byte order mark",
             code="file-byte-order-mark",
             where=f"{path}:1",
-            fix="save it as UTF-8 without BOM",
+            fix="save it as UTF-8 without a byte order mark (BOM)",
         )
     try:
         return data.decode("utf-8")
@@ -59,7 +72,7 @@ def read_recipe_text(path: Path) -> str:
             f"the file is not UTF-8 text (byte {data[error.start]:#04x})",
             code="file-encoding",
             where=f"{path}:{line}",
-            fix="save the file as UTF-8",
+            fix="save it as UTF-8",
         ) from None
 
 
@@ -91,15 +104,23 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
     """
     if chosen == "chatml" or _is_jinja(chosen):
         return chosen
-    fix = "set it to a Jinja file or to chatml; null uses the template of the tokenizer"
+    fix = "set it to a Jinja file or to chatml, or remove it to use the template of the tokenizer"
+    if get_close_matches(chosen, ["chatml"], cutoff=0.8):
+        fix = f"did you mean chatml? otherwise {fix}"
     try:
         text = Path(locate_data(chosen, folder)).read_text(encoding="utf-8")
     except UserError as error:
         code = "template-not-found" if error.code == "file-not-found" else error.code
-        raise UserError(error.message, code=code, fix=f"{error.fix}; {fix}") from None
-    except (OSError, UnicodeDecodeError) as error:
+        is_near = error.code == "file-not-found" and str(error.fix).endswith("?")
+        hint = f"{error.fix} otherwise " if is_near else ""
+        raise UserError(error.message, code=code, fix=f"{hint}{fix}") from None
+    except UnicodeDecodeError:
         raise UserError(
-            f"{chosen} cannot be read ({error})", code="file-not-readable", fix=fix
+            f"{chosen} is not UTF-8 text", code="file-not-readable", fix="save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"{chosen} cannot be read ({error.strerror})", code="file-not-readable", fix=fix
         ) from None
     if not _is_jinja(text):
         raise UserError(

@@ -150,7 +150,7 @@ def load_recipe(
                 "the recipe has no training data",
                 code="train-data-missing",
                 where=raw.where(("data", "train")),
-                fix="set data.train to a file of rows, such as `train: feedback.jsonl`",
+                fix="set data.train to a file of rows, such as `data: {train: feedback.jsonl}`",
             )
         )
     if problems:

@@ -58,17 +58,20 @@ def of_setting(
         if refused is not None:
             why, fix = refused
             return UserError(
-                f"is not supported: {why}", code="setting-unsupported", where=where, fix=fix
+                f"this setting of PEFT is not supported: {why}",
+                code="setting-unsupported",
+                where=where,
+                fix=fix,
             )
         names = names_of(at(schema_of(model), path[:-1]))
         fix = UNNECESSARY.get(str(path[-1])) or _nearest(full, names, loss_names)
         return UserError("there is no such setting", code="setting-unknown", where=where, fix=fix)
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
         return UserError(
-            "is missing",
+            "the setting is missing",
             code="setting-missing",
             where=where,
-            fix=f"add {path[-1]}, {_explain(node)}",
+            fix=f"add `{path[-1]}: ...`. {meaning(node)}".rstrip(),
         )
     value = value_at(raw.values, full)
     if fix := error.get("ctx", {}).get("fix"):
@@ -83,7 +86,7 @@ def of_setting(
             fix=_remedy(value, node),
         )
     return UserError(
-        f"{as_yaml(value)} is not {takes(node)}",
+        f"{as_yaml(value)} is not {takes(node, short=True)}",
         code="setting-type",
         where=where,
         fix=_remedy(value, node),
@@ -165,9 +168,10 @@ def _remedy(value: object, node: Node) -> str:
         return f"write {int(value)}"
     if value is None and "array" in types:
         return "write [] for none"
-    if isinstance(value, bool | int | float) and types == {"string"} and not choices_of(node):
+    is_text = types - {"null"} == {"string"} and not choices_of(node)
+    if isinstance(value, bool | int | float) and is_text:
         return f'put it in quotes: "{as_yaml(value)}"'
-    return f"set it to {_explain(node)}"
+    return _explain(node)
 
 
 def _remedy_for_text(value: str, node: Node, types: set[str]) -> str:
@@ -180,12 +184,16 @@ def _remedy_for_text(value: str, node: Node, types: set[str]) -> str:
         return "write true" if value.lower() in ("yes", "on") else "write false"
     if types & {"number", "integer"} and _is_finite_number(value):
         return f"write {value} without quotes"
-    return f"set it to {_explain(node)}"
+    return _explain(node)
 
 
 def _explain(node: Node) -> str:
-    """The allowed values and the meaning of a setting."""
-    return f"{takes(node)}: {meaning(node)}" if meaning(node) else takes(node)
+    """Set a setting to an allowed value, with its meaning."""
+    text = meaning(node)
+    if names := names_of(node):
+        fix = f"write its settings below it, one `name: value` per line: {', '.join(names)}"
+        return f"{fix}. {text}" if text else fix
+    return f"set it to {takes(node)}: {text}" if text else f"set it to {takes(node)}"
 
 
 def _is_finite_number(text: str) -> bool:

@@ -25,6 +25,7 @@ mapping.
 COMMAND_LINE = "command line"
 _SCALARS = ("null", "bool", "int", "float", "str", "timestamp")
 _MAX_DEPTH = 16
+DEPTH_FIX = "remove levels and aliases: settings have at most five levels"
 _MAX_VALUES = 100_000
 """Values of a document, counted once per alias: 500 bytes of aliases can expand to billions."""
 
@@ -66,7 +67,7 @@ def from_yaml(text: str, name: str) -> RawRecipe:
             "the recipe is empty",
             code="recipe-empty",
             where=name,
-            fix="it needs at least method, model and data",
+            fix="write at least `method: ...`, `model: ...` and `data: ...`",
         )
     values = reader.value(node, ())
     if not isinstance(values, dict):
@@ -96,8 +97,8 @@ def override(raw: RawRecipe, assignment: str) -> RawRecipe:
         fix = "write setting=value, such as train.seed=1 (null for no value)"
         if os.path.isfile(assignment):
             fix = (
-                f"pass a file to an option that reads it, such as --data {assignment}, or to a "
-                f"setting"
+                f"name the setting of the file, such as data.train={assignment}, or its option, "
+                f"such as --data {assignment}"
             )
         raise UserError(
             f"{assignment!r} is not a setting with a value",
@@ -180,10 +181,10 @@ class _Reader:
         for key, item in node.value:
             if key.id != "scalar":
                 raise UserError(
-                    "a name is a list or a mapping",
+                    "the name of a setting is a list or a mapping",
                     code="setting-name-invalid",
                     where=self._place(key),
-                    fix="a setting's name is one word",
+                    fix="write the name as one word, as in `method: kto`",
                 )
             name = _text(str(key.value), self._place(key))
             inner = (*path, name)
@@ -264,17 +265,19 @@ def _classify_syntax_error(error: Exception, line: str) -> tuple[str, str]:
     if "undefined alias" in problem or "cannot start any token" in problem:
         fix = "put text that starts with a special character (* & @ % ` !) in quotes"
         return "yaml-special-character", fix
+    if isinstance(error, RecursionError):
+        return "recipe-too-deep", DEPTH_FIX
     fix = "close every bracket and quote, and indent the lines of a section alike"
-    return ("recipe-too-deep" if isinstance(error, RecursionError) else "yaml-syntax"), fix
+    return "yaml-syntax", fix
 
 
 def _check_depth(path: Key, where: str) -> None:
     if len(path) > _MAX_DEPTH:
         raise UserError(
-            "nested too deeply, or contains itself",
+            "the value is nested too deeply, or contains itself",
             code="recipe-too-deep",
             where=where,
-            fix="a recipe has five levels at most",
+            fix=DEPTH_FIX,
         )
 
 
@@ -301,7 +304,7 @@ def _plain(value: object, path: Key, name: str) -> object:
                     f"the name {key!r} is not text",
                     code="setting-name-invalid",
                     where=where,
-                    fix="a setting's name is a str",
+                    fix="use a string as the name of a setting",
                 )
         return {
             _text(str(key), where): _plain(item, (*path, str(key)), name)
@@ -322,7 +325,7 @@ def _plain(value: object, path: Key, name: str) -> object:
         f"a {type(value).__name__} cannot be a setting",
         code="setting-type",
         where=where,
-        fix="use numbers, text, True or False, None, lists and dicts",
+        fix="use a number, a string, True or False, None, a list or a dictionary",
     )
 
 
@@ -336,7 +339,7 @@ def _resolve(values: Any, parts: Sequence[str]) -> Key:
                 has_sections = items and isinstance(items[0], dict) and not part.isdecimal()
                 hint = f", such as {dotted((*path, 0, part))}" if has_sections else ""
                 raise UserError(
-                    f"{dotted(path)} is a list of {len(items)} and has no {part}",
+                    f"{dotted(path)} is a list of length {len(items)}, and has no item {part!r}",
                     code="override-index",
                     where=f"{COMMAND_LINE} ({dotted((*path, part))})",
                     fix=f"use an index from 0 to {len(items)} ({len(items)} adds an item){hint}",
@@ -348,10 +351,10 @@ def _resolve(values: Any, parts: Sequence[str]) -> Key:
             values = cast(dict[str, Any], values or {}).get(part)
         else:
             raise UserError(
-                f"{dotted(path)} is {as_yaml(values)}, which has nothing inside",
+                f"{dotted(path)} is {as_yaml(values)}, and not a section with settings",
                 code="override-not-a-section",
                 where=f"{COMMAND_LINE} ({dotted((*path, part))})",
-                fix=f"set {dotted(path)} itself",
+                fix=f"set {dotted(path)}",
             )
     return path
 

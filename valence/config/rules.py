@@ -135,12 +135,12 @@ def _model(c: Case) -> Iterator[Issue]:
         yield no_effect(
             "model.attributes",
             why=f"{c.method.name} trains no reward model",
-            fix="choose pointwise",
+            fix="set method: pointwise",
         )
     if model.quantize and (parallel.tensor > 1 or parallel.offload):
         yield conflict(
             "model.quantize",
-            "4-bit weights are sharded by parallel.shard alone",
+            "4-bit weights do not support parallel.tensor and parallel.offload",
             "remove parallel.tensor and parallel.offload, or model.quantize",
         )
     lora = model.lora
@@ -168,7 +168,7 @@ def _reference(c: Case) -> Iterator[Issue]:
         yield no_effect(
             "reference",
             why=f"{c.method.name} does not use a reference",
-            fix="choose a method that uses one",
+            fix="use a method with a reference, such as dpo or kto",
         )
     elif c.reads_no_reference:
         yield no_effect(
@@ -181,7 +181,6 @@ def _reference(c: Case) -> Iterator[Issue]:
         yield no_effect(
             "reference.cache",
             why="every round has new completions, so no log-probability is reused",
-            fix="train on stored completions",
         )
 
 
@@ -190,8 +189,9 @@ def _data(c: Case) -> Iterator[Issue]:
     if data.convert is not None and not CONVERSIONS[data.convert].serves(kind):
         yield conflict(
             "data.convert",
-            f"{data.convert} does not make what {c.method.name} reads: {plural(kind)}",
-            "choose another data.convert or another method",
+            f"{data.convert} does not give {plural(kind)}, which {c.method.name} reads",
+            "remove data.convert, or set it to one of "
+            + ", ".join(name for name, value in CONVERSIONS.items() if value.serves(kind)),
         )
     conversions = [CONVERSIONS[name] for name in (data.convert, *_mixed_conversions(c)) if name]
     for name in ("top_n", "mask_truncated"):
@@ -200,28 +200,28 @@ def _data(c: Case) -> Iterator[Issue]:
             yield no_effect(
                 f"data.{name}",
                 why=f"only data.convert: {' and '.join(readers)} reads it",
-                fix="set data.convert",
+                fix=f"set data.convert: {readers[0]}",
             )
     if all(method.kind != "demonstration" for method in c.methods):
         yield no_effect(
             "data.train_on",
-            why=f"{c.method.name} reads {plural(kind)}, and only demonstrations have other turns "
-            "to train on",
-            fix="choose a method like sft",
+            why=f"{c.method.name} reads {plural(kind)}, and it applies only to demonstrations",
+            fix="set method: sft",
         )
     if kind not in ("judgement", "scored"):
         yield no_effect(
             "data.stratify",
             why=f"{c.method.name} reads {plural(kind)}, and only rated answers have thumbs",
-            fix="choose a method like kto",
+            fix="use a method for rated answers, such as kto",
         )
     for name in LISTS:
         for i, source in enumerate[SourceSettings](getattr(data, name)):
             if not is_hub_dataset(source.path):
                 yield no_effect(
                     f"data.{name}.{i}.split",
-                    why="a file has no splits",
-                    fix="use a data set of the hub",
+                    f"data.{name}.{i}.subset",
+                    why="files have no splits and subsets, only data sets of the hub",
+                    fix="set path to a data set of the hub",
                 )
 
 
@@ -242,14 +242,14 @@ def _losses(c: Case) -> Iterator[Issue]:
         for name, other in method.contradictions(settings).items():
             yield conflict(
                 f"{section}.{name}",
-                f"it weights the tokens of a sum over the answer, but with {section}.{other} "
-                f"{method.name} reads a mean",
+                f"it weights the tokens of a sum over the answer, but with {section}.{other}, "
+                f"{method.name} uses the mean over the tokens",
                 f"remove one of {section}.{name} and {section}.{other}",
             )
     if c.method.online is not bool(loss.get("value", c.method.online)):
         yield conflict(
             "loss.value",
-            "values are learned in online training, where ppo always needs them",
+            "a value head is trained in online training, and ppo always has one there",
             "remove it",
         )
     if c.method.online and loss.get("class_weights") == "auto":
@@ -262,14 +262,14 @@ def _losses(c: Case) -> Iterator[Issue]:
     if loss.get("kl_target") is not None and loss.get("kl_beta") == 0:
         yield conflict(
             "loss.kl_target",
-            "loss.kl_beta is adjusted by factors, so it stays 0",
-            "start with a small loss.kl_beta, or remove loss.kl_target",
+            "it adjusts loss.kl_beta by factors, and loss.kl_beta is 0",
+            "set loss.kl_beta to a small start value such as 0.01, or remove loss.kl_target",
         )
     if c.mixed and any(method.is_reward_model for method in c.methods):
         yield conflict(
             "mix",
             "a reward model cannot be trained by several methods",
-            "remove it, or choose a method that trains a policy",
+            "remove mix, or use only methods that train a policy",
         )
 
 
@@ -278,14 +278,12 @@ def _train(c: Case) -> Iterator[Issue]:
     if c.method.online:
         yield no_effect(
             "train.drop_last",
-            why="rounds start over with the first prompt after the last one, so no step is "
-            "incomplete",
-            fix="remove it",
+            why="in online training no step is incomplete: after the last prompt follows the first",
         )
     else:
         yield no_effect(
             "train.max_zero_gradient_steps",
-            why=f"{c.method.name} trains on stored completions, which differ from step to step",
+            why=f"it applies to online training, and {c.method.name} trains on stored completions",
             fix="set reward",
         )
     if c.recipe.parallel.shards_weights:
@@ -294,31 +292,31 @@ def _train(c: Case) -> Iterator[Issue]:
             yield conflict(
                 "train.optimizer",
                 "8-bit optimizer state cannot be sharded",
-                f"set train.optimizer: adamw, or {fix}",
+                f"set train.optimizer: adamw; or {fix}",
             )
         if train.compile == "on":
             yield conflict(
-                "train.compile", "sharded layers are not compiled", f"remove it, or {fix}"
+                "train.compile", "sharded layers cannot be compiled", f"remove it; or {fix}"
             )
         if train.router_aux_loss > 0:
             yield conflict(
                 "train.router_aux_loss",
-                "the load-balancing loss is not computed for sharded weights",
-                f"remove it, or {fix}",
+                "the load-balancing loss does not support sharded weights",
+                f"remove it; or {fix}",
             )
     if c.recipe.parallel.context > 1:
-        fix = "remove it, or parallel.context"
+        fix = "remove it, or remove parallel.context"
         if train.compile == "on":
             yield conflict(
                 "train.compile",
-                "layers are not compiled where processes share the tokens of a row "
+                "compiled layers do not support processes that share the tokens of a row "
                 "(parallel.context)",
                 fix,
             )
         if train.router_aux_loss > 0:
             yield conflict(
                 "train.router_aux_loss",
-                "the load-balancing loss is not computed where processes share the tokens of a row "
+                "the load-balancing loss does not support processes that share the tokens of a row "
                 "(parallel.context)",
                 fix,
             )
@@ -333,12 +331,12 @@ def _train(c: Case) -> Iterator[Issue]:
             yield conflict(
                 "parallel.context",
                 "the value head does not support rows whose tokens are shared by processes",
-                "remove it, or use a method without values, such as rloo",
+                "remove it, or use a method without a value head, such as rloo",
             )
     if train.compile == "on" and model.quantize is not None:
         yield conflict(
             "train.compile",
-            "layers with 4-bit weights (model.quantize) are not compiled",
+            "layers with 4-bit weights (model.quantize) cannot be compiled",
             "remove train.compile, or model.quantize",
         )
 
@@ -355,13 +353,19 @@ def _eval(c: Case) -> Iterator[Issue]:
             fix="set data.eval",
         )
     if c.method.online:
-        yield no_effect("eval.train_examples", why="the training rows are prompts", fix="remove it")
+        yield no_effect("eval.train_examples", why="the training rows are prompts")
 
 
 def _rollout(c: Case) -> Iterator[Issue]:
     rollout, method = c.recipe.rollout, c.method
     if not (method.online and method.name == "ppo"):
-        yield no_effect("value", why=f"{method.name} has no value head", fix="choose ppo")
+        yield no_effect(
+            "value",
+            why="without reward, ppo has no value head"
+            if method.name == "ppo"
+            else f"{method.name} has no value head",
+            fix="set reward" if method.name == "ppo" else "set method: ppo, and reward",
+        )
     if not method.online:
         yield no_effect(
             "rollout",
@@ -373,20 +377,21 @@ def _rollout(c: Case) -> Iterator[Issue]:
         yield no_effect(
             "rollout.top_n",
             "rollout.min_reward",
-            why="only rejection reads it",
-            fix="choose rejection",
+            why="only the method rejection reads it",
+            fix="set method: rejection",
         )
         if not method.is_on_policy:
             yield no_effect(
                 "rollout.mask_truncated",
                 why="only rejection and policy gradient methods read it",
-                fix="choose one of them",
+                fix="use such a method, for example grpo",
             )
     elif rollout.top_n > rollout.num_rollouts:
         yield conflict(
             "rollout.top_n",
-            "there are fewer completions to choose from",
-            "set it to rollout.num_rollouts at most",
+            f"it is above the number of completions per prompt, rollout.num_rollouts: "
+            f"{rollout.num_rollouts}",
+            "lower it, or raise rollout.num_rollouts",
         )
     is_comparing = method.name != "rejection" or rollout.min_reward is None
     if is_comparing and rollout.num_rollouts < method.min_rollouts:
@@ -400,7 +405,7 @@ def _rollout(c: Case) -> Iterator[Issue]:
             "rollout.top_p",
             f"the loss of {method.name} has a ratio of probabilities over the whole vocabulary, "
             "but rollout.top_p below 1 samples from a part of it",
-            "set rollout.top_p: 1, or choose rejection, online_dpo or online_kto",
+            "set rollout.top_p: 1, or use the method rejection, online_dpo or online_kto",
         )
 
 
@@ -410,33 +415,38 @@ def _server(c: Case) -> Iterator[Issue]:
     if rollout.start and c.recipe.model.gguf_file is not None:
         yield conflict(
             "rollout.start",
-            "Valence starts servers with a folder of safetensors, not with a GGUF file",
-            "start a server with the same weights yourself, and set rollout.url",
+            "Valence cannot start a server with a GGUF file (model.gguf_file), only with a folder "
+            "of safetensors",
+            "start a server with the same weights yourself, set rollout.url to its address, and "
+            "remove rollout.start",
         )
     if rollout.transport == "lora" and not trains_adapter:
         yield conflict(
             "rollout.transport",
             "there is no adapter to send",
-            "set model.lora, or another transport",
+            "set rollout.transport: auto, or set model.lora",
         )
     if not c.method.online:
         return
     if rollout.transport not in ("auto", "lora") and trains_adapter:
         yield conflict(
             "rollout.transport",
-            "with an adapter, only the adapter is sent to a server",
+            "with an adapter, only the adapter is sent to a server, by the transport lora",
             "set it to auto or lora",
         )
     if rollout.uses_server and not rollout.url and not rollout.start:
         yield conflict(
-            "rollout.url", "the server has no address", "set it, or set rollout.start: true"
+            "rollout.url",
+            f"rollout.engine: {rollout.engine} needs the address of a server",
+            "set it to the address, such as http://localhost:8000"
+            + (", or set rollout.start: true" if rollout.engine == "vllm" else ""),
         )
     if rollout.engine == "openai" and c.method.is_on_policy:
         yield conflict(
             "rollout.engine",
-            f"the loss of {c.method.name} has a ratio of probabilities to the sampled policy, but "
-            "such a server samples another model",
-            "set it to vllm or hf, or choose rejection or a method like online_dpo",
+            f"the loss of {c.method.name} has a ratio of probabilities to the policy that sampled, "
+            "but a server with rollout.engine: openai samples from another model",
+            "set it to vllm or hf, or use the method rejection or online_dpo",
         )
 
 
@@ -453,7 +463,7 @@ def _run(c: Case) -> Iterator[Issue]:
     if not c.rows & {"eval", "test"}:
         yield no_effect(
             "run.samples.prompts",
-            why="its prompts are those of data.eval or data.test, which are both empty",
+            why="its prompts come from data.eval or data.test, and both are empty",
             fix="set data.eval",
         )
     if c.method.is_reward_model and run.samples.prompts > 0:
@@ -467,6 +477,6 @@ def _run(c: Case) -> Iterator[Issue]:
         if c.method.online and best is not None and best.metric == "eval/loss":
             yield conflict(
                 f"run.{name}",
-                "held-out prompts have no loss",
+                "its metric is eval/loss, but online training has no loss on held-out prompts",
                 f"set run.{name}: {{metric: eval/reward/mean, mode: max}}",
             )

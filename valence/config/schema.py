@@ -35,7 +35,11 @@ from valence.data.convert import CONVERSIONS
 
 def _fraction_or_steps(value: float) -> float:
     if value >= 1 and value != int(value):
-        raise ValueError("neither a fraction below 1 nor a whole number of steps")
+        raise PydanticCustomError(
+            "unsupported",
+            "is neither a fraction below 1 nor a whole number of steps",
+            {"fix": f"write a whole number, such as {round(value)}, or a fraction such as 0.1"},
+        )
     return value
 
 
@@ -44,8 +48,13 @@ CLOCK = re.compile(r"(?:(\d+):)?(\d+):([0-5]\d):([0-5]\d)")
 
 def _clock(value: Any) -> Any:
     if value is not None and (not isinstance(value, str) or seconds_of(value) <= 0):
-        raise ValueError(
-            "not a time such as 01:30:00 (hours, minutes, seconds) or 0:03:45:00 (with days)"
+        raise PydanticCustomError(
+            "unsupported",
+            "is not a time",
+            {
+                "fix": "write hours, minutes and seconds, such as 01:30:00, or also days, such as "
+                "2:03:45:00"
+            },
         )
     return value
 
@@ -69,8 +78,8 @@ def _dtype(value: Any) -> Any:
             "unsupported",
             "is not supported: small gradients become 0 in float16, and there is no loss scaling",
             {
-                "fix": "write bfloat16, or float32 where the hardware does not multiply bfloat16 "
-                "(auto chooses)"
+                "fix": "write auto, which chooses bfloat16 if the hardware supports it and float32 "
+                "otherwise"
             },
         )
     return {
@@ -124,9 +133,11 @@ class Issue:
     code: Literal["setting-no-effect", "setting-conflict", "setting-duplicate"]
 
 
-def no_effect(*settings: str, why: str, fix: str) -> Issue:
-    """Settings that change nothing. fix: what would give them an effect."""
-    return Issue(settings, f"has no effect: {why}", f"remove it, or {fix}", "setting-no-effect")
+def no_effect(*settings: str, why: str, fix: str | None = None) -> Issue:
+    """Settings that change nothing. fix: how to give them an effect; None if nothing does."""
+    message = f"the setting has no effect: {why}"
+    remedy = f"remove it, or {fix}" if fix else "remove it"
+    return Issue(settings, message, remedy, "setting-no-effect")
 
 
 def conflict(setting: str, message: str, fix: str) -> Issue:
@@ -160,30 +171,30 @@ def _lora_initialization(value: Any) -> Any:
 
 
 LORA_INITIALIZATIONS_REFUSED = {
-    "eva": ("it needs a pass over the data before training", "use gaussian, or pissa"),
-    "corda": ("it needs a pass over the data before training", "use pissa"),
-    "lora_ga": ("it needs gradients of the data before training", "use pissa"),
+    "eva": ("it needs a pass over the data before training", "set it to gaussian or pissa"),
+    "corda": ("it needs a pass over the data before training", "set it to pissa"),
+    "lora_ga": ("it needs gradients of the data before training", "set it to pissa"),
     "loftq": (
         "it replaces the model's weights by a quantized approximation, so that training would not "
         "start from the model",
-        "set model.quantize: nf4 instead",
+        "remove it, and set model.quantize: nf4",
     ),
 }
 """Values of ``init_lora_weights`` that PEFT has and a recipe cannot use: why, and what to do."""
 
 _NO_DATA = "it configures an initialization that needs a pass over the data before training"
-_AS_NF4 = "set model.quantize: nf4 for a quantized base model"
+_AS_NF4 = "remove it, and set model.quantize: nf4 to quantize the base model"
 LORA_FIELDS_REFUSED = {
     "fan_in_fan_out": ("PEFT detects it for each layer", "remove it"),
     "megatron_config": ("Valence does not load Megatron models", "remove it"),
     "megatron_core": ("Valence does not load Megatron models", "remove it"),
-    "loftq_config": LORA_INITIALIZATIONS_REFUSED["loftq"],
+    "loftq_config": (LORA_INITIALIZATIONS_REFUSED["loftq"][0], _AS_NF4),
     "eva_config": (_NO_DATA, "remove it, and set init_lora_weights: gaussian or pissa"),
     "corda_config": (_NO_DATA, "remove it, and set init_lora_weights: pissa"),
     "lora_ga_config": (_NO_DATA, "remove it, and set init_lora_weights: pissa"),
     "velora_config": (
         "VeLoRA approximates gradients, and Valence guarantees exact ones",
-        "set train.checkpointing: full to save memory",
+        "remove it; to save memory, set train.checkpointing: full",
     ),
     "alora_invocation_tokens": (
         "an activated LoRA changes only the tokens after its invocation, so it can be neither "
@@ -198,7 +209,8 @@ LORA_FIELDS_REFUSED = {
     ),
     "layer_replication": (
         "the policy would have other layers than model.name",
-        "build the larger model first, and name its folder in model.name",
+        "remove it; to train a larger model, build that model first and set model.name to its "
+        "folder",
     ),
     "runtime_config": ("it only moves the initialization of DoRA to another device", "remove it"),
     "use_bdlora": (
@@ -206,13 +218,13 @@ LORA_FIELDS_REFUSED = {
         "remove it",
     ),
     "arrow_config": (
-        "Arrow routes between finished adapters and trains none",
-        "merge the adapters before training, or continue one of them with model.adapter",
+        "Arrow routes between trained adapters, and trains none",
+        "remove it; merge the adapters before training, or continue one of them with model.adapter",
     ),
     "kasa_config": (
         "KaSA deletes singular values of the model's weights, so that training would not start "
         "from the model",
-        "set init_lora_weights: pissa for an initialization by singular vectors",
+        "remove it; for an initialization by singular vectors, set init_lora_weights: pissa",
     ),
 }
 """Fields of PEFT's ``LoraConfig`` that a recipe cannot set: why, and what to do."""
@@ -235,7 +247,7 @@ def _names_or_pattern(value: Any) -> Any:
         raise PydanticCustomError(
             "unsupported",
             "is not a regular expression: {why}",
-            {"why": str(error), "fix": "list the names instead"},
+            {"why": str(error), "fix": "correct it, or write a list of names, such as [q_proj]"},
         ) from None
     return value
 
@@ -325,7 +337,7 @@ class LoraSettings(Section):
                     "cannot be combined with use_dora, or with an init_lora_weights other than "
                     "true or false"
                 )
-                fix = "remove lora_bias, or remove use_dora and init_lora_weights"
+                fix = "remove model.lora.lora_bias, or use_dora and init_lora_weights"
             case _:
                 return value
         raise PydanticCustomError("unsupported", "{message}", {"message": message, "fix": fix})
@@ -420,8 +432,8 @@ class ReferenceSettings(Section):
         if self.cache not in ("auto", "off"):
             yield conflict(
                 "cache",
-                "a reference that is updated (reference.sync_every) has no log-probabilities that "
-                "could be cached",
+                "the log-probabilities of a reference that is updated (reference.sync_every) "
+                "cannot be cached",
                 "remove reference.cache, or reference.sync_every",
             )
         if self.model is not None:
@@ -478,7 +490,7 @@ class Data(Section):
     prompt (oldest turns first, never the last user turn).
     """
     limit: RowCount | None = None
-    """Use only the first N rows of each list."""
+    """Use only the first N rows of each of train, eval and test."""
     train_on: Literal["completion", "assistant"] = "completion"
     """Which tokens of a demonstration to train on. completion: those of the last assistant turn.
     assistant: those of every assistant turn.
@@ -528,13 +540,13 @@ class Data(Section):
                 "threshold",
                 why=f"only data.convert: {', '.join(READ_THRESHOLD[:-1])} and {READ_THRESHOLD[-1]} "
                 "read it",
-                fix="set data.convert",
+                fix="set data.convert to one of them",
             )
         elif "threshold" in conversion.required and self.threshold is None:
             yield conflict(
                 "threshold",
                 f"{self.convert} needs the smallest score with thumbs up",
-                "set data.threshold",
+                "set data.threshold to the lowest score of a good answer",
             )
 
 
@@ -557,7 +569,7 @@ class RewardSettings(Section):
     clip: tuple[float, float] | None = None
     """Smallest and largest reward; values outside are clipped."""
     gate: float | None = None
-    """If this reward of a completion is below the gate, its other rewards count 0."""
+    """If this reward of a completion is below the gate, its other rewards count as 0."""
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of a rule or a function; settings of a reward model, a server or a judge.
     """
@@ -572,8 +584,8 @@ class RewardSettings(Section):
     Does not apply to reward models, which run in this process.
     """
     retries: NonNegativeInt = 3
-    """Number of times that a failed call is repeated, after increasing random pauses; after a
-    time-out only within twice `timeout` of the first call.
+    """Number of times that a failed call is repeated, after increasing random pauses. A call that
+    timed out is repeated only until twice `timeout` after the first call.
     """
     concurrency: PositiveInt = 8
     """Concurrent calls of a server or of an async function.
@@ -589,8 +601,8 @@ class RewardSettings(Section):
         if self.judge is not None and self.reward != self.judge:
             yield conflict(
                 "judge",
-                "reward already names the reward of this entry",
-                "remove one of them, or write two entries",
+                "the entry has both a reward and a judge",
+                "remove one of them, or write them as two entries of the list `reward`",
             )
 
     @property
@@ -650,7 +662,7 @@ class Rollout(Section):
     measure_kl: bool | Literal["auto"] = "auto"
     """Log the KL divergence from the reference (`kl`). auto: if the reference needs no second model
     in memory (a new adapter can be disabled), if the loss reads it anyway, or if reference.model is
-    set. true loads a copy of the model otherwise."""
+    set. true: always, with a copy of the model in memory if needed."""
     engine: Literal["hf", "vllm", "openai"] = "hf"
     """Sampling engine. hf: this process. vllm: a vLLM server, which receives the current weights.
     openai: any server with OpenAI's completions API; its weights are not updated.
@@ -670,7 +682,7 @@ class Rollout(Section):
     """
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """With start: share of the memory of each GPU that the server may use. null: on a GPU with a
-    training process, what the memory estimate leaves while the server samples; else vLLM's default.
+    training process, the share that the memory estimate leaves free; else vLLM's default.
     """
     sleep: bool | Literal["auto"] = "auto"
     """Whether the server frees its GPU memory while the policy is trained. auto: with start, if it
@@ -733,7 +745,7 @@ class Rollout(Section):
                 "url",
                 "timeout",
                 *of_vllm,
-                why="with rollout.engine: hf this process samples",
+                why="with rollout.engine: hf no server is used",
                 fix="set rollout.engine: vllm",
             )
         if self.engine == "vllm":
@@ -742,25 +754,30 @@ class Rollout(Section):
             )
         if self.engine == "openai":
             yield no_effect(
-                *of_vllm, why="the weights of such a server cannot be changed", fix="choose vllm"
+                *of_vllm,
+                why="with rollout.engine: openai the server keeps its own weights",
+                fix="set rollout.engine: vllm",
             )
         if not self.start:
             yield no_effect(*of_start, why="no server is started", fix="set rollout.start: true")
         elif self.url is not None:
             yield conflict(
-                "start", "a server that Valence starts gets an address", "remove rollout.url"
+                "start",
+                "a server that Valence starts has an address that Valence chooses",
+                "remove rollout.url, or rollout.start to use the server at that address",
             )
         if self.transport == "ipc" and len(self.urls) > 1:
             yield conflict(
                 "transport",
                 "ipc sends weights to one server, on the GPU of the process that sends them",
-                "set another transport, or a single rollout.url",
+                "set rollout.transport: auto, or a single rollout.url",
             )
         if self.sleep is True and self.ahead:
             yield conflict(
                 "sleep",
-                "with rollout.ahead: true the server samples while the policy is trained",
-                "remove one of them",
+                "with rollout.ahead: true the server samples while the policy is trained, so it "
+                "cannot free its memory",
+                "remove rollout.sleep, or rollout.ahead",
             )
 
 
@@ -923,16 +940,15 @@ class Parallel(Section):
         if self.context > 1 and self.tensor > 1:
             yield conflict(
                 "context",
-                "processes share either the tokens of a micro-batch or the products of a layer "
-                "(parallel.tensor)",
-                "remove it, or parallel.tensor",
+                "processes can share the tokens of a micro-batch (parallel.context) or the matrix "
+                "multiplications of a layer (parallel.tensor), but not both",
+                "remove parallel.context, or parallel.tensor",
             )
         if self.context > 1 and self.shard_size is not None:
             yield conflict(
                 "shard_size",
-                "processes that share tokens (parallel.context) shard one copy of the model over "
-                "all processes",
-                "remove it, or parallel.context",
+                "with parallel.context, one copy of the model is sharded over all processes",
+                "remove parallel.shard_size, or parallel.context",
             )
         if self.shard == "off":
             yield no_effect(
@@ -988,8 +1004,8 @@ class Best(Section):
         if not self.metric.startswith("eval/"):
             yield conflict(
                 "metric",
-                "only evaluation metrics are compared, whose names begin with eval/",
-                "put eval/ before it",
+                f"{self.metric} is not an evaluation metric, whose names begin with eval/",
+                f"set it to eval/{self.metric}",
             )
 
 
@@ -1013,7 +1029,7 @@ class SinkSettings(Section):
     folder: Text | None = None
     """Folder of the tracker's files.
 
-    Default: a folder with the tracker's name in the run's folder; trackio takes TRACKIO_DIR first.
+    Default: a folder with the tracker's name in the run's folder; for trackio, TRACKIO_DIR if set.
     """
     uri: Text | None = None
     """Server or database of mlflow.
@@ -1021,8 +1037,8 @@ class SinkSettings(Section):
     Default: MLFLOW_TRACKING_URI, or files in the run's folder.
     """
     mode: Literal["auto", "online", "offline"] = "auto"
-    """Whether wandb uploads. auto: as WANDB_MODE says, else online if there is a key and offline if
-    there is none.
+    """Whether wandb uploads. auto: the value of WANDB_MODE; if it is not set, online with a key and
+    offline without.
     """
     tags: list[Text] = Field(default_factory=list[Text])
     """Tags of the run in wandb and mlflow."""
@@ -1038,7 +1054,7 @@ class SinkSettings(Section):
         yield no_effect(
             *unread,
             why=f"{self.kind} does not read it",
-            fix=f"set one of {', '.join(settings)}",
+            fix=f"use a setting that it reads: {', '.join(settings)}",
         )
 
 
@@ -1091,14 +1107,14 @@ class RunSection(Section):
             if kind in kinds[:index]:
                 yield Issue(
                     (f"sinks.{index}",),
-                    f"duplicate tracker {kind}",
-                    "keep one of the two",
+                    f"the tracker {kind} is listed twice",
+                    "remove one of the two",
                     "setting-duplicate",
                 )
         if not self.save_state and not self.save_hf:
             yield conflict(
                 "save_state",
-                "a checkpoint would contain neither state nor a model",
+                "with run.save_state: false and run.save_hf: false, checkpoints would be empty",
                 "set run.save_hf: true, or remove run.save_state",
             )
 
@@ -1161,5 +1177,5 @@ class Recipe(Section):
             yield conflict(
                 "reward",
                 "two rewards have the same name in the log",
-                "set a different `name` for one of them",
+                "set a different `name` on each of them",
             )

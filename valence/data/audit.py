@@ -129,31 +129,31 @@ class WeightAdvice:
     high: float | None = None
 
     @property
-    def remedy(self) -> str | None:
-        """Which weight to set to what, or None when nothing needs to change or nothing would
-        help.
+    def setting(self) -> str | None:
+        """The weight that brings the ratio into the range, with its values; None when nothing needs
+        to change or nothing would help.
         """
         if self.change is None or self.low is None or self.high is None:
             return None
-        return f"set loss.{self.change} between {_inside(self.low, self.high)}"
+        return f"loss.{self.change} between {_inside(self.low, self.high)}"
+
+    @property
+    def remedy(self) -> str | None:
+        """The advice to change that weight; None where there is none."""
+        return f"set {self.setting}" if self.setting else None
 
     @property
     def warning(self) -> str | None:
-        """What to tell someone who set these weights, or None when they are in the range."""
-        counts = f"{self.n_up} rows up and {self.n_down} down"
+        """The message for someone who set these weights, or None when they are in the range."""
+        products = (
+            f"(loss.desirable_weight {self.desirable_weight:g} x {self.n_up} rows up) / "
+            f"(loss.undesirable_weight {self.undesirable_weight:g} x {self.n_down} rows down)"
+        )
         if self.ratio is None:
-            return (
-                f"{counts}, with weights {self.desirable_weight:g} and "
-                f"{self.undesirable_weight:g}: one side is 0"
-            )
+            return f"{products}: one side is 0, so only the other one is trained on"
         if self.remedy is None:
             return None
-        return (
-            f"{counts}: (desirable_weight {self.desirable_weight:g} x {self.n_up}) / "
-            f"(undesirable_weight "
-            f"{self.undesirable_weight:g} x {self.n_down}) is {self.ratio:.3g}, and 1 to 1.33 is "
-            f"advised: {self.remedy}"
-        )
+        return f"{products} is {self.ratio:.3g}, but should be 1 to 1.33: {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

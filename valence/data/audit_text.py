@@ -16,11 +16,12 @@ COLUMNS_SHOWN = 20
 WARNINGS = {
     "contradictions": (
         "answers have the opposite label in another row: {rows}",
-        "Remove such rows, or give them a weight below 1.",
+        "Remove one row of each two, or give both a weight below 1.",
     ),
     "one_class": (
         "all rows have the same label",
-        "Add rows with the other label, or train with sft on the good answers.",
+        "Add rows with the other label, or train on good answers alone with method: sft and "
+        "data.convert: chosen_to_demonstrations.",
     ),
     "no_mismatch": (
         "all rows share one prompt or one answer",
@@ -28,21 +29,22 @@ WARNINGS = {
     ),
     "rows_in_train": (
         "rows are also in data.train: {rows}",
-        "Remove them from one of the two files: they cannot show what the model learned beyond "
-        "its training rows.",
+        "Remove them from one of the two files: training rows cannot show how the model does on "
+        "new prompts.",
     ),
     "prompts_in_train": (
         "rows have a prompt that is also in data.train: {rows}",
-        "Put all rows of a prompt into the same file: held-out rows need prompts that the model "
-        "was not trained on.",
+        "Put all rows of a prompt into the same file: held-out rows should show how the model does "
+        "on new prompts.",
     ),
     "double_bos": (
         "prompts start with two BOS tokens: {rows}",
-        "Remove the BOS text from the prompts.",
+        "Remove the BOS token from the text or the token ids of the prompts.",
     ),
     "end_of_turn_missing": (
         "answers have no end-of-turn token: {rows}",
-        "Add it to the tokens of each complete answer. Otherwise the model does not learn to stop.",
+        "Add it to completion_ids of each complete answer. Otherwise the model does not learn to "
+        "stop.",
     ),
     "end_of_turn_unmasked": (
         "end-of-turn tokens are outside the mask: {rows}",
@@ -50,25 +52,28 @@ WARNINGS = {
     ),
     "text_on_chat_model": (
         "prompts are trained on as plain text, without the model's chat template: {rows}",
-        "Set data.as_chat: true, unless you will prompt the trained model with plain text too.",
+        "Set data.as_chat: true, unless the rows contain the template already, or you will prompt "
+        "the model with plain text.",
     ),
     "another_header": (
-        "answers start with another header than the generation prompt: {rows}",
+        "answers follow another header than the generation prompt: {rows}",
         "Set data.chat_template_kwargs so that both agree (see docs/chat-templates.md). "
-        "Otherwise training sees other tokens "
-        "than sampling.",
+        "Otherwise the model is trained on other tokens than it is sampled from.",
     ),
     "reasoning_ignored": (
         "answers have reasoning that the chat template does not print: {rows}",
-        "Use a template that prints it, or remove the reasoning from the rows.",
+        "Set data.chat_template to a template that prints it, or remove the reasoning from the "
+        "rows.",
     ),
     "special_tokens_in_text": (
-        "texts contain names of special tokens, which become these tokens: {rows}",
-        "Remove the names from the texts.",
+        "texts contain special tokens such as the end of a turn, spelled out: {rows}",
+        "Remove them from the texts unless they are intended: they are tokenized as special "
+        "tokens.",
     ),
     "tools_ignored": (
         "rows have tools, which the chat template does not print: {rows}",
-        "Use a model or a template with tool support, or remove the tools.",
+        "Use a model whose template supports tools, set data.chat_template to such a template, or "
+        "remove the tools.",
     ),
     "equal_sides": (
         "pairs have the same answer on both sides: {rows}",
@@ -79,34 +84,37 @@ WARNINGS = {
         "Remove them, or use finer scores: nothing can be learned from them.",
     ),
     "length_bias": (
-        "answer length alone separates good from bad answers (mean tokens: {lengths})",
-        "If you do not want the model to learn length, balance the lengths (see "
-        "docs/tasks/thumbs.md).",
+        "good and bad answers differ in length (mean tokens: {lengths})",
+        "If the model should not learn the length, balance the lengths (see docs/tasks/thumbs.md).",
     ),
 }
 """What may spoil a result, and what to do about it, by the name of the finding."""
 
 REMARKS = {
     "text_has_no_turns": (
-        "prompts are text, without earlier answers for data.train_on: assistant: {rows}",
-        "Give prompts as chat turns, or remove data.train_on.",
+        "prompts are text, so data.train_on: assistant finds no earlier answers in them: {rows}",
+        "Write prompts as chat turns, or remove data.train_on.",
     ),
-    "duplicates": ("rows repeat an earlier row: {rows}", "Remove them if they should count once."),
+    "duplicates": (
+        "rows repeat an earlier row: {rows}",
+        "Remove them if they should count only once.",
+    ),
     "missing_attributes": (
         "rows lack an attribute that other rows have: {rows}",
-        "Nothing to do if that is intended: the attribute is not trained on in these rows.",
+        "Add the attribute, or leave it out on purpose: it is then not trained on in these rows.",
     ),
     "end_of_turn_added": (
-        "answers got an end of turn that the chat template does not print: {rows}",
-        "Nothing to do: the model learns to stop.",
+        "answers end with a token that was added, as the chat template prints no end of turn: "
+        "{rows}",
+        "Nothing to do: with this token the model learns to stop.",
     ),
     "rewritten_prompt": (
-        "prompts are printed differently by the template once they are answered: {rows}",
-        "Nothing to do: training sees them as sampling does.",
+        "prompts are printed differently by the chat template once an answer follows: {rows}",
+        "Nothing to do: training uses the form that sampling uses.",
     ),
     "reasoning_kept": (
-        "answers have reasoning that the chat template drops from a conversation; it is trained "
-        "on: {rows}",
+        "answers have reasoning that the chat template drops once the conversation goes on; it is "
+        "trained on: {rows}",
         "Remove the reasoning from the rows if the model should not produce it.",
     ),
     "split_turns": (
@@ -115,10 +123,14 @@ REMARKS = {
         "Nothing to do; expect more examples than rows.",
     ),
     "boundary_merges": (
-        "prompt and answer would merge into one token, and were tokenized separately: {rows}",
-        "Nothing to do: sampling sees the same tokens.",
+        "prompt and answer would share a token where they meet, so they are tokenized separately: "
+        "{rows}",
+        "Nothing to do: sampling uses the same tokens.",
     ),
-    "bos_in_text": ("prompts contain BOS; none was added: {rows}", "Nothing to do."),
+    "bos_in_text": (
+        "prompts start with BOS already, so none is added: {rows}",
+        "Nothing to do.",
+    ),
     "empty_prompt": (
         "prompts are empty; a BOS (or EOS) token replaces them: {rows}",
         "Remove them, unless answers without a prompt are intended.",
@@ -134,20 +146,21 @@ REMARKS = {
     "logps_of_others": (
         "answers were not sampled at temperature 1 from all tokens, so their log-probabilities "
         "are not used: {rows}",
-        "Sample at temperature 1 and top_p 1 to use them; the reference replaces the behaviour "
-        "policy.",
+        "Sample with temperature 1 and top_p 1 to use them. Until then, the reference takes the "
+        "place of the policy that sampled the answers.",
     ),
     "logps_missing": (
         "rankings have answers without log-probabilities, so none are used: {rows}",
-        "Give the log-probabilities of all answers.",
+        "Add the log-probabilities of all answers, or remove logps from all rows.",
     ),
     "blocks": (
-        "one class comes after the other",
-        "Nothing to do: training shuffles the rows. `data.limit` would not.",
+        "rows are sorted by label",
+        "Nothing to do: training shuffles them. But with data.limit, shuffle the file first: it "
+        "uses only the first rows.",
     ),
     "dated_template": (
         "the chat template prints today's date, so prompts differ from day to day",
-        "Set the date in data.chat_template_kwargs if the template allows it.",
+        "Set the date in data.chat_template_kwargs if the template has a variable for it.",
     ),
 }
 """What is good to know, and what to do about it, by the name of the finding."""
@@ -217,17 +230,17 @@ def _numbers(spread: Spread) -> list[str]:
 
 def _cost(cut: Truncation) -> Iterator[str]:
     if not cut.too_long:
-        yield f"No row is longer than max_length ({cut.max_length:,} tokens)."
+        yield f"No row is longer than data.max_length ({cut.max_length:,} tokens)."
         return
     rows = f"{cut.too_long:,} of {cut.rows:,} rows ({_percent(cut.too_long, cut.rows)})"
     tokens = (
         f"{cut.tokens_lost:,} of {cut.tokens:,} tokens ({_percent(cut.tokens_lost, cut.tokens)})"
     )
     yield (
-        f"{rows} are longer than max_length ({cut.max_length:,} tokens); {cut.keeps_99:,} "
+        f"{rows} are longer than data.max_length ({cut.max_length:,} tokens); {cut.keeps_99:,} "
         f"would keep 99 % of the rows complete."
     )
-    yield f"long_rows: {cut.long_rows} loses {tokens}. To lose less, raise data.max_length."
+    yield f"data.long_rows: {cut.long_rows} loses {tokens}. To lose less, raise data.max_length."
 
 
 def _percent(part: int, total: int) -> str:
@@ -246,12 +259,15 @@ def _balance(audit: Audit, training: bool) -> Iterator[str]:
         yield f"mean answer length: {first} {a:,.0f} tokens, {second} {b:,.0f} ({longer})"
     weights = audit.weights
     if training and weights and weights.ratio is not None:
-        ratio = (
-            f"class balance: {weights.n_up:,} up / {weights.n_down:,} down = {weights.ratio:.3g}"
-        )
+        is_weighted = weights.desirable_weight != 1 or weights.undesirable_weight != 1
+        ups, downs = f"{weights.n_up:,} up", f"{weights.n_down:,} down"
+        if is_weighted:
+            ups = f"{weights.desirable_weight:g} x {ups}"
+            downs = f"{weights.undesirable_weight:g} x {downs}"
+        way = f", which loss.class_weights: auto or {weights.setting} gives"
         yield (
-            f"{ratio}; for kto, 1 to 1.33 is "
-            f"advised{f': {weights.remedy}' if weights.remedy else ''}"
+            f"class balance: {ups} / {downs} = {weights.ratio:.3g}; for kto, 1 to 1.33 is advised"
+            + (way if weights.setting and not is_weighted else "")
         )
 
 
@@ -283,13 +299,21 @@ def audited(audit: Audit) -> dict[str, Any]:
     return audit.to_dict() | {"said": messages}
 
 
-def _findings(audit: Audit, sentences: dict[str, tuple[str, str]]) -> list[tuple[int, str]]:
-    """Count, sentence and advice of the findings, in the order of the table."""
+def _findings(audit: Audit, sentences: dict[str, tuple[str, str]]) -> list[tuple[int | None, str]]:
+    """Count, sentence and advice of the findings, in the order of the table.
+
+    The count is None for a finding about the rows as a set.
+    """
     findings = (
         (audit.findings.get(name), sentence, fix) for name, (sentence, fix) in sentences.items()
     )
     return [
-        (f.count, f"{_sentence(sentence, f, audit)}\n{fix}") for f, sentence, fix in findings if f
+        (
+            f.count if "{rows}" in sentence else None,
+            f"{_sentence(sentence, f, audit)}\n{fix}",
+        )
+        for f, sentence, fix in findings
+        if f
     ]
 
 
@@ -325,14 +349,19 @@ def _rows(count: int, rows: Sequence[str], audit: Audit) -> str:
     return text
 
 
-def _listed(title: str, lines: Sequence[tuple[int, str]]) -> list[str]:
+def _listed(title: str, lines: Sequence[tuple[int | None, str]]) -> list[str]:
+    """A title and indented lines that begin with their count, or with a dash."""
     if not lines:
         return []
-    width = max(len(f"{count:,}") for count, _ in lines)
+    counts = ["-" if count is None else f"{count:,}" for count, _ in lines]
+    width = max(map(len, counts))
     indent = "\n" + " " * (width + 4)
     return [
         title,
-        *(f"  {count:>{width},}  {text.replace(chr(10), indent)}" for count, text in lines),
+        *(
+            f"  {count:>{width}}  " + text.replace("\n", indent)
+            for count, (_, text) in zip(counts, lines, strict=True)
+        ),
     ]
 
 

@@ -35,13 +35,13 @@ class Unused(StrEnum):
     NO_OTHER_UP = "its prompt has no other completion rated up"
     NO_OTHER_DOWN = "its prompt has no other completion rated down"
     NO_OTHER_SCORED = "its prompt has no other scored completion"
-    JUDGED_DOWN = "rated down"
-    JUDGED_BOTH_WAYS = "the same completion has both labels"
+    JUDGED_DOWN = "it is rated down"
+    JUDGED_BOTH_WAYS = "its completion is rated both up and down"
     SAME_SCORES = "all completions of its prompt have the same score"
     BETWEEN_BEST_AND_WORST = "its score is between the best and the worst of its prompt"
-    WITHIN_THRESHOLD_OF_ALL = "its score is within the threshold of all others of its prompt"
-    DIFFERENCE_BELOW_THRESHOLD = "the scores of its prompt differ by less than the threshold"
-    SAME_COMPLETION = "the best and the worst completion are the same"
+    WITHIN_THRESHOLD_OF_ALL = "its score differs from no other of its prompt by data.threshold"
+    DIFFERENCE_BELOW_THRESHOLD = "the scores of its prompt differ by less than data.threshold"
+    SAME_COMPLETION = "the best and the worst completion of its prompt are the same"
     TRUNCATED = "it was truncated"
     BELOW_THRESHOLD = "its score is below data.threshold"
     LOWEST_SCORE = "no other completion of its prompt has a smaller score"
@@ -403,8 +403,8 @@ def shared_ratings(
                 f"{_described(previous)}",
                 code="rows-rated-differently",
                 where=str(judgement.origin),
-                fix="train on rows that all have a label, all have a score or all have "
-                "attributes; remove the others",
+                fix="use only rows that all have a label, or all a score, or all attributes, and "
+                "remove the others",
             )
     return shared
 

@@ -17,8 +17,16 @@ CONTENT = frozenset(name for f in FORMATS.values() for name in f.required) - {"t
 """Columns that determine a format. Any row may also have a `text`."""
 NESTED = frozenset(name for name in COLUMNS if "." in name)
 """Columns of formats that are nested in another column."""
-USUAL = ("prompt", "completion", "label", "score", "chosen", "rejected", "messages")
-"""Columns that a message names as examples."""
+OTHER_NAMES = {
+    "prompt": "question query input instruction user request problem",
+    "completion": "answer response output reply assistant generation",
+    "label": "verdict thumb thumbs vote feedback liked",
+    "score": "reward points grade stars",
+    "chosen": "preferred accepted better winner",
+    "rejected": "dispreferred refused worse loser",
+    "messages": "conversation conversations chat dialog dialogue turns",
+}
+"""Column that a message may suggest -> names that files have for it, in lower case."""
 MAX_COLUMNS = 20
 """Columns that a message lists at most."""
 
@@ -37,8 +45,8 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
             raise UserError(
                 f"keys: no format has a column {key!r}",
                 code="keys-unknown-column",
-                fix=f"{hint}write keys as {{Valence's name: the file's name}}, with names such "
-                f"as {', '.join(USUAL)}",
+                fix=f"{hint}write keys as {{the format's name: the file's name}}; names of formats "
+                f"are {', '.join(OTHER_NAMES)} and others",
             )
     filled = {
         key: column
@@ -48,20 +56,23 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
     shapes = [_shape(row, keys or {}, filled) for row in rows]
     votes = Counter(names for names in (candidates(*shape) for shape in shapes) if names)
     if not votes:
-        columns = sorted({name for row in rows for name, value in row.items() if value is not None})
-        raise _unknown(columns, frozenset(name for names, _ in shapes for name in names))
+        raise _unknown(rows, keys or {}, frozenset(name for names, _ in shapes for name in names))
     [(fitting, _)] = votes.most_common(1)
     if len(fitting) == 1:
         return fitting[0]
     raise UserError(
         f"the rows fit several formats: {', '.join(fitting)}",
         code="format-ambiguous",
-        fix=f"set format: {' or '.join(fitting)}; columns that it does not read are ignored",
+        fix=f"set format: {' or '.join(fitting)} on this file; columns that this format does not "
+        "read are ignored",
     )
 
 
-def _unknown(columns: Sequence[str], names: frozenset[str]) -> UserError:
-    """columns: those of the rows. names: the columns of formats among them."""
+def _unknown(
+    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], names: frozenset[str]
+) -> UserError:
+    """names: the columns of formats that the rows have."""
+    columns = sorted({name for row in rows for name, value in row.items() if value is not None})
     near = sorted(
         (len(f.required - names) - len(f.required & names), len(f.required - names), name)
         for name, f in FORMATS.items()
@@ -70,18 +81,40 @@ def _unknown(columns: Sequence[str], names: frozenset[str]) -> UserError:
     nearest_formats = "; ".join(
         f"{name}, which also needs {', '.join(sorted(FORMATS[name].required - names))}"
         if count
-        else f"{name}, if you set it (but other columns or the notation of the chat turns do not "
-        f"fit)"
+        else f"{name} (to use it, set format: {name}; it is not detected because of other columns "
+        "or of the names in chat turns)"
         for _, count, name in near
     )
+    suggested = _suggested_keys(rows, keys, columns)
+    mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
     return UserError(
-        f"no format fits the columns {listed(map(repr, columns)) or '(none)'}",
+        f"no format fits the columns {listed(map(repr, columns))}"
+        if columns
+        else "the first rows have no values",
         code="format-unknown-columns",
         fix=(
-            "map your columns next to the path: {path: FILE, keys: {prompt: question, label: "
-            "verdict}}" + (f". Nearest formats: {nearest_formats}" if nearest_formats else "")
+            (f"did you mean keys: {{{mapping}}}? otherwise " if suggested else "")
+            + ("" if columns else "write values into columns such as prompt and completion, or ")
+            + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
+            "completion: COLUMN, label: COLUMN}}"
+            + (f". Nearest formats: {nearest_formats}" if nearest_formats else "")
         ),
     )
+
+
+def _suggested_keys(
+    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], columns: Sequence[str]
+) -> Mapping[str, str]:
+    """``keys`` that probably map these columns; empty unless a format then fits a row."""
+    suggested = dict(keys)
+    for part, others in OTHER_NAMES.items():
+        names = [part, *others.split()]
+        for column in [] if part in columns else columns:
+            is_close = get_close_matches(column.lower(), names, n=1, cutoff=0.85)
+            if is_close and part not in suggested and column not in suggested.values():
+                suggested[part] = column
+    fitting = (candidates_of(row, suggested) for row in rows)
+    return suggested if any(len(names) == 1 for names in fitting) else {}
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:

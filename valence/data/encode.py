@@ -267,8 +267,10 @@ class Encoder:
                 "template_in_text",
                 f"the prompt is plain text that already contains {marker}, a token of the chat "
                 f"template",
-                "set data.as_chat: false if the template is already applied to the rows; otherwise "
-                f"remove {marker} from the rows, and each prompt becomes a user message",
+                f"remove {marker} from the prompt"
+                if answered_by_chat
+                else "if the chat template is already applied to the rows, set data.as_chat: "
+                f"false; otherwise remove {marker} from the prompt",
             )
         return _turns(prompt, "user")
 
@@ -289,6 +291,8 @@ class Encoder:
     def _chat_tokens(
         self, prompt: Chat, completions: Sequence[Content], trained_prompt: bool, row: _Row
     ) -> _Tokens:
+        if self.template.exists:
+            _ = self.template.turn_end  # a template that does not work is no mistake of the row
         text = self.template.prompt(prompt)
         self._note_special(prompt, row)
         if prompt.tools and "tools" not in self.template.source(prompt.tools):
@@ -308,8 +312,8 @@ class Encoder:
             joined, mask = self._join(self.template.prompt_pieces(prompt, text), "", (), row)
             if joined != ids:
                 message = (
-                    "the tokens of an earlier turn merge with the text around it, or its "
-                    "prompt differs"
+                    "the tokens of an earlier assistant turn cannot be separated from the text "
+                    "around it"
                 )
                 raise RewrittenTurnError("not_a_prefix", message, "set data.train_on: completion")
         answers: list[TokenizedCompletion] = []
@@ -328,7 +332,9 @@ class Encoder:
         ids, mask = marked
         if not any(mask):
             raise RowError(
-                "no_weight", "all assistant turns of the answer have weight 0", "remove this row"
+                "no_weight",
+                "all assistant turns of the answer have weight 0",
+                "remove the row, or set the weight of a turn to 1",
             )
         if self._stops.issuperset(i for i, trained in zip(ids, mask, strict=True) if trained):
             raise _empty_answer()
@@ -374,7 +380,7 @@ class Encoder:
             raise RowError(
                 "empty_prompt",
                 "the prompt has no tokens",
-                "add at least the model's BOS token",
+                "add at least the model's BOS token to prompt_ids",
             )
         answers: list[TokenizedCompletion] = []
         for completion in completions:
@@ -399,8 +405,9 @@ class Encoder:
             raise RowError(
                 "another_vocabulary",
                 "the tokens of the answer come from another tokenizer than that of the model",
-                "train the model that sampled the answers, or set format: scored (or format: "
-                "demonstration) to use the text of the answers instead of their tokens",
+                "train the model that sampled the answers, or set format: scored (or "
+                "demonstration) on this file to use the text of the answers instead of their "
+                "tokens",
             )
         if sampled is None or not sampled.logps or not row.follows:
             return ()
@@ -466,19 +473,21 @@ class Encoder:
         return fitted
 
     def _too_long(self, length: Length, origin: Origin, source: str) -> Unusable:
-        reasons = {
-            "drop": f"{length.longest} tokens",
+        text = {
+            "drop": f"the row has {length.longest} tokens",
             "cut_completion": f"the prompt alone has {length.prompt} tokens",
-            "cut_prompt": f"{length.longest} tokens, too many even with "
-            f"the shortest possible prompt",
+            "cut_prompt": f"the row has {length.longest} tokens, and is too long even with the "
+            "shortest possible prompt",
         }[self.long_rows]
-        shortened = (
+        reserved = (
             f", of which {self.answers} are for the answer (rollout.max_new_tokens)"
             if self.answers
             else ""
         )
-        reason = f"{reasons}; data.max_length is {self.max_length + self.answers}{shortened}"
-        fix = "raise data.max_length, or shorten the row"
+        reason = f"{text}; data.max_length is {self.max_length + self.answers}{reserved}"
+        fix = f"set data.max_length to {length.longest + self.answers} or more, or shorten the row"
+        if self.long_rows == "drop":
+            fix += ", or set data.long_rows to cut such rows"
         return Unusable(
             origin=origin, kind="too_long", reason=reason, fix=fix, dropped=True, source=source
         )
@@ -553,7 +562,7 @@ def _one_per_turn(example: Demonstration) -> list[Example]:
 
 
 def _empty_answer() -> RowError:
-    return RowError("empty_answer", "the answer is empty", "remove this row, or write the answer")
+    return RowError("empty_answer", "the answer is empty", "write the answer, or remove the row")
 
 
 def _mixed(wanted: str, content: Content) -> RowError:
@@ -561,7 +570,7 @@ def _mixed(wanted: str, content: Content) -> RowError:
     return RowError(
         "mixed_content",
         f"the row mixes {wanted} with {name}",
-        "give prompt and completion in the same form",
+        f"write prompt and completion both as {wanted}",
     )
 
 

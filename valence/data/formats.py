@@ -119,10 +119,10 @@ def _read_instruction(row: Columns) -> tuple[Message, ...]:
         isinstance(r, list | tuple) and len(r) == 2 for r in rounds
     ):
         raise UserError(
-            f"{row.name('history')} is {values.shown(rounds)}, and must be a list of earlier "
+            f"{row.name('history')} is {values.shown(rounds)}, but must be a list of earlier "
             f"instructions, each with its answer",
             code="row-value-type",
-            fix='write [["instruction", "answer"], ...]',
+            fix='write it as [["instruction", "answer"], ...]',
         )
     name, more = row.name("instruction"), row.get("input")
     question = values.text(row.get("instruction"), name) + (
@@ -159,9 +159,9 @@ def _with_system(row: Columns, turns: Any) -> Any:
     dialect = values.dialect_of(first) or row.dialect
     if dialect.roles.get(str(first.get(dialect.role))) == "system":
         raise UserError(
-            "the row has a system turn and a system column",
+            f"the row has a system turn, and also the column {row.name('system')}",
             code="row-system-twice",
-            fix="keep one of the two",
+            fix="remove one of the two",
         )
     return [{row.dialect.role: "system", row.dialect.content: system}, *turns]
 
@@ -177,8 +177,8 @@ def _read_conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, C
         raise UserError(
             f"{name} ends with a {turns[-1]['role']} turn, so there is no answer to learn from",
             code="row-answer-missing",
-            fix="end the conversation with an assistant turn, or read it as a prompt with keys: "
-            "{prompt: messages}",
+            fix="remove the turns after the last assistant turn, or remove the row; to use only "
+            f"the prompts, set keys: {{prompt: {name}}} on this file",
         )
     if to_learn:
         last = max(
@@ -256,9 +256,10 @@ def read_pairwise_feedback(row: Columns) -> Preference:
     rewards = row.parse("reward_A", values.number, None), row.parse("reward_B", values.number, None)
     if None not in rewards and rewards[0] == rewards[1]:
         raise UserError(
-            "both outputs have the same reward, so neither is preferred",
+            f"{row.name('reward_A')} and {row.name('reward_B')} are equal, so neither output is "
+            "preferred",
             code="row-pair-tied",
-            fix="remove tied rows",
+            fix="remove the row",
         )
     return _to_preference(
         row, prompt, *((a, b) if values.label(row.get("label"), row.name("label")) else (b, a))
@@ -270,7 +271,7 @@ def _to_preference(row: Columns, prompt: Content, chosen: Content, rejected: Con
         raise UserError(
             "the chosen and the rejected answer are the same",
             code="row-pair-identical",
-            fix="remove this row, or correct one of the two answers",
+            fix="remove the row, or correct one of the two answers",
         )
     return Preference(
         prompt=prompt,
@@ -313,7 +314,7 @@ def _read_sampled(row: Columns, num_tokens: int) -> Sampled | None:
         raise UserError(
             f"{row.name('logps')} has {len(logps)} numbers, but the answer has {num_tokens} tokens",
             code="row-length-mismatch",
-            fix="give the log-probability of every token of the answer, its end token included",
+            fix="write one log-probability per token of the answer, including its end token",
         )
     if not logps and not settings:
         return None
@@ -333,9 +334,9 @@ def read_ranking(row: Columns) -> Ranking:
     texts, name = row.get("completions"), row.name("completions")
     if not isinstance(texts, list) or len(texts) < 2:
         raise UserError(
-            f"{name} is {values.shown(texts)}, and must be a list of two or more answers",
+            f"{name} is {values.shown(texts)}, but must be a list of two or more answers",
             code="row-value-type",
-            fix="put all answers of a prompt into one row, as a list",
+            fix="write all answers to the prompt as a list in one row",
         )
     answers = {
         f"answer {n} of {name}": values.answer(text, name, row.dialect)
@@ -351,16 +352,21 @@ def _read_scores(row: Columns, count: int) -> tuple[float, ...]:
     parts = [part for part in ("scores", "ranks") if row.get(part) is not None]
     if len(parts) != 1:
         raise UserError(
-            f"the row has {'both scores and' if parts else 'no scores and no'} ranks",
+            f"the row has both {row.name('scores')} and {row.name('ranks')}"
+            if parts
+            else f"the row has neither {row.name('scores')} nor {row.name('ranks')}",
             code="row-scores-and-ranks" if parts else "row-scores-missing",
-            fix="give every answer a score, or a rank from 1 (the best)",
+            fix="remove one of the two columns"
+            if parts
+            else f"add {row.name('scores')}, a list with a number for each answer, or "
+            f"{row.name('ranks')}, a list of ranks from 1 (the best)",
         )
     value, name = row.get(parts[0]), row.name(parts[0])
     if not isinstance(value, list) or len(value) != count:
         raise UserError(
-            f"{name} is {values.shown(value)}, and must be a list of {count} numbers",
+            f"{name} is {values.shown(value)}, but must be a list of {count} numbers",
             code="row-value-type",
-            fix="give one number per answer, in the same order",
+            fix="write one number per answer, in the order of the answers",
         )
     numbers = tuple(values.number(v, f"number {n} of {name}") for n, v in enumerate(value, 1))
     if parts == ["scores"]:
@@ -369,7 +375,7 @@ def _read_scores(row: Columns, count: int) -> tuple[float, ...]:
         raise UserError(
             f"{name} is {values.shown(value)}, but each rank must be a whole number of at least 1",
             code="row-rank-invalid",
-            fix="give the best answer rank 1, the second best rank 2, and so on",
+            fix="rank the best answer 1, the second best 2, and so on",
         )
     return tuple(-rank for rank in numbers)
 
@@ -381,7 +387,7 @@ def read_prompt(row: Columns) -> Prompt:
         raise UserError(
             "the row has tools, but its prompt is text",
             code="row-tools-without-turns",
-            fix="write the prompt as a list of chat turns",
+            fix=values.TOOLS_FIX,
         )
     others = {name: value for name, value in row.value.items() if name not in row.columns.values()}
     common: dict[str, Any] = {**row.common, "info": {**row.info, **others}}
@@ -558,13 +564,15 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
     Raises UserError when ``keys`` names a column that the format does not have.
     """
     f = FORMATS[name]
-    for key in keys:
-        if key not in f.columns:
-            raise UserError(
-                f"keys: the format {name} has no column {key!r}",
-                code="keys-unknown-column",
-                fix=f"use its names: {', '.join(f.columns)}",
-            )
+    if unknown := [key for key in keys if key not in f.columns]:
+        swapped = [f"{{{keys[key]}: {key}}}" for key in unknown if keys[key] in f.columns]
+        raise UserError(
+            f"keys: the format {name} has no column {' or '.join(map(repr, unknown))}",
+            code="keys-unknown-column",
+            fix=(f"did you mean {' and '.join(swapped)}? " if swapped else "")
+            + "write keys as {the format's name: the file's name}; the format has "
+            + ", ".join(f.columns),
+        )
     return {
         f.parts.get(column, column): keys.get(column, column)
         for column in f.columns
@@ -578,6 +586,32 @@ def _is_missing(row: Columns, part: str) -> bool:
     return value is None or (part in RATINGS and isinstance(value, str) and not value.strip())
 
 
+def _missing_columns(
+    name: str, value: Mapping[str, Any], missing: Mapping[str, str], *, is_rating: bool
+) -> UserError:
+    """The error for a row without columns that its format needs.
+
+    missing: the format's name of each column -> its name in the file. is_rating: only the rating
+    is missing.
+    """
+    absent = {column: there for column, there in missing.items() if there not in value}
+    keys = ", ".join(f"{column}: COLUMN" for column in absent)
+    renamed = f"; if the file has {'it' if len(absent) == 1 else 'them'} under another name, set "
+    renamed = f"{renamed}keys: {{{keys}}} on this file" if absent else ""
+    columns = " and ".join(missing.values())
+    if is_rating:
+        return UserError(
+            f"the row has no rating: {columns} is {'missing' if absent else 'empty'}",
+            code="row-rating-missing",
+            fix=f"rate the answer, or remove the row{renamed}",
+        )
+    return UserError(
+        f"the row has no {' and no '.join(missing.values())}, which the format {name} needs",
+        code="row-column-missing",
+        fix=f"add {columns}, or put rows of another format into a separate file{renamed}",
+    )
+
+
 def read_example(
     name: str, value: Mapping[str, Any], origin: Origin, keys: Mapping[str, str] | None = None
 ) -> Example:
@@ -587,27 +621,23 @@ def read_example(
     """
     f, columns = FORMATS[name], columns_read(name, keys or {})
     row = Columns(value, columns, f.dialect, origin)
-    missing = [columns[part] for part in f.needed_parts if _is_missing(row, part)]
-    if has_failed(value, columns):
-        missing = [column for column in missing if column != columns.get("score")]
-    ratings = {columns[part] for part in RATINGS if part in f.needed_parts}
-    if missing and ratings.issuperset(missing):
-        raise UserError(
-            f"the row has no rating: {' and '.join(missing)} is empty",
-            code="row-rating-missing",
-            fix="rate the answer or delete the row",
-        )
+    missing = {
+        column: part
+        for column, part in zip(f.need.split(), f.needed_parts, strict=True)
+        if _is_missing(row, part) and not (part == "score" and has_failed(value, columns))
+    }
     if missing:
-        raise UserError(
-            f"the row has no {' and no '.join(missing)}, which the format {name} needs",
-            code="row-column-missing",
-            fix="add the missing columns, or put rows of another format into another file",
+        raise _missing_columns(
+            name,
+            value,
+            {column: columns[part] for column, part in missing.items()},
+            is_rating=set(RATINGS).issuperset(missing.values()),
         )
     kind = value.get("type")
     if "type" in f.columns and kind is not None and kind != name:
         raise UserError(
-            f"the row's type is {values.shown(kind)}, not {name}",
+            f"type of the row is {values.shown(kind)}, but this file is read as {name}",
             code="row-type-differs",
-            fix="put each type into another file",
+            fix="put rows of each type into a separate file",
         )
     return f.read(row)

@@ -8,10 +8,11 @@ from typing import Any
 from valence.errors import UserError
 from valence.types import Origin
 
+SUBSET_FIX = "set `subset` next to `path`, to one of the configurations that this message lists"
 REMEDIES = {
-    "Config name is missing": "set subset to one of the configurations that the message lists",
-    "BuilderConfig": "set subset to one of the configurations that the message lists",
-    "Unknown split": "set split to one of the splits that the message lists",
+    "Config name is missing": SUBSET_FIX,
+    "BuilderConfig": SUBSET_FIX,
+    "Unknown split": "set `split` next to `path`, to one of the splits that this message lists",
 }
 """The beginning of the library's message about a mistake in a name, and its fix."""
 
@@ -35,8 +36,8 @@ def hub_rows(
         reason = " ".join(str(error).splitlines()[:2])
         fix = next((fix for begins, fix in REMEDIES.items() if reason.startswith(begins)), None)
         general = (
-            "check the name of the data set, the network and your access to it, or download a file "
-            "of it and use the path of the file"
+            "check the name of the data set, the network and your access to the data set, or "
+            "download a file of it and set `path` to that file"
         )
         raise UserError(
             f"cannot load the data set from the Hugging Face Hub: {reason}",
@@ -67,11 +68,10 @@ def _check_answers(path: str) -> None:
         httpx.head(config.HF_ENDPOINT, timeout=5.0)
     except httpx.TransportError as error:
         raise UserError(
-            f"the file does not exist, and the hub cannot be reached ({error})",
+            "no file has this path, and the Hugging Face Hub, which may have a data set of this "
+            f"name, cannot be reached ({error})",
             code="hub-unreachable",
             where=path,
-            fix=(
-                "use an existing file, check the network, "
-                "or set HF_HUB_OFFLINE=1 to use downloaded data"
-            ),
+            fix="for a file, correct the path; for a data set, check the network, or set "
+            "HF_HUB_OFFLINE=1 to use a copy that was downloaded before",
         ) from error

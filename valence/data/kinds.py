@@ -45,6 +45,15 @@ METHOD_FOR: dict[Kind, str] = {
     "scored": "pointwise",
 }
 """The method to suggest for rows of each kind."""
+COLUMNS_OF: dict[Kind, str] = {
+    "judgement": "prompt, completion and label",
+    "preference": "prompt, chosen and rejected",
+    "demonstration": "prompt and completion",
+    "ranking": "prompt, completions and scores",
+    "prompt": "prompt",
+    "scored": "prompt, completion, and score or label",
+}
+"""The columns to suggest for rows of each kind."""
 
 
 def conversion_to(
@@ -64,30 +73,35 @@ def conversion_to(
             f"there is no conversion {name!r}",
             code="conversion-unknown",
             where="data.convert",
-            fix=f"use one of {', '.join(CONVERSIONS)}",
+            fix=f"set data.convert to one of {', '.join(CONVERSIONS)}",
         )
     if conversion is not None and not conversion.serves(kind):
         raise UserError(
             f"{name} produces {WORDS[conversion.gives]}, but the method needs {WORDS[kind]}",
             code="conversion-mismatch",
             where="data.convert",
-            fix="remove it, or choose another conversion or method",
+            fix="remove data.convert, or set it to one of "
+            + ", ".join(other for other, c in CONVERSIONS.items() if c.serves(kind)),
         )
     if threshold is None and conversion and "threshold" in conversion.required:
         raise UserError(
-            f"{name} needs a threshold",
+            f"{name} needs the smallest score with thumbs up",
             code="threshold-missing",
             where="data.threshold",
-            fix="set it to the lowest score of a good answer",
+            fix="set data.threshold to the lowest score of a good answer",
         )
     reads_threshold = conversion is not None and "threshold" in conversion.settings
     if threshold is not None and not (reads_threshold and math.isfinite(threshold)):
         raise UserError(
-            f"{threshold} has no effect here",
+            "the threshold has no effect: "
+            + (f"{name} does not read it" if name else "rows are not converted")
+            if not reads_threshold
+            else f"the threshold is {threshold}, but must be a finite number",
             code="threshold-no-effect",
             where="data.threshold",
-            fix="remove it, or set it to a finite number and data.convert to a conversion of "
-            "scores",
+            fix="remove it, or set data.convert to a conversion of scores"
+            if not reads_threshold
+            else "set it to a number",
         )
     if conversion is None:
         return None
@@ -112,10 +126,12 @@ def of_kind(
         is_ready = _is_of_kind(e, target) or (_is_of_kind(e, kind) and not is_converted)
         if is_ready and is_converted:
             raise UserError(
-                "the row has a label already, but the conversion would compute it from the score",
+                "the row already has a label, but data.convert would compute another one from its "
+                "score",
                 code="row-label-and-score",
                 where=str(e.origin),
-                fix="remove data.convert, or set format: scored to read the score alone",
+                fix="remove data.convert to use the label, or set format: scored on this file to "
+                "use the score",
             )
         if not is_ready and not is_converted:
             raise _wrong_kind(e, kind)
@@ -196,26 +212,22 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
         )
     if isinstance(e, Prompt) and e.info:
         ways.append(
-            f"keys on this file, if its other columns ({', '.join(sorted(e.info))}) contain "
-            f"the answers"
+            "keys on this file, such as keys: {completion: COLUMN}, if other columns "
+            f"({', '.join(sorted(e.info))}) contain the answers"
         )
+    is_unlabelled = isinstance(e, Judgement) and e.label is None
+    method = METHOD_FOR["scored" if is_unlabelled else KINDS[type(e)]]
+    way = (
+        f"set {', or '.join(ways)}"
+        if ways
+        else f"use rows with the columns {COLUMNS_OF[kind]} (these rows cannot be converted)"
+    )
     return UserError(
-        f"the rows are {_described(e)}, but the method needs {WORDS[kind]}",
+        f"the rows contain {_described(e)}, but the method needs {WORDS[kind]}",
         code="kind-mismatch",
         where=str(e.origin),
-        fix=(
-            f"set {', or '.join(ways)}; or choose a method for such rows{_method_for(e)}"
-            if ways
-            else f"choose a method for such rows{_method_for(e)}, or use other data: "
-            f"these rows cannot be converted"
-        ),
+        fix=f"{way}; or use a method for such rows, such as {method}",
     )
-
-
-def _method_for(e: Example) -> str:
-    """A method that reads such a row, in parentheses."""
-    is_score = isinstance(e, Judgement) and e.label is None
-    return f" ({METHOD_FOR['scored' if is_score else KINDS[type(e)]]})"
 
 
 def _described(e: Example) -> str:

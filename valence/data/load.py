@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from valence.data import values
@@ -96,8 +97,8 @@ class InMemory:
             else:
                 yield BadRow(
                     origin,
-                    f"the row is a {type(value).__name__}, not a mapping",
-                    "give rows as dictionaries or Examples",
+                    f"the row is a {type(value).__name__}, not a dictionary",
+                    "pass rows as dictionaries or Examples",
                     "row-not-an-object",
                 )
 
@@ -204,12 +205,13 @@ def load(
             "this file is listed twice",
             code="file-listed-twice",
             where=twice[0],
-            fix="list it once, with weight: 2 if it is to count twice",
+            fix="list it once; if its rows should count twice, set weight: 2 on it",
         )
     examples, unused = of_kind(examples, kind, conversion, threshold)
     left_out = (*((e.origin, str(why)) for e, why in unused), *skipped)
     if not examples:
-        raise _nothing_left(files, bad, left_out)
+        num_rows = sum(f.rows for f in files) + len(skipped)
+        raise _nothing_left(num_rows, files, bad, left_out, is_converted=conversion is not None)
     num_examples = Counter(examples.sources)
     num_skipped = Counter(origin.path for origin, _ in skipped)
     return Loaded(
@@ -356,23 +358,21 @@ def read_together(sources: Sequence[Source]) -> list[list[Source]]:
 def _read_export(sources: Sequence[Source]) -> ImportedRows:
     """The rows that are made of the votes in an export. Raises UserError as its reader does."""
     first = sources[0]
-    for name, value in (("split", first.split), ("subset", first.subset)):
-        if value is not None:
-            raise UserError(
-                f"{name} is only for data sets from the hub, but this file is the export of a "
-                "feedback tool",
-                code="split-not-a-hub-dataset",
-                where=first.path,
-                fix=f"remove {name}",
-            )
-    for part in first.keys:
-        if part not in PARTS:
-            raise UserError(
-                f"unknown name {part!r} in keys: this file is the export of a feedback tool",
-                code="keys-unknown-column",
-                where=first.path,
-                fix=f"use only these names in keys: {', '.join(PARTS)}",
-            )
+    if refused := [name for name in ("split", "subset") if getattr(first, name) is not None]:
+        raise UserError(
+            f"{' and '.join(refused)} cannot be applied to the export of a feedback tool: only "
+            "data sets of the hub have splits and subsets",
+            code="split-not-a-hub-dataset",
+            where=first.path,
+            fix=f"remove {' and '.join(refused)}",
+        )
+    if unknown := [part for part in first.keys if part not in PARTS]:
+        raise UserError(
+            f"keys of an export of a feedback tool cannot contain {', '.join(map(repr, unknown))}",
+            code="keys-unknown-column",
+            where=first.path,
+            fix=f"use only these names in keys: {', '.join(PARTS)}",
+        )
     options = ReadOptions(paths=dict(first.keys))
     return import_votes(read_votes(first.format or "", [s.path for s in sources], options))
 
@@ -523,11 +523,11 @@ class _Zeros:
         """Raises UserError when there are both."""
         if self.zero and self.minus:
             raise UserError(
-                f"{self.column} is 0 here and -1 at {self.minus}, so 0 may mean "
-                f"that there is no rating",
+                f"{self.column} is 0 here and -1 at {self.minus}, so it is unclear whether 0 means "
+                "thumbs down or no rating",
                 code="label-zero-ambiguous",
                 where=str(self.zero),
-                fix="remove rows without a rating, and write the labels as true and false",
+                fix="write the labels as true and false, and remove rows without a rating",
             )
 
 
@@ -570,13 +570,15 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
             raise _no_such_columns(
                 source.path, absent, (name for value in head for name in value)
             ) from error
-        export = detect_source(head) if error.code == "format-unknown-columns" else None
-        fix = (
-            f"this looks like an export of {command_name(export)}: set format: {export}, or run "
-            f"`valence import {command_name(export)} {source.path}`"
-            if export
-            else error.fix
-        )
+        is_unknown = error.code == "format-unknown-columns"
+        export, fix = detect_source(head) if is_unknown else None, error.fix
+        if export:
+            fix = (
+                f"this looks like an export of {command_name(export)}: set format: {export} on "
+                f"this file, or run `valence import {command_name(export)} {source.path}`"
+            )
+        elif is_unknown and Path(source.path.removesuffix(".gz")).suffix in (".csv", ".tsv"):
+            fix = f"{fix}. If the first line is not a header, add one"
         raise UserError(
             error.message, code=error.code, where=error.where or source.path, fix=fix
         ) from error
@@ -590,7 +592,7 @@ def _no_such_columns(path: str, absent: Sequence[str], columns: Iterable[str]) -
         f"keys: no row has a column {' or '.join(map(repr, absent))}",
         code="keys-missing-column",
         where=path,
-        fix=f"{hint}the file has the columns {listed(known)}",
+        fix=f"{hint or 'correct the name: '}the file has the columns {listed(known)}",
     )
 
 
@@ -614,16 +616,18 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
     if other is not None:
         return BadRow(
             row.origin,
-            f"the row has the format {other}, and the file's first rows have {layout.format}",
-            "put rows of another format into a separate file, or set format",
+            f"the row has the format {other}, but the first rows of the file have the format "
+            f"{layout.format}",
+            f"put such rows into a separate file, or set format: {layout.format} on this file to "
+            "read all rows in this format",
             "row-format-differs",
         )
     if layout.rating is None and not layout.is_named and rated_format(row.value, layout.keys):
         return BadRow(
             row.origin,
-            f"the row has a {RATING}, and the file's first rows have none",
-            f"put rated rows into a separate file, or set format: {layout.format} to ignore "
-            f"the {RATING}",
+            f"the row has a {RATING}, but the first rows of the file have none",
+            f"put rated rows into a separate file, or set format: {layout.format} on this file to "
+            f"ignore the {RATING}",
             "row-format-differs",
         )
     return _weighted(example, layout.weight)
@@ -659,7 +663,7 @@ def _check_numbers(example: Example) -> None:
                     f"the ranking has {len(example.completions)} completions and {len(scores)} "
                     f"scores",
                     code="row-length-mismatch",
-                    fix="give at least two completions, and one score for each",
+                    fix="pass at least two completions, and one score for each",
                 )
         case _:
             named = {}
@@ -681,7 +685,12 @@ def _weighted(example: Example, weight: float) -> Example | BadRow:
 
 
 def _nothing_left(
-    files: Sequence[File], bad: Sequence[BadRow], unused: Sequence[tuple[Origin, str]]
+    num_rows: int,
+    files: Sequence[File],
+    bad: Sequence[BadRow],
+    unused: Sequence[tuple[Origin, str]],
+    *,
+    is_converted: bool,
 ) -> UserError:
     reasons = Counter([*(row.reason for row in bad), *(why for _, why in unused)])
     why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
@@ -691,8 +700,11 @@ def _nothing_left(
         else ", ".join(f.path for f in files)
     )
     return UserError(
-        f"none of {sum(f.rows for f in files)} rows can be used{f': {why}' if why else ''}",
+        f"none of {num_rows} rows can be used{f': {why}' if why else ''}",
         code="no-usable-rows",
         where=where or "data",
-        fix=bad[0].fix if bad else "use a file with the kind of rows that the method needs",
+        fix=bad[0].fix
+        if bad
+        else "add rows without this problem"
+        + (", or change data.convert or data.threshold" if is_converted else ""),
     )

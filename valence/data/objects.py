@@ -21,7 +21,7 @@ Rows = Iterable[Mapping[str, Any] | Example]
 PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A file of rows, or several."""
 
-ROWS_FIX = "give a list of dictionaries, a DataFrame, a datasets.Dataset, or the path of a file"
+ROWS_FIX = "pass a list of dictionaries, a DataFrame, a datasets.Dataset, or the path of a file"
 
 
 def paths_from(value: object) -> list[str] | None:
@@ -69,7 +69,7 @@ def rows_from(value: Any) -> Rows:
             f"the data set has several splits: {', '.join(value)}",
             code="split-missing",
             where="rows",
-            fix='give one of them: dataset["train"]',
+            fix=f'pass one of them, such as dataset["{next(iter(value))}"]',
         )
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
         raise UserError(
@@ -92,7 +92,7 @@ class _FrameRows:
                 f"the DataFrame has two columns {twice[0]!r}",
                 code="column-duplicate",
                 where="rows",
-                fix="give every column its own name",
+                fix="give every column a unique name",
             )
         self._frame, self._names = frame, names
 

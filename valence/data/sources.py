@@ -8,6 +8,7 @@ A problem of one row is yielded as a ``BadRow``; a problem of the whole file is 
 
 from __future__ import annotations
 
+import codecs
 import csv
 import difflib
 import gzip
@@ -15,6 +16,7 @@ import io
 import json
 import os
 import re
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from valence.data.hub import hub_rows
-from valence.data.strict_json import StrictDecoder
+from valence.data.strict_json import JSONError, StrictDecoder
 from valence.errors import UserError
 from valence.files import is_hub_id
 from valence.types import Origin
@@ -85,12 +87,18 @@ def _rows(
     if is_hub_dataset(path):
         rows = (Row(value, origin) for origin, value in hub_rows(path, split, subset))
     elif split is not None or subset is not None:
-        name = "subset" if split is None else "split"
+        names = [
+            f"{name}: {value}"
+            for name, value in (("split", split), ("subset", subset))
+            if value is not None
+        ]
         raise UserError(
-            f"{name}: {split or subset} is set for a file, and only hub data sets have {name}s",
+            f"{' and '.join(names)} cannot be applied to a file: only data sets of the hub have "
+            "splits and subsets",
             code="split-not-a-hub-dataset",
             where=path,
-            fix=f"remove {name}, and put the rows of each {name} into a separate file",
+            fix=f"remove {' and '.join(names)}; to use only a part of the rows, put it into a "
+            "separate file",
         )
     else:
         rows = _file(path, file, notes)
@@ -103,7 +111,7 @@ def _rows(
             "the file has no rows",
             code="file-empty",
             where=path,
-            fix="use a file with at least one row",
+            fix="add rows to it, or use another file",
         )
 
 
@@ -139,7 +147,7 @@ def _file(path: str, file: Path, notes: list[str]) -> Iterator[Row | BadRow]:
             "no permission to read this file",
             code="file-not-readable",
             where=path,
-            fix=f"allow it: chmod +r {path}",
+            fix=f"allow it: chmod +r {shlex.quote(str(file))}",
         ) from error
     except OSError as error:
         raise UserError(
@@ -156,37 +164,39 @@ def _check_is_file(path: str, file: Path) -> None:
     if file.is_dir():
         inside = sorted(f.name for f in file.iterdir() if _suffix(f) in READERS)
         raise UserError(
-            "this is a folder, and a file is needed",
+            "the path is a folder, but must be a file",
             code="path-is-folder",
             where=path,
-            fix=f"use a file in it, such as {inside[0]}" if inside else "use a data file",
+            fix=f"use a file in it, such as {os.path.join(path, inside[0])}"
+            if inside
+            else f"use a file that ends in one of {', '.join(READERS)}",
         )
     if file.exists():
         raise UserError(
-            "this is not a regular file but, for example, a pipe or a device",
+            "the path is not a regular file, but for example a pipe or a device",
             code="file-not-regular",
             where=path,
-            fix="copy the data into a regular file, and use that",
+            fix="copy the data into a regular file, and use that file",
         )
     if not file.parent.is_dir():
         raise UserError(
-            f"there is no such file, nor a folder {file.parent}",
+            f"the file does not exist, and neither does its folder {file.parent}",
             code="file-not-found",
             where=path,
-            fix="check the path; a relative one starts at the folder that the command runs in",
+            fix=f"correct the path; a relative path starts at the current folder, {Path.cwd()}",
         )
     names = sorted(f.name for f in file.parent.iterdir())
     near = difflib.get_close_matches(file.name, names, n=2, cutoff=0.5)
     data_files = [name for name in names if _suffix(Path(name)) in READERS][:5]
     raise UserError(
-        "there is no such file",
+        "the file does not exist",
         code="file-not-found",
         where=path,
         fix=(
-            f"did you mean {' or '.join(near)}?"
+            f"did you mean {' or '.join(os.path.join(os.path.dirname(path), n) for n in near)}?"
             if near
-            else f"the folder {file.parent} has {', '.join(data_files) or 'no data files'}; check "
-            f"the path"
+            else f"correct the path; the folder {file.parent.resolve()} contains "
+            f"{', '.join(data_files) or 'no data files'}"
         ),
     )
 
@@ -222,14 +232,18 @@ def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
             else "the format of the file is unknown, because its name has no suffix",
             code="file-suffix-unknown",
             where=path,
-            fix=f"convert or rename the file to one of {', '.join(READERS)} (each also with .gz)",
+            fix=f"convert the file to one of {', '.join(READERS)} (each also with .gz), or rename "
+            "it if it has such content already",
         )
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+    marks = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}
+    marks |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+    encoding = next((encoding for mark, encoding in marks.items() if head.startswith(mark)), None)
+    if encoding is not None:
         raise UserError(
-            "the file is UTF-16 or UTF-32, not UTF-8",
+            f"the file is {encoding}, not UTF-8",
             code="file-encoding",
             where=path,
-            fix=f"convert it: {_iconv('UTF-16')}",
+            fix=_conversion(path, encoding),
         )
     if b"\0" in head and suffix != ".parquet":
         raise UserError(
@@ -243,26 +257,37 @@ def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
     return READERS[suffix]
 
 
-def _iconv(encoding: str) -> str:
-    return f"iconv -f {encoding} -t UTF-8 OLD > NEW"
+def _conversion(path: str, encoding: str) -> str:
+    """The fix for a file in another encoding than UTF-8."""
+    file = Path(os.path.expanduser(path))
+    suffixes = "".join(file.suffixes[-2:] if file.suffix.lower() == ".gz" else file.suffixes[-1:])
+    new = file.with_name(f"{file.name.removesuffix(suffixes)}.utf8{suffixes}")
+    old, new = shlex.quote(str(file)), shlex.quote(str(new))
+    iconv = f"iconv -f {encoding} -t UTF-8"
+    is_packed = suffixes.lower().endswith(".gz")
+    command = f"gunzip -c {old} | {iconv} | gzip > {new}" if is_packed else f"{iconv} {old} > {new}"
+    return f"convert it ({command}), and use the new file"
+
+
+def _not_utf8(path: str) -> str:
+    """The fix for a file with bytes that are not UTF-8."""
+    return f"if the file is Latin-1 or Windows-1252 text, {_conversion(path, 'WINDOWS-1252')}"
 
 
 # JSON
 
-
-JSON_FAULT_FIX = (
-    "write each name once in an object, null for a missing number, and whole characters"
-)
+JSON_TYPES = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+"""Type of a value in Python -> its name in JSON; any other value is a number."""
 
 
-def _row(value: object, fault: str | None, origin: Origin) -> Row | BadRow:
+def _row(value: object, fault: JSONError | None, origin: Origin) -> Row | BadRow:
     if fault is not None:
-        return BadRow(origin, fault, JSON_FAULT_FIX, "json-invalid")
+        return BadRow(origin, str(fault), fault.fix, "json-invalid")
     if not isinstance(value, dict):
         return BadRow(
             origin,
-            f"the row is a JSON {type(value).__name__}, not an object",
-            'write rows as {"column": value, ...}',
+            f"the row is {JSON_TYPES.get(type(value), 'a number')}, not a JSON object",
+            'write the row as {"column": value, ...}',
             "row-not-an-object",
         )
     return Row(value, origin)
@@ -286,23 +311,20 @@ def _jsonl_row(decoder: StrictDecoder, line: bytes, origin: Origin) -> Row | Bad
         return BadRow(
             origin,
             f"the line is not UTF-8 text (byte {line[error.start]:#04x})",
-            f"if the file is Latin-1, convert it: {_iconv('LATIN1')}",
+            _not_utf8(origin.path),
             "file-encoding",
         )
     except json.JSONDecodeError as error:
         return BadRow(
             origin,
             f"the line is not valid JSON: {error.msg}, at column {error.colno}",
-            "write one complete JSON object per line, with names and text in double quotes",
+            f"write each object on one line: jq -c . {shlex.quote(origin.path)} > NEW.jsonl"
+            if line == b"{"
+            else "write one complete JSON object per line, with names and text in double quotes",
             "json-syntax",
         )
-    except ValueError as error:
-        return BadRow(
-            origin,
-            f"the line cannot be read as JSON: {error}",
-            "shorten very long numbers, and nest lists and objects less deeply",
-            "json-limits",
-        )
+    except JSONError as error:
+        return BadRow(origin, f"the line cannot be read as JSON: {error}", error.fix, "json-limits")
     return _row(value, decoder.fault, origin)
 
 
@@ -322,14 +344,8 @@ def _json(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | BadRo
             f"the file is not valid JSON: {error.msg}, at column {error.colno}",
             code="json-syntax",
             where=f"{path}:{error.lineno}",
-            fix=f"correct that place; python -m json.tool {path} checks a whole file",
-        ) from error
-    except ValueError as error:
-        raise UserError(
-            f"the file cannot be read as JSON: {error}",
-            code="json-limits",
-            where=path,
-            fix="shorten very long numbers, and nest lists and objects less deeply",
+            fix="correct it there: write one array of objects, or one object per line, with names "
+            "and text in double quotes",
         ) from error
 
 
@@ -342,7 +358,7 @@ def _text(path: str, data: bytes, line: int) -> str:
             f"the file is not UTF-8 text (byte {data[error.start]:#04x})",
             code="file-encoding",
             where=f"{path}:{where}",
-            fix=f"if it is Latin-1, convert it: {_iconv('LATIN1')}",
+            fix=_not_utf8(path),
         ) from error
 
 
@@ -365,8 +381,9 @@ def _array(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
         position, closed = position + 1, True
     while not closed:
         number, line, counted = number + 1, line + text.count("\n", counted, position), position
-        value, end = decoder.value_at(text, position)
-        yield _row(value, decoder.fault, Origin(path, number if one_line else line))
+        origin = Origin(path, number if one_line else line)
+        value, end = _value_at(decoder, text, position, origin)
+        yield _row(value, decoder.fault, origin)
         position = _skip(text, end)
         mark = text[position : position + 1]
         if mark not in (",", "]"):
@@ -378,6 +395,18 @@ def _array(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
         raise json.JSONDecodeError("Extra data after the array", text, position)
 
 
+def _value_at(decoder: StrictDecoder, text: str, position: int, origin: Origin) -> tuple[Any, int]:
+    try:
+        return decoder.value_at(text, position)
+    except JSONError as error:
+        raise UserError(
+            f"the value cannot be read as JSON: {error}",
+            code="json-limits",
+            where=str(origin),
+            fix=error.fix,
+        ) from error
+
+
 def _skip(text: str, position: int) -> int:
     return JSON_SPACE.match(text, position).end()  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -385,11 +414,10 @@ def _skip(text: str, position: int) -> int:
 def _document(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
     """One object: a wrapper around one list of rows, or itself the only row."""
     decoder = StrictDecoder()
-    value, end = decoder.value_at(text, start)
+    value, end = _value_at(decoder, text, start, Origin(path, 1))
     if text[end:].strip():
         raise json.JSONDecodeError(
-            "more text follows the first value (a file must contain one array, or one object per "
-            "line)",
+            "More text follows the first value",
             text,
             _skip(text, end),
         )
@@ -403,7 +431,7 @@ def _document(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
             f"the file contains several lists of rows: {', '.join(lists)}",
             code="file-several-lists",
             where=path,
-            fix="put each list into a separate file",
+            fix="put each list into a separate file, and list the files that you need",
         )
     if not lists:
         yield _row(value, decoder.fault, Origin(path, 1))
@@ -457,11 +485,17 @@ def _csv(
                 yield _record(path, start, cells, header, delimiter)
             start = records.line_num + 1
     except csv.Error as error:
+        reason, fix = str(error), 'put the field in double quotes, and write " inside it as ""'
+        if "new-line character" in reason:
+            reason = "a carriage return (CR) that no line feed follows is outside double quotes"
+            fix += "; if all lines end like this, convert them: tr '\\r' '\\n' < OLD > NEW"
+        elif "unexpected end" in reason:
+            reason, fix = "a double quote is never closed", 'close it, or write it as ""'
         raise UserError(
-            f"the record cannot be read: {error}",
+            f"the record that starts here cannot be read: {reason}",
             code="csv-syntax",
             where=f"{path}:{start}",
-            fix='put the field in double quotes, and write " inside it as ""',
+            fix=fix,
         ) from error
 
 
@@ -475,8 +509,10 @@ def _record(
         )
     return BadRow(
         Origin(path, line),
-        f"the record has {len(cells)} fields, and the header has {len(header)}",
-        f"put fields that contain {delimiter!r} in double quotes",
+        f"the record has {len(cells)} fields, but the header has {len(header)}",
+        f"put fields that contain {delimiter!r} in double quotes"
+        if len(cells) > len(header)
+        else f"write all fields, with {delimiter!r} between them also where they are empty",
         "csv-field-count",
     )
 
@@ -487,7 +523,7 @@ def _empty_rows(path: str, lines: list[int]) -> Iterator[BadRow]:
         yield BadRow(
             Origin(path, line),
             "the row is empty",
-            "remove its line, or write its text",
+            "remove the line, or write the row",
             "row-empty",
         )
     lines.clear()
@@ -519,13 +555,18 @@ def _delimiter(start: bytes, usual: str) -> str:
 
 def _header(path: str, line: int, cells: list[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
-    twice = sorted(name for name, count in Counter(header).items() if count > 1)
-    if twice:
+    counts = Counter(header)
+    twice = sorted(name for name, count in counts.items() if count > 1 and name)
+    if twice or counts[""] > 1:
         raise UserError(
-            f"the header names a column twice: {', '.join(twice[:5])}",
+            f"the header names a column twice: {', '.join(twice[:5])}"
+            if twice
+            else f"{counts['']} columns have no name in the header",
             code="column-duplicate",
             where=f"{path}:{line}",
-            fix="give every column a unique name",
+            fix="give every column a unique name"
+            if twice
+            else "name these columns, or remove them (also the separators at the end of a line)",
         )
     return header
 
@@ -548,8 +589,9 @@ def _parquet(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | Ba
     try:
         table = pq.ParquetFile(stream, page_checksum_verification=True)
         if len(set(table.schema_arrow.names)) < len(table.schema_arrow.names):
+            counts = Counter(table.schema_arrow.names)
             raise UserError(
-                "two columns have the same name",
+                f"several columns have the name {max(counts, key=lambda name: counts[name])!r}",
                 code="column-duplicate",
                 where=path,
                 fix="give every column a unique name",
@@ -560,10 +602,11 @@ def _parquet(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | Ba
                 yield Row(value, Origin(path, number))
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"the parquet file cannot be read after row {number} ({str(error).splitlines()[0]})",
+            f"the parquet file cannot be read from row {number + 1} on "
+            f"({str(error).splitlines()[0]})",
             code="file-damaged",
             where=path,
-            fix="write the file again, or check that it is parquet",
+            fix="export or copy the file again; if it is not parquet, rename it",
         ) from error
 
 

@@ -46,13 +46,13 @@ def with_targets(units: TokenizedDataset, kind: str, names: Sequence[str]) -> To
 
 
 def _lacks(unit: TokenizedExample, kind: str) -> UserError:
-    message = f"the row has no {kind}, but this run trains on the {kind} of every row"
+    column = {"label": "a label", "score": "a score", "attributes": "attributes"}[kind]
     return UserError(
-        message,
+        f"the row does not have {column}, but this run trains on the {kind} of every row",
         code="row-target-missing",
         where=str(unit.origin),
-        fix=f"add the {kind} to every row, or choose a loss.verdict or a method for the ratings "
-        "that all rows have",
+        fix=f"add {column} to the row, remove the row, or train on a rating that all rows have "
+        "(method: pointwise with loss.verdict: label, score or attributes)",
     )
 
 
@@ -73,10 +73,11 @@ def _targets(unit: TokenizedExample, kind: str, names: Sequence[str]) -> tuple[f
     unknown = sorted(attributes.keys() - set(names))
     if unknown:
         raise UserError(
-            f"the row has the attribute {unknown[0]!r}, which the model does not score",
+            f"the row has the attribute {unknown[0]!r}, which is not in model.attributes",
             code="row-attribute-unknown",
             where=str(unit.origin),
-            fix=f"the model scores {', '.join(names)}",
+            fix=f"remove it, rename it to one of {', '.join(names)}, or for a new run, add it to "
+            "model.attributes",
         )
     return tuple(attributes.get(name, math.nan) for name in names)
 
@@ -99,7 +100,7 @@ def check_range(
             )
             if not fits:
                 raise UserError(
-                    f"the row has {target:g}, and {message}",
+                    f"the row is rated {target:g}, but {message}",
                     code="row-target-range",
                     where=str(unit.origin),
                     fix=fix,

@@ -31,8 +31,8 @@ CHATML = "chatml"
 """The name of the built-in template."""
 
 NO_TEMPLATE = (
-    "set data.chat_template: chatml, or to the path of a Jinja file; or give prompts "
-    "and completions as plain text"
+    "set data.chat_template: chatml (or the path of a Jinja file), or write prompts and "
+    "completions as plain text"
 )
 
 Piece = tuple[str, bool]
@@ -86,8 +86,8 @@ def renders_as_chat(as_chat: AsChat, tokenizer: PreTrainedTokenizerBase) -> bool
             "the tokenizer has no chat template",
             code="chat-template-missing",
             where="data.as_chat",
-            fix="set data.chat_template: chatml, or to the path of a Jinja file; "
-            "or set data.as_chat: false to train on plain text",
+            fix="set data.chat_template: chatml (or the path of a Jinja file), or set "
+            "data.as_chat: false to train on plain text",
         )
     return bool(tokenizer.chat_template) if as_chat == "auto" else as_chat
 
@@ -159,7 +159,7 @@ class ChatTemplate:
             where = f"data.chat_template_kwargs.{name}"
             if name in names:
                 raise UserError(
-                    f"{name} is not a variable of the template",
+                    f"{name} cannot be set: Valence passes it to the chat template itself",
                     code="template-variable-unknown",
                     where=where,
                     fix="remove it",
@@ -169,7 +169,8 @@ class ChatTemplate:
                     "the tokenizer has no chat template",
                     code="chat-template-missing",
                     where=where,
-                    fix=NO_TEMPLATE,
+                    fix="set data.chat_template to the path of a Jinja file, or remove "
+                    "data.chat_template_kwargs",
                 )
             if not re.search(rf"\b{re.escape(name)}\b", self._every_source()):
                 raise UserError(
@@ -215,7 +216,8 @@ class ChatTemplate:
             raise RowError(
                 "template_refuses",
                 f"the chat template cannot print this conversation: {error}",
-                "use only roles, turn orders and fields that this model's template knows",
+                "write the turns as this chat template needs them, or set data.chat_template to "
+                "another template",
             ) from error
 
     @cached_property
@@ -230,14 +232,15 @@ class ChatTemplate:
         if not self.exists:
             return TurnEnd(None, "", "")
         fix = (
-            "fix the tokenizer's chat template, or set model.tokenizer to one whose template works"
+            "correct the chat template, set data.chat_template to another one such as chatml, or "
+            "set model.tokenizer to a tokenizer whose template works"
         )
         answer: Message = {"role": "assistant", "content": _SENTINEL}
         try:
             text = self.render([_QUESTION, answer], ask=False)
         except RowError as error:
             raise UserError(
-                f"{error.reason} (one user turn and its answer)",
+                f"the chat template fails on one user turn and its answer: {error.__cause__}",
                 code="chat-template-failed",
                 fix=fix,
             ) from error
@@ -540,9 +543,9 @@ class ChatTemplate:
             if message.get("tool_calls") and "tool_calls" not in source:
                 raise RowError(
                     "not_printed",
-                    "a turn calls tools, which the chat template does not print",
-                    "use a model whose template knows tools, or write the call as the turn's "
-                    "content",
+                    "a turn calls tools, but the chat template does not print tool calls",
+                    "set data.chat_template to a template with tool calls, use a model that has "
+                    "one, or write the call into the content of the turn",
                 )
 
     def _check_printed(
@@ -564,7 +567,8 @@ class ChatTemplate:
                 raise RowError(
                     "not_printed",
                     f"the chat template leaves out turn {i + 1} ({message['role']})",
-                    "remove that turn from the data, or use a model whose template prints it",
+                    "remove that turn from the row, or set data.chat_template to a template that "
+                    "prints it",
                 )
 
 
@@ -663,8 +667,8 @@ def _not_a_prefix(
     at = _shared_length(part, full_text)
     return kind(
         "not_a_prefix",
-        f"{name} is printed differently once it is answered: after {at} characters it reads "
-        f"{part[at : at + 40]!r}, and in the whole conversation {full_text[at : at + 40]!r}",
-        "training would see another prompt than sampling: change the row, or the model's chat "
-        "template",
+        f"the chat template prints {name} differently once an answer follows: after {at} "
+        f"characters {part[at : at + 40]!r}, and in the whole conversation "
+        f"{full_text[at : at + 40]!r}, so training would see another prompt than sampling",
+        "change the row so that both are equal, or set data.chat_template to another template",
     )

@@ -65,10 +65,14 @@ SKIN_TONE = re.compile("(:skin-tone-[2-6]:|[\U0001f3fb-\U0001f3ff]|\ufe0f)$")
 """What may follow a thumb."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LABEL_FIX = (
-    "write true or false, 1 or 0 (or -1), yes or no, up or down, chosen or rejected, good or "
-    "bad, positive or negative, "
-    "like or dislike, thumbs_up or thumbs_down, :+1: or :-1:, upvote or downvote; put graded "
-    "ratings into a column called score"
+    "write true or false (other words are 1 and 0 or -1, yes and no, up and down, like and "
+    "dislike, thumbs_up and thumbs_down, upvote and downvote, :+1: and :-1:, good and bad, "
+    "positive and negative, chosen and rejected); to read graded ratings as scores, set keys: "
+    "{{score: {name}}} on this file"
+)
+TOOLS_FIX = (
+    'write the prompt as chat turns, such as [{"role": "user", "content": "..."}], or remove the '
+    "tools"
 )
 CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -108,9 +112,9 @@ def label(value: object, name: str) -> bool:
     verdict = thumb(value)
     if verdict is None:
         raise UserError(
-            f"{name} is {shown(value)}, which is not a label",
+            f"{name} is {shown(value)}, which is not a label (thumbs up or down)",
             code="row-label-invalid",
-            fix=LABEL_FIX,
+            fix=LABEL_FIX.format(name=name),
         )
     return verdict
 
@@ -136,11 +140,11 @@ def number(value: object, name: str) -> float:
     if result is None:
         comma = isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+,[0-9]+\s*", value)
         raise UserError(
-            f"{name} is {shown(value)}, and must be a finite number",
+            f"{name} is {shown(value)}, but must be a finite number",
             code="row-decimal-comma" if comma else "row-number-invalid",
             fix="write a decimal point instead of the comma"
             if comma
-            else f"correct {name} or remove the row",
+            else "write a number, or remove the row",
         )
     return result
 
@@ -163,9 +167,9 @@ def weight(value: object, name: str) -> float:
     result = number(value, name)
     if result < 0:
         raise UserError(
-            f"{name} is {result}, and must not be negative",
+            f"{name} is {result:g}, but must not be negative",
             code="row-number-range",
-            fix="use a weight of 0 or more; to train against an answer, label it false",
+            fix="write a weight of 0 or more; to train against an answer, set its label to false",
         )
     return result
 
@@ -175,9 +179,9 @@ def probability(value: object, name: str) -> float:
     result = number(value, name)
     if not 0 <= result <= 1:
         raise UserError(
-            f"{name} is {result:g}, and must be a probability",
+            f"{name} is {result:g}, but must be a probability",
             code="row-number-range",
-            fix="give a number from 0 to 1: how likely it is that the chosen answer is the "
+            fix="write a number from 0 to 1: the probability that the chosen answer is the "
             "better one",
         )
     return result
@@ -190,9 +194,10 @@ def attributes(value: object, name: str) -> dict[str, float]:
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
         raise UserError(
-            f"{name} is {shown(value)}, and must be an object of attributes with a score each",
+            f"{name} is {shown(value)}, but must be an object with a score for each attribute",
             code="row-value-type",
-            fix='write {"helpfulness": 3, "correctness": 4}; rename a column with other content',
+            fix='write an object such as {"helpfulness": 3, "correctness": 4} in jsonl or parquet; '
+            f"if {name} has another meaning, rename the column",
         )
     scores = {
         attribute: number(score, f"{attribute} in {name}")
@@ -203,7 +208,7 @@ def attributes(value: object, name: str) -> dict[str, float]:
         raise UserError(
             f"{name} has no score",
             code="row-scores-empty",
-            fix="give at least one attribute a score, or remove the row",
+            fix='score at least one attribute, such as {"helpfulness": 3}, or remove the row',
         )
     return scores
 
@@ -229,7 +234,8 @@ def logps(value: object, name: str) -> tuple[float, ...]:
         raise UserError(
             f"{name} is {shown(value)}, but must be a list of log-probabilities",
             code="row-logps-invalid",
-            fix="write a list with one log-probability for each token of the completion",
+            fix=f"write a list with one log-probability per token of the completion, or remove "
+            f"{name}",
         )
     numbers = tuple(number(item, f"number {n} of {name}") for n, item in enumerate(value, 1))
     if max(numbers) > 1e-3:
@@ -272,30 +278,42 @@ def tools(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
             value = json.loads(value) if value.strip() else []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(
-            f"{name} is {shown(value)}, and must be a list of objects",
+            f"{name} is {shown(value)}, but must be a list of objects",
             code="row-value-type",
-            fix="write each tool as the JSON schema that the chat template shows",
+            fix='write a list of tools, such as [{"type": "function", "function": {"name": ..., '
+            '"parameters": ...}}]',
         )
     return tuple(value)
 
 
 def turns(value: object, name: str, dialect: Dialect) -> tuple[Message, ...]:
     """Chat turns, at least one, each with one of the four roles."""
+    if isinstance(value, str) and CHAT_AS_TEXT.match(value):
+        raise _turns_as_text(name)
     if not isinstance(value, list) or not value:
         raise UserError(
-            f"{name} is {shown(value)}, and must be a list of chat turns",
+            f"{name} is {shown(value)}, but must be a list of chat turns",
             code="row-value-type",
-            fix=f'write [{{"{dialect.role}": "...", "{dialect.content}": "..."}}, ...]',
+            fix=f'write [{{"{dialect.role}": "user", "{dialect.content}": "..."}}, ...]',
         )
     return tuple(
         _turn(turn, f"turn {number} of {name}", dialect) for number, turn in enumerate(value, 1)
     )
 
 
+def _turns_as_text(name: str) -> UserError:
+    return UserError(
+        f"{name} is a list of chat turns written as text",
+        code="row-turns-as-text",
+        fix="store the list itself, without quotes around it, in jsonl or parquet; a csv file "
+        "cannot hold chat turns",
+    )
+
+
 def _turn(value: object, name: str, dialect: Dialect) -> Message:
     if not isinstance(value, dict):
         raise UserError(
-            f"{name} is {shown(value)}, and must be a chat turn",
+            f"{name} is {shown(value)}, but must be a chat turn",
             code="row-value-type",
             fix=f'write {{"{dialect.role}": "user", "{dialect.content}": "..."}}',
         )
@@ -304,9 +322,12 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
     role = dialect.roles.get(name_of_role) if isinstance(name_of_role, str) else None
     if role is None:
         raise UserError(
-            f"{name} has {dialect.role} {shown(name_of_role)}",
+            f"{name} has no {dialect.role}"
+            if name_of_role is None
+            else f"{name} has the unknown {dialect.role} {shown(name_of_role)}",
             code="row-role-invalid",
-            fix=f"use one of {', '.join(dialect.roles)}",
+            fix=f'write the turn as {{"{dialect.role}": "user", "{dialect.content}": "..."}}; '
+            f"{dialect.role} can be one of {', '.join(dialect.roles)}",
         )
     # A table's file format fills in null for what a turn does not have.
     rest = {
@@ -318,17 +339,19 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
         content is None and role == "assistant" and rest.get("tool_calls")
     ):
         raise UserError(
-            f"{name} has {dialect.content} {shown(content)}, and must have text",
+            f"{name} has no {dialect.content}"
+            if content is None
+            else f"{dialect.content} of {name} is {shown(content)}, but must be text",
             code="row-content-invalid",
-            fix="write one string",
+            fix=f"set {dialect.content} to a string",
         )
     turn_weight = rest.pop("weight", 1)
     if isinstance(turn_weight, bool) or turn_weight not in (0, 1):
         raise UserError(
             f"weight of {name} is {shown(turn_weight)}, but must be 0 or 1",
             code="row-weight-invalid",
-            fix="write 0 to exclude the turn from training and 1 to include it; to weight the "
-            "whole row, use the column weight of the row",
+            fix="write 0 to exclude the turn from training or 1 to include it; to weight the "
+            "whole row, add a column `weight` to the row",
         )
     ignored = {"weight": 0} if role == "assistant" and turn_weight == 0 else {}
     return {"role": role, "content": content, **rest, **ignored}
@@ -363,9 +386,9 @@ def parts_as_text(parts: Sequence[object], name: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else "text"
         if kind is not None and kind not in TEXT_PARTS:
             raise UserError(
-                f"part {number} of {name} has type {shown(kind)}; Valence can only train on text",
+                f"part {number} of {name} has type {shown(kind)}, but Valence trains only on text",
                 code="row-content-parts",
-                fix="remove rows with images, audio or files, or replace these parts with text",
+                fix="remove the row, or replace this part with text",
             )
         if not isinstance(text_of, str):
             raise UserError(
@@ -387,29 +410,33 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
             f"{name} is an object, but must be text or a list of chat turns; the turns are in "
             f"{name}.messages",
             code="row-nested-messages",
-            fix=f"add keys: {{prompt: {name}.messages}} to this file in the recipe",
+            fix=f"set keys: {{prompt: {name}.messages}} on this file in the recipe",
         )
     if is_parts(value):
         value = parts_as_text(cast(list[object], value), name)
     if not isinstance(value, str):
-        return check_prompt(
-            turns([value] if isinstance(value, dict) else value, name, dialect), name
-        )
+        return check_prompt(turns(_listed_turns(value, name, dialect), name, dialect), name)
     if not value:
         raise UserError(
-            f"{name} is empty", code="row-prompt-empty", fix="give the text that the answer follows"
+            f"{name} is empty", code="row-prompt-empty", fix="write the prompt, or remove the row"
         )
     return text(value, name)
 
 
 def check_prompt(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     """The turns, when an answer can follow them: they end with a user or tool turn."""
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
-        end = f"ends with a turn of role {messages[-1]['role']!r}" if messages else "has no turns"
+    if not messages:
         raise UserError(
-            f"the prompt in {name} {end}; it must end with a user or tool turn",
+            f"{name} has no turn before the answer",
             code="row-prompt-end",
-            fix="end the prompt with the user (or tool) turn that the assistant answers",
+            fix="put the user turn that the assistant answers before it, or remove the row",
+        )
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise UserError(
+            f"the prompt ({name}) ends with a turn of role {messages[-1]['role']}, but must end "
+            "with a user or tool turn",
+            code="row-prompt-end",
+            fix="end the prompt with the user or tool turn that the assistant answers",
         )
     return tuple(messages)
 
@@ -422,26 +449,31 @@ def answer(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
         value = parts_as_text(cast(list[object], value), name)
     if isinstance(value, str):
         return text(value, name)
-    return turns([value] if isinstance(value, dict) else value, name, dialect)
+    return turns(_listed_turns(value, name, dialect), name, dialect)
+
+
+def _listed_turns(value: object, name: str, dialect: Dialect) -> object:
+    """A turn without its list as a list. Raises UserError for anything else than a list."""
+    if not isinstance(value, dict | list):
+        raise UserError(
+            f"{name} is {shown(value)}, but must be text or a list of chat turns",
+            code="row-value-type",
+            fix=f"write {name} as text in double quotes, or as "
+            f'[{{"{dialect.role}": "user", "{dialect.content}": "..."}}, ...]',
+        )
+    return cast(object, [value]) if isinstance(value, dict) else cast(object, value)
 
 
 def text(value: object, name: str) -> str:
     """Text that is not a list of chat turns in disguise, as a csv would have it."""
     if not isinstance(value, str):
         raise UserError(
-            f"{name} must be a string, but is {shown(value)}",
+            f"{name} is {shown(value)}, but must be a string",
             code="row-value-type",
-            fix="write a string",
+            fix=f"write {name} as a string in double quotes",
         )
     if CHAT_AS_TEXT.match(value):
-        raise UserError(
-            f"{name} is a list of chat turns written as text",
-            code="row-turns-as-text",
-            fix=(
-                "store the list itself, in jsonl or parquet; as text, the model would "
-                "see its brackets and quotes"
-            ),
-        )
+        raise _turns_as_text(name)
     return value
 
 
@@ -459,9 +491,9 @@ def exchange(
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
         if offered:
             raise UserError(
-                "the row has tools, and its prompt is text",
+                "the row has tools, but its prompt is text",
                 code="row-tools-without-turns",
-                fix="write the prompt as a list of chat turns",
+                fix=TOOLS_FIX,
             )
         return prompt, tuple(
             _check_not_empty(str(answer), name) for name, answer in answers.items()
@@ -486,7 +518,9 @@ def exchange(
 def _check_not_empty(text: str, name: str) -> str:
     if not text.strip():
         raise UserError(
-            f"{name} is empty", code="row-completion-empty", fix="remove rows without an answer"
+            f"{name} is empty",
+            code="row-completion-empty",
+            fix="write the answer, or remove the row",
         )
     return text
 
@@ -505,21 +539,22 @@ def check_answer(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
         raise UserError(
             f"{name} has a {wrong} turn that is not part of the prompt",
             code="row-completion-turns",
-            fix="give only the turns that follow the prompt, or repeat the prompt exactly",
+            fix=f"move the turns up to the last {wrong} turn into the prompt; if {name} repeats "
+            "the prompt, repeat it exactly",
         )
     if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
         raise UserError(
-            f"{name} is not an assistant answer",
+            f"{name} does not begin and end with an assistant turn",
             code="row-completion-not-assistant",
-            fix="begin and end it with an assistant turn",
+            fix="put earlier turns into the prompt, and remove turns after the last assistant turn",
         )
     if messages and all(
         turn.get("weight") == 0 for turn in messages if turn["role"] == "assistant"
     ):
         raise UserError(
-            f"{name} has an answer with weight 0, so it is not trained on",
+            f"all assistant turns of {name} have weight 0, so nothing is trained on",
             code="row-weight-zero",
-            fix="remove the row, or the weight of the turn to train on",
+            fix="remove the row, or set the weight of a turn to 1",
         )
     return tuple(messages)
 
@@ -533,9 +568,10 @@ def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | t
         head, mark, _ = chosen.rpartition("\n\nAssistant:")
         if not mark or rejected.rpartition("\n\nAssistant:")[0] != head:
             raise UserError(
-                "the row has no prompt, and chosen and rejected do not share one",
+                "the row has no prompt, and chosen and rejected do not begin with the same text "
+                "up to their last Assistant: turn",
                 code="row-prompt-not-shared",
-                fix="add a column called prompt",
+                fix="add a column `prompt`",
             )
         return head + mark
     first, second = turns(chosen, "chosen", dialect), turns(rejected, "rejected", dialect)
@@ -548,7 +584,7 @@ def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | t
         raise UserError(
             "the row has no prompt, and chosen and rejected do not begin with the same user turn",
             code="row-prompt-not-shared",
-            fix="add a column called prompt, or begin both sides with it",
+            fix="add a column `prompt`, or begin both with the same turns",
         )
     return first[:same]
 

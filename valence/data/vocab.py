@@ -56,7 +56,7 @@ class Vocab:
             raise UserError(
                 "the tokenizer has no end-of-sequence token to end an answer with",
                 code="end-token-missing",
-                fix="set model.tokenizer to one that has it",
+                fix="set model.tokenizer to a tokenizer that has one",
             )
         return self._eos
 
@@ -95,7 +95,7 @@ class Vocab:
         raise RowError(
             "empty_prompt",
             "the prompt is empty and the tokenizer has no BOS token to start from",
-            "give the row a prompt, or write it as chat messages",
+            "write a prompt, or remove the row",
         )
 
     def token(self, name: str) -> int:
@@ -109,8 +109,9 @@ class Vocab:
         except UnicodeEncodeError as error:
             raise RowError(
                 "not_unicode",
-                f"the text is not valid Unicode (a lone surrogate, character {error.start + 1})",
-                "write the character in UTF-8, or write both \\u escapes of its surrogate pair",
+                f"character {error.start + 1} of the text is only half of a character (a lone "
+                "surrogate)",
+                "write the character itself, or both \\u escapes of its surrogate pair",
             ) from error
         if self.is_backend_only and self._backend.truncation is self._backend.padding is None:
             # The same ids without their character offsets, in two thirds of the time.
@@ -142,7 +143,8 @@ class Vocab:
                 raise RowError(
                     "id_out_of_range",
                     f"token id {i} is not in the vocabulary of {size} tokens",
-                    "tokenize the rows with the tokenizer of this model",
+                    "tokenize the rows with the tokenizer of this model, or use their text instead "
+                    "of token ids",
                 )
         return ids
 

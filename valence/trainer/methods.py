@@ -226,7 +226,7 @@ def method_of(name: str, online: bool = False) -> Method:
         f"there is no method {name!r}",
         code="method-unknown",
         where="method",
-        fix=f"{hint}methods: {', '.join(methods)}",
+        fix=f"{hint}set it to one of {', '.join(methods)}",
     )
 
 

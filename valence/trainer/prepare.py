@@ -464,9 +464,19 @@ def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedReci
 
 
 def _with_advice(corpus: Corpus, recipe: Recipe, name: str) -> Corpus:
-    """With advice on class weights only where the recipe could follow it."""
-    follows = _loss_of(recipe, name).get("class_weights") == "given"
-    return corpus if follows else replace(corpus, audit=replace(corpus.audit, weights=None))
+    """With advice on the class weights of the recipe, only where the recipe could follow it."""
+    from valence.data.audit import advised_weights
+
+    loss, weights = _loss_of(recipe, name), corpus.audit.weights
+    if weights is not None:
+        weights = (
+            advised_weights(
+                weights.n_up, weights.n_down, loss["desirable_weight"], loss["undesirable_weight"]
+            )
+            if loss.get("class_weights") == "given"
+            else None
+        )
+    return replace(corpus, audit=replace(corpus.audit, weights=weights))
 
 
 def _weights(method: str, units: TokenizedDataset) -> dict[str, Any]:
@@ -521,14 +531,14 @@ def _with_targets(corpus: Corpus, recipe: Recipe) -> Corpus:
         corpus.units, recipe.loss.get("verdict", "score"), recipe.model.attributes or ONE
     )
     if levels:
-        message = f"{recipe.method} reads whole numbers from 1 to {levels}"
+        message = f"{recipe.method} needs whole numbers from 1 to {levels} (loss.levels)"
         fix = (
-            "number them from 1, set loss.levels to the largest; or use pointwise with "
-            "loss.error: squared"
+            "number the ratings from 1, and set loss.levels to the largest; or set method: "
+            "pointwise and loss.error: squared"
         )
         check_range(units, 1, levels, True, message, fix)
     elif error == "cross_entropy":
-        message = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
+        message = "loss.error: cross_entropy needs labels, or probabilities from 0 to 1"
         check_range(units, 0, 1, False, message, "set loss.error: squared or huber")
     return replace(corpus, encoded=replace(corpus.encoded, units=units))
 

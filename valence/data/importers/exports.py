@@ -65,8 +65,9 @@ def _recognized_rows(
 
 def not_an_export(tool: str, origin: Origin, columns: list[str]) -> UserError:
     """The error about a file of another form."""
+    names = ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in columns[:8])
     return UserError(
-        f"the file is not an export of {tool}: its columns are {', '.join(columns[:8]) or 'none'}",
+        f"the file is not an export of {tool}: its columns are {names or 'none'}",
         code="import-not-an-export",
         where=str(origin),
         fix=f"pass a file that {tool} exported, or name the tool that exported this file",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from valence.data.strict_json import StrictDecoder
+from valence.data.strict_json import JSONError, StrictDecoder
 from valence.data.values import as_number, thumb
 
 CSV_DANGER = re.compile(r"[=+@\t\n-]|.*,[=+@\t\n-]", re.DOTALL)
@@ -35,7 +35,7 @@ def is_json(text: str) -> bool:
     return value is not text or fault is not None
 
 
-def _parse_json(cell: object) -> tuple[Any, str | None]:
+def _parse_json(cell: object) -> tuple[Any, JSONError | None]:
     """The decoded cell, or the cell itself where it is no JSON; and the fault of the JSON."""
     if not isinstance(cell, str) or not cell.lstrip().startswith(("[", "{")):
         return cell, None

@@ -19,7 +19,7 @@ from valence.data.values import as_number, thumb
 SOURCE = "langfuse"
 NAMES = ("user-feedback", "user_feedback")
 """Names of the scores that are feedback by convention."""
-NEEDED = {"scores": "its scores", "steps": "its traces or observations"}
+NEEDED = {"scores": "scores", "steps": "traces or observations"}
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:

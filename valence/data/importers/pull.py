@@ -540,7 +540,7 @@ def server_address(url: str) -> tuple[str, str]:
             "the URL contains a user name or password",
             code="import-url-credentials",
             where=address,
-            fix="put keys into environment variables",
+            fix="remove them from the URL: keys are read from environment variables",
         )
     return address, (parse_qs(parts.query).get("project") or [""])[0]
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
+from valence.data.detect import detect
 from valence.data.formats import lookup
 from valence.data.importers.records import HashedRater, Reader, ReadOptions, Skipped, Vote
 from valence.data.importers.rows import RowKind
@@ -186,24 +187,21 @@ def _read(read: Reader, paths: list[str], options: ReadOptions) -> Iterator[Vote
     try:
         yield from read(paths, options)
     except UserError as error:
-        tool = _detect_tool(paths) if error.code == "import-not-an-export" else None
-        if tool is None:
+        fix = _other_use(paths) if error.code == "import-not-an-export" else None
+        if fix is None:
             raise
-        raise UserError(
-            error.message,
-            code=error.code,
-            where=error.where,
-            fix=f"did you mean {command_name(tool)}? the columns are those of its export",
-        ) from error
+        raise UserError(error.message, code=error.code, where=error.where, fix=fix) from error
 
 
-def _detect_tool(paths: Sequence[str]) -> str | None:
-    """The tool that wrote these files, if the columns of the first rows of one show it."""
+def _other_use(paths: Sequence[str]) -> str | None:
+    """How to use files that are no export of a tool, if the first rows of one show it."""
     for path in paths:
         with suppress(UserError):
             rows = islice(read_rows(path), NUM_DETECTED)
-            if tool := detect_source([row.value for row in rows if isinstance(row, Row)]):
-                return tool
+            head = [row.value for row in rows if isinstance(row, Row)]
+            if tool := detect_source(head):
+                return f"did you mean {command_name(tool)}? the columns are those of its export"
+            return f"name {path} in data.train: its rows have the format {detect(head)} already"
     return None
 
 
@@ -229,7 +227,7 @@ def pull_votes(
             f"{command_name(name)} cannot be read from a server",
             code="source-not-pullable",
             where="--url",
-            fix=f"export files, and name them: {SOURCES[name].files}",
+            fix=f"export files, and pass them instead of --url: {SOURCES[name].files}",
         )
     pull = import_module("valence.data.importers.pull").pull
     votes = pull(name, url, options, since, token_env=token_env, progress=progress)
