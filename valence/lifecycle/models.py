@@ -92,7 +92,7 @@ def build_models(
         if model is not None:
             _check_same_weights(group, "model", policy)
         check_vocabulary(policy.causal, prepared.tokenizer)
-        _check_lengths(policy, prepared)
+        _check_lengths(policy.causal, prepared)
         if fills and recipe.train.router_aux_loss:
             check_router(policy)
         can_compile = split.single and split.context == 1
@@ -203,6 +203,7 @@ class _ModelLoader:
         name = recipe.reference.model
         if model is not None:
             _check_same_vocabulary(policy, model, name or "")
+            _check_lengths(model, self.prepared, "the reference model")
             model.to(policy.device)
         built = build_reference(
             policy,
@@ -370,8 +371,8 @@ def _with_cache(
     return CachedReference(built, Path(cache), about=about, reload=again, agree=agree)
 
 
-def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
-    """Raise UserError if the longest row exceeds the positions of the model."""
+def _check_lengths(model: nn.Module, prepared: Prepared, name: str = "the model") -> None:
+    """Raise UserError if the longest row exceeds the positions of the model. name: for messages."""
     if not prepared.corpora:
         return
     new_tokens = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
@@ -383,12 +384,13 @@ def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
         longest.append((int(lengths.max()), units.origins[int(lengths.argmax())]))
     length, origin = max(longest, key=lambda row: row[0])
     check_positions(
-        policy.causal,
+        model,
         length,
         "this row has",
         code="row-too-long-for-model",
         where=str(origin),
         fix="set data.max_length: {limit}",
+        name=name,
     )
 
 
