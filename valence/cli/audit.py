@@ -116,7 +116,7 @@ def audit(
     if any(options.values()):
         used = ", ".join(name for name, is_set in options.items() if is_set)
         raise UserError(
-            f"{used} has no effect without --review",
+            f"{used} can only be used with --review",
             code="option-conflict",
             where=used,
             fix=f"add --review, or remove {used}",

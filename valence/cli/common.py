@@ -61,7 +61,7 @@ ModelOverrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Settings to override, e.g. model.dtype=bfloat16. `valence check RECIPE --all` lists "
+        help="Settings to override, e.g. data.as_chat=true. `valence check RECIPE --all` lists "
         "all settings.",
         autocompletion=complete.settings,
     ),

@@ -144,6 +144,13 @@ def import_feedback(
                 fix += "; or add --url to read from the server"
         where = f"valence import {name.replace('_', '-')}"
         raise UserError(problem, code="import-input", where=where, fix=fix)
+    if token_env is not None and not url:
+        raise UserError(
+            "--token-env has no effect without --url",
+            code="option-unused",
+            where="--token-env",
+            fix="remove --token-env, or add --url to read from the server",
+        )
     if is_complete and since is not None:
         raise UserError(
             "--since skips votes of the export, but --complete removes stored votes that are not "

@@ -382,6 +382,19 @@ def _check_lengths(model: nn.Module, prepared: Prepared, name: str = "the model"
         completions = np.where(units.columns["num_answers"] > 0, units.longest_answer, new_tokens)
         lengths = units.prompt_column("num_tokens") + completions
         longest.append((int(lengths.max()), units.origins[int(lengths.argmax())]))
+        if prepared.method.needs_kl_pairs:
+            # a prompt may be paired with the completion of any other row
+            combined = int(units.prompt_column("num_tokens").max() + completions.max())
+            check_positions(
+                model,
+                min(combined, prepared.recipe.data.max_length),
+                "a prompt with the completion of another row, which KTO needs, may have",
+                code="max-length-too-large",
+                where="data.max_length",
+                fix="set data.max_length: {limit}",
+                warn=False,
+                name=name,
+            )
     length, origin = max(longest, key=lambda row: row[0])
     check_positions(
         model,
