@@ -45,10 +45,9 @@ from valence.files import check_path
 from valence.jobs.reward_rows import list_rewards, sampled_completion
 from valence.jobs.row_job import Line, RowJob, as_line
 from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample_rows
-from valence.lifecycle.reward_models import reward_model
+from valence.lifecycle.reward_models import reward_model, reward_model_must_exist
 from valence.lifecycle.saved_models import At
 from valence.models.loading import must_exist
-from valence.planning.reward_models import load_reward_recipe, parse_settings, placed_at_reward
 from valence.reports.console import Progress
 from valence.reports.win_rates import win_rate_page
 from valence.rewards.build import (
@@ -290,10 +289,8 @@ def _check_models(
     for target in targets:
         must_exist(load_target(target, overrides).recipe.model.name, target)
     for entries in specs:
-        for name, settings, where in list_reward_models(entries):
-            with placed_at_reward(name, where):
-                source, _ = load_reward_recipe(name, parse_settings(name, settings, where))
-                must_exist(source.recipe.model.name, "model.name")
+        for entry in list_reward_models(entries):
+            reward_model_must_exist(*entry)
 
 
 def _read_entry(judge: str) -> str:
