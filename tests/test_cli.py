@@ -455,6 +455,7 @@ PLACE = "recipe.yaml/model"
     (("train", "--train.seed", "1"), "option-unknown", "command line", "train.seed=1"),
     (("evaluate", "model"), "run-not-found", "model", ""),
     (("evaluate", "nowhere"), "recipe-not-found", "nowhere", ""),
+    (("evaluate", "recipe.yaml", "--out", "no/a.json"), "file-not-writable", "no/a.json", ""),
     (("sample", "recipe.yaml"), "rows-missing", "sample", "--prompt"),
     ((*SAMPLE, "--seed", "9" * 30), "sampling-value", "seed", ""),
     ((*SAMPLE, "--max-new-tokens", "99999999999"), "sampling-value", "max_new_tokens", ""),

@@ -131,6 +131,8 @@ def test_a_category_is_up_or_down(category: str) -> None:
 def test_a_source_must_be_named() -> None:
     check_error(command_error("import"), "import-input", fix="--list")
     check_error(command_error("import", "chat-log"), "import-input")
+    error = command_error("import", "chat-log", "log.jsonl", "--token-env", "KEY")
+    check_error(error, "option-unused", where="--token-env", fix="--url")
 
 
 def test_the_list_has_every_source(capsys: pytest.CaptureFixture[str]) -> None:

@@ -501,3 +501,10 @@ def test_the_cost_limit_ends_a_comparison_which_a_larger_one_resumes(folder: Pat
         result = compare(judge=llm_judge(server, **paid))
         assert len(server.requests) <= 16
     assert result["judges"][0]["cost"] == pytest.approx(len(server.requests) / 10)
+
+
+def test_models_are_checked_before_an_answer_is_sampled(folder: Path) -> None:
+    words = ("--prompts", "prompts.jsonl", "--judge")
+    for arguments in (("model", "./none", *words, "length"), ("model", "other", *words, "./none")):
+        assert command_error("compare", *arguments).code == "model-not-found"
+        assert not Path("comparison").exists()

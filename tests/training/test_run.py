@@ -307,3 +307,24 @@ def test_rows_beyond_a_table_of_positions_are_refused_before_training(tmp_path: 
     rotary = tiny("llama", max_position_embeddings=64, **short)
     with pytest.warns(UserWarning, match=r"rows in memory:12: .*data\.max_length: 64"):
         valence.train(settings, model=rotary, tokenizer=tiny_tokenizer(), train=rows, quiet=True)
+
+
+def test_kl_pairs_longer_than_the_positions_of_the_model_are_refused(tmp_path: Path) -> None:
+    """Each row fits, but not a prompt with the completion of another row."""
+    rows = [
+        {
+            "prompt": "word " * 22 if i % 2 else f"question {i}",
+            "completion": f"yes {i}" if i % 2 else "word " * 22,
+            "label": i < 2,
+        }
+        for i in range(4)
+    ]
+    short: dict[str, Any] = {"vocab_size": len(tiny_tokenizer()), "dtype": torch.float32}
+    with raises_error("max-length-too-large", where="data.max_length", fix="data.max_length: 80"):
+        valence.train(
+            {"method": "kto", "model": {"name": "object"}, "run": {"dir": str(tmp_path / "run")}},
+            model=tiny("gpt2", n_positions=80, max_position_embeddings=80, **short),
+            tokenizer=tiny_tokenizer(),
+            train=rows,
+            quiet=True,
+        )

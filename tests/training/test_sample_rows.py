@@ -267,6 +267,11 @@ def test_prompts_that_changed_are_seen(place: Path) -> None:
     (("prompts.jsonl", "--prompt", "x", "--out", "a.jsonl"), "path-is-file", "prompts.jsonl"),
     (("model", "--prompt", "x", "--out", "a.jsonl", "--step", "3"), "option-unused", "--step"),
     (("model", "--prompt", "x", "--top-p", "2"), "sampling-value", "top_p"),
+    (("model", "--prompt", "x", "--append"), "option-unused", "--append"),
+    (("model", "--prompt", "x", "--fresh"), "option-unused", "--fresh"),
+    (("model", "--prompt", "x", "--out", "a.jsonl", "--fresh", "--append"),
+     "option-conflict", "--append"),
+    ((".", "--prompt", "x"), "model-not-loadable", "."),
 ])  # fmt: skip
 def test_a_mistake_is_refused(words: tuple[str, ...], code: str, where: str, place: Path) -> None:
     with raises_error(code, where=where):

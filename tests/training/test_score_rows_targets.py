@@ -195,3 +195,5 @@ def test_a_table_of_positions_is_not_overrun(place: Path) -> None:
     with raises_error("max-length-too-large", where="data.max_length", fix="--max-length 256"):
         score("scored.jsonl", target="gpt2")
     score("scored.jsonl", target="gpt2", overrides=["data.max_length=256"])
+    with raises_error("max-length-too-large", where="data.max_length", fix="--max-length 256"):
+        score("scored.jsonl", out="2.jsonl", overrides=["reference.model=gpt2"])

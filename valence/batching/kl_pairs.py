@@ -71,7 +71,8 @@ def check_kl_pairs(
 
 def _no_partner(origin: Origin) -> UserError:
     return UserError(
-        "KTO cannot pair this row: no other row differs in both prompt and completion",
+        "KTO cannot estimate the KL for this row, because no other row differs in both prompt and "
+        "completion",
         code="kl-pairs-missing",
         where=str(origin),
         fix="add rows with another prompt and another completion, or set method: "

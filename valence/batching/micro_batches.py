@@ -301,7 +301,7 @@ def _token_columns(rows: Sequence[_Row], tree: PrefixTree) -> list[tuple[str, li
     columns = [dict(row.example.answers[row.side].columns) for row in rows]
     names = list(columns[0])
     if any(list(column) != names for column in columns):
-        raise ValueError("some completions of a micro-batch have columns that others lack")
+        raise ValueError("some completions of the micro-batch lack columns that others have")
     starts = [len(row.example.prompt_ids) for row in rows]
     scored_rows, readers = tree.scored
     places = list(zip(readers.tolist(), tree.position_ids[scored_rows].tolist(), strict=True))

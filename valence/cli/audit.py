@@ -31,7 +31,8 @@ def audit(
         list[str],
         typer.Argument(
             metavar="FILE...",
-            help="Files of rows with thumbs, scores or pairs, or sections as in a recipe.",
+            help="Files of rows with thumbs, scores or pairs, or sections as in a recipe "
+            "('{path: FILE, keys: {...}}').",
         ),
     ],
     model: Annotated[
@@ -97,7 +98,7 @@ def audit(
             )
         if out is None:
             raise UserError(
-                "--review needs a file for the reviewed rows",
+                "a review needs a file for the reviewed rows",
                 code="out-missing",
                 where="--review",
                 fix="add --out FILE.jsonl",
@@ -105,12 +106,20 @@ def audit(
         tokens = make_tokens(rater or [], no_token=no_token)
         _review(files, model, out, top, format, allowed, tokens, host, port, allowed_host or [])
         return
-    if rater or allowed_host or no_token or host != "127.0.0.1" or port != 8765:
+    options = {
+        "--rater": bool(rater),
+        "--host": host != "127.0.0.1",
+        "--port": port != 8765,
+        "--allowed-host": bool(allowed_host),
+        "--no-token": no_token,
+    }
+    if any(options.values()):
+        used = ", ".join(name for name, is_set in options.items() if is_set)
         raise UserError(
-            "these options only apply to --review",
+            f"{used} can only be used with --review",
             code="option-conflict",
-            where="--rater, --host, --port, --allowed-host, --no-token",
-            fix="add --review, or remove these options",
+            where=used,
+            fix=f"add --review, or remove {used}",
         )
     try:
         with stoppable("stopped; nothing was written"):
@@ -134,6 +143,9 @@ def audit(
         write_line(json_line({"status": "done", **result.to_dict()}))
     else:
         print_audit(result, terminal)
+    if out is not None and result.out is None:
+        message = f"{out} was not written, because the model cannot tell which labels are wrong."
+        print_message(terminal, message, "yellow")
 
 
 def _review(

@@ -12,7 +12,7 @@ import typer
 from valence.cli.common import (
     AllowedHost,
     Host,
-    Overrides,
+    ModelOverrides,
     Port,
     Step,
     TrustRemoteCode,
@@ -55,13 +55,13 @@ def collect(
             "wrote them.",
         ),
     ] = None,
-    overrides: Overrides = None,
+    overrides: ModelOverrides = None,
     out: Annotated[
         Path,
         typer.Option(
             "--out",
             help="File for rows with thumbs. Pairs and corrections go to files in the same folder. "
-            "New votes are added to existing ones.",
+            "New votes are added to existing rows.",
         ),
     ] = Path("feedback.jsonl"),
     prompts: Annotated[
@@ -164,7 +164,7 @@ def model_names(target: str, rival: str | None, step: str | None) -> list[str]:
                 "both models are the same, so their answers cannot be compared",
                 code="models-identical",
                 where=rival,
-                fix="choose two models, or compare with an earlier checkpoint: --step N",
+                fix="choose two models, or use an earlier checkpoint of the first model: --step N",
             )
         names[0] = f"{target} (step {step})"
     return names
@@ -178,14 +178,15 @@ def make_tokens(names: list[str], *, no_token: bool, with_owner: bool = False) -
     """
     if no_token and names:
         raise UserError(
-            "cannot be combined with --rater: the token in each link identifies the rater",
+            "--no-token cannot be combined with --rater, because the token in each link "
+            "identifies the rater",
             code="option-conflict",
             where="--no-token",
             fix="remove --no-token or --rater",
         )
     if len(set(names)) < len(names):
         raise UserError(
-            "two raters have the same name",
+            f"two raters have the name {next(name for name in names if names.count(name) > 1)!r}",
             code="rater-duplicate",
             where="--rater",
             fix="use a different name for each rater",

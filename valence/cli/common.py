@@ -57,6 +57,16 @@ Overrides = Annotated[
     ),
 ]
 
+ModelOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings to override, e.g. data.as_chat=true. `valence check RECIPE --all` lists "
+        "all settings.",
+        autocompletion=complete.settings,
+    ),
+]
+
 Allow = Annotated[
     list[str] | None,
     typer.Option(

@@ -12,7 +12,7 @@ from rich.table import Table
 from valence.cli import complete
 from valence.cli.common import (
     GATE_FAILED,
-    Overrides,
+    ModelOverrides,
     Quiet,
     Step,
     TrustRemoteCode,
@@ -43,8 +43,8 @@ def compare(
         str,
         typer.Argument(
             metavar="BASELINE",
-            help="The model to compare with: a run's folder, a recipe (the policy as it starts), "
-            "or a model's folder or hub id.",
+            help="Model to compare with: a run folder, a recipe for its model before training, "
+            "or the folder or hub id of a model.",
             autocompletion=complete.runs_or_recipes,
         ),
     ],
@@ -52,17 +52,18 @@ def compare(
         str,
         typer.Argument(
             metavar="CANDIDATE",
-            help="The model that should be better, named in the same way.",
+            help="Model that should be better: a run folder, a recipe, or the folder or hub id "
+            "of a model.",
             autocompletion=complete.runs_or_recipes,
         ),
     ],
-    overrides: Overrides = None,
+    overrides: ModelOverrides = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
             "--prompts",
             metavar="FILE",
-            help="A file of held-out prompts that both models answer. Can be repeated.",
+            help="File of held-out prompts for both models. Can be repeated.",
         ),
     ] = None,
     judge: Annotated[
@@ -70,10 +71,10 @@ def compare(
         typer.Option(
             "--judge",
             metavar="REWARD",
-            help="Compares the answers: a rule, a function (package.module:function), a reward "
-            "model or a server, or an entry of a recipe's reward section "
-            "('{reward: NAME, settings: {...}}'), also as a YAML file. Can be repeated; each judge "
-            "gets a win rate.",
+            help="Judge of the answers: a rule, a function (package.module:function), a reward "
+            "model or the address of a server, or a section as in a recipe ("
+            "'{reward: NAME, settings: {...}}'), also as a YAML file. Can be repeated; each judge "
+            "has a win rate.",
         ),
     ] = None,
     out: Annotated[
@@ -81,8 +82,8 @@ def compare(
         typer.Option(
             "--out",
             metavar="FOLDER",
-            help="Folder of answers, verdicts, compare.json and report.html. The same command "
-            "resumes there.",
+            help="Folder for the answers, the verdicts, compare.json and report.html. Rerun with "
+            "the same folder to resume.",
         ),
     ] = Path("comparison"),
     assertions: Annotated[
@@ -90,8 +91,8 @@ def compare(
         typer.Option(
             "--assertions",
             metavar="FILE",
-            help="A file of prompts with a column `assert`, which both models answer and no judge "
-            "sees. Can be repeated. Prompts of --prompts may have assertions as well.",
+            help="File of prompts with a column `assert`. Both models answer them; judges do not "
+            "compare these answers. Can be repeated. Prompts of --prompts may have assertions too.",
         ),
     ] = None,
     max_broken: Annotated[
@@ -99,8 +100,9 @@ def compare(
         typer.Option(
             "--max-broken",
             min=0,
-            help="Release gate: exit with 3 if the candidate fails more than N assertions that the "
-            "baseline passes.",
+            metavar="N",
+            help="Release gate: exit with status 3 if the candidate fails more than N assertions "
+            "that the baseline passes.",
         ),
     ] = None,
     at_least: Annotated[
@@ -109,8 +111,9 @@ def compare(
             "--at-least",
             min=0.0,
             max=1.0,
-            help="Release gate: exit with 3 unless the win rate of the candidate is at least this, "
-            "for every judge.",
+            metavar="RATE",
+            help="Release gate: exit with status 3 if the win rate of the candidate is below this "
+            "for a judge.",
         ),
     ] = None,
     votes: Annotated[
@@ -118,8 +121,8 @@ def compare(
         typer.Option(
             "--votes",
             metavar="FILE",
-            help="The --out of `valence collect BASELINE CANDIDATE`: people as a judge. Without "
-            "--prompts, no model answers.",
+            help="The --out file of `valence collect BASELINE CANDIDATE`: its raters become "
+            "another judge. Without --prompts, no answers are sampled.",
         ),
     ] = None,
     lm_eval: Annotated[
@@ -178,8 +181,8 @@ def compare(
         typer.Option(
             "--labels",
             metavar="FILE",
-            help="A file of your own thumbs or pairs that every judge is measured against first. "
-            "Can be repeated.",
+            help="File of thumbs or pairs from people. First measures how well each judge agrees "
+            "with them. Can be repeated.",
         ),
     ] = None,
     min_agreement: Annotated[
@@ -188,19 +191,19 @@ def compare(
             "--min-agreement",
             min=0.0,
             max=1.0,
-            help="Refuse a judge that agrees with the labels less than this. Default: 0.6.",
+            help="Refuse a judge with less agreement with --labels than this. Default: 0.6.",
         ),
     ] = None,
     allow_below: Annotated[
         bool,
-        typer.Option("--allow-below", help="Use a judge that agrees less nevertheless."),
+        typer.Option("--allow-below", help="Accept judges below --min-agreement."),
     ] = False,
     tag: Annotated[
         str | None,
         typer.Option(
             "--tag",
             metavar="COLUMN",
-            help="Column of the prompts with their groups. Default: tags or tag.",
+            help="Column of the prompts to group the win rates by. Default: tags or tag.",
         ),
     ] = None,
     max_failed: Annotated[
@@ -209,14 +212,19 @@ def compare(
             "--max-failed",
             min=0.0,
             max=1.0,
-            help="Share of prompts that may lack a verdict; with more there is no result.",
+            help="Fail if a judge gives no verdict on more than this fraction of the prompts.",
         ),
     ] = 0.1,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")
+        int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens per answer.")
     ] = 256,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")
+        float,
+        typer.Option(
+            "--temperature",
+            min=0.0,
+            help="Sampling temperature; 0 takes the most likely token.",
+        ),
     ] = 0.7,
     top_p: Annotated[
         float,
@@ -229,24 +237,27 @@ def compare(
     ] = 1.0,
     at_once: AtOnce = None,
     seed: Annotated[
-        int, typer.Option(help="Fixes the answers and the resamples of the intervals.")
+        int, typer.Option(help="Random seed of the answers and of the confidence intervals.")
     ] = 0,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Move an earlier comparison aside and start over.")
+        bool,
+        typer.Option("--fresh", help="Rename the folder of an earlier comparison, and start over."),
     ] = False,
     step: Step = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the result as a JSON object; all else goes to stderr."),
+        typer.Option(
+            "--json", help="Print the result as a JSON object. Other output goes to standard error."
+        ),
     ] = False,
     quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare the answers of two models on held-out prompts: the candidate's win rate over the
-    baseline with its interval, in all and by tag.
+    baseline with its confidence interval, overall and by tag.
 
     With --at-least, the exit status is a release gate. `--step` is the checkpoint of the baseline.
-    `valence report RUN RUN` compares the metrics of trainings instead.
+    To compare training metrics instead, use `valence report RUN RUN`.
     """
     terminal = Terminal(stderr=True) if as_json else console
     try:
@@ -314,7 +325,7 @@ def compare(
         _print_comparison(result, terminal)
     if has_gate and not (quiet or as_json):
         state = f"failed: {'; '.join(failures)}" if failures else "passed"
-        print_message(terminal, f"gate {state}", "red" if failures else "")
+        print_message(terminal, f"release gate {state}", "red" if failures else "")
     if failures:
         raise typer.Exit(GATE_FAILED)
 
@@ -348,7 +359,7 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
         for side, answers in facts["answers"].items()
     ]
     if lengths:
-        print_message(terminal, f"\nmean characters of an answer: {', '.join(lengths)}")
+        print_message(terminal, f"\nmean characters per answer: {', '.join(lengths)}")
     if benchmarks := facts.get("benchmarks"):
         print_message(terminal, "\nBenchmarks of lm-eval")
         print_table(terminal, _table(BENCHMARKS, [benchmark_row(row) for row in benchmarks]))

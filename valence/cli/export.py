@@ -56,7 +56,7 @@ def export(
             metavar="TYPE",
             help="Also write a GGUF file for llama.cpp and an Ollama Modelfile: f32, f16, bf16, "
             "q8_0, q5_1, q5_0, q4_1, q4_0; or, with llama.cpp installed, q2_k to q6_k such as "
-            "q4_k_m. May be given several times.",
+            "q4_k_m. Can be repeated.",
         ),
     ] = None,
     step: Step = None,
@@ -64,7 +64,7 @@ def export(
         bool,
         typer.Option(
             "--verify/--no-verify",
-            help="Load what was written and compare its answers with the run's.",
+            help="Load the written files, and compare their answers with those of the run.",
         ),
     ] = True,
     vllm: Annotated[
@@ -79,7 +79,7 @@ def export(
     verify_only: Annotated[
         bool,
         typer.Option(
-            "--verify-only", help="Write no model; verify what FOLDER contains, also *.gguf files."
+            "--verify-only", help="Write no files; verify the model and the *.gguf files in FOLDER."
         ),
     ] = False,
     push: Annotated[
@@ -97,7 +97,8 @@ def export(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Print the verification as one JSON object; all else goes to stderr."
+            "--json",
+            help="Print the verification as a JSON object. Other output goes to standard error.",
         ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -106,8 +107,8 @@ def export(
     """Write a run's model for transformers, vLLM, llama.cpp and Ollama, and verify it.
 
     The verification loads each file with the program that serves it, and runs the same prompts
-    through it and through the run. Exit
-    status 3: a file answers differently; the table says which and why.
+    through it and through the run. Exit status 3: a file answers differently; the table shows which
+    file and why.
     """
     messages = Terminal(stderr=True) if as_json else console
     types = list(dict.fromkeys(kind.lower() for kind in gguf or []))
@@ -125,7 +126,7 @@ def export(
                 "GGUF files are written and verified in one process",
                 code="option-conflict",
                 where="--nproc",
-                fix="leave out --nproc",
+                fix="remove --nproc",
             )
         if verify_only:
             _check_is_folder(to)
@@ -156,10 +157,12 @@ def export(
             differs = any(result.status == "differs" for result in results)
             if differs:
                 if push:
-                    print_message(messages, f"not uploaded to {push}: a file differs", "yellow")
+                    message = f"not uploaded to {push}: a file answers differently from the run"
+                    print_message(messages, message, "yellow")
                 raise typer.Exit(DIFFERS)
             if push:
-                _push(to, push, dry_run, messages)
+                retry = _command(run_dir, to, step, "--verify-only", "--push", push)
+                _push(to, push, dry_run, messages, retry)
 
 
 def _check_options(
@@ -176,17 +179,41 @@ def _check_options(
 
     conflict = None
     if adapter and types:
-        conflict = ("--adapter", "a GGUF file has merged weights", "leave out --adapter or --gguf")
+        conflict = (
+            "--adapter",
+            "GGUF files contain merged weights, not an adapter",
+            "remove --adapter or --gguf",
+        )
     elif verify_only and types:
-        conflict = ("--verify-only", "it writes no GGUF file", "leave out --gguf")
+        conflict = (
+            "--verify-only",
+            "--verify-only writes no files, but --gguf asks for a GGUF file",
+            "remove --gguf to verify the files in FOLDER, or remove --verify-only",
+        )
     elif verify_only and not verify:
-        conflict = ("--verify-only", "it contradicts --no-verify", "leave out one of the two")
+        conflict = (
+            "--verify-only",
+            "--verify-only cannot be combined with --no-verify",
+            "remove --verify-only or --no-verify",
+        )
     elif vllm and not verify:
-        conflict = ("--vllm", "it contradicts --no-verify", "leave out one of the two")
+        conflict = (
+            "--vllm",
+            "--vllm verifies the model with vLLM, but --no-verify turns verification off",
+            "remove --vllm or --no-verify",
+        )
     elif dry_run and push is None:
-        conflict = ("--dry-run", "it has no effect without --push", "leave it out, or add --push")
+        conflict = (
+            "--dry-run",
+            "--dry-run has no effect without --push",
+            "remove --dry-run, or add --push OWNER/NAME",
+        )
     elif push is not None and (not is_hub_id(push) or push.count("/") != 1):
-        conflict = ("--push", f"{push!r} is not a repository id", "write OWNER/NAME")
+        conflict = (
+            "--push",
+            f"{push!r} is not the id of a repository",
+            "write --push OWNER/NAME",
+        )
     if conflict is not None:
         where, problem, fix = conflict
         raise UserError(problem, code="option-conflict", where=where, fix=fix)
@@ -202,7 +229,11 @@ def _open(run_dir: Path, step: str | None, trust_remote_code: bool, group: Group
 def _reason_not_to_verify(run: Any, group: Group) -> str | None:
     if run.prepared.method.is_reward_model:
         return "reward models generate no answers to compare"
-    return "the verification runs in one process" if group.size > 1 else None
+    if group.size > 1:
+        return (
+            "several processes cannot verify; run the command without --nproc, with --verify-only"
+        )
+    return None
 
 
 def _reference(run: Any, messages: Terminal) -> ReferenceRun:
@@ -300,7 +331,7 @@ def _find_vllm(vllm: bool | None) -> str | None:
     python = None if vllm is False else find_vllm()
     if vllm and python is None:
         raise UserError(
-            "vLLM is not installed here",
+            "vLLM is not installed in this environment",
             code="library-missing",
             where="--vllm",
             fix=VLLM_FIX,
@@ -308,11 +339,17 @@ def _find_vllm(vllm: bool | None) -> str | None:
     return python
 
 
+def _command(run_dir: Path, to: Path, step: str | None, *options: str) -> str:
+    """The command line of an export of this run to this folder."""
+    steps = ["--step", step] if step else []
+    return shlex.join(["valence", "export", str(run_dir), str(to), *steps, *options])
+
+
 def _vllm_hint(run_dir: Path, to: Path, step: str | None) -> str:
-    words = ["valence", "export", str(run_dir), str(to), *(["--step", step] if step else [])]
+    command = _command(run_dir, to, step, "--verify-only", "--vllm")
     return (
-        f"the folder was not loaded with vLLM, because vLLM was not found. To verify it there, "
-        f"{VLLM_FIX}, and run: {shlex.join(words)} --verify-only --vllm"
+        f"the folder was not loaded with vLLM, which is not installed in this environment. To "
+        f"verify it with vLLM, {VLLM_FIX}, and run: {command}"
     )
 
 
@@ -366,8 +403,8 @@ def _finish(
         print_message(messages, f"note: {note}", "yellow")
 
 
-def _push(folder: Path, repository: str, dry_run: bool, messages: Terminal) -> None:
-    """Upload a folder to the Hugging Face hub."""
+def _push(folder: Path, repository: str, dry_run: bool, messages: Terminal, retry: str) -> None:
+    """Upload a folder to the Hugging Face hub. retry: the command that uploads it later."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     if dry_run:
         for path in files:
@@ -386,7 +423,7 @@ def _push(folder: Path, repository: str, dry_run: bool, messages: Terminal) -> N
             f"the folder cannot be uploaded to {repository} ({error})",
             code="upload-failed",
             where="--push",
-            fix=f"log in with `hf auth login`, then run: hf upload {repository} {folder}",
+            fix=f"check the network, log in with `hf auth login`, then run: {retry}",
         ) from error
     print_message(messages, str(url))
 
@@ -398,10 +435,10 @@ def _check_writes(run: Any, run_dir: Path, adapter: bool, is_gguf: bool) -> None
 
         if run.prepared.method.is_reward_model:
             raise UserError(
-                "llama.cpp cannot score with this reward model",
+                "a reward model cannot be exported as a GGUF file",
                 code="gguf-architecture-unsupported",
                 where=str(run_dir),
-                fix="leave out --gguf, and serve it with `valence serve-reward`",
+                fix="remove --gguf; to serve this model, use `valence serve-reward`",
             )
         architecture_of(run.state.policy.causal.config)
     if adapter and run.prepared.method.is_reward_model:
@@ -434,10 +471,10 @@ def _check_is_folder(folder: Path) -> None:
     check_path(folder)
     if not folder.is_dir():
         raise UserError(
-            "this folder does not exist",
+            "the path is a file" if folder.exists() else "the folder does not exist",
             code="path-missing",
             where=str(folder),
-            fix="pass a folder that `valence export` wrote",
+            fix="use a folder that `valence export` wrote",
         )
 
 
@@ -472,11 +509,13 @@ def _not_writable(folder: Path, error: OSError) -> UserError:
 def _check_new_folder(folder: Path) -> None:
     check_path(folder)
     if folder.exists():
+        kind = "folder" if folder.is_dir() else "file"
+        verify = ", or add --verify-only to verify this folder" if folder.is_dir() else ""
         raise UserError(
-            "the path exists",
+            f"the {kind} already exists",
             code="path-exists",
             where=str(folder),
-            fix="choose a path that does not exist, or add --verify-only to verify this folder",
+            fix=f"choose a path that does not exist{verify}",
         )
     try:
         folder.mkdir(parents=True)

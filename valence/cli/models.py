@@ -11,8 +11,8 @@ from rich.table import Table
 
 from valence.cli import complete
 from valence.cli.common import (
+    ModelOverrides,
     Nproc,
-    Overrides,
     Step,
     TrustRemoteCode,
     allow_remote_code,
@@ -76,7 +76,7 @@ def evaluate(
             autocompletion=complete.runs_or_recipes,
         ),
     ],
-    overrides: Overrides = None,
+    overrides: ModelOverrides = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,6 +103,8 @@ def evaluate(
 ) -> None:
     """Evaluate a run, or the model of a recipe before training, on held-out rows."""
     settings = allow_remote_code(trust_remote_code, overrides)
+    if out is not None:
+        _check_output(out)
     with processes(nproc) as group:
         from valence.reports.verdict import held_out_verdict
         from valence.trainer.targets import overrides_to_measure
@@ -148,7 +150,7 @@ def sample(
             autocompletion=complete.runs_or_recipes,
         ),
     ],
-    overrides: Overrides = None,
+    overrides: ModelOverrides = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -181,7 +183,7 @@ def sample(
     temperature: Temperature = None,
     top_p: TopP = None,
     at_once: AtOnce = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the answers.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -214,6 +216,7 @@ def sample(
         "overrides": settings,
         "at": checkpoint_of(step),
     }
+    _check_file_options(out, fresh=fresh, append=append)
     with processes(nproc) as group, stoppable():
         from valence.jobs.sample_rows import Draws, answers, sample_rows
 
@@ -229,6 +232,25 @@ def sample(
                     note = f"(truncated at {len(answer.tokens)} tokens; raise --max-new-tokens)"
                     print_message(console, note, "dim")
                 print_message(console, "")
+
+
+def _check_file_options(out: Path | None, *, fresh: bool, append: bool) -> None:
+    """Raise UserError for options of the output file without a file, or that exclude each other."""
+    if out is None and (fresh or append):
+        option = "--append" if append else "--fresh"
+        raise UserError(
+            f"{option} has no effect without --out",
+            code="option-unused",
+            where=option,
+            fix=f"add --out FILE.jsonl, or remove {option}",
+        )
+    if fresh and append:
+        raise UserError(
+            "--append adds answers to the file, but --fresh starts a new one",
+            code="option-conflict",
+            where="--append",
+            fix="remove --append or --fresh",
+        )
 
 
 def open_run_or_recipe(
@@ -264,8 +286,20 @@ def open_run_or_recipe(
     return open_recipe(target, settings, **options)
 
 
-def _write(path: Path, text: str) -> None:
+def _check_output(path: Path) -> None:
+    """Raise UserError for a file that cannot exist, before the work for its content."""
     check_path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        missing = f"the folder {path.parent} does not exist"
+        raise UserError(
+            "the path is a folder" if path.is_dir() else missing,
+            code="file-not-writable",
+            where=str(path),
+            fix="choose a file in an existing folder",
+        )
+
+
+def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:

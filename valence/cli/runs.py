@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,9 +43,9 @@ RewardOption = Annotated[
     list[str] | None,
     typer.Option(
         "--reward",
-        help="Score the answers with this reward: a function, a rule, a server's address or a "
-        "reward model, or a section as in a recipe. Can be repeated; rewards are added. Default: "
-        "the recipe's reward, if it has one.",
+        help="Score the answers with this reward: a function, a rule, a reward model or the "
+        "address of a server, or a section as in a recipe. Can be repeated; rewards are added. "
+        "Default: the recipe's reward, if it has one.",
     ),
 ]
 
@@ -149,10 +150,10 @@ def resume(
 
     if any(override.split("=")[0] == "run.dir" for override in overrides or []):
         raise UserError(
-            "a run can only be resumed in its own folder",
+            "a run can only be resumed in its folder, so run.dir cannot be changed",
             code="option-conflict",
             where="run.dir",
-            fix="move the folder, then pass its new path",
+            fix="remove run.dir; to use another folder, move the run folder and pass its new path",
         )
     folder = run_dir.absolute()
     recipe, start_folder = place_of_run(folder)
@@ -220,7 +221,7 @@ def check(
     if (Path(source.recipe.run.dir) / "run.json").is_file():
         message = (
             f"{source.recipe.run.dir} already contains a run: `valence train` resumes it, or "
-            f"reports what has changed"
+            f"lists the settings and rows that have changed since it started"
         )
         print_message(console, message, "yellow")
     show_audit(prepared, console)
@@ -262,7 +263,7 @@ def score(
         typer.Argument(
             metavar="RECIPE|MODEL|RUN",
             help="A recipe. With --data, also the folder or hub id of a model, or a run folder. "
-            "Optional with --reward.",
+            "Optional with --reward, if the rows have token ids, as those of `valence sample`.",
             autocompletion=complete.runs_or_recipes,
         ),
     ] = None,
@@ -284,7 +285,8 @@ def score(
         ),
     ] = None,
     reference: Annotated[
-        str | None, typer.Option("--reference", help="Reference model: adds implicit rewards.")
+        str | None,
+        typer.Option("--reference", help="Reference model for implicit rewards: folder or hub id."),
     ] = None,
     beta: Annotated[
         float | None,
@@ -302,7 +304,10 @@ def score(
         ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option("--max-length", help="Longest row, in tokens. Default: 1024.")
+        int | None,
+        typer.Option(
+            "--max-length", help="Maximum tokens of a row; longer rows get an error. Default: 1024."
+        ),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", min=1, help="Tokens per forward pass. Default: 8192.")
@@ -310,7 +315,7 @@ def score(
     format: Annotated[
         str | None, typer.Option("--format", help="Format of the rows. Default: detected.")
     ] = None,
-    column: Annotated[str, typer.Option("--column", help="Name of the added column.")] = "valence",
+    column: Annotated[str, typer.Option("--column", help="Name of the column to add.")] = "valence",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Rename an existing --out file, and start over.")
     ] = False,
@@ -319,7 +324,7 @@ def score(
         typer.Option(
             min=0,
             metavar="N",
-            help="For a reference cache: compute N sequences again afterwards, and compare.",
+            help="After filling a reference cache: compute N sequences again, and compare them.",
         ),
     ] = 0,
     quiet: Annotated[
@@ -383,9 +388,19 @@ def score(
         else:
             target = _cache_recipe(
                 target,
-                any(
-                    (data, out, reward, settings, beta, tokens, format, fresh, column != "valence")
-                ),
+                {
+                    "--data": bool(data),
+                    "--out": out is not None,
+                    "--reference": reference is not None,
+                    "--beta": beta is not None,
+                    "--dtype": dtype is not None,
+                    "--max-length": max_length is not None,
+                    "--tokens": tokens is not None,
+                    "--format": format is not None,
+                    "--column": column != "valence",
+                    "--fresh": fresh,
+                    "--verify": bool(verify),
+                },
                 bool(reward),
             )
             from valence.lifecycle.reference_cache import score as fill
@@ -440,36 +455,48 @@ def _uses_reward(
     ]
     if unused:
         raise UserError(
-            "the option has no effect when a reward scores the rows",
+            f"--{unused[0]} has no effect when a reward scores the rows",
             code="option-unused",
             where=f"--{unused[0]}",
-            fix="remove it",
+            fix=f"remove --{unused[0]}",
         )
     return True
 
 
-def _cache_recipe(target: str | None, for_rows: bool, reward: bool) -> str:
-    """The recipe of the reference cache to fill. Raises UserError for other options or targets."""
-    if reward:
-        fix = "add --data FILE and --out FILE, and remove --verify"
-        raise UserError(
-            "--reward needs a file of rows and an output file, and cannot be combined with "
-            "--verify",
-            code="option-missing",
-            where="score",
-            fix=fix,
+def _cache_recipe(target: str | None, options: Mapping[str, bool], reward: bool) -> str:
+    """The recipe of the reference cache to fill. Raises UserError for other options or targets.
+
+    options: the options that are set, of those that apply to rows or to a cache alone.
+    """
+    has_rows = options["--data"] and options["--out"]
+    is_recipe = target is not None and (
+        Path(target).is_file() or Path(target).suffix in (".yaml", ".yml")
+    )
+    used = [name for name, is_set in options.items() if is_set and name != "--verify"]
+    if has_rows:
+        problem = "--verify applies only to a reference cache, not to the rows of --data"
+        fix = "remove --verify, or remove --data and --out to fill the reference cache of a recipe"
+    elif reward:
+        problem = "--reward scores the rows of a file, and needs --data FILE and --out FILE"
+        fix = "add --data FILE and --out FILE"
+    elif options["--data"]:
+        problem = "--data needs a file for the scored rows"
+        fix = "add --out FILE"
+    elif is_recipe and used:
+        problem = f"{used[0]} applies to the rows of a file, but --data FILE is missing"
+        fix = (
+            f"add --data FILE and --out FILE to score rows, or remove {used[0]} to fill the "
+            "reference cache of the recipe"
         )
-    if (
-        for_rows
-        or not target
-        or not (Path(target).is_file() or Path(target).suffix in (".yaml", ".yml"))
-    ):
-        raise UserError(
+    elif is_recipe and target:
+        return target
+    else:
+        problem = (
             "`valence score` needs --data FILE and --out FILE to score rows, or a recipe without "
-            "these options to fill a reference cache",
-            code="option-missing",
-            where="score",
-            fix="run `valence score MODEL --data FILE --out FILE` (or --reward NAME instead of "
-            "MODEL) to score rows, or `valence score RECIPE` to fill a cache",
+            "these options to fill a reference cache"
         )
-    return target
+        fix = (
+            "run `valence score MODEL --data FILE --out FILE` (or --reward NAME instead of MODEL) "
+            "to score rows, or `valence score RECIPE` to fill a cache"
+        )
+    raise UserError(problem, code="option-missing", where="score", fix=fix)

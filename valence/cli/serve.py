@@ -12,7 +12,6 @@ import typer
 from valence.cli.common import (
     AllowedHost,
     Host,
-    Overrides,
     Port,
     app,
     require_server_libraries,
@@ -38,7 +37,14 @@ def serve_reward(
             help="Reward model (folder or hub id), function (`package.module:function`) or rule.",
         ),
     ],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings of the reward, as in the reward section of a recipe, e.g. "
+            "settings.answer=label. `valence rewards RULE` lists those of a rule.",
+        ),
+    ] = None,
     host: Host = "127.0.0.1",
     port: Port = 5000,
     allowed_host: AllowedHost = None,
@@ -105,9 +111,6 @@ def serve_reward(
 ) -> None:
     """Serve a reward over HTTP for recipes with `reward: http://...` and for OpenRLHF
     (POST /get_reward).
-
-    KEY=VALUE are settings of the reward, as in a recipe's reward section, e.g.
-    `settings.answer=label`.
     """
     require_server_libraries("serve-reward", "prometheus_client")
     from valence.rewards.server import serve
@@ -152,10 +155,10 @@ def reward_service(
 
     if target.startswith(("http://", "https://")):
         raise UserError(
-            "a server's address cannot be served again",
+            "this is the address of a reward server already",
             code="reward-not-servable",
             where=target,
-            fix="use the address as `reward` in the recipe",
+            fix="set `reward` in the recipe to this address; serve a model, a function or a rule",
         )
     settings = [
         f"timeout={limits.timeout}",
@@ -192,10 +195,10 @@ def reward_service(
         pool.start()
         if "completion_ids" in pool.parameters:
             raise UserError(
-                "requests contain text, not tokens",
+                "the function has a parameter completion_ids, but requests contain only text",
                 code="reward-needs-tokens",
                 where=target,
-                fix="serve a function without the parameter completion_ids",
+                fix="remove the parameter completion_ids from the function",
             )
         pools.append(pool)
         return pool
@@ -222,6 +225,7 @@ def token_of(variable: str | None) -> str | None:
             f"the environment variable {variable} is not set",
             code="environment-variable-missing",
             where="--token-env",
-            fix="set it to a long random string",
+            fix=f"set it to a long random string, for example: "
+            f"export {variable}=$(openssl rand -hex 32)",
         )
     return token

@@ -14,7 +14,7 @@ from valence.cli.collect import model_names
 from valence.cli.common import (
     AllowedHost,
     Host,
-    Overrides,
+    ModelOverrides,
     Port,
     Step,
     TrustRemoteCode,
@@ -47,23 +47,23 @@ def serve(
         str | None,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="A second model, for an A/B test: each user gets one of both.",
+            help="A second model, for an A/B test: each user gets one of the two models.",
         ),
     ] = None,
-    overrides: Overrides = None,
+    overrides: ModelOverrides = None,
     out: Annotated[
         Path,
         typer.Option(
             "--out",
-            help="File of rows for thumbs; pairs and corrections go to files in the same folder. "
-            "New feedback is added to what is there.",
+            help="File for rows with thumbs. Pairs and corrections go to files in the same folder. "
+            "New feedback is added to existing rows.",
         ),
     ] = Path("feedback.jsonl"),
     share: Annotated[
         float | None,
         typer.Option(
             "--share",
-            help="Part of the users that gets the second model, between 0 and 1. Default: 0.5.",
+            help="Fraction of users who get the second model, between 0 and 1. Default: 0.5.",
         ),
     ] = None,
     host: Host = "127.0.0.1",
@@ -73,38 +73,43 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Environment variable with the bearer token that clients must send.",
+            help="Environment variable that contains the bearer token clients must send.",
         ),
     ] = None,
     temperature: Annotated[
         float,
         typer.Option(
-            min=0.0, max=2.0, help="Temperature of requests without one; 0: the likeliest token."
+            min=0.0,
+            max=2.0,
+            help="Temperature of requests without one; 0 takes the most likely token.",
         ),
     ] = 0.7,
     top_p: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="top_p of requests without one; 1: all tokens.")
     ] = 1.0,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest answer of requests without max_tokens, in tokens.")
+        int, typer.Option(min=1, help="Maximum tokens per answer of requests without max_tokens.")
     ] = 512,
     max_batch: Annotated[
-        int, typer.Option(min=1, help="Answers of a model that are sampled at the same time.")
+        int, typer.Option(min=1, help="Answers per model to sample at the same time.")
     ] = 8,
     drain: Annotated[
         int,
-        typer.Option(min=0, help="Seconds for running requests to finish after SIGTERM or Ctrl-C."),
+        typer.Option(
+            min=0, help="Seconds that running requests have to finish after SIGTERM or Ctrl-C."
+        ),
     ] = 120,
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", help="Replace files of rows that were edited, or that no import wrote."
+            "--overwrite",
+            help="Replace output files that were edited, or that Valence did not write.",
         ),
     ] = False,
     step: Step = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Serve a model to your app: POST /v1/chat/completions as OpenAI's interface, and POST
+    """Serve a model to your app: POST /v1/chat/completions, compatible with OpenAI's API, and POST
     /feedback. With two models, run an A/B test; `valence ab FILE` shows its result.
     """
     require_server_libraries("serve", "prometheus_client")
@@ -187,20 +192,21 @@ def serve(
 
 
 def check_share(share: float | None, *, has_rival: bool) -> None:
-    """Raise UserError for a share that is no part of the users, or without a second model."""
+    """Raise UserError for a share that is not between 0 and 1, or without a second model."""
     if share is not None and not has_rival:
         raise UserError(
-            "only an A/B test of two models has a share",
+            "the share of users applies only to an A/B test of two models",
             code="option-unused",
             where="--share",
-            fix="name a second model, or leave it out",
+            fix="add a second model, or remove --share",
         )
     if share is not None and not 0 < share < 1:
         raise UserError(
-            f"the share is {share:g}",
+            f"the fraction of users who get the second model is {share:g}, but must be above 0 and "
+            "below 1",
             code="ab-share-invalid",
             where="--share",
-            fix="use a number between 0 and 1",
+            fix="use, for example, --share 0.2 for 20 % of the users",
         )
 
 

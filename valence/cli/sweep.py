@@ -63,9 +63,9 @@ def sweep(
         typer.Option(
             OVER,
             metavar="KEY=VALUE,VALUE...",
-            help="A setting and the values to try; several may follow one --over. `recommended`: "
-            "the recommended values for the method. With --search optuna also a range, as "
-            "train.learning_rate=1e-7:1e-5:log.",
+            help="A setting and the values to try. Several settings can follow one --over. "
+            "`recommended`: the recommended values for the method. With --search optuna also a "
+            "range, such as train.learning_rate=1e-7:1e-5:log.",
             autocompletion=complete.settings,
         ),
     ] = None,
@@ -82,22 +82,25 @@ def sweep(
         typer.Option(
             "--objective",
             metavar="NAME[:max|:min]",
-            help="Metric of the held-out rows to compare. Default: that of the report's verdict.",
+            help="Metric on held-out rows to compare. Default: the metric that the run report "
+            "judges by.",
         ),
     ] = None,
     search: Annotated[
         str | None,
-        typer.Option("--search", help="`optuna`: choose values by the results so far."),
+        typer.Option("--search", help="`optuna`: choose each configuration by the results so far."),
     ] = None,
     trials: Annotated[
         int | None,
-        typer.Option("--trials", min=1, help="With --search: configurations to try. Default: 20."),
+        typer.Option(
+            "--trials", min=1, help="With --search: number of configurations. Default: 20."
+        ),
     ] = None,
     baseline: Annotated[
         bool,
         typer.Option(
             "--baseline/--no-baseline",
-            help="Also try the recipe's values, if the grid lacks them.",
+            help="Also try the values of the recipe, if they are not in the grid.",
         ),
     ] = True,
     stop_early: Annotated[
@@ -113,8 +116,8 @@ def sweep(
         bool,
         typer.Option(
             "--json",
-            help="Print a JSON object for each trial, and a last one with the results; all else "
-            "goes to stderr.",
+            help="Print a JSON object for each trial, and a last one with the results. Other "
+            "output goes to standard error.",
         ),
     ] = False,
     nproc: Annotated[
@@ -145,7 +148,10 @@ def sweep(
 @contextmanager
 def _mistakes_as_json(stream: IO[str] | None) -> Iterator[None]:
     """Write the last line, if lines are wanted, for an error that ends the block."""
-    line: dict[str, Any] | None = {"exit_status": 1, "error": "a defect; see standard error"}
+    line: dict[str, Any] | None = {
+        "exit_status": 1,
+        "error": "a bug in Valence; see standard error",
+    }
     try:
         yield
         line = None
@@ -168,17 +174,17 @@ def _check_options(search: str | None, trials: int | None) -> None:
         )
     if search not in (None, "optuna"):
         raise UserError(
-            f"there is no search {search}",
+            f"there is no search method {search!r}",
             code="option-value",
             where="--search",
-            fix="use optuna, or leave it out for a complete grid",
+            fix="use --search optuna, or remove --search to try all combinations",
         )
     if trials is not None and search is None:
         raise UserError(
-            "a grid tries all of its combinations",
+            "--trials has no effect without --search, because a grid tries all combinations",
             code="option-unused",
             where="--trials",
-            fix="remove it, or add --search optuna",
+            fix="remove --trials, or add --search optuna",
         )
 
 
@@ -224,10 +230,10 @@ def _sweep(
         warn_on_stderr(console, f"failed: {trial['trial']}: {trial['reason']}")
     if stopped:
         done = sum(trial.state == "done" for trial in state.included)
-        message = f"{stopped.reason}: {done} of {len(state.included)} trials are done; the same "
-        print_message(console, f"{message}command resumes the sweep", "yellow")
+        message = f"{stopped.reason}: {done} of {len(state.included)} trials are done; rerun the "
+        print_message(console, f"{message}same command to resume", "yellow")
     elif failed and not options["quiet"]:
-        message = f"{len(failed)} trials failed; the same command tries them again"
+        message = f"{len(failed)} trials failed; rerun the same command to try them again"
         print_message(console, message, "yellow")
     if stream:
         word = "interrupted" if stopped else "failed" if failed else "done"

@@ -111,6 +111,7 @@ def load_recipe(
     method_of: Callable[[str, bool], MethodFacts],
     training: bool = True,
     in_memory: Collection[str] = (),
+    name: str = "recipe",
 ) -> LoadedRecipe:
     """Read and check a recipe: a YAML file or a mapping, changed by ``key=value`` overrides.
 
@@ -124,11 +125,12 @@ def load_recipe(
     training: if false, ``data.train`` may be empty, data files may be missing, and settings may
     have no effect.
     in_memory: those of train, eval and test whose rows are passed as objects.
+    name: of a mapping, for the places of mistakes.
 
     Raises UserError with the place and the fix of each mistake.
     """
     if isinstance(source, Mapping):
-        raw, folder = from_mapping(source), None
+        raw, folder = from_mapping(source, name), None
     else:
         raw, folder = from_yaml(read_recipe_text(Path(source)), str(source)), Path(source).parent
     raw = _expand_short_forms(raw)

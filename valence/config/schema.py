@@ -50,7 +50,7 @@ def _clock(value: Any) -> Any:
     if value is not None and (not isinstance(value, str) or seconds_of(value) <= 0):
         raise PydanticCustomError(
             "unsupported",
-            "is not a time",
+            "is not a time above 0",
             {
                 "fix": "write hours, minutes and seconds, such as 01:30:00, or also days, such as "
                 "2:03:45:00"
@@ -1085,9 +1085,9 @@ class RunSection(Section):
     continues.
     """
     max_time: Clock = None
-    """Time limit of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS". The run then finishes
-    its step, saves its state and exits with status 124; run the same command to resume. Allow for
-    the time of a step and a save.
+    """Time limit of the command, as "HH:MM:SS" or "D:HH:MM:SS", in quotes. Training then finishes
+    its step, saves its state and exits with status 124; rerun the same command to resume. The limit
+    includes loading the model; leave time for one step and one save.
     """
     early_stop: EarlyStop | None = None
     """Stop the run when evaluations no longer improve. The evaluation before the first step is not

@@ -292,7 +292,7 @@ def audit_labels(
     """
     if out is not None and model is None:
         raise UserError(
-            "writing sorted rows needs a model to predict their labels",
+            "--out sorts the rows by how likely their labels are wrong, which needs a model",
             code="out-needs-model",
             where="--out",
             fix="add --model MODEL, or add --review to review the rows",
@@ -338,10 +338,10 @@ def audit_rows(
     for number, item in enumerate(sources):
         if item.path in [other.path for other in sources[:number]]:
             raise UserError(
-                "this file is listed twice",
+                "the file is listed twice",
                 code="file-listed-twice",
                 where=item.path,
-                fix="remove one of the two",
+                fix="list it once",
             )
     if out is not None:
         refuse_inputs([out], [source.path for source in sources])
@@ -394,10 +394,11 @@ def _check_writable(out: Path, rows: AuditRows) -> None:
     """Raise UserError for rows that cannot be written to one file."""
     if sum(bool(group) for group in rows.rated.values()) > 1:
         raise UserError(
-            "rows of several kinds cannot be written to one file",
+            "the rows have different kinds (thumbs, scores, pairs), and one file can contain "
+            "only one kind",
             code="rows-of-two-kinds",
             where=str(out),
-            fix="audit files with thumbs, scores and pairs separately",
+            fix="audit the files of each kind separately, each with another --out file",
         )
     for row in rows.rows:
         check_line(row.value, row.origin)
@@ -478,7 +479,7 @@ def _stored_votes(path: Path) -> Iterator[Vote]:
                 "this line is not a vote that `valence import` wrote",
                 code="votes-file-invalid",
                 where=f"{path}:{number}",
-                fix="repeat the import, or move this file to another folder",
+                fix="move this file to another folder, then repeat the import",
             ) from error
 
 
@@ -656,7 +657,7 @@ def hidden_states(
         return []
     packer = StepPacker(units, device=policy.device)
     by_unit: dict[int, Tensor] = {}
-    with Progress(console or Terminal(), "states", len(units), quiet=quiet) as bar:
+    with Progress(console or Terminal(), "hidden states", len(units), quiet=quiet) as bar:
         for indices in packer.pack(packer.example_indices, tokens):
             batch = packer.micro_batch(indices)
             sides = [(i, side) for i in indices for side in range(len(units[i].answers))]

@@ -149,7 +149,7 @@ def _with_interval(auc: float, interval: tuple[float, float]) -> str:
 
 def _too_few(audit: KindAudit) -> str:
     classes = " and ".join(SIDES[audit.kind])
-    needed = "pairs" if audit.kind == "pairs" else f"rows of each of {classes}"
+    needed = "pairs" if audit.kind == "pairs" else f"rows of each class ({classes})"
     return f"Too few rows: at least {MIN_ROWS} {needed} are needed."
 
 
@@ -210,6 +210,6 @@ def print_selection(selection: Selection, console: Console) -> None:
     }[selection.order]
     print_message(
         console,
-        f"{selection.selected:,} of {counted(selection.prompts, 'prompt')} are in {selection.out}; "
-        f"{order}.",
+        f"Selected {selection.selected:,} of {counted(selection.prompts, 'prompt')}, written to "
+        f"{selection.out}: {order}.",
     )

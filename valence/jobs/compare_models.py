@@ -53,11 +53,17 @@ from valence.jobs.run_benchmarks import (
 )
 from valence.jobs.run_benchmarks import FOLDER as BENCHMARKS
 from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample_rows
-from valence.lifecycle.reward_models import reward_model
+from valence.lifecycle.reward_models import reward_model, reward_model_must_exist
 from valence.lifecycle.saved_models import At
+from valence.models.loading import must_exist
 from valence.reports.console import Progress
 from valence.reports.win_rates import win_rate_page
-from valence.rewards.build import check_rewards, judge_settings, reward_names
+from valence.rewards.build import (
+    check_rewards,
+    judge_settings,
+    list_reward_models,
+    reward_names,
+)
 from valence.rewards.cache import digest
 from valence.runs.lock import NAME as LOCK_NAME
 from valence.runs.lock import Lock
@@ -77,7 +83,7 @@ PEOPLE = "people"
 """Name of the votes among the judges."""
 MAX_FAILED = 0.1
 """Share of prompts without a verdict above which there is no result."""
-START_OVER = "set --out to another folder, or start over with --fresh, which moves this one aside"
+START_OVER = "set --out to another folder, or start over with --fresh, which renames this one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +114,12 @@ class ModelComparison:
         failures: list[str] = []
         if at_least is not None:
             rates = {judge.judge: judge.rates.rate for judge in self.judges}
-            failures += (
-                []
-                if rates
-                else ["there is no win rate, because there is no judge (--judge or --votes)"]
-            )
+            if not rates:
+                failures.append("there is no win rate, because there is no --judge or --votes")
             failures += [
-                f"there is no win rate by {name}"
+                f"the judge {name} has no win rate"
                 if rate is None
-                else f"the win rate by {name} is {100 * rate.value:.1f} %, below "
+                else f"the win rate of the judge {name} is {100 * rate.value:.1f} %, below "
                 f"{100 * at_least:g} %"
                 for name, rate in rates.items()
                 if rate is None or rate.value < at_least
@@ -205,6 +208,8 @@ def compare_models(
     trained, notes = _count_trained(
         dict(zip(SIDES, (baseline, candidate), strict=True)), questions.by_key, overrides
     )
+    if questions.prompts:
+        _check_models((baseline, candidate), specs, overrides)
     with closing(ComparisonFolder(out, fresh=fresh)) as folder:
         folder.write_prompts(questions.prompts)
         calibrations: list[Calibration] = []
@@ -238,6 +243,7 @@ def compare_models(
                 quiet=quiet,
                 command=command,
                 store_immediately=True,
+                fix=START_OVER,
             )
         all_pairs = folder.read_pairs(questions.prompts, tag)
         results = check_assertions(all_pairs, questions.assertions)
@@ -293,11 +299,22 @@ def _check_judges(specs: Sequence[Sequence[RewardSettings]], *, has_votes: bool)
     check_rewards(entries)
     if has_votes and PEOPLE in reward_names(entries):
         raise UserError(
-            f"{PEOPLE} is the name of the votes",
+            f"a judge has the name {PEOPLE!r}, which is the name of the --votes",
             code="reward-name-duplicate",
             where="--judge",
-            fix="set another `name` for the judge",
+            fix="set another name: --judge '{reward: NAME, name: OTHER}'",
         )
+
+
+def _check_models(
+    targets: Sequence[str], specs: Sequence[Sequence[RewardSettings]], overrides: Sequence[str]
+) -> None:
+    """Raise UserError for a model or reward model that does not exist. Loads no weights."""
+    for target in targets:
+        must_exist(load_target(target, overrides).recipe.model.name, target)
+    for entries in specs:
+        for entry in list_reward_models(entries):
+            reward_model_must_exist(*entry)
 
 
 def _read_entry(judge: str) -> str:
@@ -308,11 +325,12 @@ def _read_entry(judge: str) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(
-            f"the file cannot be read ({error})",
+            f"the file cannot be read ({reason})",
             code="file-not-readable",
             where=judge,
-            fix="name a YAML file with an entry of a recipe's reward section",
+            fix="use a YAML file with an entry of the reward section of a recipe",
         ) from error
     return json.dumps(from_yaml(text, judge).values)
 
@@ -338,12 +356,13 @@ def _check_failures(verdicts: Sequence[PairVerdict], max_failed: float, path: Pa
     errors = [verdict.error for verdict in verdicts if verdict.preference is None]
     if len(errors) > max_failed * len(verdicts):
         raise UserError(
-            f"the judge gave no verdict on {len(errors)} of {len(verdicts)} prompts; the first "
-            f"error: {errors[0]}",
+            f"the judge gave no verdict on {len(errors)} of {len(verdicts)} prompts, more than "
+            f"--max-failed allows; the first error: {errors[0]}",
             code="verdicts-missing",
             where=str(path),
-            fix="fix the judge, remove this file, then rerun the same command, which reuses the "
-            "answers; or allow a larger share with --max-failed",
+            fix="fix the cause of this error in the judge, its server or the prompts. Then remove "
+            "this file and rerun the same command, which reuses the answers (for other prompts, "
+            "start over with --fresh). Or raise --max-failed",
         )
 
 
@@ -377,29 +396,34 @@ class ComparisonPrompts:
 
     def check_tag(self, column: str | None) -> None:
         """Raise UserError for a column of tags that no prompt has."""
-        if column and self.by_key and not any(column in e.info for e in self.prompts):
+        columns = sorted({name for example in self.prompts for name in example.info})
+        if column and self.by_key and column not in columns:
             raise UserError(
                 f"no prompt has a column {column!r}",
                 code="column-missing",
                 where="--tag",
-                fix="name a column of the prompts",
+                fix=f"use a column of the prompts: {', '.join(columns)}"
+                if columns
+                else "remove --tag, or add this column to the prompts",
             )
 
     def check_judges(self, has_judges: bool) -> None:
         """Raise UserError for prompts without a judge, or a judge without prompts."""
         if self.judged and not has_judges and not self.assertions:
             raise UserError(
-                "there is no judge",
+                "no judge compares the answers",
                 code="judge-missing",
                 where="compare",
-                fix="set --judge to a rule, a function, a reward model or a server",
+                fix="add --judge REWARD: a rule, a function, a reward model or the address of a "
+                "server",
             )
         if has_judges and not self.judged:
             raise UserError(
-                "there are no prompts for the judge",
+                "there are no prompts for the judge, which does not compare the answers to "
+                "--assertions",
                 code="rows-missing",
                 where="compare",
-                fix="pass a file of held-out prompts as --prompts",
+                fix="add --prompts FILE with held-out prompts",
             )
 
 
@@ -408,10 +432,10 @@ def _read_prompts(
 ) -> ComparisonPrompts:
     if not prompts and not assertions:
         raise UserError(
-            "there are no prompts",
+            "there are no prompts to answer",
             code="rows-missing",
             where="compare",
-            fix="pass a file of held-out prompts as --prompts",
+            fix="add --prompts FILE with held-out prompts",
         )
     sources = with_files(target, [*prompts, *assertions], overrides).recipe.data.eval
     questions = ComparisonPrompts()
@@ -423,7 +447,7 @@ def _read_prompts(
                 f"the row has no column {COLUMN!r}",
                 code="assertion-missing",
                 where=str(example.origin),
-                fix="add the column, or pass the file as --prompts",
+                fix="add the column to the row; a file without assertions belongs to --prompts",
             )
         questions.add(example)
     return questions
@@ -458,7 +482,7 @@ def _count_trained(
             reason = str(error).partition("\n")[0]
             notes.append(
                 f"the training data of the {side} cannot be read, so it is unknown whether it "
-                f"contains prompts ({reason})"
+                f"contains these prompts ({reason})"
             )
             continue
         if num_trained := len(prompts & trained):
@@ -522,9 +546,9 @@ class ComparisonFolder:
                 ),
                 code=error.code,
                 where=str(self.path),
-                fix="wait until it ends, or name another folder with --out"
+                fix="wait until it ends, or use another folder with --out"
                 if error.code == "run-locked"
-                else "make the folder writable, or name another folder with --out",
+                else "make the folder writable, or use another folder with --out",
             ) from error
         try:
             yield
@@ -551,7 +575,7 @@ class ComparisonFolder:
         path = self.path / PROMPTS
         if path.exists() and path.read_text(encoding="utf-8") != content:
             raise UserError(
-                "the folder has a comparison on other prompts",
+                "the folder contains a comparison with other prompts",
                 code="output-settings-differ",
                 where=str(path),
                 fix=START_OVER,
@@ -680,11 +704,12 @@ class VerdictTransform:
         num_failures = sum(verdict.preference is None for verdict in verdicts)
         if num_failures >= self.max_failures:  # the last batch may be smaller
             raise UserError(
-                f"{self.pair_judge.name} failed on all {len(batch)} prompts of a batch that "
-                f"starts here; the first error: {verdicts[0].error}",
+                f"the judge {self.pair_judge.name} failed on this prompt and on all others of its "
+                f"batch ({len(batch)} prompts); the first error: {verdicts[0].error}",
                 code="judge-failures",
                 where=batch[0].origin,
-                fix="fix the judge, then rerun the same command to resume",
+                fix="fix the cause of this error in the judge, its server or the prompts, then "
+                "rerun the same command to resume (if the prompts have changed, with --fresh)",
             )
         return [
             {

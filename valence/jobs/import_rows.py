@@ -43,10 +43,10 @@ EXAMPLE_LENGTH = 60
 """Maximum characters shown of a skipped item."""
 FIXES: dict[SkipReason, str] = {
     "machine": "add --include-machine to import them",
-    "other_model": "set --model to a model in the export, or remove it",
+    "other_model": "set --model to a model in the export, or remove --model",
     "before_since": "set --since to an earlier date",
     "no_conversation": "also pass the file that contains the conversations",
-    "shape_unknown": "set the paths of the parts with --prompt and --completion",
+    "shape_unknown": "set the paths of prompt and completion with --prompt and --completion",
 }
 """The fix if nothing was imported for a reason."""
 
@@ -139,13 +139,22 @@ def import_feedback(
             problem, fix = "files and --url cannot be combined", "remove the files or --url"
         else:
             problem = "the files of the export are missing"
-            fix = f"name the exported files: {SOURCES[name].files}"
+            fix = f"add the exported files: {SOURCES[name].files}"
             if SOURCES[name].is_pullable:
                 fix += "; or add --url to read from the server"
-        raise UserError(problem, code="import-input", where=name, fix=fix)
+        where = f"valence import {name.replace('_', '-')}"
+        raise UserError(problem, code="import-input", where=where, fix=fix)
+    if token_env is not None and not url:
+        raise UserError(
+            "--token-env has no effect without --url",
+            code="option-unused",
+            where="--token-env",
+            fix="remove --token-env, or add --url to read from the server",
+        )
     if is_complete and since is not None:
         raise UserError(
-            "--complete cannot be combined with --since, which skips votes",
+            "--since skips votes of the export, but --complete removes stored votes that are not "
+            "read",
             code="option-conflict",
             where="--complete",
             fix="remove --since or --complete",
@@ -344,7 +353,7 @@ def _nothing_imported(
         f"nothing was imported: {reasons or 'the export has no votes'}",
         code="nothing-imported",
         where=_public_name(url) if url else ", ".join(files),
-        fix=fixes[0] if fixes else f"pass {SOURCES[name].files}",
+        fix=fixes[0] if fixes else f"use an export with votes: {SOURCES[name].files}",
     )
 
 

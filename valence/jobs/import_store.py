@@ -184,7 +184,7 @@ class ImportStore:
                         "another import is writing this file",
                         code="output-locked",
                         where=str(self.out),
-                        fix="wait until it ends",
+                        fix="wait until it ends, or choose another --out file",
                     )
                 self._read()
             yield self
@@ -192,7 +192,7 @@ class ImportStore:
     @contextmanager
     def _file_errors(
         self,
-        fix: str = "free disk space, or choose a file that you can write; then repeat the import",
+        fix: str = "free disk space, or choose a writable file with --out; then rerun the command",
     ) -> Iterator[None]:
         try:
             yield
@@ -249,10 +249,11 @@ class ImportStore:
             # unless the first import was killed before it wrote them
             if PREVIOUS not in self._about or path.name in self._about[PREVIOUS]:
                 raise UserError(
-                    "the votes of earlier imports are missing",
+                    "this file with the votes of earlier imports is missing",
                     code="output-lines-missing",
                     where=str(path),
-                    fix=f"restore this file, or delete {self.about_path} to start over",
+                    fix=f"restore this file; or, to start over, delete {self.about_path} and "
+                    "import all exports again with --overwrite",
                 )
         elif is_votes and not known and path.exists():
             raise self._foreign(path, ELSEWHERE)
@@ -262,7 +263,7 @@ class ImportStore:
             fix = (
                 f"restore it, or {ELSEWHERE} and import all exports again"
                 if is_votes
-                else f"{ELSEWHERE}, or discard the changes with --overwrite"
+                else f"{ELSEWHERE}, or discard the changes in the file with --overwrite"
             )
             raise UserError(
                 "the file was changed since the last import",
@@ -273,7 +274,7 @@ class ImportStore:
 
     def _foreign(self, path: Path, fix: str) -> UserError:
         return UserError(
-            "this file was not written by this command",
+            "the file exists and was not written by `valence import`, `collect` or `serve`",
             code="output-foreign",
             where=str(path),
             fix=fix,
@@ -389,8 +390,7 @@ class ImportStore:
             if path.exists() and not self._known(path) and not self.overwrite:
                 raise self._foreign(
                     path,
-                    f"{ELSEWHERE}, or move this file away (`valence import` and `valence collect` "
-                    "can replace it with --overwrite)",
+                    f"{ELSEWHERE}, move this file away, or replace it with --overwrite",
                 )
 
     def _replace(self, contents: Mapping[Path, bytes], about: Mapping[str, Any]) -> None:

@@ -246,7 +246,7 @@ class DecisionLog:
                     "another review is writing this file",
                     code="output-locked",
                     where=str(path),
-                    fix=f"use the browser page of that review, stop it, or {ELSEWHERE}",
+                    fix=f"use the web page of that review, or stop it, or {ELSEWHERE}",
                 ) from None
             self._read()
             failing.pop_all()
@@ -319,7 +319,7 @@ def check_review_path(out: Path) -> Path:
             "the file already exists and was not written by a review",
             code="path-exists",
             where=str(out),
-            fix="choose a new file",
+            fix="choose another --out file, or move this one away",
         )
     return log
 
@@ -382,10 +382,10 @@ class LabelReview:
         if len(columns) > 1:
             first, second, *_ = columns.values()
             raise UserError(
-                f"the rows have different columns than those of {first.row.origin.path}",
+                f"the rows have other columns than those of {first.row.origin.path}",
                 code="rows-of-two-formats",
                 where=second.row.origin.path,
-                fix="review the files separately",
+                fix="review each file separately, with another --out file",
             )
 
     def _check_unedited(self) -> None:

@@ -93,11 +93,12 @@ def score_by_reward(
         prepared = _prepare(target, overrides, first_without_ids)
         if prepared is None and rewards and overrides:
             raise UserError(
-                "the setting has no effect: the rows have token ids, and the settings of a reward "
-                "are part of --reward",
+                "the setting has no effect, because the rows have token ids. Settings of a reward "
+                "belong to --reward",
                 code="option-unused",
                 where=overrides[0],
-                fix="remove it, or write --reward '{reward: NAME, settings: {...}}'",
+                fix=f"remove {overrides[0]}, or write --reward "
+                "'{reward: NAME, settings: {...}}'",
             )
         reward = reward_of(specs, model=reward_model)
         try:
@@ -169,7 +170,7 @@ def _check_rows(sources: Sequence[SourceSettings]) -> tuple[int, str]:
                 f"the row already has a column {existing!r}",
                 code="row-column-taken",
                 where=str(row.origin),
-                fix="rename or remove this column",
+                fix="rename or remove this column in the file",
             )
         check_line(row.value, row.origin)
         if not first_without_ids and not _has_token_ids(row.value):
@@ -189,10 +190,11 @@ def _prepare(target: str | None, overrides: Sequence[str], where: str) -> Prepar
         return None
     if target is None:
         raise UserError(
-            "the row has no prompt_ids and completion_ids",
+            "the row has no tokens (prompt_ids and completion_ids)",
             code="row-tokens-missing",
             where=where,
-            fix="add a model, recipe or run to tokenize the text: `valence score MODEL --data ...`",
+            fix="name a model, recipe or run that tokenizes the text: valence score MODEL "
+            "--reward ...",
         )
     no_rows = [f"data.{name}=[]" for name in LISTS]
     return prepare(load_target(target, [*overrides, *no_rows]), rewards=False)
@@ -274,11 +276,12 @@ class RewardTransform:
             # errors
             row = next(row for row, part in batch if isinstance(part, Completion))
             raise UserError(
-                f"the reward failed for all {len(scores)} answers of this batch; the first error: "
-                f"{scores[0].error}",
+                f"the reward failed for this answer and all others of its batch ({len(scores)} "
+                f"answers); the first error: {scores[0].error}",
                 code="reward-failures",
                 where=str(row.origin),
-                fix="fix the reward or start its server, then rerun the same command to resume",
+                fix="fix the cause of this error in the reward, its server or the rows, then "
+                "rerun the same command to resume (if the rows have changed, with --fresh)",
             )
         remaining = iter(scores)
         return [

@@ -38,6 +38,14 @@ from valence.version import __version__
 START_OVER = "choose another --out file, or start over with --fresh, which renames the old file"
 ABOUT = "about"
 """Key of the facts file: information for readers, which may differ between calls."""
+DIGESTS = {
+    "model": "model, or with another data type of the model",
+    "reference": "reference model",
+    "vocabulary": "vocabulary of the tokenizer",
+    "tokenizer": "tokenizer or chat template",
+    "template": "chat template, or with another data.as_chat",
+}
+"""Facts that are checksums, and what they identify."""
 EARLIER = "earlier"
 """Key of the facts file: the facts and the number of earlier lines, before an append."""
 CHECKSUM_BYTES = 9
@@ -219,10 +227,10 @@ class RowJob:
                     raise self.output.foreign_line(number)
                 if not transform.is_line_of(line, item):
                     raise UserError(
-                        f"the data has changed: {self.out}:{number} was written for another row",
+                        f"the rows have changed: {self.out}:{number} was written for another row",
                         code="output-rows-changed",
                         where=transform.origin(item),
-                        fix=f"undo the change; or {START_OVER}",
+                        fix=f"undo the change of the rows; or {START_OVER}",
                     )
                 tally.add(transform.origin(item), transform.error_in(line))
         self.group.broadcast(tally.rows)
@@ -253,13 +261,15 @@ class RowJob:
         """
         if tally.failed == tally.rows:
             raise UserError(
-                f"none of {tally.rows} rows could be scored; the first: {tally.first[0]}",
+                f"none of the {tally.rows:,} rows could be scored; the first error: "
+                f"{tally.first[0]}",
                 code="no-usable-rows",
                 where=str(self.out),
-                fix="read the errors in the file",
+                fix="fix the cause of the errors, which are in this file, then start over with "
+                "--fresh",
             )
         num_scored = tally.rows - tally.failed
-        earlier = f" ({tally.earlier:,} of them by an earlier call)" if tally.earlier else ""
+        earlier = f" ({tally.earlier:,} of them were already there)" if tally.earlier else ""
         self.print_status(
             f"{num_scored:,} of {tally.rows:,} rows have scores in {self.out}{earlier}"
         )
@@ -340,7 +350,7 @@ class OutputFile:
 
     def _damaged_facts(self) -> UserError:
         return UserError(
-            f"the settings that {self.path} was written with are missing in this file",
+            f"the file does not contain the settings that {self.path} was written with",
             code="output-state-damaged",
             where=str(self.facts_path),
             fix=START_OVER,
@@ -357,10 +367,8 @@ class OutputFile:
         for name, value in self.facts.items():
             stored = self.stored_facts.get(name)
             if stored != value and (self.append is None or name in self.append):
-                before, now = (json.dumps(v, ensure_ascii=False) for v in (stored, value))
                 raise UserError(
-                    f"the existing lines were written with {name} {before}, but {name} is now "
-                    f"{now}",
+                    _difference(name, stored, value),
                     code="output-settings-differ",
                     where=f"{self.path} ({name})",
                     fix=self.fix,
@@ -407,17 +415,17 @@ class OutputFile:
         num_lines = sum(1 for _ in self._lines()) - sum(part["lines"] for part in self.earlier)
         if num_lines != self.num_expected:
             raise self._error(
-                f"cannot append: only {num_lines} of {self.num_expected} lines of the previous "
-                f"command were written",
+                f"the previous command has written only {num_lines} of {self.num_expected} lines, "
+                "and --append needs all of them",
                 "output-lines-missing",
                 fix="rerun the previous command to complete them",
             )
         self.earlier = [*self.earlier, {**facts, "lines": num_lines}]
         if any({**self.facts, "lines": part["lines"]} == part for part in self.earlier):
             raise self._error(
-                "the file already contains these lines, followed by others",
+                "the file already contains these answers, followed by answers of other commands",
                 "output-lines-duplicate",
-                fix="use another --seed or other --data",
+                fix="use another --seed or other prompts",
             )
 
     def _open_locked(self) -> IO[bytes]:
@@ -430,7 +438,9 @@ class OutputFile:
 
     def _lock(self, mode: str) -> IO[bytes]:
         in_use = self._error(
-            "another program is writing this file", "output-locked", fix="wait until it ends"
+            "another command is writing this file",
+            "output-locked",
+            fix="wait until it ends, or choose another --out file",
         )
         file: IO[bytes] = self.path.open(mode)
         with ExitStack() as on_failure:
@@ -468,7 +478,7 @@ class OutputFile:
             raise self._error(f"{-present} lines of the file are missing", "output-lines-missing")
         if present > num_lines:
             raise self._error(
-                f"the file has {present} lines, but there are only {num_lines} rows",
+                f"the file has {present} lines, but this command writes only {num_lines}",
                 "output-lines-extra",
             )
         return present if present == num_lines else present - present % self.window
@@ -490,8 +500,8 @@ class OutputFile:
                     "this line has changed since it was written (its checksum is wrong)",
                     "output-line-damaged",
                     number,
-                    fix=f"restore it; or remove it and all lines below it, then rerun the same "
-                    f"command; or {START_OVER}",
+                    fix="restore this line; or remove it and all lines below it, then rerun the "
+                    f"same command; or {START_OVER}",
                 )
             try:
                 value = json.loads(line.decode())
@@ -557,6 +567,19 @@ class OutputFile:
                 raise _cannot_write(self.path, late) from late
 
 
+def _difference(name: str, stored: Any, value: Any) -> str:
+    """How a fact differs from that of the existing lines."""
+    if name not in DIGESTS:
+        before, now = (json.dumps(v, ensure_ascii=False) for v in (stored, value))
+        return f"the existing lines were written with {name} {before}, but {name} is now {now}"
+    if stored is None or value is None:
+        before, now = ("without" if v is None else "with" for v in (stored, value))
+        return f"the existing lines were written {before} a {DIGESTS[name]}, but now there is " + (
+            "none" if now == "without" else "one"
+        )
+    return f"the existing lines were written with another {DIGESTS[name]}"
+
+
 def check_output(path: Path, *, is_new: bool = False) -> None:
     """Raise UserError unless JSON Lines can be written to this path. is_new: it must not exist."""
     check_path(path)
@@ -569,7 +592,10 @@ def check_output(path: Path, *, is_new: bool = False) -> None:
         )
     if is_new and path.exists():
         raise UserError(
-            "the file already exists", code="path-exists", where=str(path), fix="choose a new file"
+            "the file already exists",
+            code="path-exists",
+            where=str(path),
+            fix="choose another --out file, or move this one away",
         )
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(
@@ -589,7 +615,7 @@ def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[str]) -> None:
                 "the file cannot be both input and output",
                 code="output-is-input",
                 where=path,
-                fix="choose another --out",
+                fix="choose another --out file",
             )
 
 
@@ -610,7 +636,7 @@ def check_line(value: Mapping[str, Any], origin: object) -> None:
             f"the row cannot be written as JSON ({error})",
             code="row-not-json",
             where=str(origin),
-            fix="replace NaN and infinite numbers in the row, for example by null",
+            fix="replace NaN and infinite numbers in this row with null",
         ) from None
 
 
@@ -633,5 +659,5 @@ def _cannot_write(path: Path, error: OSError) -> UserError:
         code="file-not-writable",
         where=str(path),
         fix="free disk space or make the file writable, then rerun the same command to resume; or "
-        "choose another file",
+        "choose another --out file",
     )

@@ -43,7 +43,7 @@ from valence.version import __version__
 
 MODEL_FACTS = ("model", "vocabulary", "template")
 """Facts that must agree to append completions to a file."""
-DIFFERENT_DRAWS = f"add --append to append to the file; {START_OVER}"
+DIFFERENT_DRAWS = f"add --append to append answers to the file; {START_OVER}"
 READING_DEFAULTS = {"temperature": 0.7, "max_new_tokens": 256}
 """Defaults for completions that people read.
 
@@ -121,6 +121,7 @@ def sample_rows(
     command: str = "valence.sample_rows(...)",
     group: Group | None = None,
     store_immediately: bool = False,
+    fix: str | None = None,
 ) -> SampleCounts:
     """Write a model's completions of prompts as JSON Lines: prompt, completion, its tokens with
     their log-probabilities, and the sampling parameters.
@@ -132,7 +133,8 @@ def sample_rows(
     completions of the same model. group: processes that sample a share each. store_immediately,
     for one process: do not lose an answer that has ended, even if the program is killed, and do
     not load the model if all answers exist and its files are unchanged. After an interruption, the
-    rounding of the other answers may differ from that of an undisturbed call.
+    rounding of the other answers may differ from that of an undisturbed call. fix: what to do if
+    the file has other completions, for messages; by default, options of ``valence sample``.
 
     The completions of the prompt at position k depend on the seed and k alone. Raises UserError for
     invalid arguments.
@@ -147,7 +149,7 @@ def sample_rows(
         lines_per_item=n,
         fresh=fresh,
         append=MODEL_FACTS if append else None,
-        fix=START_OVER if append else DIFFERENT_DRAWS,
+        fix=fix or (START_OVER if append else DIFFERENT_DRAWS),
         console=console,
         quiet=quiet,
         group=group,
@@ -160,16 +162,17 @@ def sample_rows(
         about = {} if files_of_model is None else {"model_files": files_of_model}
         if about and _has_all(job, prompts, about):
             total = len(prompts) * n
-            job.print_status(f"{number(total)} answers in {out} (all from an earlier call)")
+            job.print_status(f"{number(total)} answers in {out} (all of them were already there)")
             return SampleCounts(total, total, 0, 0)
         is_local = recipe.rollout.engine == "hf"
         note = "" if is_local else " (this command samples in this process, not on a server)"
         noun = "answer" if n == 1 else "answers"
         job.print_status(f"{number(len(prompts))} prompts, {n} {noun} each; loading {target}{note}")
         run = open_run(target, overrides, group=job.group, at=at, console=job.console)
+        check_can_generate(run.prepared.method, target)
         transform = SampleTransform(run, n, sampling, at_once, job.group)
-        items = [transform.tokenize(k, prompt) for k, prompt in enumerate(prompts)]
-        transform.check_lengths(items)
+        items = [TokenizedPrompt(k, p, _tokenize(run, p)) for k, p in enumerate(prompts)]
+        _check_lengths(run, items, sampling)
         model_facts = transform.model_facts()
         facts |= model_facts
         check_ranks_agree(
@@ -197,7 +200,7 @@ def sample_rows(
     counts = SampleCounts(
         tally.rows, tally.earlier, transform.num_truncated, transform.num_tokens or 0
     )
-    earlier = f" ({number(counts.earlier)} of them from an earlier call)" if counts.earlier else ""
+    earlier = f" ({number(counts.earlier)} of them were already there)" if counts.earlier else ""
     num_new = counts.answers - counts.earlier
     truncated = (
         f"; {number(counts.truncated)} of {number(num_new)} were truncated"
@@ -221,10 +224,14 @@ def answers(
 ) -> list[tuple[str, Completion]]:
     """Each prompt as text, with a completion to read. Arguments as for ``sample_rows``."""
     sources, source = _sources(target, data, overrides, has_questions=bool(questions))
-    contents = [prompt.prompt for prompt in _prompts(questions, sources)]
+    prompts = _prompts(questions, sources)
+    contents = [prompt.prompt for prompt in prompts]
     recipe = source.recipe
     n, _, sampling = draws.for_reading(source).resolve(recipe.rollout, bool(recipe.reward))
     run = open_run(target, overrides, group=group or SingleProcess(), at=at, console=console)
+    check_can_generate(run.prepared.method, target)
+    items = [TokenizedPrompt(k, p, _tokenize(run, p)) for k, p in enumerate(prompts)]
+    _check_lengths(run, items, sampling)
     return [
         (as_text(content, run.prepared.tokenizer), completion)
         for content, completions in zip(contents, run.sample(contents, sampling, n), strict=True)
@@ -246,7 +253,7 @@ def _sources(
     recipe = source.recipe
     if not recipe.reward or not recipe.data.train:
         raise UserError(
-            "there are no prompts to answer",
+            "there are no prompts",
             code="rows-missing",
             where="sample",
             fix="add --prompt TEXT or --data FILE",
@@ -298,6 +305,29 @@ class TokenizedPrompt:
     ids: tuple[int, ...]
 
 
+def _tokenize(run: Trainer, prompt: Prompt) -> tuple[int, ...]:
+    """The tokens of a prompt. Raises UserError with the row of the prompt."""
+    try:
+        return run.prepared.encoder.encode_prompt(prompt.prompt)
+    except UserError as error:
+        raise UserError(
+            error.message, code=error.code, where=str(prompt.origin), fix=error.fix
+        ) from error
+
+
+def _check_lengths(run: Trainer, items: Sequence[TokenizedPrompt], sampling: Sampling) -> None:
+    """Raise UserError if the longest prompt with its answer exceeds the positions of the model."""
+    longest = max(items, key=lambda item: len(item.ids))
+    check_positions(
+        run.policy.causal,
+        len(longest.ids) + sampling.max_new_tokens,
+        "prompt and answer can have",
+        code="prompt-too-long",
+        where=str(longest.prompt.origin),
+        fix="lower --max-new-tokens, or remove this prompt",
+    )
+
+
 class SampleTransform:
     """A prompt becomes ``n`` lines, one per completion, with all columns for rewards and training.
 
@@ -308,7 +338,6 @@ class SampleTransform:
     def __init__(
         self, run: Trainer, n: int, sampling: Sampling, at_once: int, group: Group
     ) -> None:
-        check_can_generate(run.prepared.method)
         self.run, self.n, self.sampling, self.group = run, n, sampling, group
         self.window = max(1, at_once // n)
         self.sampler = PolicySampler(
@@ -320,26 +349,6 @@ class SampleTransform:
         self.pending: PendingAnswers | None = None
         self.num_tokens: int | None = 0
         self.num_truncated = 0
-
-    def tokenize(self, position: int, prompt: Prompt) -> TokenizedPrompt:
-        try:
-            ids = self.run.prepared.encoder.encode_prompt(prompt.prompt)
-        except UserError as error:
-            raise UserError(
-                error.message, code=error.code, where=str(prompt.origin), fix=error.fix
-            ) from error
-        return TokenizedPrompt(position, prompt, ids)
-
-    def check_lengths(self, items: Sequence[TokenizedPrompt]) -> None:
-        longest = max(items, key=lambda item: len(item.ids))
-        check_positions(
-            self.run.policy.causal,
-            len(longest.ids) + self.sampling.max_new_tokens,
-            "prompt and answer can have",
-            code="prompt-too-long",
-            where=self.origin(longest),
-            fix="lower --max-new-tokens, or remove this prompt",
-        )
 
     def model_facts(self) -> dict[str, Any]:
         """Facts that the completions depend on besides the request. All processes call it."""
@@ -408,7 +417,7 @@ class SampleTransform:
             ) from error
         except FloatingPointError as error:
             raise UserError(
-                f"{error} (for this prompt or one of the next prompts)",
+                f"{error}, for this prompt or one of the next",
                 code="sampling-failed",
                 where=self.origin(items[0]),
                 fix="add model.dtype=float32; if the error remains, the weights of the model are "

@@ -119,10 +119,11 @@ def _check_rows(sources: Sequence[SourceSettings], column: str) -> tuple[int, st
     """
     if column in COLUMNS:
         raise UserError(
-            f"{column!r} is the name of a column in row formats",
+            f"{column!r} cannot be the added column, because rows of some formats have a column "
+            "of this name",
             code="column-reserved",
             where="--column",
-            fix="choose another name for the added column",
+            fix="choose another --column",
         )
     num_rows, digest = 0, hashlib.sha256()
     for row, example in chain.from_iterable(map(stream, sources)):
@@ -133,7 +134,7 @@ def _check_rows(sources: Sequence[SourceSettings], column: str) -> tuple[int, st
                 f"the row already has a column {column!r}",
                 code="row-column-taken",
                 where=str(row.origin),
-                fix="choose another name for the added column with --column",
+                fix="choose another name with --column",
             )
         if isinstance(example, Prompt):
             raise UserError(

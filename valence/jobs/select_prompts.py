@@ -122,13 +122,14 @@ def select_prompts(
         for _, example in stream(*group):
             _add_candidate(candidates, example, known)
     if not candidates.prompts:
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in candidates.left_out.items())
+        reasons = "; ".join(
+            f"{count} rows: {reason}" for reason, count in candidates.left_out.items()
+        )
         raise UserError(
             f"there are no prompts to select ({reasons})",
             code="no-candidates",
             where=", ".join(files),
-            fix="use files of prompts or of unlabelled answers, with prompts that are not in "
-            "--rated",
+            fix="add prompts that have no rating in --rated, with or without an unlabelled answer",
         )
     if not quiet:
         print_message(console, f"loading and checking {model}")
@@ -190,7 +191,7 @@ def _add_candidate(candidates: _Candidates, example: object, known: set[str]) ->
         candidates.leave_out("the answer already has a rating")
         return
     if not isinstance(example, Prompt | Demonstration | Judgement):
-        candidates.leave_out("the row is neither a prompt nor an answer")
+        candidates.leave_out("the row is neither a prompt nor a prompt with one answer")
         return
     if isinstance(example.prompt, Ids):
         candidates.leave_out("the prompt has token ids but no text")
@@ -268,10 +269,11 @@ def _uncertainties(
     if not is_enough(known_labels):
         up, down = known_labels.count(True), known_labels.count(False)
         raise UserError(
-            f"there are too few labels ({up} up, {down} down)",
+            f"--rated has too few labels to train a classifier: {up} up and {down} down",
             code="too-few-labels",
             where="--rated",
-            fix=f"rate at least {MIN_ROWS} answers of each class first",
+            fix=f"rate at least {MIN_ROWS} answers of each class first, or select from prompts "
+            "without answers",
         )
     groups = [content_id(completions[i].prompt, completions[i].completion) for i in indices]
     auc, interval = audit_auc(

@@ -92,7 +92,7 @@ def build_models(
         if model is not None:
             _check_same_weights(group, "model", policy)
         check_vocabulary(policy.causal, prepared.tokenizer)
-        _check_lengths(policy, prepared)
+        _check_lengths(policy.causal, prepared)
         if fills and recipe.train.router_aux_loss:
             check_router(policy)
         can_compile = split.single and split.context == 1
@@ -203,6 +203,7 @@ class _ModelLoader:
         name = recipe.reference.model
         if model is not None:
             _check_same_vocabulary(policy, model, name or "")
+            _check_lengths(model, self.prepared, "the reference model")
             model.to(policy.device)
         built = build_reference(
             policy,
@@ -370,8 +371,8 @@ def _with_cache(
     return CachedReference(built, Path(cache), about=about, reload=again, agree=agree)
 
 
-def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
-    """Raise UserError if the longest row exceeds the positions of the model."""
+def _check_lengths(model: nn.Module, prepared: Prepared, name: str = "the model") -> None:
+    """Raise UserError if the longest row exceeds the positions of the model. name: for messages."""
     if not prepared.corpora:
         return
     new_tokens = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
@@ -381,14 +382,28 @@ def _check_lengths(policy: PolicyModel, prepared: Prepared) -> None:
         completions = np.where(units.columns["num_answers"] > 0, units.longest_answer, new_tokens)
         lengths = units.prompt_column("num_tokens") + completions
         longest.append((int(lengths.max()), units.origins[int(lengths.argmax())]))
+        if prepared.method.needs_kl_pairs:
+            # a prompt may be paired with the completion of any other row
+            combined = int(units.prompt_column("num_tokens").max() + completions.max())
+            check_positions(
+                model,
+                min(combined, prepared.recipe.data.max_length),
+                "a prompt with the completion of another row, which KTO needs, may have",
+                code="max-length-too-large",
+                where="data.max_length",
+                fix="set data.max_length: {limit}",
+                warn=False,
+                name=name,
+            )
     length, origin = max(longest, key=lambda row: row[0])
     check_positions(
-        policy.causal,
+        model,
         length,
         "this row has",
         code="row-too-long-for-model",
         where=str(origin),
         fix="set data.max_length: {limit}",
+        name=name,
     )
 
 

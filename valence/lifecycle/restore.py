@@ -121,7 +121,8 @@ def open_run(
     overrides = [*(f"data.{name}=[]" for name in LISTS), *overrides]
     if is_run(target):
         return restore(Path(target), overrides=overrides, group=group, at=at, console=console)
-    return open_recipe(recipe_of(target), overrides, group=group, at=at, console=console)
+    recipe = recipe_of(target)
+    return open_recipe(recipe, overrides, group=group, at=at, console=console, name=target)
 
 
 def open_recipe(
@@ -132,8 +133,11 @@ def open_recipe(
     at: At,
     console: Console | None,
     rewards: bool = False,
+    name: str = "recipe",
 ) -> Trainer:
-    """Build the run of a recipe before its first step. rewards: load those that it names."""
+    """Build the run of a recipe before its first step. rewards: load those that it names. name: of
+    a recipe that is a mapping, for messages.
+    """
     if at is not None:
         raise UserError(
             "only a run folder has checkpoints",
@@ -141,7 +145,7 @@ def open_recipe(
             where="--step",
             fix="remove --step, or use the folder of a run",
         )
-    source = load_recipe(recipe, overrides, method_of=method_of, training=False)
+    source = load_recipe(recipe, overrides, method_of=method_of, training=False, name=name)
     prepared = prepare(source, rewards=rewards)
     policy, reference = build_models(prepared, group=group)
     return make_trainer(

@@ -14,6 +14,7 @@ from valence.data.encode import Encoder
 from valence.data.encoded_set import Unusable
 from valence.errors import UserError
 from valence.lifecycle.scorers import Numbers, RewardModelScorer, load_scorer
+from valence.models.loading import must_exist
 from valence.planning.reward_models import (
     RewardModelSettings,
     load_reward_recipe,
@@ -151,6 +152,13 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> CallBa
         )
     _check(scorer, parsed, f"{where}.settings")
     return ModelScores(target, scorer, encoder, parsed)
+
+
+def reward_model_must_exist(target: str, settings: Mapping[str, Any], where: str) -> None:
+    """Raise UserError if there is no model of this name. Loads no weights."""
+    with placed_at_reward(target, where):
+        source, _ = load_reward_recipe(target, parse_settings(target, settings, where))
+        must_exist(source.recipe.model.name, "model.name")
 
 
 def _check(scorer: RewardModelScorer, settings: RewardModelSettings, where: str) -> None:

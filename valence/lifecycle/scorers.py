@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe
-from valence.config.schema import Model
+from valence.config.schema import Model, Recipe
 from valence.errors import UserError
 from valence.lifecycle.saved_models import load_saved_models
 from valence.losses.metrics import Reward, log_ratio
@@ -203,13 +203,13 @@ def load_scorer(
                 fix="remove --reference (reference.model)",
             )
         if reference is None and other is not None:
-            reference = _reference(policy, other, recipe.model, tokenizer)
+            reference = _reference(policy, other, recipe, tokenizer)
     if reference is None and beta is not None:
         raise UserError(
-            "the implicit reward needs a reference",
+            "--beta scales implicit rewards, which need a reference model",
             code="beta-needs-reference",
             where="--beta",
-            fix="add --reference, or remove --beta",
+            fix="add --reference MODEL, or remove --beta",
         )
     policy.eval()
     if isinstance(policy, Scorer):
@@ -266,9 +266,12 @@ def _attributes(spec: Model) -> list[str] | None:
 
 
 def _reference(
-    policy: PolicyModel, name: str, spec: Model, tokenizer: PreTrainedTokenizerBase
+    policy: PolicyModel, name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> Reference:
-    """Load a separate reference model. Raises UserError if its tokenizer differs."""
+    """Load a separate reference model. Raises UserError if its tokenizer differs, or if it has
+    fewer positions than rows may have.
+    """
+    spec = recipe.model
     if not Path(name).is_dir() or any(Path(name).glob("tokenizer*")):
         ref_tokenizer = load_tokenizer(
             name, trust_remote_code=spec.trust_remote_code, setting="reference.model"
@@ -279,9 +282,19 @@ def _reference(
                 "cannot be compared",
                 code="tokenizer-mismatch",
                 where=f"reference.model: {name}",
-                fix="use a reference with the model's tokenizer",
+                fix="use a reference model with the tokenizer of the model",
             )
     dtype = policy.causal.get_input_embeddings().weight.dtype
     model = load_model(name, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     check_vocabulary(model, tokenizer)
+    check_positions(
+        model,
+        recipe.data.max_length,
+        "rows may have",
+        code="max-length-too-large",
+        where="data.max_length",
+        fix="set --max-length {limit}",
+        warn=False,
+        name="the reference model",
+    )
     return build_reference(policy, fresh_adapter=False, model=model.to(policy.device), name=name)

@@ -290,17 +290,19 @@ def check_positions(
     where: str,
     fix: str,
     warn: bool = True,
+    name: str = "the model",
 ) -> None:
     """Raise UserError when a learned table of positions has fewer than ``length`` positions.
 
     With ``warn``, warn when ``length`` exceeds the limit of other kinds of positions.
 
-    subject: start of the message, up to the length. fix: may contain ``{limit}``.
+    subject: start of the message, up to the length. fix: may contain ``{limit}``. name: of the
+    model, for messages.
     """
     limit, learned = position_limit(model) or (length, False)
     if length <= limit or not (learned or warn):
         return
-    problem = f"{subject} {length} tokens, but the model was trained on at most {limit}"
+    problem = f"{subject} {length} tokens, but {name} was trained on at most {limit}"
     fix = fix.format(limit=limit)
     if learned:
         raise UserError(problem, code=code, where=where, fix=fix)

@@ -91,34 +91,34 @@ def choose_split(
         return split
     if recipe.train.optimizer == "adamw_8bit":
         raise _unsupported_with_split(
-            "8-bit optimizer states cannot be split over processes",
+            "8-bit optimizer state cannot be sharded",
             "train.optimizer",
             "set train.optimizer: adamw",
         )
     if recipe.train.optimizer not in ("adamw", "torch.optim.AdamW"):
         raise _unsupported_with_split(
-            f"{recipe.train.optimizer} may need complete weights, but each "
-            "process has only a part of them",
+            f"{recipe.train.optimizer} may need complete weights, but they are sharded over "
+            "processes",
             "train.optimizer",
             "set train.optimizer: adamw",
         )
     if recipe.model.lora is not None and (setting := unsplittable(recipe.model.lora)):
         raise _unsupported_with_split(
-            "an adapter with this setting does not support weights split over processes",
+            f"an adapter with {setting} does not support sharded weights",
             f"model.lora.{setting}",
-            "remove it",
+            f"remove model.lora.{setting}",
         )
     if recipe.train.compile == "on":
         raise _unsupported_with_split(
-            "layers that are split over processes cannot be compiled",
+            "sharded layers are not compiled",
             "train.compile",
-            "remove it",
+            "remove train.compile",
         )
     if recipe.train.router_aux_loss:
         raise _unsupported_with_split(
-            "the load-balancing loss does not support weights split over processes",
+            "the load-balancing loss is not computed for sharded weights",
             "train.router_aux_loss",
-            "remove it",
+            "remove train.router_aux_loss",
         )
     if split.offload:
         check_offload(recipe, device)
@@ -149,10 +149,11 @@ def check_offload(recipe: Recipe, device: torch.device) -> None:
     """Raise UserError if weights are to be offloaded without a CUDA device."""
     if recipe.parallel.offload and device.type != "cuda":
         raise UserError(
-            "parallel.offload needs a CUDA device: on a CPU, weights are in CPU memory anyway",
+            "only weights of a CUDA device can be offloaded to CPU memory; this run has no CUDA "
+            "device",
             code="parallel-unsupported",
             where="parallel.offload",
-            fix="remove it",
+            fix="remove parallel.offload",
         )
 
 

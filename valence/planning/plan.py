@@ -349,7 +349,9 @@ def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, proc
             reason,
             code="compile-unavailable",
             where="train.compile",
-            fix="install what is missing, or set it to auto or off",
+            fix="install g++, or set train.compile: auto"
+            if device.type == "cpu"
+            else "set train.compile: auto",
         )
     not_compiled = prepared.recipe.model.quantize or prepared.recipe.train.router_aux_loss
     if requested != "auto" or reason or "train" not in prepared.corpora or not_compiled:
@@ -435,7 +437,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         "communication": memory.communication,
         "value model": memory.value,
         "reward models": memory.reward_models,
-        "or, while sampling, completions": memory.sampling,
+        "completions while sampling, instead of activations": memory.sampling,
         "sleeping server": memory.server,
     }
     parts |= {name: size for name, size in optional.items() if size}
@@ -444,7 +446,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {rows} "
         f"{plural(method.kind)})",
         f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of "
-        f"{plan.micro_batch_tokens:,}" + (" (auto)" if requested == "auto" else ""),
+        f"up to {plan.micro_batch_tokens:,} tokens" + (" (auto)" if requested == "auto" else ""),
         f"weights: {shape.parameters:,}{trained}{narrow}",
         *_describe_optimizer(plan),
         *_describe_split(plan),
@@ -469,20 +471,29 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         )
         lines.append(f"mix: {part.method.name} on {mixed}")
     if plan.free is not None and total > plan.free:
-        lines.append(
-            f"only {_gigabytes(plan.free)} of memory are free: use model.lora, "
-            f"train.checkpointing: full, or a smaller model"
-        )
+        lines.append(f"only {_gigabytes(plan.free)} of memory is free: {_less_memory(plan)}")
     if longest > plan.micro_batch_tokens:
         lines.append(
-            f"the largest row has {longest} tokens, more than train.micro_batch_tokens: each such "
-            f"row forms a micro-batch"
+            f"the longest row has {longest:,} tokens, more than train.micro_batch_tokens: each "
+            "such row is a micro-batch by itself"
         )
     if prepared.ends_early:
         lines.append(prepared.ends_early)
     if warning := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
         lines.append(warning)
     return lines
+
+
+def _less_memory(plan: Plan) -> str:
+    """The settings that reduce the memory of a run and are not set yet, as an imperative."""
+    recipe = plan.prepared.recipe
+    options = ["model.lora"] if plan.shape.full else []
+    if plan.checkpointing != "full":
+        options.append("train.checkpointing: full")
+    requested = recipe.train.micro_batch_tokens
+    if requested != "auto":
+        options.append(f"train.micro_batch_tokens below {requested}")
+    return f"use {', '.join(options)} or a smaller model" if options else "use a smaller model"
 
 
 def _describe_optimizer(plan: Plan) -> Iterator[str]:
@@ -518,19 +529,19 @@ def _describe_server(plan: Plan) -> Iterator[str]:
         return
     gpus = ", ".join(map(str, server.devices))
     shared = ", shared with training" if server.is_shared else ""
-    memory = "vLLM's default share of its memory"
+    memory = "vLLM's default fraction of its memory"
     size = 0.0
     if plan.server_share is not None:
         size = plan.server_share * torch.cuda.get_device_properties(plan.device).total_memory
         memory = f"{plan.server_share:.0%} of its memory ({_gigabytes(size)})"
-    times = "while it samples; it sleeps while the policy is trained" if server.sleeps else "always"
+    times = "while it samples (it sleeps during training)" if server.sleeps else "always"
     yield f"server: GPU {gpus}{shared}, {memory} {times}; weights are sent by {server.transport}"
     width = 2 if recipe.model.dtype == "bfloat16" else 4
     weights = plan.shape.parameters * width // len(server.devices)
     if plan.server_share is not None and size < MIN_SERVER * weights:
         yield (
             f"the server needs {_gigabytes(weights)} for its weights, and more for keys and "
-            f"values, but may use only {_gigabytes(size)}: use more GPUs (rollout.devices), "
+            f"values, but can use only {_gigabytes(size)}: use more GPUs (rollout.devices), "
             f"model.lora, or a smaller model"
         )
 
@@ -539,7 +550,9 @@ def _describe_times(plan: Plan) -> list[str]:
     prepared, rollout = plan.prepared, plan.prepared.recipe.rollout
     steps, measuring = plan.total_seconds, plan.evaluation_seconds
     count = prepared.total_steps
-    parts = f"{count} step{'s' * (count != 1)} of about {duration(plan.seconds())} at first"
+    parts = f"{count} step{'s' * (count != 1)} of about {duration(plan.seconds())}"
+    if count > prepared.steps_per_epoch and plan.seconds(again=True) < plan.seconds():
+        parts += " in the first epoch, and less when reference log-probabilities are cached"
     parts += f", {duration(measuring)} for evaluation" if measuring else ""
     excluded = "sampling, scoring, evaluation, " if prepared.method.online else ""
     lines = [
@@ -566,14 +579,15 @@ def _describe_split(plan: Plan) -> list[str]:
     """How the weights are split over processes; empty for a single process."""
     if plan.processes == 1:
         full = plan.prepared.recipe.parallel.shard == "full"
-        return ["1 process: parallel.shard: full has nothing to split over"] if full else []
+        line = "1 process: parallel.shard: full has no effect; add --nproc N to shard the weights"
+        return [line] if full else []
     split = plan.split
     weights = (
-        "all weights" if split.tensor == 1 else f"1/{split.tensor} of every layer (parallel.tensor)"
+        "all weights" if split.tensor == 1 else f"1/{split.tensor} of each layer (parallel.tensor)"
     )
-    held = (
-        f"1/{split.ways} of {weights}, their gradients and moments" if split.ways > 1 else weights
-    )
+    held = weights
+    if split.ways > 1:
+        held = f"1/{split.ways} of {weights}, their gradients and optimizer state"
     replicas = plan.processes // (split.ways * split.tensor)
     if split.ways > 1 and replicas > 1:
         held += f", in {replicas} replicas (parallel.shard_size)"

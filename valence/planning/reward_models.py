@@ -70,7 +70,10 @@ def placed_at_reward(target: str, where: str) -> Iterator[None]:
         yield
     except UserError as error:
         fix = error.fix if Path(target).exists() or "/" in target else f"use {KINDS}"
-        is_here = error.where == "model.name" or error.code == "max-length-too-large"
+        is_here = (
+            error.where in ("model.name", f"{target} (model.name)")
+            or error.code == "max-length-too-large"
+        )
         place = "" if is_here else f" ({error.where})"
         raise UserError(
             error.message,

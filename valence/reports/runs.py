@@ -85,7 +85,7 @@ def list_runs(folder: Path) -> list[RunLine]:
     """
     if not folder.is_dir():
         raise UserError(
-            "there is no such folder",
+            "the path is a file" if folder.exists() else "there is no such folder",
             code="run-not-found",
             where=str(folder),
             fix="use a run folder, or a folder that contains runs",

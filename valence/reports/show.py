@@ -51,6 +51,8 @@ def show_example(example: Example) -> RenderableType:
     facts: dict[str, object] = {}
     for name in type(example).__dataclass_fields__:
         value = getattr(example, name)
+        if name == "error" and not value:
+            continue
         if isinstance(value, str | Chat | Ids):
             _add_content(table, name, value)
         elif name == "completions":

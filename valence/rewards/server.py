@@ -6,6 +6,7 @@ A reply has a finite number for each completion, or no rewards and an error stat
 # No postponed annotations: FastAPI reads them, and its names are known only inside functions.
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import math
@@ -515,6 +516,8 @@ def listening(
         return listener
     except OSError as error:
         fix = "use another --port (0: any free port), or stop the program that uses this port"
+        if error.errno == errno.EADDRNOTAVAIL:
+            fix = "set --host to an address of this machine, or to 0.0.0.0 for all of them"
         raise UserError(
             f"cannot listen on this address: {error}",
             code="server-cannot-listen",

@@ -102,8 +102,9 @@ class Stop:
     def _ask(self, reason: str, status: int) -> None:
         self.reason, self.status, self._requested_at = reason, status, time.monotonic()
         if self.patient:
+            signal_name = "a signal (Ctrl-C)" if self.out_of_time else "a second signal"
             message = (
-                f"{reason}: finishing the current step; send a second signal to stop immediately"
+                f"{reason}: finishing the current step; send {signal_name} to stop immediately"
             )
             print_message(self.console, message, "yellow")
 

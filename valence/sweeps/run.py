@@ -395,7 +395,7 @@ class SweepRunner:
             return StopRequestedError(128 + name, name.name)
         if time.monotonic() > self._deadline:
             self._deadline = float("inf")
-            return StopRequestedError(OUT_OF_TIME, "run.max_time is over")
+            return StopRequestedError(OUT_OF_TIME, "run.max_time was reached")
         return None
 
     def _check_stop(self) -> None:

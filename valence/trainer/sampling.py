@@ -23,14 +23,14 @@ NOT_FINITE_FIX = "lower train.learning_rate, or use model.dtype: float32"
 """What helps against a policy whose weights or logits are not finite."""
 
 
-def check_can_generate(method: Method) -> None:
-    """Raise UserError for a method that trains a reward model."""
+def check_can_generate(method: Method, where: str = "sample") -> None:
+    """Raise UserError for a method that trains a reward model. where: what names the model."""
     if method.is_reward_model:
         raise UserError(
             "reward models cannot generate text",
             code="reward-model-cannot-generate",
-            where="sample",
-            fix="use `valence score`",
+            where=where,
+            fix="use a language model; to score answers with this model, use `valence score`",
         )
 
 

@@ -37,6 +37,7 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
         )
     if is_run(target):
         return config_of(path)
+    _check_has_model(path)
     # float32, so that numbers do not depend on the machine
     model: dict[str, Any] = {"name": target, "dtype": "float32"}
     if (path / "adapter_config.json").is_file():
@@ -47,6 +48,22 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
         if (path / "tokenizer_config.json").is_file():
             model["tokenizer"] = target
     return {"method": "sft", "model": model}
+
+
+def _check_has_model(folder: Path) -> None:
+    """Raise UserError for a folder that contains neither a run nor a model."""
+    files = ("config.json", "adapter_config.json", "*.gguf")
+    if not folder.is_dir() or any(any(folder.glob(name)) for name in files):
+        return
+    runs = sorted(path.parent for path in folder.glob("*/config.yaml"))
+    example = f", such as {runs[-1]}" if runs else ""
+    raise UserError(
+        "the folder contains no run, model or adapter",
+        code="model-not-loadable",
+        where=str(folder),
+        fix="use a run folder (with config.yaml), or the folder of a model (config.json) or "
+        f"adapter (adapter_config.json){example}",
+    )
 
 
 def _base_of_adapter(folder: Path, name: str) -> str:
@@ -94,7 +111,9 @@ def load_target(target: str, overrides: Sequence[str]) -> LoadedRecipe:
     """The recipe of a target, to be used without training. Raises as ``load_run_recipe``."""
     if is_run(target):
         return load_run_recipe(Path(target), overrides)
-    return load_recipe(recipe_of(target), overrides, method_of=method_of, training=False)
+    return load_recipe(
+        recipe_of(target), overrides, method_of=method_of, training=False, name=target
+    )
 
 
 def with_files(

@@ -239,10 +239,11 @@ class Trainer:
         if is_stopped:
             if self.stop.local.out_of_time and (counters.step, counters.settled) == start:
                 raise UserError(
-                    "run.max_time ended before the first step",
+                    f"run.max_time: {self.recipe.run.max_time} is too short to load the model and "
+                    "finish one step",
                     code="max-time-too-short",
                     where="run.max_time",
-                    fix="raise it",
+                    fix="raise run.max_time, for example to 01:00:00 (hours, minutes, seconds)",
                 )
             raise self.stop.local.ended()
         return self.evaluations.get(self.step, last)
