@@ -43,7 +43,7 @@ SHORT = {"train": {"epochs": 1.6}, "run": {"save_every": 2, "log_every": 3, "kee
 
 
 def written(
-    case: str, place: Path, run: Path, dtype: str = "float64", **sections: Mapping[str, Any]
+    case: str, place: Path, run: Path, /, dtype: str = "float64", **sections: Mapping[str, Any]
 ) -> dict[str, Any]:
     settings = recipe(CASE[case], place)
     for name, section in (

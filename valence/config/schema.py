@@ -1064,6 +1064,10 @@ class RunSection(Section):
 
     Training waits for it.
     """
+    async_save: bool = True
+    """Write checkpoints in the background: training waits only while the state is copied into host
+    memory, which needs that much memory during a save. false: training waits for the whole save.
+    """
     max_failed_saves: PositiveInt = 3
     """Stop after N consecutive saves that failed, as on a full disk. Until then, training
     continues.

@@ -227,6 +227,9 @@ def memory_of(
         split=split,
         # with several processes, KL pairs have separate micro-batches
         has_second_pass=prepared.method.needs_kl_pairs and processes == 1,
+        # a checkpoint with a model is written while training waits
+        copies_state=recipe.run.async_save and recipe.run.save_state and not recipe.run.save_hf,
+        saves_reference=recipe.reference.sync_every is not None,
     )
     memory = estimate(compiled=compiled)
     if processes > 1 and device.type == "cuda":

@@ -433,6 +433,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     optional = {
         "gathered weights": memory.gathered,
         "communication": memory.communication,
+        "copy for a checkpoint": memory.checkpoint,
         "value model": memory.value,
         "reward models": memory.reward_models,
         "or, while sampling, completions": memory.sampling,
@@ -451,6 +452,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         *_describe_checkpointing(plan),
         f"memory: about {_gigabytes(total)}{per_process} "
         f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
+        *_describe_host_memory(plan),
         *_describe_server(plan),
         *_describe_times(plan),
     ]
@@ -553,6 +555,16 @@ def _describe_times(plan: Plan) -> list[str]:
             f"in total, if every completion has {rollout.max_new_tokens:,} tokens"
         )
     return lines
+
+
+def _describe_host_memory(plan: Plan) -> list[str]:
+    host = plan.memory.host
+    per_process = " each" if plan.processes > 1 else ""
+    return (
+        [f"host memory: {_gigabytes(host)}{per_process} for a copy while a checkpoint is written"]
+        if host
+        else []
+    )
 
 
 def _describe_checkpointing(plan: Plan) -> list[str]:
