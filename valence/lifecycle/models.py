@@ -323,7 +323,9 @@ def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bo
 def _should_compile(
     prepared: Prepared, policy: PolicyModel, chosen: bool | None, processes: int
 ) -> bool:
-    if prepared.recipe.train.router_aux_loss:  # compiled layers return no router logits
+    train = prepared.recipe.train
+    # compiled layers return no router logits, and choose by themselves which results they store
+    if train.router_aux_loss or train.checkpointing == "selective_op":
         return False
     if chosen and (reason := why_not(policy.device)):
         raise UserError(

@@ -20,7 +20,8 @@ NCCL_BUFFERS = 1_500_000_000  # bytes of a process that communicates: 1 to 2 GB
 HIDDEN = 14  # vectors of hidden size that a layer saves for the backward pass, per token
 INNER = 4  # vectors of the size inside its feed-forward layer that it saves, per token
 COMPILED = 0.55  # fraction of them that a compiled layer saves, all in the dtype of its products
-RECOMPUTED = {"off": 0.0, "selective": 0.5, "full": 1.0, "offloaded": 1.0}  # fraction of a layer
+RECOMPUTED = {"off": 0.0, "selective": 0.5, "selective_op": 1.0, "full": 1.0, "offloaded": 1.0}
+"""Fraction of the layers that run again, with selective_op without their products."""
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.04}
 """Bytes of the optimizer's state per trained weight in float32."""
 DEFAULT_COMPLETIONS = 64
@@ -165,6 +166,8 @@ def predict(
     unpacked = shape.hidden * max(shape.inner, shape.heads) * width if shape.quantized else 0
     recomputed = RECOMPUTED[checkpointing]
     inputs = 0 if checkpointing == "offloaded" else shape.layers * shape.hidden * stream
+    if checkpointing == "selective_op":
+        inputs += _results(shape, split.tensor) * width
     keys = 2 * (shape.keys // split.tensor) * width  # and values, of one layer
     stored_keys = shape.layers * keys if has_second_pass else 0
     # Attention saves the keys and values of all tokens, also those of other processes.
@@ -189,6 +192,16 @@ def predict(
         host=state if device.type == "cuda" else 0,
     )
     return memory if split.ways == 1 else _sharded(memory, shape, split, width)
+
+
+def _results(shape: Shape, tensor: int) -> int:
+    """Return the numbers per token that products and attention of all layers compute.
+
+    Queries, attention, keys, values, gate and projection of the feed-forward layer are divided over
+    ``tensor`` processes; the two outputs of hidden size, and those of adapters, are not.
+    """
+    divided = 2 * shape.heads + 2 * shape.keys + 2 * shape.inner
+    return shape.layers * (divided // tensor + 2 * shape.hidden) + shape.adapter_outputs
 
 
 def _saved(layers: float, inputs: float, recomputed: float, num_layers: int) -> float:

@@ -297,7 +297,7 @@ def choose_checkpointing(
     free: int | None,
     processes: int,
 ) -> Checkpointing:
-    """The recipe's checkpointing mode; for `auto`, "full" if a micro-batch needs it.
+    """The recipe's checkpointing mode; for `auto`, the fastest one whose micro-batches fit.
 
     free: bytes available to each process before a model is loaded; None if unknown.
     """
@@ -305,15 +305,18 @@ def choose_checkpointing(
         return mode
     requested = prepared.recipe.train.micro_batch_tokens
     tokens = CHECKPOINTING_TOKENS if requested == "auto" else requested
-    stored, recomputed = (
-        memory_of(prepared, shape, device, split, processes=processes, checkpointing=mode).total(
-            tokens
-        )
-        for mode in ("off", "full")
-    )
-    fits = free is None or stored <= MARGIN * free
-    # a model of one layer would save nothing
-    return "off" if fits or recomputed >= stored else "full"
+    # in a compiled layer, selective_op would store nothing
+    can_select = prepared.recipe.train.compile == "off"
+    modes: tuple[Checkpointing, ...] = ("off", *(("selective_op",) if can_select else ()), "full")
+    totals = {
+        mode: memory_of(
+            prepared, shape, device, split, processes=processes, checkpointing=mode
+        ).total(tokens)
+        for mode in modes
+    }
+    if free is None or totals["full"] >= totals["off"]:  # a model of one layer would save nothing
+        return "off"
+    return next((mode for mode in modes if totals[mode] <= MARGIN * free), "full")
 
 
 def _moments(recipe: Recipe) -> dict[str, float]:

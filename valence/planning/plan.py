@@ -351,7 +351,12 @@ def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, proc
             where="train.compile",
             fix="install what is missing, or set it to auto or off",
         )
-    not_compiled = prepared.recipe.model.quantize or prepared.recipe.train.router_aux_loss
+    train = prepared.recipe.train
+    not_compiled = (
+        prepared.recipe.model.quantize
+        or train.router_aux_loss
+        or train.checkpointing == "selective_op"
+    )
     if requested != "auto" or reason or "train" not in prepared.corpora or not_compiled:
         return requested == "on"
     epochs = prepared.total_steps / prepared.steps_per_epoch
@@ -570,7 +575,7 @@ def _describe_host_memory(plan: Plan) -> list[str]:
 def _describe_checkpointing(plan: Plan) -> list[str]:
     if plan.prepared.recipe.train.checkpointing != "auto":
         return []
-    reason = "needs less memory" if plan.checkpointing == "full" else "memory suffices"
+    reason = "memory suffices" if plan.checkpointing == "off" else "needs less memory"
     return [f"checkpointing: {plan.checkpointing} (auto: {reason})"]
 
 
