@@ -56,7 +56,11 @@ def written(
 
 
 def train(
-    group: Group, recipes: Sequence[Mapping[str, Any]], stop_at: int | None = None, by: int = 0
+    group: Group,
+    recipes: Sequence[Mapping[str, Any]],
+    stop_at: int | None = None,
+    by: int = 0,
+    **options: Any,
 ) -> list[str]:
     """Runs recipes one after another. stop_at: the step after which the process of rank ``by`` is
     sent SIGTERM.
@@ -69,7 +73,7 @@ def train(
 
     for item in recipes:
         try:
-            valence.train(item, group=group, quiet=True, callbacks=[act])
+            valence.train(item, group=group, quiet=True, callbacks=[act], **options)
             ended.append("done")
         except Interrupted as stopped:
             ended.append(f"{stopped.status}")

@@ -51,8 +51,8 @@ def recompute_layers(model: nn.Module, mode: Checkpointing, device: torch.device
     every layer (full), or every layer with its input in the host's memory (offloaded). Raises
     UserError when the model has no such layers, or the device has no separate memory.
 
-    8 layers of width 512 stored for 1020 tokens on a CPU, in bfloat16 and in float32: 247 and 299 MB
-    with off, 134 and 161 with selective, 89 and 156 with selective_op, 22 and 23 with full.
+    8 layers of width 512 stored for 1020 tokens on a CPU, in bfloat16 and in float32: 247 and 299
+    MB with off, 134 and 161 with selective, 89 and 156 with selective_op, 22 and 23 with full.
 
     selective_op does not apply inside a compiled layer. FlexAttention is compiled, so it runs
     again.

@@ -108,9 +108,9 @@ def choose_split(
             f"model.lora.{setting}",
             "remove it",
         )
-    if recipe.train.compile == "on":
+    if recipe.train.compile == "on" and split.tensor > 1:
         raise _unsupported_with_split(
-            "layers that are split over processes cannot be compiled",
+            "layers whose products are split over processes cannot be compiled",
             "train.compile",
             "remove it",
         )
@@ -123,6 +123,12 @@ def choose_split(
     if split.offload:
         check_offload(recipe, device)
     return split
+
+
+def can_compile(recipe: Recipe, split: Split) -> bool:
+    """Whether layers may be compiled with this split: sharded ones only if the recipe says so."""
+    is_requested = split.single or recipe.train.compile == "on"
+    return is_requested and split.tensor == split.context == 1
 
 
 def num_shards(recipe: Recipe, size: int) -> int:

@@ -32,6 +32,7 @@ from valence.planning.memory import (
     MARGIN,
     MIN_TOKENS,
     SLEEPING_SERVER,
+    can_compile,
     check_offload,
     choose_checkpointing,
     choose_split,
@@ -313,7 +314,7 @@ def make_plan(
         )
         compiled = (
             pays_to_compile(prepared, shape.parameters, device, group.size)
-            if split.single and split.context == 1
+            if can_compile(recipe, split)
             else False
         )
         mode = checkpointing or choose_checkpointing(
