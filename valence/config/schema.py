@@ -849,7 +849,8 @@ class Train(Section):
     """
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the model's layers: faster steps after a slow start. auto: in runs that are long
-    enough for this to save time, where there is a compiler (on a CPU `g++`).
+    enough for this to save time, where there is a compiler (on a CPU `g++`); not with sharded
+    weights, which `on` compiles too.
     """
     router_aux_loss: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture-of-experts model (Switch Transformers, arXiv
