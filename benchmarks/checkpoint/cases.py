@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 import valence
 from benchmarks.checkpoint import THREADS
 from benchmarks.crash.cases import make_model
+from valence.distributed.process_group import Group
 from valence.models.build import load_tokenizer
 from valence.trainer.trainer import Callback, Trainer
 
@@ -68,10 +69,13 @@ def build(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     callbacks: tuple[Callback, ...] = (),
+    group: Group | None = None,
+    **sections: Any,
 ) -> Trainer:
     """A run that saves only on request and never ends by itself.
 
-    If the folder contains a checkpoint, the run resumes from it.
+    If the folder contains a checkpoint, the run resumes from it. group: its processes. sections:
+    further settings.
     """
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -108,6 +112,7 @@ def build(
             "compile": "off",
         },
         "run": {"dir": str(folder), "save_every": 10**6, "keep": 1},
+        **sections,
     }
     return valence.build_run(
         recipe,
@@ -115,6 +120,7 @@ def build(
         model=model,
         tokenizer=tokenizer,
         callbacks=callbacks,
+        group=group,
         quiet=True,
         console=Console(quiet=True),
     )

@@ -129,3 +129,17 @@ def test_a_program_killed_in_a_save_leaves_no_process_and_no_lock(
     assert f"pid {holder_then.pid} " in Path(f"{run}.output").read_text(encoding="utf-8")
     assert differences(run, harness.undisturbed_run(case)[0]) == []
     assert holder(run) is None
+
+
+def test_processes_killed_while_a_thread_writes_the_state(harness: CrashHarness) -> None:
+    """Rank 1, which writes its shards only, and rank 0 before and after the folder is complete."""
+    kills = [
+        Kill("saving", 2, 1),
+        Kill("saving", 9, 0),
+        Kill("saving", 3, 1),
+        Kill("saving", 21, 0),
+    ]
+    run = harness.folder / "killed while writing"
+    trial = harness.run_with_kills(CASE[TENSOR_PARALLEL], run, iter(kills))
+    assert trial.errors == []
+    assert trial.kills == 4

@@ -33,7 +33,7 @@ from valence.models.memory import Split
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference, Reference, SyncedReference
 from valence.planning import plan as planning
-from valence.planning.memory import choose_split, min_free_memory
+from valence.planning.memory import can_compile, choose_split, min_free_memory
 from valence.planning.plan import describe, make_plan
 from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, prepare
@@ -437,11 +437,27 @@ def test_how_weights_are_split(
 
 
 @pytest.mark.parametrize(
+    ("split", "setting", "expected"),
+    [
+        (Split(), "auto", True),
+        (Split(), "on", True),
+        (Split(4), "on", True),
+        (Split(4), "auto", False),
+        (Split(1, 2), "on", False),
+        (Split(4, context=2), "on", False),
+    ],
+)
+def test_sharded_layers_are_compiled_on_request(split: Split, setting: str, expected: bool) -> None:
+    recipe = recipe_with(train={"compile": setting})
+    assert can_compile(recipe, split) is expected
+
+
+@pytest.mark.parametrize(
     ("sections", "where"),
     [
         ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer"),
         ({"train": {"optimizer": "torch.optim.Muon"}}, "train.optimizer"),
-        ({"train": {"compile": "on"}}, "train.compile"),
+        ({"train": {"compile": "on"}, "tensor": 2}, "train.compile"),
         ({"offload": True}, "parallel.offload"),
         ({"train": {"router_aux_loss": 0.01}}, "train.router_aux_loss"),
         ({"lora": {"use_dora": True}}, "model.lora.use_dora"),
@@ -454,7 +470,8 @@ def test_settings_that_split_weights_do_not_support_are_mistakes(
     sections: dict[str, Any], where: str
 ) -> None:
     cpu = torch.device("cpu")
-    assert choose_split(recipe_with(**sections), 2, cpu, before=None, fits=lambda: True).single
+    if "tensor" not in sections:
+        assert choose_split(recipe_with(**sections), 2, cpu, before=None, fits=lambda: True).single
     with raises_error("parallel-unsupported", where=where):
         choose_split(recipe_with(**sections), 2, cpu, before=None, fits=lambda: False)
 

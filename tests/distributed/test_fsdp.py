@@ -57,7 +57,14 @@ REPLICATED = [
     )
 ]
 """Two copies of the weights, each sharded over two processes."""
-ON_TWO = [Case("kto", follows=True), Case("sft", architecture="qwen2"), *NARROW]
+ON_TWO = [
+    Case("kto", follows=True),
+    Case("sft", architecture="qwen2"),
+    Case("dpo", checkpointing="selective_op"),
+    Case("kto", lora=True, dtype=torch.bfloat16, checkpointing="selective_op"),
+    Case("aot_unpaired", rows=3, lora=True, checkpointing="selective_op"),
+    *NARROW,
+]
 PLAIN = [
     Case("kto", lora=True, follows=True),
     Case("dpo", lora=True, shares=True),

@@ -43,7 +43,7 @@ SHORT = {"train": {"epochs": 1.6}, "run": {"save_every": 2, "log_every": 3, "kee
 
 
 def written(
-    case: str, place: Path, run: Path, dtype: str = "float64", **sections: Mapping[str, Any]
+    case: str, place: Path, run: Path, /, dtype: str = "float64", **sections: Mapping[str, Any]
 ) -> dict[str, Any]:
     settings = recipe(CASE[case], place)
     for name, section in (
@@ -56,7 +56,11 @@ def written(
 
 
 def train(
-    group: Group, recipes: Sequence[Mapping[str, Any]], stop_at: int | None = None, by: int = 0
+    group: Group,
+    recipes: Sequence[Mapping[str, Any]],
+    stop_at: int | None = None,
+    by: int = 0,
+    **options: Any,
 ) -> list[str]:
     """Runs recipes one after another. stop_at: the step after which the process of rank ``by`` is
     sent SIGTERM.
@@ -69,7 +73,7 @@ def train(
 
     for item in recipes:
         try:
-            valence.train(item, group=group, quiet=True, callbacks=[act])
+            valence.train(item, group=group, quiet=True, callbacks=[act], **options)
             ended.append("done")
         except Interrupted as stopped:
             ended.append(f"{stopped.status}")

@@ -4,6 +4,8 @@ activations.
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -13,17 +15,34 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    _VersionWrapper,  # pyright: ignore[reportPrivateUsage]
+    checkpoint,
+)
 
 from tests.errors import raises_error
 from tests.tiny_models import tiny
 from valence.models import checkpointing
 from valence.models.build import build_policy
 from valence.models.check import plain_batch
-from valence.models.checkpointing import recompute_layers
+from valence.models.checkpointing import (
+    _contexts,  # pyright: ignore[reportPrivateUsage]
+    recompute_layers,
+)
+from valence.models.compiling import why_not
+from valence.models.memory import _results  # pyright: ignore[reportPrivateUsage]
 from valence.models.policy_model import CPU_TOKEN_MULTIPLE, PolicyModel
+from valence.models.shape import shape_of, skeleton_of
 
 LAYERS = 5
-RECOMPUTED = {"off": (), "selective": (1, 3), "full": range(LAYERS), "offloaded": range(LAYERS)}
+RECOMPUTED = {
+    "off": (),
+    "selective": (1, 3),
+    "selective_op": range(LAYERS),
+    "full": range(LAYERS),
+    "offloaded": range(LAYERS),
+}
 ROWS = [torch.arange(3 + k, 3 + k + n) for k, n in enumerate((9, 2, 14))]
 
 
@@ -130,25 +149,111 @@ def test_the_selected_layers_are_recomputed(mode: str, offloading: list[Tensor])
     assert all(tensor.shape == (1, filled, 32) for tensor in moved)
 
 
+def stored_numbers(engine: PolicyModel) -> int:
+    """Numbers that a forward pass stores for the backward pass, without weights: saved tensors, and
+    results that ``create_selective_checkpoint_contexts`` stores.
+    """
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    def stored_results() -> list[_VersionWrapper]:
+        return [item for item in gc.get_objects() if type(item) is _VersionWrapper]
+
+    earlier = stored_results()  # of other tests
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        logp = engine(plain_batch(ROWS)).logp
+    for item in stored_results():
+        if not any(item is other for other in earlier) and isinstance(item.val, Tensor):
+            note(item.val)
+    del logp
+    return sum(sizes.values()) - sum(
+        p.numel() for p in engine.parameters() if p.data_ptr() in sizes
+    )
+
+
 def test_less_is_kept_the_more_is_computed_again() -> None:
-    remaining: list[int] = []
-    for mode in ("off", "selective", "full"):
-        engine, sizes = policy("llama", mode), {}
-
-        def note(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-            sizes[tensor.data_ptr()] = tensor.numel()
-            return tensor
-
-        with saved_tensors_hooks(note, lambda tensor: tensor):
-            logp = engine(plain_batch(ROWS)).logp
-        remaining.append(
-            sum(sizes.values())
-            - sum(p.numel() for p in engine.parameters() if p.data_ptr() in sizes)
-        )
-        del logp
-    off, selective, full = remaining
+    off, selective, selective_op, full = (
+        stored_numbers(policy("llama", mode))
+        for mode in ("off", "selective", "selective_op", "full")
+    )
     assert full < 0.4 * off
     assert selective < 0.75 * off
+    assert full < selective_op < 0.75 * off
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts the calls of each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dropout"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 0.3)]
+)
+def test_products_and_attention_are_computed_once(
+    dtype: torch.dtype, dropout: float | None
+) -> None:
+    lora = dropout and SimpleNamespace(rank=3, alpha=None, dropout=dropout, targets="all-linear")
+    counts: dict[str, Counter[str]] = {}
+    for mode in ("off", "selective_op", "full"):
+        engine = policy("llama", mode, dtype=dtype, lora=lora or None)
+        with CountOperators() as counter:
+            measured(engine)
+        counts[mode] = counter.calls
+    for name in ("aten.mm", "valence.prefix_tree_attention"):
+        assert counts["off"][name] == counts["selective_op"][name] < counts["full"][name]
+    # the rest runs again
+    assert counts["off"]["aten.silu"] < counts["selective_op"]["aten.silu"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not(torch.device("cpu")) is not None, reason="there is no compiler")
+def test_compiled_attention_inside_a_recomputed_layer() -> None:
+    """As FlexAttention on CUDA. Its products write into buffers that other programs overwrite."""
+    linear = nn.Linear(16, 16)
+    compiled: Any = torch.compile(lambda x: (x @ x).sin().cos(), fullgraph=True, dynamic=False)
+
+    def layer(x: Tensor) -> Tensor:
+        return linear(compiled(linear(x))) * x
+
+    def recomputed(x: Tensor) -> Tensor:
+        contexts = partial(_contexts, linear, adapted=False, stores_products=True)
+        return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+    gradients: list[Tensor] = []
+    for run in (layer, recomputed):
+        x = torch.linspace(-1, 1, 256).view(16, 16).requires_grad_()
+        gradients.append(torch.autograd.grad(run(x).square().sum(), x)[0])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0])
+def test_the_estimate_counts_what_is_stored(dropout: float | None) -> None:
+    """The difference of two numbers of layers, because the model stores more outside of them."""
+    lora = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
+    numbers: list[int] = []
+    estimates: list[int] = []
+    for count in (2, 6):
+        model = tiny("llama", dtype=torch.float32, num_hidden_layers=count)
+        adapter = None if dropout is None else lora
+        estimates.append(_results(shape_of(skeleton_of(model), lora=adapter), 1))
+        engine = build_policy(
+            model, dtype=torch.float32, lora=adapter, checkpointing="selective_op"
+        )
+        numbers.append(stored_numbers(engine))
+    tokens = -(-len(plain_batch(ROWS).tokens) // CPU_TOKEN_MULTIPLE) * CPU_TOKEN_MULTIPLE
+    hidden = 4 * 32 * tokens  # the layers' inputs
+    expected = tokens * (estimates[1] - estimates[0]) + hidden
+    assert numbers[1] - numbers[0] == pytest.approx(expected, rel=0.1)
 
 
 def test_a_compiled_layer_is_recomputed_identically() -> None:

@@ -107,6 +107,29 @@ def test_sharded_weights_are_divided_and_running_layers_are_gathered() -> None:
     )
 
 
+def test_a_background_save_copies_weights_moments_and_a_saved_reference() -> None:
+    plain, copied = predicted(), predicted(copies_state=True)
+    assert (plain.checkpoint, copied.checkpoint) == (0, 12 * SHAPE.parameters)
+    assert copied.total(10) - plain.total(10) == copied.checkpoint
+    both = predicted(frozen_copy=True, copies_state=True, saves_reference=True)
+    assert both.checkpoint == 16 * SHAPE.parameters
+    assert predicted(ADAPTED, copies_state=True).checkpoint == 12 * 1000
+    assert predicted(copies_state=True, split=Split(4)).checkpoint == 3 * SHAPE.parameters
+    assert add_value_model(copied, copied, SHAPE, 4).checkpoint > 1.5 * copied.checkpoint
+
+
+def test_on_a_gpu_the_copy_for_a_checkpoint_is_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "_head", lambda _: 0)
+    plain, copied = (
+        predicted(copies_state=copies, device=torch.device("cuda"), split=Split(2, offload=True))
+        for copies in (False, True)
+    )
+    assert (copied.checkpoint, copied.host) == (0, 6 * SHAPE.parameters)
+    assert copied.total(10) == plain.total(10)
+
+
 def test_memory_of_the_settings_of_sharding() -> None:
     base = predicted(split=Split(4))
     changes = {"reshard": False}, {"sync_every_micro_batch": False}, {"offload": True}

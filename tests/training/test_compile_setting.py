@@ -75,6 +75,9 @@ def test_auto_compiles_runs_that_are_long_enough(
     assert compiled == []
     monkeypatch.setitem(plan.MIN_OPERATIONS_TO_COMPILE, "cpu", 1.0)
     assert build() == compiled
+    assert len(compiled) == 2
+    build("train.checkpointing=selective_op")  # the compiler would decide what is stored
+    assert len(compiled) == 2
 
 
 def test_asked_for_without_a_compiler_is_an_error(

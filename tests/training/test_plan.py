@@ -115,6 +115,31 @@ def test_layers_are_recomputed_only_where_memory_requires_it(
     assert run.policy.checkpointing == "full"
 
 
+def test_products_are_stored_if_they_fit_and_layers_are_not_compiled(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep: Any = tiny(vocab_size=len(tiny_tokenizer()), layers=4, dtype=torch.float32)
+    deep.save_pretrained(recipe["model"]["name"])
+    overrides = ("train.checkpointing=auto", "train.micro_batch_tokens=2048", "train.compile=off")
+    sizes = {
+        mode: planned(recipe, f"train.checkpointing={mode}", *overrides[1:]).memory.total(2048)
+        for mode in ("off", "selective_op", "full")
+    }
+    assert sizes["off"] > sizes["selective_op"] > sizes["full"]
+    for free, expected in (
+        (sizes["off"], "off"),
+        (sizes["selective_op"], "selective_op"),
+        (sizes["full"], "full"),
+        (1, "full"),
+    ):
+        monkeypatch.setattr(plan, "free_memory", lambda _, free=free: int(free / MARGIN) + 1)
+        assert planned(recipe, *overrides).checkpointing == expected
+    monkeypatch.setattr(plan, "free_memory", lambda _: int(sizes["selective_op"] / MARGIN) + 1)
+    assert planned(recipe, *overrides[:2]).checkpointing == "full"
+    result = planned(recipe, *overrides)
+    assert "checkpointing: selective_op (auto" in " ".join(describe(result))
+
+
 def test_stored_keys_and_buffers_of_communication_are_counted(recipe: dict[str, Any]) -> None:
     """KL pairs read the keys and values of a first pass, unless there are several processes."""
     with simulated_device():

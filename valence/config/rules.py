@@ -294,9 +294,11 @@ def _train(c: Case) -> Iterator[Issue]:
                 "8-bit optimizer state cannot be sharded",
                 f"set train.optimizer: adamw; or {fix}",
             )
-        if train.compile == "on":
+        if train.compile == "on" and c.recipe.parallel.tensor > 1:
             yield conflict(
-                "train.compile", "sharded layers cannot be compiled", f"remove it; or {fix}"
+                "train.compile",
+                "layers whose products are split over processes are not compiled",
+                "remove it; or set parallel.tensor: 1",
             )
         if train.router_aux_loss > 0:
             yield conflict(

@@ -855,16 +855,19 @@ class Train(Section):
     """Leave out the last step of an epoch when it has fewer than batch_size examples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of examples and of every random draw."""
-    checkpointing: Literal["auto", "off", "selective", "full", "offloaded"] = "off"
+    checkpointing: Literal["auto", "off", "selective", "selective_op", "full", "offloaded"] = "off"
     """Activation checkpointing: compute layers again in the backward pass instead of storing their
     activations, for less memory and more time, with the same result. selective: every second layer.
-    full: every layer. offloaded: every layer, with its input moved to host memory. auto: full if
-    the estimated memory without it exceeds the free memory, for micro-batches of micro_batch_tokens
-    (4,096 if that is auto); else off.
+    selective_op: every layer, except its matrix multiplications with weights and its attention,
+    whose results are stored; its layers cannot be compiled. full: every layer. offloaded: every
+    layer, with its input moved to host memory. auto: off if the estimated memory fits into the free
+    memory, for micro-batches of micro_batch_tokens (4,096 if that is auto); else selective_op, if
+    that fits and train.compile is off; else full.
     """
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the model's layers: faster steps after a slow start. auto: in runs that are long
-    enough for this to save time, where there is a compiler (on a CPU `g++`).
+    enough for this to save time, where there is a compiler (on a CPU `g++`); not with sharded
+    weights, which `on` compiles too.
     """
     router_aux_loss: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture-of-experts model (Switch Transformers, arXiv
@@ -888,6 +891,12 @@ class Train(Section):
                 "compile",
                 "compiled layers do not return the router logits that train.router_aux_loss needs",
                 "remove train.compile, or train.router_aux_loss",
+            )
+        if self.checkpointing == "selective_op" and self.compile == "on":
+            yield conflict(
+                "compile",
+                "inside a compiled layer the compiler decides which results are stored",
+                "remove train.compile, or set train.checkpointing: selective",
             )
 
 
@@ -1079,6 +1088,10 @@ class RunSection(Section):
     """Also write the model as a Hugging Face folder (`model`) into each checkpoint.
 
     Training waits for it.
+    """
+    async_save: bool = True
+    """Write checkpoints in the background: training waits only while the state is copied into host
+    memory, which needs that much memory during a save. false: training waits for the whole save.
     """
     max_failed_saves: PositiveInt = 3
     """Stop after N consecutive saves that failed, as on a full disk. Until then, training

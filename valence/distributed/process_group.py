@@ -173,6 +173,13 @@ class Group(Protocol):
         """
         ...
 
+    @property
+    def background(self) -> Group:
+        """The same processes, for the collectives of one other thread, between host memories. All
+        processes create it together, when they use it first.
+        """
+        ...
+
     def close(self) -> None:
         """End the group, without waiting for other processes. It cannot be used afterwards."""
         ...
@@ -226,6 +233,10 @@ class SingleProcess:
         check_split(1, neighbours, name)
         return self, SingleProcess()
 
+    @property
+    def background(self) -> Group:
+        return self
+
     def close(self) -> None:
         pass
 
@@ -246,6 +257,8 @@ class ProcessGroup:
     Takes tensors on either. A collective that some process does not reach raises UserError, which
     names the missing ranks and their last collective.
     """
+
+    _background: Group | None = None
 
     def __init__(
         self,
@@ -377,7 +390,7 @@ class ProcessGroup:
     def mesh(self) -> DeviceMesh:
         """This group as PyTorch's device mesh."""
         return DeviceMesh.from_group(
-            self._process_group, self.device.type, mesh_dim_names=(SHARD_DIM,)
+            self.torch_group, self.device.type, mesh_dim_names=(SHARD_DIM,)
         )
 
     def shard_mesh(self, size: int) -> DeviceMesh:
@@ -387,8 +400,18 @@ class ProcessGroup:
         return self.mesh if size == self.size else self._hybrid_meshes[size]
 
     @property
-    def _process_group(self) -> Any:
+    def torch_group(self) -> Any:
+        """PyTorch's group."""
         return self._group or dist.group.WORLD
+
+    @property
+    def background(self) -> Group:
+        if self._background is None:
+            with self.collective("split background"):
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline))
+            ranks, device = range(self.size), torch.device("cpu")
+            self._background = Subgroup(self, "background", ranks, group, group, device=device)
+        return self._background
 
     def _subgroup(self, name: str, rows: Sequence[Sequence[int]]) -> Subgroup:
         """Create a group for each row of ranks. Returns that of this process."""
@@ -591,19 +614,26 @@ class Subgroup(ProcessGroup):
     """Some processes of a group, which must stay open. Errors name the ranks of that group."""
 
     def __init__(
-        self, parent: ProcessGroup, name: str, ranks: Sequence[int], group: Any, cpu_group: Any
+        self,
+        parent: ProcessGroup,
+        name: str,
+        ranks: Sequence[int],
+        group: Any,
+        cpu_group: Any,
+        device: torch.device | None = None,
     ) -> None:
         self.rank, self.size, self.local_rank = (
             ranks.index(parent.rank),
             len(ranks),
             parent.local_rank,
         )
-        self.deadline, self.device = parent.deadline, parent.device
+        self.deadline, self.device = parent.deadline, device or parent.device
         self._num_collectives, self._group, self._cpu_group = 0, group, cpu_group
         self._hybrid_meshes = {}
         self._tracker = parent._tracker.subgroup(f"{name}/{ranks[0]}", ranks)
         self._tracker.record(Collective(0, "start"))
-        self._watchdog = parent._watchdog and self._new_watchdog()
+        is_watched = parent._watchdog is not None and self.device.type == "cuda"
+        self._watchdog = self._new_watchdog() if is_watched else None
 
     def split(
         self, neighbours: int, name: Neighbours = "tensor", shard_size: int | None = None

@@ -22,17 +22,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from valence.distributed.process_group import Group, ProcessGroup
 from valence.errors import UserError
 
 FILE = 256 << 20
 """Bytes of one file, approximately: a process has it in host memory twice while it writes."""
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
+def write(folder: Path, tensors: Mapping[str, Tensor], group: Group | None = None) -> list[Path]:
     """Write tensors into an existing folder: each process its shards, replicated tensors once.
 
-    All processes call it with the same names; without a process group, one. Returns the files of
-    this process, which are on disk. Raises UserError in all processes if one cannot write.
+    All processes call it with the same names; without a process group, one. group: all processes;
+    default: PyTorch's. Returns the files of this process, which are on disk. Raises UserError in
+    all processes if one cannot write.
     """
     is_distributed = dist.is_initialized()
     size = dist.get_world_size() if is_distributed else 1
@@ -41,7 +43,12 @@ def write(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
     )
     fix = "free some space, or choose another folder"
     with _user_errors("checkpoint-incomplete", folder, "the checkpoint cannot be written", fix):
-        save(dict(tensors), storage_writer=writer, no_dist=not is_distributed)
+        save(
+            dict(tensors),
+            storage_writer=writer,
+            process_group=group.torch_group if isinstance(group, ProcessGroup) else None,
+            no_dist=not is_distributed,
+        )
     number = dist.get_rank() + 1 if is_distributed else 1
     return sorted(folder.glob(f"shard-{number:05d}-*.safetensors"))
 

@@ -31,6 +31,7 @@ FREE = (
             "keep",
             "save_state",
             "save_hf",
+            "async_save",
             "max_failed_saves",
             "max_time",
             "export",

@@ -49,6 +49,7 @@ from valence.models.stream import CannotStreamError, DeferredWeights, build_with
 from valence.models.values import add_values
 from valence.planning.memory import (
     at_rest,
+    can_compile,
     choose_checkpointing,
     choose_split,
     fits_on_one_device,
@@ -95,16 +96,24 @@ def build_models(
         _check_lengths(policy.causal, prepared)
         if fills and recipe.train.router_aux_loss:
             check_router(policy)
-        can_compile = split.single and split.context == 1
-        if fills and can_compile and _should_compile(prepared, policy, compiled, group.size):
+        compiles = (
+            fills
+            and can_compile(recipe, split)
+            and _should_compile(prepared, policy, compiled, group.size)
+        )
+        if compiles and split.single:
             compile_layers(policy)
         name = recipe.reference.model if reference is None else None
         is_copy = prepared.needs_reference and reference is None and name is None
         # Copied before the policy's weights are split, or read.
         built = loader.reference(policy, None) if is_copy else None
         loader.share(policy, stream)
+        if compiles and not split.single:  # around gathered weights
+            compile_layers(policy)
         if isinstance(built, FrozenReference):
             loader.share(built.engine, stream)
+            if policy.compiled and not split.single:
+                compile_layers(built.engine)
         elif prepared.needs_reference and not is_copy:
             built = (
                 loader.reference(policy, reference, among=group)
@@ -213,8 +222,9 @@ class _ModelLoader:
             follows=recipe.reference.sync_every is not None,
             check=self._is_complete,
         )
+        is_complete = model is None or self._is_complete
         # so that policy and reference agree to the last bit
-        if policy.compiled and isinstance(built, FrozenReference):
+        if policy.compiled and isinstance(built, FrozenReference) and is_complete:
             compile_layers(built.engine)
         if model is not None and isinstance(built, FrozenReference):
             if stream:
@@ -222,6 +232,8 @@ class _ModelLoader:
             elif among is not None:
                 _check_same_weights(among, "reference", built.engine)
             self.share(built.engine, stream)
+            if policy.compiled and not is_complete:
+                compile_layers(built.engine)
         return built
 
     def share(self, engine: PolicyModel, stream: DeferredWeights | None) -> None:
@@ -324,9 +336,12 @@ def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bo
 def _should_compile(
     prepared: Prepared, policy: PolicyModel, chosen: bool | None, processes: int
 ) -> bool:
-    if prepared.recipe.train.router_aux_loss:  # compiled layers return no router logits
+    train = prepared.recipe.train
+    # compiled layers return no router logits, and choose by themselves which results they store
+    if train.router_aux_loss or train.checkpointing == "selective_op":
         return False
-    if chosen and (reason := why_not(policy.device)):
+    device = best_device()  # the weights may not be loaded yet
+    if chosen and (reason := why_not(device)):
         raise UserError(
             f"the layers of this run were compiled, and now {reason}",
             code="compile-changed",
@@ -335,9 +350,7 @@ def _should_compile(
             "--allow train.compile",
         )
     weights = sum(p.numel() for p in policy.parameters())
-    return (
-        pays_to_compile(prepared, weights, policy.device, processes) if chosen is None else chosen
-    )
+    return pays_to_compile(prepared, weights, device, processes) if chosen is None else chosen
 
 
 def default_cache(recipe: Recipe) -> Path:

@@ -15,9 +15,15 @@ import torch._functorch.config
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from valence.errors import UserError
 from valence.models.check import TOLERANCE, compiler_failures, plain_batch, scores_or_logps
 from valence.models.policy_model import PolicyModel
+from valence.types import MicroBatch
 
+RECOMPUTES_CALLS = "__call__" in vars(GradientCheckpointingLayer)
+"""Whether recomputation repeats the call of a layer with its hooks, as in older versions of
+transformers, not only its forward.
+"""
 MAX_PROGRAMS = 32
 """Limit of compiled programs of a model."""
 ACTIVATION_BUDGET = 0.9
@@ -39,6 +45,10 @@ def compile_layers(engine: PolicyModel) -> bool:
 
     All layers of one kind share one program for any number of tokens. The first passes include
     the compilation, about ten seconds for each kind of layer and pass.
+
+    Layers of sharded weights are compiled after they were split: all processes call this together.
+    Raises UserError if the compiler fails then, because a pass that ends early leaves weights
+    gathered.
     """
     layers = [
         layer for layer in engine.causal.modules() if isinstance(layer, GradientCheckpointingLayer)
@@ -48,6 +58,10 @@ def compile_layers(engine: PolicyModel) -> bool:
         if engine.packs and layers
         else "its layers run one sequence at a time"
     )
+    if engine.is_sharded and RECOMPUTES_CALLS:
+        reason = reason or "this version of transformers would repeat the communication of FSDP"
+    if engine.max_over_ranks(int(reason is not None)):
+        reason = reason or "the layers of another process are not compiled"
     reason = reason or _failure(engine, layers)
     if reason:
         for layer in layers:
@@ -69,8 +83,7 @@ def _failure(engine: PolicyModel, layers: list[Any]) -> str | None:
     # sizes as one number.
     batch = plain_batch([tokens[8:20], tokens[20:30], tokens[30:]], tokens[:8])
     trained = [p for p in engine.parameters() if p.requires_grad]
-    expected = scores_or_logps(engine, batch)
-    expected_norm = _gradient_norm(expected, trained)
+    expected, expected_norm = _values_and_norm(engine, batch, trained)
     try:
         # These settings apply to all programs of this thread. The limit has to allow several kinds
         # of layers, each with and without a gradient, in training and in evaluation.
@@ -82,27 +95,38 @@ def _failure(engine: PolicyModel, layers: list[Any]) -> str | None:
             True  # attention is not a cheap operation
         )
         for layer in layers:
-            _compile(layer)
-        values = scores_or_logps(engine, batch)
-        norm = _gradient_norm(values, trained)
+            _compile(layer, is_sharded=engine.is_sharded)
+        values, norm = _values_and_norm(engine, batch, trained)
     except compiler_failures() as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if engine.is_sharded:
+            raise UserError(
+                f"the layers of {type(engine.causal).__name__} cannot be compiled ({problem})",
+                code="compile-failed",
+                where="train.compile",
+                fix="remove train.compile",
+            ) from error
+        return problem
     dtype = engine.compute or next(engine.parameters()).dtype
     # Not the largest difference: in bfloat16 with 30 layers that was measured to be 0.5 for one
     # random token, and the root mean square 0.19.
     difference = (values - expected).square().mean().sqrt().item()
+    problem: str | None = None
     if not difference <= TOLERANCE[dtype]:
-        return f"log-probabilities or scores differ by {difference:.2g}"
+        problem = f"log-probabilities or scores differ by {difference:.2g}"
     error = float((expected_norm - norm).abs() / expected_norm) if trained else 0.0
-    if not error <= 10 * TOLERANCE[dtype]:
-        return f"the norm of gradients differs by {error:.1%}"
-    return None
+    if problem is None and not error <= 10 * TOLERANCE[dtype]:
+        problem = f"the norm of gradients differs by {error:.1%}"
+    if engine.max_over_ranks(int(problem is not None)):
+        problem = problem or "they compute different results in another process"
+    return problem
 
 
-def _compile(layer: Any) -> None:
-    # Older versions of transformers recompute the call instead of the forward.
-    recomputes_calls = "__call__" in vars(GradientCheckpointingLayer)
-    if layer.gradient_checkpointing and not recomputes_calls:
+def _compile(layer: Any, *, is_sharded: bool) -> None:
+    """is_sharded: FSDP gathers and frees weights in hooks around the forward, which stay as they
+    are.
+    """
+    if is_sharded or (layer.gradient_checkpointing and not RECOMPUTES_CALLS):
         layer.forward = partial(_forward, layer)
     else:
         nn.Module.compile(layer, dynamic=True)
@@ -115,12 +139,14 @@ def _restore(layer: Any) -> None:
 
 
 def _forward(layer: Any, *inputs: Any, **options: Any) -> Any:
-    """The forward of a checkpointed layer with a compiled program inside the recomputation: the
-    compiler does not support the contexts of a recomputation, which adapters need.
+    """The forward of a layer with a compiled program. If the layer is checkpointed, the program is
+    inside the recomputation: the compiler does not support the contexts of a recomputation, which
+    adapters need.
     """
-    forward, checkpoint = type(layer).forward, layer._gradient_checkpointing_func
-    if not layer.training:
+    forward = type(layer).forward
+    if not (layer.training and layer.gradient_checkpointing):
         return compiled_program(forward)(layer, *inputs, **options)
+    checkpoint = layer._gradient_checkpointing_func
     layer._gradient_checkpointing_func = lambda run, *inputs: checkpoint(
         partial(compiled_program(run.func), *run.args, **run.keywords), *inputs
     )
@@ -136,9 +162,27 @@ def compiled_program(forward: Any) -> Any:
     return torch.compile(forward, dynamic=True)
 
 
-def _gradient_norm(values: Tensor, trained: list[nn.Parameter]) -> Tensor:
-    """Return the norm of the gradients of the sum; 0 without trained parameters."""
+def _values_and_norm(
+    engine: PolicyModel, batch: MicroBatch, trained: list[nn.Parameter]
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities or scores, and the norm of the gradients of their sum: those of this
+    process's shards; 0 without trained parameters.
+    """
     if not trained:
-        return torch.zeros(())
-    grads = torch.autograd.grad(values.sum(), trained, allow_unused=True)
-    return torch.stack([grad.detach().float().norm() for grad in grads if grad is not None]).norm()
+        with torch.no_grad():  # FSDP would wait for a backward pass
+            return scores_or_logps(engine, batch), torch.zeros(())
+    values = scores_or_logps(engine, batch)
+    if engine.is_sharded:  # gradients reach the shards through the hooks of FSDP
+        values.sum().backward()
+        grads = [p.grad for p in trained]
+        for p in trained:
+            p.grad = None
+    else:
+        grads = torch.autograd.grad(values.sum(), trained, allow_unused=True)
+    norms = [_local(grad).float().norm() for grad in grads if grad is not None]
+    return values.detach(), torch.stack(norms).norm()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()  # type: ignore[operator]

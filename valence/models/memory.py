@@ -20,7 +20,8 @@ NCCL_BUFFERS = 1_500_000_000  # bytes of a process that communicates: 1 to 2 GB
 HIDDEN = 14  # vectors of hidden size that a layer saves for the backward pass, per token
 INNER = 4  # vectors of the size inside its feed-forward layer that it saves, per token
 COMPILED = 0.55  # fraction of them that a compiled layer saves, all in the dtype of its products
-RECOMPUTED = {"off": 0.0, "selective": 0.5, "full": 1.0, "offloaded": 1.0}  # fraction of a layer
+RECOMPUTED = {"off": 0.0, "selective": 0.5, "selective_op": 1.0, "full": 1.0, "offloaded": 1.0}
+"""Fraction of the layers that run again, with selective_op without their products."""
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.04}
 """Bytes of the optimizer's state per trained weight in float32."""
 DEFAULT_COMPLETIONS = 64
@@ -62,7 +63,8 @@ class Memory:
     ``value``: weights, gradients and optimizer state of a value model. ``reward_models``: their
     weights. ``sampling``: completions while they are sampled; the activations of training do not
     exist at that time. ``server``: what a server on the same GPU keeps while it sleeps.
-    ``communication``: buffers of NCCL.
+    ``communication``: buffers of NCCL. ``checkpoint``: the copy of the state that a thread writes;
+    ``host``: the same with a CUDA device, in the host's memory, which the total does not include.
     """
 
     weights: int
@@ -78,6 +80,8 @@ class Memory:
     sampling: int = 0
     server: int = 0
     communication: int = 0
+    checkpoint: int = 0
+    host: int = 0
 
     def total(self, tokens: int) -> int:
         """Return the bytes of a run with this many tokens in the largest micro-batch."""
@@ -89,6 +93,7 @@ class Memory:
             + self.optimizer
             + self.gathered
             + self.communication
+            + self.checkpoint
         )
         return (
             fixed
@@ -126,6 +131,8 @@ def predict(
     device: torch.device = torch.device("cpu"),
     split: Split = Split(),
     has_second_pass: bool = False,
+    copies_state: bool = False,
+    saves_reference: bool = False,
 ) -> Memory:
     """Return the estimated bytes of a run in each process.
 
@@ -134,6 +141,8 @@ def predict(
     bytes of the optimizer's state per trained weight in float32. moments_of_matrices: the same for
     matrices of hidden layers, if these have a different optimizer. has_second_pass: whether
     sequences without a gradient read the keys and values of a first pass, which all layers store.
+    copies_state: whether checkpoints are written in the background, from a copy of the trained
+    weights, the optimizer's state and, with saves_reference, the reference.
 
     Trained weights are float32 masters (float64 with float64), with a gradient and two moments, and
     a copy for products in bfloat16. The gradient of a vocabulary matrix briefly exists twice,
@@ -157,23 +166,42 @@ def predict(
     unpacked = shape.hidden * max(shape.inner, shape.heads) * width if shape.quantized else 0
     recomputed = RECOMPUTED[checkpointing]
     inputs = 0 if checkpointing == "offloaded" else shape.layers * shape.hidden * stream
+    if checkpointing == "selective_op":
+        inputs += _results(shape, split.tensor) * width
     keys = 2 * (shape.keys // split.tensor) * width  # and values, of one layer
     stored_keys = shape.layers * keys if has_second_pass else 0
     # Attention saves the keys and values of all tokens, also those of other processes.
     gathered_keys = 0 if split.context == 1 else shape.layers * keys
     copies_gradient = shape.full and not (device.type == "cpu" and split.single)
+    optimizer = int((trained * moments + extra_bytes) * (2 if width == 8 else 1))
+    reference = stored if frozen_copy else trained * masters if adapter_copy else 0
+    state = trained * masters + optimizer + (reference if saves_reference else 0)
+    if not copies_state:
+        state = 0
     memory = Memory(
         weights=stored + parameters * copies + unpacked + (0 if shape.full else trained * masters),
-        reference=stored if frozen_copy else trained * masters if adapter_copy else 0,
+        reference=reference,
         gradient=trained * masters
         + (shape.vocabulary * shape.hidden * masters // split.tensor if copies_gradient else 0),
-        optimizer=int((trained * moments + extra_bytes) * (2 if width == 8 else 1)),
+        optimizer=optimizer,
         head=_head(device),
         per_token=stored_keys
         + int(_saved(saved, inputs, recomputed, shape.layers) / split.context)
         + int(_saved(gathered_keys, 0, recomputed, shape.layers)),
+        checkpoint=0 if device.type == "cuda" else state,
+        host=state if device.type == "cuda" else 0,
     )
     return memory if split.ways == 1 else _sharded(memory, shape, split, width)
+
+
+def _results(shape: Shape, tensor: int) -> int:
+    """Return the numbers per token that products and attention of all layers compute.
+
+    Queries, attention, keys, values, gate and projection of the feed-forward layer are divided over
+    ``tensor`` processes; the two outputs of hidden size, and those of adapters, are not.
+    """
+    divided = 2 * shape.heads + 2 * shape.keys + 2 * shape.inner
+    return shape.layers * (divided // tensor + 2 * shape.hidden) + shape.adapter_outputs
 
 
 def _saved(layers: float, inputs: float, recomputed: float, num_layers: int) -> float:
@@ -194,7 +222,13 @@ def add_value_model(memory: Memory, uncompiled: Memory, shape: Shape, width: int
     share = 1 - shape.vocabulary * shape.hidden / shape.parameters if shape.full and untied else 1.0
     weights = uncompiled.weights if shape.full else shape.trained * max(width, 4)
     value = int(share * (weights + uncompiled.gradient + uncompiled.optimizer))
-    return replace(memory, value=value, per_token=memory.per_token + uncompiled.per_token)
+    return replace(
+        memory,
+        value=value,
+        per_token=memory.per_token + uncompiled.per_token,
+        checkpoint=memory.checkpoint + int(share * uncompiled.checkpoint),
+        host=memory.host + int(share * uncompiled.host),
+    )
 
 
 def sampling_bytes(shape: Shape, rows: int, tokens: int, width: int) -> int:
@@ -241,6 +275,8 @@ def _sharded(memory: Memory, shape: Shape, split: Split, width: int) -> Memory:
         reference=int(share * memory.reference),
         gradient=int(memory.gradient - trained * masters + masters * (unsummed + share * trained)),
         optimizer=int(share * memory.optimizer),
+        checkpoint=memory.checkpoint // split.ways,
+        host=memory.host // split.ways,
         gathered=int(
             outside * (stream + copies)
             + layers * ((1 - narrow) * width + narrow * BYTES)

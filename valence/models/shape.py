@@ -37,6 +37,7 @@ class Shape:
     ``largest``: weights of the decoder's largest layer.
     ``outside``: weights outside the decoder's layers (embedding, head).
     ``quantized``: weights that are stored in 4 bits.
+    ``adapter_outputs``: summed output sizes of all linear layers with an adapter.
     ``scaled``: summed output sizes of all layers with DoRA.
     ``matrices``: trained weights in matrices of hidden layers.
     """
@@ -56,6 +57,7 @@ class Shape:
     keys: int = 0
     scaled: int = 0
     matrices: int = 0
+    adapter_outputs: int = 0
 
     @property
     def full(self) -> bool:
@@ -110,7 +112,7 @@ def shape_of(
         _first_value(config, "head_dim") or config.hidden_size // config.num_attention_heads
     )
     trained = parameters = sum(p.numel() for p in model.parameters())
-    linear, adapted, scaled = _linear_weights(model, experts), 0, 0
+    linear, adapted, adapter_outputs, scaled = _linear_weights(model, experts), 0, 0, 0
     trained_model: nn.Module = model
     layers = decoder_layers(model)
     layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
@@ -120,6 +122,9 @@ def shape_of(
         trained = sum(p.numel() for p in planned.parameters() if p.requires_grad)
         adapted = sum(
             p.shape[1] for name, p in planned.named_parameters() if "lora_A" in name and p.ndim == 2
+        )
+        adapter_outputs = sum(
+            p.shape[0] for name, p in planned.named_parameters() if "lora_B" in name and p.ndim == 2
         )
         scaled = sum(
             p.numel() for name, p in planned.named_parameters() if "lora_magnitude" in name
@@ -134,6 +139,7 @@ def shape_of(
         heads=head_size * config.num_attention_heads,
         vocabulary=config.num_labels if is_reward_model(model) else config.vocab_size,
         adapted=adapted,
+        adapter_outputs=adapter_outputs,
         largest=max(layer_sizes, default=0),
         outside=parameters - sum(layer_sizes),
         quantized=quantized,

@@ -112,7 +112,8 @@ def step(
     measured: forward passes without a gradient, of the policy or the reference.
     """
     backward = 2 if shape.full else 1  # frozen weights need no gradient
-    recomputed = RECOMPUTED[checkpointing] * _decoder(shape, trained)
+    products = 0.0 if checkpointing == "selective_op" else RECOMPUTED[checkpointing]
+    recomputed = products * _decoder(shape, trained)
     return (
         (1 + backward) * forward(shape, trained)
         + recomputed

@@ -108,9 +108,9 @@ def choose_split(
             f"model.lora.{setting}",
             f"remove model.lora.{setting}",
         )
-    if recipe.train.compile == "on":
+    if recipe.train.compile == "on" and split.tensor > 1:
         raise _unsupported_with_split(
-            "sharded layers are not compiled",
+            "layers whose products are split over processes cannot be compiled",
             "train.compile",
             "remove train.compile",
         )
@@ -123,6 +123,12 @@ def choose_split(
     if split.offload:
         check_offload(recipe, device)
     return split
+
+
+def can_compile(recipe: Recipe, split: Split) -> bool:
+    """Whether layers may be compiled with this split: sharded ones only if the recipe says so."""
+    is_requested = split.single or recipe.train.compile == "on"
+    return is_requested and split.tensor == split.context == 1
 
 
 def num_shards(recipe: Recipe, size: int) -> int:
@@ -228,6 +234,9 @@ def memory_of(
         split=split,
         # with several processes, KL pairs have separate micro-batches
         has_second_pass=prepared.method.needs_kl_pairs and processes == 1,
+        # a checkpoint with a model is written while training waits
+        copies_state=recipe.run.async_save and recipe.run.save_state and not recipe.run.save_hf,
+        saves_reference=recipe.reference.sync_every is not None,
     )
     memory = estimate(compiled=compiled)
     if processes > 1 and device.type == "cuda":
@@ -295,7 +304,7 @@ def choose_checkpointing(
     free: int | None,
     processes: int,
 ) -> Checkpointing:
-    """The recipe's checkpointing mode; for `auto`, "full" if a micro-batch needs it.
+    """The recipe's checkpointing mode; for `auto`, the fastest one whose micro-batches fit.
 
     free: bytes available to each process before a model is loaded; None if unknown.
     """
@@ -303,15 +312,18 @@ def choose_checkpointing(
         return mode
     requested = prepared.recipe.train.micro_batch_tokens
     tokens = CHECKPOINTING_TOKENS if requested == "auto" else requested
-    stored, recomputed = (
-        memory_of(prepared, shape, device, split, processes=processes, checkpointing=mode).total(
-            tokens
-        )
-        for mode in ("off", "full")
-    )
-    fits = free is None or stored <= MARGIN * free
-    # a model of one layer would save nothing
-    return "off" if fits or recomputed >= stored else "full"
+    # in a compiled layer, selective_op would store nothing
+    can_select = prepared.recipe.train.compile == "off"
+    modes: tuple[Checkpointing, ...] = ("off", *(("selective_op",) if can_select else ()), "full")
+    totals = {
+        mode: memory_of(
+            prepared, shape, device, split, processes=processes, checkpointing=mode
+        ).total(tokens)
+        for mode in modes
+    }
+    if free is None or totals["full"] >= totals["off"]:  # a model of one layer would save nothing
+        return "off"
+    return next((mode for mode in modes if totals[mode] <= MARGIN * free), "full")
 
 
 def _moments(recipe: Recipe) -> dict[str, float]:

@@ -32,6 +32,7 @@ from valence.planning.memory import (
     MARGIN,
     MIN_TOKENS,
     SLEEPING_SERVER,
+    can_compile,
     check_offload,
     choose_checkpointing,
     choose_split,
@@ -313,7 +314,7 @@ def make_plan(
         )
         compiled = (
             pays_to_compile(prepared, shape.parameters, device, group.size)
-            if split.single and split.context == 1
+            if can_compile(recipe, split)
             else False
         )
         mode = checkpointing or choose_checkpointing(
@@ -353,7 +354,12 @@ def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, proc
             if device.type == "cpu"
             else "set train.compile: auto",
         )
-    not_compiled = prepared.recipe.model.quantize or prepared.recipe.train.router_aux_loss
+    train = prepared.recipe.train
+    not_compiled = (
+        prepared.recipe.model.quantize
+        or train.router_aux_loss
+        or train.checkpointing == "selective_op"
+    )
     if requested != "auto" or reason or "train" not in prepared.corpora or not_compiled:
         return requested == "on"
     epochs = prepared.total_steps / prepared.steps_per_epoch
@@ -435,6 +441,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     optional = {
         "gathered weights": memory.gathered,
         "communication": memory.communication,
+        "copy for a checkpoint": memory.checkpoint,
         "value model": memory.value,
         "reward models": memory.reward_models,
         "completions while sampling, instead of activations": memory.sampling,
@@ -453,6 +460,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         *_describe_checkpointing(plan),
         f"memory: about {_gigabytes(total)}{per_process} "
         f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
+        *_describe_host_memory(plan),
         *_describe_server(plan),
         *_describe_times(plan),
     ]
@@ -568,10 +576,20 @@ def _describe_times(plan: Plan) -> list[str]:
     return lines
 
 
+def _describe_host_memory(plan: Plan) -> list[str]:
+    host = plan.memory.host
+    per_process = " each" if plan.processes > 1 else ""
+    return (
+        [f"host memory: {_gigabytes(host)}{per_process} for a copy while a checkpoint is written"]
+        if host
+        else []
+    )
+
+
 def _describe_checkpointing(plan: Plan) -> list[str]:
     if plan.prepared.recipe.train.checkpointing != "auto":
         return []
-    reason = "needs less memory" if plan.checkpointing == "full" else "memory suffices"
+    reason = "memory suffices" if plan.checkpointing == "off" else "needs less memory"
     return [f"checkpointing: {plan.checkpointing} (auto: {reason})"]
 
 

@@ -59,15 +59,23 @@ class Checkpoints:
 
     A failed save leaves earlier checkpoints unchanged. ``failed``: failures since the last
     successful save. keep: how many of the newest to keep (None: all). group: the processes over
-    which tensors are sharded; all of them call ``save`` and return with the same result. write:
-    writes the sharded tensors. Rank 0 does everything else.
+    which tensors are sharded; all of them call the constructor, ``save`` and ``wait`` in the same
+    order, and get the same results. write: writes the sharded tensors. Rank 0 does everything else.
+    in_background: False makes every save block.
     """
 
     def __init__(
-        self, folder: Path, keep: int | None, group: Group | None = None, write: Write | None = None
+        self,
+        folder: Path,
+        keep: int | None,
+        group: Group | None = None,
+        write: Write | None = None,
+        *,
+        in_background: bool = True,
     ) -> None:
-        self.folder, self.keep = folder, keep
-        self.group = group if group is not None and group.size > 1 else None
+        self.folder, self.keep, self.in_background = folder, keep, in_background
+        # Its own collectives: those of training continue while a thread writes.
+        self.group = group.background if group is not None and group.size > 1 else None
         self.leads = group is None or group.rank == 0
         self.write = write or _no_writer
         self.failed = 0
@@ -120,11 +128,14 @@ class Checkpoints:
         first: functions that write other files, called before the checkpoint is complete.
         add_files: adds files to the checkpoint's folder; blocks training. spare: a step that is
         never pruned. wait: block until it is written. Failures are reported by ``failed`` and
-        ``take_messages``. Processes that save together always block.
+        ``take_messages``, those of processes that save together after the next ``wait``.
         """
         self.wait()
-        at_once = wait or add_files is not None or self.group is not None
+        at_once = wait or add_files is not None or not self.in_background
         snapshot = Snapshot(state, copied=not at_once) if state is not None else None
+        num_bytes = 0  # the same in all processes
+        if snapshot is not None:
+            num_bytes = snapshot.sharded_size if self.group else snapshot.size
 
         def write() -> None:
             try:
@@ -139,7 +150,7 @@ class Checkpoints:
                 self.messages.append(f"an old checkpoint could not be removed: {error}")
 
         self._saving_step = step
-        if at_once or snapshot is None or snapshot.size < MIN_BACKGROUND_BYTES:
+        if at_once or num_bytes < MIN_BACKGROUND_BYTES:
             write()
         else:
             self._has_ended.clear()
@@ -153,6 +164,14 @@ class Checkpoints:
             name = f"save step-{step}"
             self._writing = threading.Thread(target=write_in_background, name=name, daemon=True)
             self._writing.start()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether processes save together, and their result waits for the next ``wait``.
+
+        Until then, it may have reached some of the processes only.
+        """
+        return self.group is not None and self._writing is not None
 
     def wait(self) -> None:
         """Block until no save is in progress.
@@ -205,7 +224,7 @@ class Checkpoints:
                     )
             with agreed(self.group):
                 parts = (
-                    self.write(folder, snapshot.shards)
+                    self.write(folder, snapshot.shards, self.group)
                     if snapshot is not None and snapshot.shards
                     else []
                 )
@@ -330,7 +349,7 @@ class Checkpoints:
         return None
 
 
-def _no_writer(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
+def _no_writer(folder: Path, tensors: Mapping[str, Tensor], _: Group | None) -> list[Path]:
     raise TypeError(
         f"{folder}: no function was passed that writes sharded tensors such as "
         f"{next(iter(tensors))}"

@@ -27,9 +27,9 @@ UMASK = os.umask(0)
 os.umask(UMASK)  # read once, at import: reading sets it for a moment, and saves use threads
 TENSOR, DICT = "__tensor__", "__dict__"
 TENSORS, PLAIN = "tensors.safetensors", "state.json"
-Write = Callable[[Path, Mapping[str, Tensor]], list[Path]]
-"""Writes sharded tensors into a folder and returns the files of this process. All processes call
-it."""
+Write = Callable[[Path, Mapping[str, Tensor], Group | None], list[Path]]
+"""Writes sharded tensors into a folder and returns the files of this process. All processes of the
+group call it."""
 Read = Callable[[Path, Mapping[str, Tensor]], None]
 """Fills tensors, sharded or not, with the tensors of the same names in a folder."""
 
@@ -144,12 +144,14 @@ def is_sharded(tensor: Tensor) -> bool:
 class Snapshot:
     """A copy of nested state: dicts, lists, tensors, numbers, strings and None.
 
-    ``size``: bytes of its tensors without ``shards``, which are split over processes and not
-    copied. Raises UserError for values of other types.
+    ``size``: bytes of its tensors without ``shards``, which are split over processes;
+    ``sharded_size``: bytes of these in all processes. Raises UserError for values of other types.
     """
 
     def __init__(self, state: Mapping[str, Any], *, copied: bool = True) -> None:
-        """copied: False uses CPU tensors directly; they must not change until it is written."""
+        """copied: False uses shards and CPU tensors directly; they must not change until it is
+        written.
+        """
         self._copied = copied
         self.tensors: dict[str, Tensor] = {}
         self.shards: dict[str, Tensor] = {}
@@ -163,6 +165,9 @@ class Snapshot:
                 fix="use only numbers, strings and tensors in the state",
             ) from error
         self.size = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.sharded_size = sum(
+            shard.numel() * shard.element_size() for shard in self.shards.values()
+        )
 
     def _described(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
@@ -171,7 +176,8 @@ class Snapshot:
             sharded = is_sharded(value)
             name = f"shard {len(self.shards)}{path}" if sharded else f"{len(self.tensors)}{path}"
             if sharded:
-                self.shards[name] = value.detach()
+                shard = value.detach()
+                self.shards[name] = shard.to("cpu", copy=True) if self._copied else shard
             else:
                 self.tensors[name] = value.detach().to("cpu", copy=self._copied).contiguous()
             return {

@@ -41,6 +41,7 @@ class Saver:
             self._settings.keep,
             self._world if self._is_split else None,
             sharded_checkpoint.write,
+            in_background=self._settings.async_save,
         )
         self.saved: tuple[int, int] | None = None
         self._saved_with: SavedWith | None = None
@@ -71,13 +72,16 @@ class Saver:
         """Start to write a checkpoint, unless the newest one holds the same.
 
         wait: return when it is written, and try again if it failed before. All processes call it;
-        where each holds all weights, one alone writes.
+        where each holds all weights, one alone writes. Raises UserError in all processes that save
+        together when too many of their saves failed before.
         """
         if not (self._folder.writes or self._is_split):
             return
-        if wait:
+        if wait or self._is_split:
             self.checkpoints.wait()
             self._report_failures()
+        if self._is_split and not wait:
+            self.check_failures()
         counters = state["counters"]
         position = counters["step"], counters["settled"]
         if not counters["step"] or self.saved == position:
@@ -131,8 +135,11 @@ class Saver:
     def check_failures(self, *, is_last: bool = False) -> None:
         """Report saves that failed.
 
-        Raises UserError when too many in a row failed; is_last: when the last one failed.
+        Raises UserError when too many in a row failed; is_last: when the last one failed. Does
+        nothing while processes that save together do not all have the result.
         """
+        if self.checkpoints.is_pending:
+            return
         self._report_failures()
         num_failed = self.checkpoints.failed
         if num_failed < (1 if is_last else self._settings.max_failed_saves):
