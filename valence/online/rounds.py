@@ -97,11 +97,11 @@ class Rounds:
         tally, num_prompts, queue = RoundTally(), self.num_prompts, list(self._queue)
         try:
             self._set_units(self._sample_round(tally))
-        except BaseException:
+            num_prompts, queue = self.num_prompts, self._queue
+        finally:
             for queued in self._queue:
                 queued.is_cancelled = queued not in queue
             self.num_prompts, self._queue = num_prompts, queue
-            raise
         self.num_rounds += 1
         self.exclusions.update(tally.exclusions)
         self._warn_of_changed_rewards()

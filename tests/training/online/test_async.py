@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.distributed.process_groups import run as run_in_processes
 from tests.distributed.test_run import train as train_together
 from tests.errors import raises_error
-from tests.rollouts.vllm_server import Fake, Reply, serving
+from tests.rollouts.vllm_server import Fake, serving
+from tests.rollouts.weighted_server import WeightedServer
 from tests.training.online.recipes import logged, make, recipe, recipe_without_eval
 from tests.training.online.test_servers import kill_at, slot
 from tests.training.resuming import killed, resumed_steps, train, weights
@@ -33,59 +31,6 @@ REWARD = "tests.training.online.test_async:remainder"
 def remainder(completions: Sequence[Completion], **_: Any) -> list[float]:
     """A reward that differs between completions."""
     return [sum(completion.tokens) % 17 / 17 for completion in completions]
-
-
-def number(*parts: object) -> int:
-    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:6])
-
-
-class WeightedServer(Fake):
-    """A server whose completions depend on the adapter that a request names.
-
-    lag: a request for the adapter of round n is answered with that of round n - lag. delay: seconds
-    before a reply. num_running, sent_while_running: requests in progress, and how often an adapter
-    arrived meanwhile.
-    """
-
-    def __init__(self, lag: int = 0, delay: Any = lambda: 0.0) -> None:
-        super().__init__()
-        self.lag, self.delay = lag, delay
-        self.digests: dict[str, str] = {}
-        self.lock, self.num_running, self.sent_while_running = threading.Lock(), 0, 0
-
-    def v1_load_lora_adapter(self, body: Any) -> Reply:
-        values = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
-        digest = hashlib.sha256(b"".join(values[name].numpy().tobytes() for name in sorted(values)))
-        self.digests[body["lora_name"]] = digest.hexdigest()
-        self.sent_while_running += self.num_running > 0
-        return super().v1_load_lora_adapter(body)
-
-    def inference_v1_generate(self, body: Any) -> Reply:
-        with self.lock:
-            self.num_running += 1
-        try:
-            time.sleep(self.delay())
-            labels = list(self.digests)
-            place = labels.index(body["model"])
-            digest = self.digests[labels[max(0, place - self.lag)]]
-            settings = body["sampling_params"]
-            return 200, {"choices": [_choice(settings, k, digest) for k in range(settings["n"])]}
-        finally:
-            with self.lock:
-                self.num_running -= 1
-
-
-def _choice(settings: Any, index: int, digest: str) -> dict[str, Any]:
-    seed = settings["seed"] + index
-    length = 1 + number(digest, seed) % 4
-    tokens = [10 + number(digest, seed, k) % 50 for k in range(length)]
-    tokens.append(settings["stop_token_ids"][0])
-    logps = [-0.1 - number(digest, seed, k, "logp") % 40 / 10 for k in range(len(tokens))]
-    content = [{"token_id": t, "logprob": p} for t, p in zip(tokens, logps, strict=True)]
-    return {
-        "index": index, "finish_reason": "stop", "token_ids": tokens,
-        "logprobs": {"content": content},
-    }  # fmt: skip
 
 
 def settings(
