@@ -177,7 +177,7 @@ class Collector:
         self._load_reward = load_reward
         self._world, self._stop, self._messages, self._retry = world, stop, messages, retry
         self._rollout = prepared.recipe.rollout
-        self._scorers = ThreadPoolExecutor(max(1, self._rollout.ahead), "valence-scoring")
+        self._scorers = ThreadPoolExecutor(self._rollout.ahead + 1, "valence-scoring")
         self._is_closed = False
         self.latest: tuple[str, str, float | None] | None = None
         if prepared.method.is_on_policy:
