@@ -111,6 +111,11 @@ def _optimizer_name(value: str) -> str:
     )
 
 
+def _as_count(value: Any) -> Any:
+    """1 for true, 0 for false."""
+    return int(value) if isinstance(value, bool) else value
+
+
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float64"], BeforeValidator(_dtype)]
 Text = Annotated[str, Field(min_length=1)]
 RowCount = Annotated[int, Field(gt=0, le=10**9)]
@@ -701,10 +706,9 @@ class Rollout(Section):
     """
     timeout: PositiveFloat = 600.0
     """Seconds that one request to a server may take."""
-    ahead: bool = False
-    """Sample the next round while this one is trained on, with weights that are one round old.
-
-    For servers.
+    ahead: Annotated[NonNegativeInt, BeforeValidator(_as_count)] = 0
+    """For servers: rounds that are sampled and scored while an earlier one is trained on. Their
+    weights are up to this many rounds old. 0: training waits for each round. true: 1.
     """
     check_prompts: NonNegativeInt = 4
     """Prompts whose log-probabilities are compared with the server's after each new version of the
@@ -775,7 +779,7 @@ class Rollout(Section):
         if self.sleep is True and self.ahead:
             yield conflict(
                 "sleep",
-                "with rollout.ahead: true the server samples while the policy is trained, so it "
+                "with rollout.ahead the server samples while the policy is trained, so it "
                 "cannot free its memory",
                 "remove rollout.sleep, or rollout.ahead",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +21,7 @@ from valence.losses.policy import k1, k3
 from valence.models.memory import out_of_memory
 from valence.models.reference import FrozenReference
 from valence.online.engines import RolloutEngine
+from valence.online.packed import packed_completions, unpacked_records
 from valence.reports.console import Progress
 from valence.rewards.build import digests
 from valence.rewards.combine import Combined
@@ -107,6 +108,47 @@ class RolloutPrompt:
     row: Prompt
 
 
+class QueuedRound:
+    """A round that servers sample, and that is scored, while earlier rounds are trained on.
+
+    prompts: start is the position of the first of them in the order of the run. seed: of its
+    completions. completions, scores: None until all processes have them. sampling, scoring: the
+    work in progress, on the process that asks the servers. num_sampled: completions so far. state:
+    what a checkpoint holds of the round, which changes with it.
+    """
+
+    def __init__(self, prompts: Sequence[RolloutPrompt], start: int, seed: int) -> None:
+        self.prompts, self.seed = list(prompts), seed
+        self.completions: list[list[Completion]] | None = None
+        self.scores: list[Score] | None = None
+        self.sampling: Future[list[list[Completion]]] | None = None
+        self.scoring: Future[list[Score]] | None = None
+        self.num_sampled = 0
+        self.is_cancelled = False
+        self.state: dict[str, Any] = {
+            "start": start,
+            "prompts": len(self.prompts),
+            "seed": seed,
+            "completions": None,
+            "scores": None,
+        }
+
+    def set_completions(self, completions: list[list[Completion]]) -> None:
+        self.completions = completions
+        self.state["completions"] = packed_completions(completions)
+
+    def set_scores(self, scores: Sequence[Sequence[Any]]) -> None:
+        """scores: value, parts and error of each completion."""
+        self.scores = [Score(value, dict(parts), error) for value, parts, error in scores]
+        self.state["scores"] = [list(score) for score in scores]
+
+    def advance(self, count: int) -> None:
+        """Count completions. Ends the sampling of a round that is not needed any more."""
+        if self.is_cancelled:
+            raise CancelledError
+        self.num_sampled += count
+
+
 class Collector:
     """Samples completions of prompts, scores them, and measures their log-probabilities.
 
@@ -135,7 +177,8 @@ class Collector:
         self._load_reward = load_reward
         self._world, self._stop, self._messages, self._retry = world, stop, messages, retry
         self._rollout = prepared.recipe.rollout
-        self._ahead: tuple[list[tuple[int, ...]], int, Future[list[list[Completion]]]] | None = None
+        self._scorers = ThreadPoolExecutor(self._rollout.ahead + 1, "valence-scoring")
+        self._is_closed = False
         self.latest: tuple[str, str, float | None] | None = None
         if prepared.method.is_on_policy:
             state.policy.temperature = self._rollout.temperature
@@ -165,9 +208,11 @@ class Collector:
         return read_of_tokens(self._prepared.recipe, reference=has_reference)
 
     def close(self) -> None:
-        """Release connections, and stop processes that were started."""
+        """End work in the background, release connections, and stop processes that were started."""
+        self._is_closed = True
         if "engine" in self.__dict__:
             self.engine.close()
+        self._scorers.shutdown(cancel_futures=True)
         if "reward" in self.__dict__:
             close(self.reward)
 
@@ -211,40 +256,129 @@ class Collector:
                 self._convert_errors(engine),
                 self._unless_stopped(),
             ):
-                completions = self._take_ahead(token_ids, n) if local and not held_out else None
-                if completions is None and local:
-                    completions = engine.generate(
+                completions = (
+                    engine.generate(
                         token_ids, n, self._sampling(seed), first=local.start, progress=advance
                     )
-                records = [[_to_record(c) for c in group] for group in completions or []]
+                    if local
+                    else []
+                )
+                records = _to_records(completions)
         gathered_records = self._gather(records)
         # without a server, all processes have then sampled the same
         if self._state.has_split_weights and not engine.is_server:
             gathered_records = gathered_records[:1]
-        groups = [group for part in gathered_records for group in part]
+        return self._from_records(prompts, [group for part in gathered_records for group in part])
+
+    def _from_records(
+        self, prompts: Sequence[RolloutPrompt], groups: Sequence[Sequence[Sequence[Any]]]
+    ) -> list[list[Completion]]:
         return [
             [self._from_record(prompt, k, *record) for k, record in enumerate(group)]
             for prompt, group in zip(prompts, groups, strict=True)
         ]
 
-    def sample_ahead(self, prompts: Sequence[RolloutPrompt], n: int, seed: int) -> None:
-        """Start to sample completions that the next call of ``sample`` returns."""
-        token_ids = [prompt.example.prompt_ids for prompt in prompts]
+    # Rounds in the background. All processes call these methods.
+
+    def begin(self, queued: QueuedRound) -> None:
+        """Start to sample a round with the current weights, and to score it after that.
+
+        No round may be being sampled with other weights.
+        """
+        token_ids = [prompt.example.prompt_ids for prompt in queued.prompts]
+        n, sampling = self._rollout.num_rollouts, self._sampling(queued.seed)
         with self.engine.phase("sending weights"):
             if self._world.rank == 0:
-                self._ahead = token_ids, n, self.engine.begin(token_ids, n, self._sampling(seed))
+                queued.sampling = self.engine.begin(token_ids, n, sampling, queued.advance)
+        self.begin_scoring(queued)
 
-    def _take_ahead(
-        self, token_ids: Sequence[tuple[int, ...]], n: int
-    ) -> list[list[Completion]] | None:
-        """Return completions that were sampled ahead, if they are of these prompts."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead[:2] != (list(token_ids), n):
-            return None
-        while not ahead[2].done():
-            wait([ahead[2]], timeout=0.2)
-            self._check_stop(self.engine)
-        return ahead[2].result()
+    def begin_scoring(self, queued: QueuedRound) -> None:
+        """Score a round in the background as soon as it is sampled, unless this has begun."""
+        if self._world.rank == 0 and queued.scores is None and queued.scoring is None:
+            _ = self.reward  # not loaded in another thread
+            queued.scoring = self._scorers.submit(self._score_in_background, queued)
+
+    def _score_in_background(self, queued: QueuedRound) -> list[Score]:
+        """Raises Stopped when the run ends."""
+
+        def is_stopped() -> bool:
+            return self._is_closed or queued.is_cancelled or self._stop.local.requested
+
+        completions = queued.completions
+        if completions is None:
+            assert queued.sampling is not None
+            while not wait([queued.sampling], timeout=0.2).done:
+                if is_stopped():
+                    raise Stopped([])
+            records = _to_records(queued.sampling.result())
+            completions = self._from_records(queued.prompts, records)
+        flat = [completion for group in completions for completion in group]
+        return score_all(self.reward, flat, stop=is_stopped)
+
+    def finish_sampling(self, queue: Sequence[QueuedRound], tally: RoundTally) -> None:
+        """Wait until rounds are sampled, so that all processes have their completions.
+
+        Raises the error that ended the sampling of one of them, and Interrupted.
+        """
+        for queued in queue:
+            if queued.completions is not None:
+                continue
+            messages, records = self._messages, None
+            total = len(queued.prompts) * self._rollout.num_rollouts
+            with (
+                tally.timing("rollout"),
+                Progress(
+                    messages.console, "sampling", total, quiet=messages.quiet, brief=True
+                ) as bar,
+                self._stop.deferred(),
+                self.engine.phase("sampling"),
+                self._convert_errors(self.engine),
+                self._unless_stopped(),
+            ):
+                sampling = queued.sampling
+                while sampling is not None and not wait([sampling], timeout=0.2).done:
+                    bar.update(queued.num_sampled)
+                    self._check_stop(self.engine)
+                records = _to_records(sampling.result()) if sampling is not None else []
+            groups = [group for part in self._gather(records) for group in part]
+            queued.set_completions(self._from_records(queued.prompts, groups))
+
+    def settle(self, queue: Sequence[QueuedRound]) -> None:
+        """Wait until rounds are sampled, so that a checkpoint can hold them, and their scores if
+        these are known.
+
+        Completions that could not be sampled are left out: the error is raised when their round is
+        due.
+        """
+        for queued in queue:
+            results: list[Any] = [None, None]
+            with self.engine.phase("sampling") if queued.completions is None else nullcontext():
+                if queued.completions is None and queued.sampling is not None:
+                    wait([queued.sampling])
+                    results[0] = _to_records(_result(queued.sampling) or [])
+            if queued.scores is None and queued.scoring is not None and queued.scoring.done():
+                scores: list[Score] = _result(queued.scoring) or []
+                if all(score.value is not None for score in scores):  # failed ones are repeated
+                    results[1] = [[score.value, dict(score.parts), score.error] for score in scores]
+            records, all_scores = gather_objects(self._world, results)[0]
+            if records:
+                queued.set_completions(self._from_records(queued.prompts, records))
+            if all_scores:
+                queued.set_scores(all_scores)
+
+    def restore(
+        self,
+        queued: QueuedRound,
+        completions: Mapping[str, Any],
+        scores: Sequence[Sequence[Any]] | None,
+    ) -> None:
+        """Restore a round of the queue from the state of a checkpoint."""
+        records = unpacked_records(completions)
+        queued.set_completions(self._from_records(queued.prompts, records))
+        if scores is not None:
+            queued.set_scores(scores)
+
+    # Sampling parameters and errors
 
     def _sampling(self, seed: int) -> Sampling:
         rollout = self._rollout
@@ -335,11 +469,15 @@ class Collector:
     # Scoring
 
     def score(
-        self, completions: Sequence[Sequence[Completion]], tally: RoundTally
+        self,
+        completions: Sequence[Sequence[Completion]],
+        tally: RoundTally,
+        queued: QueuedRound | None = None,
     ) -> list[list[Score]]:
         """Return the score of each completion, in the same order.
 
-        Raises UserError when the rewards fail too often.
+        queued: the round of these completions, if it is scored in the background. Raises UserError
+        when the rewards fail too often.
         """
         flat = [completion for group in completions for completion in group]
         rank, size = self._world.rank, self._world.size
@@ -351,7 +489,11 @@ class Collector:
                 messages.console, "judging", len(local), quiet=messages.quiet, brief=True
             ) as bar,
         ):
-            local_scores = self._score_local(local, bar)
+            if queued is None:
+                local_scores = self._score_local(local, bar)
+            else:
+                with self._world.long_phase("judging"):
+                    local_scores = self._wait_for_scores(queued)
         parts = self._gather(
             None
             if local_scores is None
@@ -383,6 +525,26 @@ class Collector:
                 return score_all(
                     self.reward, completions, progress=advance, stop=lambda: stop.requested
                 )
+        except Stopped:
+            pass
+        return None
+
+    def _wait_for_scores(self, queued: QueuedRound) -> list[Score] | None:
+        """Return all scores of a round on rank 0, and none elsewhere; None if this process was
+        asked to stop.
+        """
+        if self._world.rank > 0:
+            return []
+        self.begin_scoring(queued)
+        if queued.scores is not None:
+            return queued.scores
+        assert queued.scoring is not None
+        try:
+            with self._stop.deferred(), self._unless_stopped():
+                while not wait([queued.scoring], timeout=0.05).done:
+                    if self._stop.local.requested:
+                        return None
+                return queued.scoring.result()
         except Stopped:
             pass
         return None
@@ -644,13 +806,17 @@ def _split_by_unit(batch: MicroBatch, columns: Sequence[Tensor]) -> list[Any]:
     ]
 
 
-def _to_record(completion: Completion) -> list[Any]:
-    """A completion in a form that processes can exchange."""
+def _to_records(groups: Sequence[Sequence[Completion]]) -> list[list[list[Any]]]:
+    """Completions in a form that processes can exchange."""
     return [
-        list(completion.tokens),
-        list(completion.logps),
-        completion.text,
-        completion.stop,
-        completion.version,
-        list(completion.versions),
+        [
+            [list(c.tokens), list(c.logps), c.text, c.stop, c.version, list(c.versions)]
+            for c in group
+        ]
+        for group in groups
     ]
+
+
+def _result(work: Future[Any]) -> Any:
+    """The result of work that has ended; None if it failed."""
+    return None if work.cancelled() or work.exception() is not None else work.result()

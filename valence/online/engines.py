@@ -71,9 +71,17 @@ class RolloutEngine(Protocol):
         ...
 
     def begin(
-        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        progress: Callable[[int], None],
     ) -> Future[Completions]:
-        """Start to sample in the background. A later call cancels an earlier one."""
+        """Start to sample in the background, after what was begun earlier.
+
+        Nothing may be being sampled if the weights have changed. progress: called in another
+        thread; it may raise CancelledError.
+        """
         ...
 
     def close(self) -> None: ...
@@ -118,7 +126,7 @@ class ServerEngine:
         self._sent_step = -1
         self._has_agreed = False
         self._thread = ThreadPoolExecutor(1, "valence-rollout")
-        self._cancelled = Event()
+        self._is_closed = Event()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -143,23 +151,24 @@ class ServerEngine:
             return self.generator.generate(prompts, n, sampling, progress=progress)
 
     def begin(
-        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        progress: Callable[[int], None],
     ) -> Future[Completions]:
-        self._cancelled.set()
         self._sync(sampling)
-        cancelled = self._cancelled = Event()
 
-        def check_cancelled(_: int) -> None:
-            if cancelled.is_set():
+        def advance(count: int) -> None:
+            if self._is_closed.is_set():
                 raise CancelledError
+            progress(count)
 
-        return self._thread.submit(
-            self.generator.generate, prompts, n, sampling, progress=check_cancelled
-        )
+        return self._thread.submit(self.generator.generate, prompts, n, sampling, progress=advance)
 
     def close(self) -> None:
         """Cancel sampling, close connections, and stop the server if it was started here."""
-        self._cancelled.set()
+        self._is_closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if "generator" in self.__dict__:
             self.generator.close()
@@ -355,7 +364,7 @@ class ServerEngine:
             rollout.devices,
             rollout.sleep,
             rollout.transport,
-            ahead=rollout.ahead,
+            ahead=rollout.ahead > 0,
             has_adapter=has_adapter(self._policy.model),
             num_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             num_devices=torch.cuda.device_count(),
@@ -394,7 +403,7 @@ class ServerEngine:
                 if name == "lora"
                 else transports.DiskTransfer(folder)
             )
-        timeout, copies = self.rollout.timeout, self.rollout.ahead
+        timeout, copies = self.rollout.timeout, self.rollout.ahead > 0
         if name == "gloo":
             return transports.GlooTransfer(timeout, copies=copies)
         if name == "ipc":

@@ -1,4 +1,4 @@
-"""Pack the examples of a round for a checkpoint: tokens and columns in one tensor each."""
+"""Pack completions and examples for a checkpoint: tokens and columns in one tensor each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from valence.types import Origin, TokenizedCompletion, TokenizedExample
+from valence.types import Completion, Origin, TokenizedCompletion, TokenizedExample
 
 PLAIN = ("id", "kind", "label", "scores", "attributes", "margin", "soft", "weight", "source")
 """Fields that are saved as they are."""
@@ -46,6 +46,31 @@ def packed(units: Sequence[TokenizedExample]) -> dict[str, Any]:
             for name, values in sorted(columns.items())
         },
     }
+
+
+def packed_completions(groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    """Pack what was sampled for each prompt."""
+    flat = [completion for group in groups for completion in group]
+    return {
+        "groups": [len(group) for group in groups],
+        "lengths": [len(completion.tokens) for completion in flat],
+        "tokens": torch.tensor([t for completion in flat for t in completion.tokens]).long(),
+        "logps": torch.tensor(
+            [logp for completion in flat for logp in completion.logps], dtype=torch.float64
+        ),
+        "rest": [[c.text, c.stop, c.version, list(c.versions)] for c in flat],
+    }
+
+
+def unpacked_records(state: Mapping[str, Any]) -> list[list[list[Any]]]:
+    """For each prompt, its completions: tokens, logps, text, stop, version and versions."""
+    lengths = state["lengths"]
+    tokens, logps = state["tokens"].split(lengths), state["logps"].split(lengths)
+    records = iter(
+        [t.tolist(), values.tolist(), *rest]
+        for t, values, rest in zip(tokens, logps, state["rest"], strict=True)
+    )
+    return [[next(records) for _ in range(n)] for n in state["groups"]]
 
 
 def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:

@@ -13,7 +13,7 @@ from valence.batching.kl_pairs import make_kl_pairs
 from valence.data.sampler import canonical_order
 from valence.errors import UserError
 from valence.losses.advantage import adapted
-from valence.online.collector import Collector, RolloutPrompt, RoundTally
+from valence.online.collector import Collector, QueuedRound, RolloutPrompt, RoundTally
 from valence.online.packed import packed, unpacked
 from valence.runs.messages import Messages
 from valence.trainer.evaluate import Evaluation
@@ -21,7 +21,7 @@ from valence.trainer.examples import NothingToLearnError, StepExamples
 from valence.trainer.prepare import Corpus, Prepared
 from valence.trainer.sample_builders import EXCLUSIONS, Exclusion, RolloutGroup
 from valence.trainer.state import TrainState
-from valence.types import Prompt, TokenizedExample
+from valence.types import Completion, Prompt, TokenizedExample
 
 TIED = (
     "all completions of each prompt have the same reward",
@@ -42,10 +42,23 @@ FIXES: dict[Exclusion, str] = {
 """The fix for each reason, for the most frequent one."""
 
 
+QUEUE_SETTINGS = (
+    "data.", "rollout.temperature", "rollout.top_p", "rollout.max_new_tokens",
+    "rollout.num_rollouts", "rollout.engine", "reward", "train.batch_size", "train.seed",
+)  # fmt: skip
+"""Beginnings of the settings that rounds in the queue were sampled and scored with."""
+
+
 class Rounds:
     """The rounds of a run: each samples completions, scores them, and builds examples.
 
-    num_rounds, num_prompts: rounds and prompts sampled so far, over all epochs. units: the examples
+    With ``rollout.ahead`` above 0, servers sample later rounds while one is trained on, in a queue.
+    Round n + ahead always comes from the weights at the start of round n, and weights are sent only
+    while nothing is sampled: the completions do not depend on the time that anything takes. Scoring
+    in the background ends when the round is due.
+
+    num_rounds: rounds sampled so far, without the queue. num_prompts: position after the last
+    prompt that was used, over all epochs, with the queue. units: the examples
     of the current round. steps: for each remaining optimizer step of the round, the indices of its
     examples. kl_beta: the adaptive KL coefficient; None if it is fixed. reward_digests: digest of
     each reward when it last scored. exclusions: of all rounds, see ``RoundTally``.
@@ -64,6 +77,7 @@ class Rounds:
         self.kl_beta: float | None = loss["kl_beta"] if loss.get("kl_target") else None
         self.reward_digests: dict[str, str] = {}
         self.exclusions: Counter[str] = Counter()
+        self._queue: list[QueuedRound] = []
 
     # The interface of ExampleSource
 
@@ -80,17 +94,17 @@ class Rounds:
         if self.steps:
             return
         recipe, state = self._prepared.recipe, self._state
-        tally, num_prompts = RoundTally(), self.num_prompts
+        tally, num_prompts, queue = RoundTally(), self.num_prompts, list(self._queue)
         try:
             self._set_units(self._sample_round(tally))
-            num_prompts = self.num_prompts
+            num_prompts, queue = self.num_prompts, self._queue
         finally:
-            self.num_prompts = num_prompts
+            for queued in self._queue:
+                queued.is_cancelled = queued not in queue
+            self.num_prompts, self._queue = num_prompts, queue
         self.num_rounds += 1
         self.exclusions.update(tally.exclusions)
         self._warn_of_changed_rewards()
-        if self._prepared.method.resamples:
-            self._sample_ahead(seed_of(recipe.train.seed, "rollout", self.num_rounds, "ahead"))
         if self.kl_beta is not None and tally.kl_estimates:
             self.kl_beta = adapted(
                 self.kl_beta,
@@ -130,18 +144,26 @@ class Rounds:
             self._set_units([])
 
     def evaluate(self, corpus: Corpus, limit: int | None, phase: str) -> Evaluation:
+        self.collector.finish_sampling(self._queue, RoundTally())  # the weights may be sent
         return self.collector.evaluate(corpus, limit)
 
     @property
+    def _num_due_prompts(self) -> int:
+        """Prompts of the rounds that are not in the queue."""
+        return self.num_prompts - sum(len(queued.prompts) for queued in self._queue)
+
+    @property
     def epoch(self) -> float:
-        return self.num_prompts / len(self._prepared.corpora["train"].units)
+        return self._num_due_prompts / len(self._prepared.corpora["train"].units)
 
     @property
     def metrics(self) -> dict[str, float]:
         adaptive = {} if self.kl_beta is None else {"kl_beta": self.kl_beta}
-        return {"rounds": self.num_rounds, "prompts": self.num_prompts, **adaptive}
+        return {"rounds": self.num_rounds, "prompts": self._num_due_prompts, **adaptive}
 
     def resume(self, changed: Collection[str]) -> None:
+        if self._queue and any(name.startswith(QUEUE_SETTINGS) for name in changed):
+            self.num_prompts, self._queue = self._queue[0].state["start"], []
         if "data.train" in changed:
             self.num_prompts = 0
         # The log-probabilities of the current round are at the old temperature.
@@ -172,9 +194,11 @@ class Rounds:
         groups: list[RolloutGroup] = []
         reason: tuple[str, str] = TIED
         for attempt in range(rollout.max_resample + 1):
-            sampled = self._sample_groups(
-                self._next_prompts(batch_size - len(groups)), attempt, tally
-            )
+            if attempt == 0 and self._queue:
+                sampled = self._take_groups(self._queue.pop(0), tally)
+            else:
+                prompts = self._next_prompts(batch_size - len(groups))
+                sampled = self._sample_groups(prompts, attempt, tally)
             groups += [group for group in sampled if not (method.resamples and group.tied)]
             self._count_excluded(sampled, tally)
             is_last = attempt == rollout.max_resample
@@ -186,6 +210,7 @@ class Rounds:
                 else []
             )
             if units and self._has_kl_pairs(units):
+                self._fill_queue(tally)
                 return units
             groups, reason = [], UNPAIRED if units else TIED
         if tally.exclusions and reason is TIED:
@@ -200,38 +225,71 @@ class Rounds:
 
     def _next_prompts(self, count: int) -> list[RolloutPrompt]:
         """Return the next prompts; each epoch shuffles them, and a round may span two epochs."""
+        self.num_prompts += count
+        return self._prompts_at(self.num_prompts - count, count)
+
+    def _prompts_at(self, start: int, count: int) -> list[RolloutPrompt]:
+        """Return prompts by their position in the order of the run."""
         corpus = self._prepared.corpora["train"]
         assert self._sampler is not None
         prompts: list[RolloutPrompt] = []
-        for _ in range(count):
-            epoch, position = divmod(self.num_prompts, len(corpus.units))
+        for place in range(start, start + count):
+            epoch, position = divmod(place, len(corpus.units))
             unit = corpus.units[self._sampler.epoch(epoch)[position]]
             row = corpus.examples[unit.id]
             assert isinstance(row, Prompt)
             prompts.append(RolloutPrompt(unit, row))
-            self.num_prompts += 1
         return prompts
 
     def _sample_groups(
         self, prompts: Sequence[RolloutPrompt], attempt: int, tally: RoundTally
     ) -> list[RolloutGroup]:
+        """Sample a round, or further prompts of one, with the current weights."""
         recipe, collector = self._prepared.recipe, self.collector
         seed = seed_of(recipe.train.seed, "rollout", self.num_rounds, attempt)
+        collector.finish_sampling(self._queue, tally)  # the weights may be sent
         completions = collector.sample(prompts, recipe.rollout.num_rollouts, seed, tally)
-        if not self._prepared.method.resamples:  # else this round may need more prompts first
-            self._sample_ahead(seed)
+        if not self._prepared.method.resamples:  # else this round may need the servers again
+            self._fill_queue(tally)
+        self._count_staleness(completions, tally)
         return collector.group(prompts, completions, collector.score(completions, tally), tally)
 
-    def _sample_ahead(self, seed: int) -> None:
-        """Start to sample the next round, if there is one, while this one is trained on."""
+    def _take_groups(self, queued: QueuedRound, tally: RoundTally) -> list[RolloutGroup]:
+        """Wait for the first round of the queue."""
+        collector = self.collector
+        collector.finish_sampling([queued], tally)
+        completions = queued.completions
+        assert completions is not None
+        if not self._prepared.method.resamples:
+            self._fill_queue(tally)
+        self._count_staleness(completions, tally)
+        scores = collector.score(completions, tally, queued)
+        return collector.group(queued.prompts, completions, scores, tally)
+
+    def _fill_queue(self, tally: RoundTally) -> None:
+        """Start to sample rounds that follow the current one, with the current weights."""
         recipe, state = self._prepared.recipe, self._state
-        rollout = recipe.rollout
-        if not rollout.ahead or state.step + rollout.steps_per_round >= state.total_steps:
-            return
-        num_prompts = self.num_prompts
-        prompts = self._next_prompts(recipe.train.batch_size)
-        self.collector.sample_ahead(prompts, rollout.num_rollouts, seed + 1)
-        self.num_prompts = num_prompts
+        rollout, queue = recipe.rollout, self._queue
+        remaining = state.total_steps - state.step
+        num_rounds = min(rollout.ahead, (remaining - 1) // rollout.steps_per_round)
+        if len(queue) < num_rounds:
+            self.collector.finish_sampling(queue, tally)
+        while len(queue) < num_rounds:
+            seed = seed_of(recipe.train.seed, "rollout", self.num_rounds + 1 + len(queue), 0)
+            start, prompts = self.num_prompts, self._next_prompts(recipe.train.batch_size)
+            queue.append(QueuedRound(prompts, start, seed))
+            self.collector.begin(queue[-1])
+        for queued in queue:  # after a resume, some may have no scores
+            self.collector.begin_scoring(queued)
+
+    def _count_staleness(
+        self, completions: Sequence[Sequence[Completion]], tally: RoundTally
+    ) -> None:
+        """Count the optimizer steps between the weights of each completion and the current ones."""
+        if self._prepared.recipe.rollout.ahead:
+            step = self._state.step
+            staleness = [float(step - c.version) for group in completions for c in group]
+            tally.add("rollout/staleness", staleness)
 
     def _measure(self, groups: Sequence[RolloutGroup], tally: RoundTally) -> list[RolloutGroup]:
         """Add the token columns that the method reads, except for completions of other models."""
@@ -303,6 +361,12 @@ class Rounds:
 
     # State
 
+    def settle(self) -> None:
+        """Wait until the rounds of the queue are sampled, so that ``state_dict`` contains them. All
+        processes call it.
+        """
+        self.collector.settle(self._queue)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "done": self.num_rounds,
@@ -312,6 +376,7 @@ class Rounds:
             "steps": [list(step) for step in self.steps],
             "judges": self.reward_digests,
             "exclusions": dict(self.exclusions),
+            "queue": [queued.state for queued in self._queue],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -323,6 +388,18 @@ class Rounds:
         self.exclusions = Counter(state.get("exclusions", {}))
         self.units, self.steps = unpacked(state["units"]), [list(step) for step in state["steps"]]
         self._packed = state["units"]
+        self._queue = []
+        for saved in state.get("queue", ()):
+            if saved["completions"] is None:  # these weights are gone: newer ones sample it
+                self.num_prompts = saved["start"]
+                break
+            self._queue.append(self._restored_round(saved))
+
+    def _restored_round(self, saved: Mapping[str, Any]) -> QueuedRound:
+        prompts = self._prompts_at(saved["start"], saved["prompts"])
+        queued = QueuedRound(prompts, saved["start"], saved["seed"])
+        self.collector.restore(queued, saved["completions"], saved["scores"])
+        return queued
 
 
 def describe_exclusions(exclusions: Mapping[str, int]) -> str:

@@ -267,7 +267,7 @@ def plan_server(recipe: Recipe, device: torch.device, processes: int) -> Placeme
         rollout.devices,
         rollout.sleep,
         rollout.transport,
-        ahead=rollout.ahead,
+        ahead=rollout.ahead > 0,
         has_adapter=recipe.trains_adapter,
         num_processes=int(os.environ.get("LOCAL_WORLD_SIZE", processes)),
         num_devices=torch.cuda.device_count(),

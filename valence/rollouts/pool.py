@@ -299,6 +299,9 @@ class ServerPool:
                             member.admission = start(self._admit(member, admit, error))
             finally:
                 await cancel(tasks)
+                for member in members:  # an error that nothing waits for any more
+                    if member.admission is not None and not member.admission.cancelled():
+                        member.admission.exception()
 
     async def _admit(self, member: PoolMember, admit: Admit, error: Exception | None = None) -> Any:
         """Prepare a server for requests. error: why it was lost. Raises ServerGone."""

@@ -105,7 +105,11 @@ class PolicySampler:
             self.policy.with_gathered_weights(lambda: action(batch))
 
     def begin(
-        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        progress: Callable[[int], None],
     ) -> Future[list[list[Completion]]]:
         raise UserError(
             "rollout.engine: hf samples in the training process, which cannot sample during a step",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -43,6 +43,14 @@ HEAVY = ("weights", "reference", "optimizer")
 
 LightState = tuple[State, list[dict[str, Any]]]
 """The parts that every step changes, and the settings of the optimizer's parameter groups."""
+
+
+class SampledRounds(Stateful, Protocol):
+    """The rounds of online training."""
+
+    def settle(self) -> None:
+        """Finish work in the background that ``state_dict`` cannot hold. All processes call it."""
+        ...
 
 
 class TrainState:
@@ -96,7 +104,7 @@ class TrainState:
         self.best = BestMetricTracker(recipe.run.keep_best)
         self.early_stop = BestMetricTracker(recipe.run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}
-        self.rounds: Stateful | None = None
+        self.rounds: SampledRounds | None = None
         self.is_consistent = True
         self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "is_consistent", False))
         self.state_before_skips: LightState | None = None
@@ -179,8 +187,11 @@ class TrainState:
     def state_dict(self) -> State:
         """Return everything that the rest of the run depends on. All processes call it.
 
-        While steps are being skipped, it is the state before the first of them.
+        While steps are being skipped, it is the state before the first of them. Waits for
+        completions that are being sampled.
         """
+        if self.rounds is not None:
+            self.rounds.settle()
         light, groups = self.state_before_skips or self.light()
         registry = self.registry
         state = light | {name: registry.parts[name].state_dict() for name in HEAVY}

@@ -16,6 +16,7 @@ from tests.errors import raises_error
 from tests.rollouts.vllm_server import END, UPDATE, Fake, Words, serving
 from valence.config.schema import Rollout
 from valence.online import engines
+from valence.online.collector import QueuedRound
 from valence.online.engines import ServerEngine
 from valence.rollouts import Sampling
 from valence.rollouts.transports import IpcTransfer, NcclTransfer
@@ -38,10 +39,8 @@ class Endless:
         pass
 
 
-def test_completions_that_are_no_longer_needed_are_abandoned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """When others are asked for, and at the end of the run, which they would hold up."""
+def test_sampling_ends_when_it_is_not_needed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the caller cancels it, and at the end of the run, which it would delay."""
     client = Endless()
     monkeypatch.setattr("valence.rollouts.openai.OpenAIGenerator", lambda *_, **__: client)
     rollout = SimpleNamespace(engine="openai", urls=["http://127.0.0.1:1"], timeout=1.0)
@@ -51,9 +50,11 @@ def test_completions_that_are_no_longer_needed_are_abandoned(
     state: Any = SimpleNamespace(has_split_weights=False, policy=None)
     messages: Any = SimpleNamespace(warn=pytest.fail)
     source = ServerEngine(prepared, state, messages, None)
-    first = source.begin([(1,)], 1, Sampling())
+    queued = QueuedRound([], 0, 0)
+    first = source.begin([(1,)], 1, Sampling(), queued.advance)
     assert client.began.acquire(timeout=60)
-    second = source.begin([(2,)], 1, Sampling())
+    second = source.begin([(2,)], 1, Sampling(), lambda _: None)
+    queued.is_cancelled = True
     assert isinstance(first.exception(timeout=60), CancelledError)
     assert client.began.acquire(timeout=60)
     source.close()

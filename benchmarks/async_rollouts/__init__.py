@@ -1,0 +1,1 @@
+"""Online training with rounds that are sampled and scored in the background."""
