@@ -314,7 +314,7 @@ def choose_checkpointing(
     tokens = CHECKPOINTING_TOKENS if requested == "auto" else requested
     # in a compiled layer, selective_op would store nothing
     can_select = prepared.recipe.train.compile == "off"
-    modes: tuple[Checkpointing, ...] = ("off", *(("selective_op",) if can_select else ()), "full")
+    modes: list[Checkpointing] = ["off", "selective_op", "full"] if can_select else ["off", "full"]
     totals = {
         mode: memory_of(
             prepared, shape, device, split, processes=processes, checkpointing=mode
@@ -323,7 +323,8 @@ def choose_checkpointing(
     }
     if free is None or totals["full"] >= totals["off"]:  # a model of one layer would save nothing
         return "off"
-    return next((mode for mode in modes if totals[mode] <= MARGIN * free), "full")
+    fitting: list[Checkpointing] = [mode for mode in modes if totals[mode] <= MARGIN * free]
+    return fitting[0] if fitting else "full"
 
 
 def _moments(recipe: Recipe) -> dict[str, float]:
