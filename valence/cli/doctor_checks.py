@@ -36,6 +36,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("fastapi", "uvicorn", "prometheus_client"),
         "`valence serve`, `valence collect`, `valence audit --review` and `valence serve-reward`",
     ),
+    "lm-eval": (("lm_eval",), "`valence compare --lm-eval-tasks`"),
     "optuna": (("optuna",), "`valence sweep --search optuna`"),
     "rewards": (
         ("math_verify", "jsonschema", "vaderSentiment"),

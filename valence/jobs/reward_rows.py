@@ -194,7 +194,7 @@ def _prepare(target: str | None, overrides: Sequence[str], where: str) -> Prepar
             code="row-tokens-missing",
             where=where,
             fix="name a model, recipe or run that tokenizes the text: valence score MODEL "
-            "--reward ...",
+            "--data FILE --reward REWARD --out FILE",
         )
     no_rows = [f"data.{name}=[]" for name in LISTS]
     return prepare(load_target(target, [*overrides, *no_rows]), rewards=False)
