@@ -23,11 +23,11 @@ def test_a_server_is_started_kept_up_to_date_and_stopped(
     those of the first.
     """
     make(tmp_path, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
-    rollout = {"engine": "vllm", "start": True, "python": str(HERE), "ahead": True}
-    begun, begin = list[int](), Collector.sample_ahead
+    rollout = {"engine": "vllm", "start": True, "python": str(HERE), "ahead": 1}
+    begun, begin = list[int](), Collector.begin
     monkeypatch.setattr(
         Collector,
-        "sample_ahead",
+        "begin",
         lambda self, *args: (begun.append(self._state.step), begin(self, *args)),
     )
     run, _ = train(recipe(tmp_path, rollout=rollout))
