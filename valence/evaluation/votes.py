@@ -51,7 +51,7 @@ def read_votes(
             f"the file has no votes on answers of {baseline} and {candidate}{compared}",
             code="votes-missing",
             where=str(votes_path(path)),
-            fix="pass the same two models as to `valence collect MODEL MODEL`",
+            fix="pass the two models that you passed to `valence collect`",
         )
     pairs = [votes[0][0] for votes in by_prompt.values()]
     means = [sum(p for _, p in votes) / len(votes) for votes in by_prompt.values()]

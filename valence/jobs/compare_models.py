@@ -447,7 +447,7 @@ def _read_prompts(
                 f"the row has no column {COLUMN!r}",
                 code="assertion-missing",
                 where=str(example.origin),
-                fix="add the column to the row; a file without assertions belongs to --prompts",
+                fix="add the column to the row; pass files without assertions with --prompts",
             )
         questions.add(example)
     return questions

@@ -277,7 +277,7 @@ def _check_arguments(
             )
     if "lr" not in names and not takes_any:
         raise UserError(
-            f"{path} has no argument lr, and train.learning_rate and the schedule would have no "
+            f"{path} has no argument lr, so train.learning_rate and the schedule would have no "
             "effect",
             code="optimizer-unsupported",
             where="train.optimizer",
