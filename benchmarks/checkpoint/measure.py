@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,12 +78,13 @@ class Finished(Exception):
     """Ends the run when all measurements are complete."""
 
 
-def measure_case(
-    case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, rounds: int
-) -> Figures:
-    """Train a case with saves, and resume from the last checkpoint."""
-    torch.set_num_threads(case.threads)
-    timings: list[Generator[None, float, None]] = []
+def step_timer(
+    timings: Sequence[Generator[None, float, None]],
+) -> Callable[[Trainer, Mapping[str, Any]], None]:
+    """A callback that sends the duration of each step to the only item of `timings`.
+
+    Raises Finished when that generator ends.
+    """
     step_end = 0.0
 
     def after_step(_: Trainer, __: Mapping[str, Any]) -> None:
@@ -94,7 +95,16 @@ def measure_case(
             raise Finished from None
         step_end = time.perf_counter()
 
-    run = build(case, folder, tokenizer, (after_step,))
+    return after_step
+
+
+def measure_case(
+    case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, rounds: int
+) -> Figures:
+    """Train a case with saves, and resume from the last checkpoint."""
+    torch.set_num_threads(case.threads)
+    timings: list[Generator[None, float, None]] = []
+    run = build(case, folder, tokenizer, (step_timer(timings),))
     figures = Figures(sum(p.numel() for p in run.state.trained_weights.values()))
     timings.append(measurement_loop(run, folder, figures, rounds))
     next(timings[0])

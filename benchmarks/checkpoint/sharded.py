@@ -14,18 +14,23 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.checkpoint.cases import LARGE, MIDDLE, build, tokenizer_of_bytes
-from benchmarks.checkpoint.measure import STEPS_BETWEEN_SAVES, WARM_UP_STEPS, Finished, is_saving
+from benchmarks.checkpoint.measure import (
+    STEPS_BETWEEN_SAVES,
+    WARM_UP_STEPS,
+    Finished,
+    is_saving,
+    step_timer,
+)
 from valence.distributed.launcher import launch
 from valence.distributed.process_group import start
 from valence.trainer.trainer import Trainer
@@ -40,21 +45,11 @@ def train(*, is_large: bool) -> None:
     case = replace(LARGE if is_large else MIDDLE, threads=1)
     group = start(device="cpu")
     timings: list[Generator[None, float, None]] = []
-    step_end = 0.0
-
-    def after_step(_: Trainer, __: Mapping[str, Any]) -> None:
-        nonlocal step_end
-        try:
-            timings[0].send(time.perf_counter() - step_end)
-        except StopIteration:
-            raise Finished from None
-        step_end = time.perf_counter()
-
     run = build(
         case,
         Path(os.environ[FOLDER]) / "run",
         tokenizer_of_bytes(),
-        (after_step,),
+        (step_timer(timings),),
         group=group,
         parallel={"shard": "full"},
     )

@@ -43,7 +43,7 @@ from valence.evaluation.summary import JudgeSummary, summarize
 from valence.evaluation.votes import read_votes
 from valence.files import check_path
 from valence.jobs.reward_rows import list_rewards, sampled_completion
-from valence.jobs.row_job import Line, RowJob, as_line
+from valence.jobs.row_job import Line, RowJob, as_line, partial_path, replace_file
 from valence.jobs.run_benchmarks import (
     BATCH_SIZE,
     BenchmarkTasks,
@@ -510,7 +510,7 @@ class ComparisonFolder:
                 fix="set --out to a folder",
             )
         names = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
-        if names - {_partial(path / PROMPTS).name, LOCK_NAME} and PROMPTS not in names:
+        if names - {partial_path(path / PROMPTS).name, LOCK_NAME} and PROMPTS not in names:
             raise UserError(
                 "this folder exists and was not written by `valence compare`",
                 code="path-exists",
@@ -580,7 +580,7 @@ class ComparisonFolder:
                 where=str(path),
                 fix=START_OVER,
             )
-        _write(path, content)
+        replace_file(path, content)
 
     def read_pairs(self, examples: Sequence[Prompt], tag: str | None) -> list[AnswerPair]:
         """The answers of both models, with the tags of their prompts."""
@@ -649,8 +649,8 @@ class ComparisonFolder:
         return [verdict for line in lines if (verdict := PairVerdict.from_dict(line))]
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        _write(self.path / RESULT, json.dumps(result, indent=1, ensure_ascii=False))
-        _write(self.path / REPORT, win_rate_page(result))
+        replace_file(self.path / RESULT, json.dumps(result, indent=1, ensure_ascii=False))
+        replace_file(self.path / REPORT, win_rate_page(result))
 
 
 def as_readable(content: Content) -> str:
@@ -665,26 +665,6 @@ def _tags(example: Prompt, column: str | None) -> tuple[str, ...]:
     value = next((value for value in columns if value not in (None, "", [], ())), ())
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(str(tag) for tag in values))
-
-
-def _partial(path: Path) -> Path:
-    """The file that is written to replace another one."""
-    return path.with_name(f".{path.name}.part")
-
-
-def _write(path: Path, content: str) -> None:
-    """Replace a file in one step. Raises UserError."""
-    partial = _partial(path)
-    try:
-        partial.write_text(content, encoding="utf-8", errors="backslashreplace")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(
-            f"the file cannot be written ({error.strerror})",
-            code="file-not-writable",
-            where=str(path),
-            fix="free disk space, then rerun the same command to resume",
-        ) from error
 
 
 class VerdictTransform:

@@ -640,6 +640,27 @@ def check_line(value: Mapping[str, Any], origin: object) -> None:
         ) from None
 
 
+def partial_path(path: Path) -> Path:
+    """The file that ``replace_file`` writes before it replaces `path`."""
+    return path.with_name(f".{path.name}.part")
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Write a whole file in one step. Raises UserError (file-not-writable)."""
+    partial = partial_path(path)
+    try:
+        partial.write_text(content, encoding="utf-8", errors="backslashreplace")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"the file cannot be written ({error.strerror})",
+            code="file-not-writable",
+            where=str(path),
+            fix="free disk space or make the folder writable, then rerun the same command to "
+            "resume",
+        ) from error
+
+
 def _facts_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.about.json")
 

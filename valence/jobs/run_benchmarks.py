@@ -31,6 +31,7 @@ from valence.config.load import LISTS
 from valence.distributed.process_group import SingleProcess
 from valence.errors import UserError, install_command
 from valence.evaluation.benchmarks import ADDRESS, BenchmarkResult, compare_results
+from valence.jobs.row_job import replace_file
 from valence.jobs.sample_rows import model_files
 from valence.lifecycle.restore import open_run
 from valence.lifecycle.saved_models import At
@@ -354,7 +355,8 @@ class ModelBenchmarks:
                 missing = [name for name in missing if name not in results]
             for name in missing:
                 results[name] = self._run(run, name)
-                self._store(self._path(name, key), results[name])
+                content = json.dumps(add_checksum(results[name]), indent=1)
+                replace_file(self._path(name, key), content)
         if len(missing) < len(self.suite.names) and not self.quiet:
             total, number = len(self.suite.names), len(self.suite.names) - len(missing)
             message = f"{self.model.side}: {number} of {total} results are from an earlier call"
@@ -384,20 +386,6 @@ class ModelBenchmarks:
                 message = f"{path} is damaged ({error}): {name} is evaluated again"
                 print_message(self.console, message, "yellow")
         return results
-
-    def _store(self, path: Path, result: Mapping[str, Any]) -> None:
-        """Write a result in one step. Raises UserError."""
-        partial = path.with_name(f".{path.name}.part")
-        try:
-            partial.write_text(json.dumps(add_checksum(result), indent=1), encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            raise UserError(
-                f"the file cannot be written ({error.strerror})",
-                code="file-not-writable",
-                where=str(path),
-                fix="free disk space, then rerun the same command to resume",
-            ) from error
 
     def _run(self, run: Trainer, name: str) -> dict[str, Any]:
         """Evaluate one task. Raises UserError if it fails."""

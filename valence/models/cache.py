@@ -190,7 +190,7 @@ class CachedReference:
                 f"the reference log-probabilities differ from the cached ones by {difference:.2g} "
                 f"nats per token "
                 f"({len(stored)} tokens of {len(pairs)} sequences), more than the "
-                f"{DRIFT[self.precision]:g} of rounding",
+                f"{DRIFT[self.precision]:g} that rounding can cause",
                 code="reference-cache-stale",
                 where=f"reference.cache: {self.store.folder}",
                 fix="delete this folder or set another one to compute them again; the headers of "

@@ -111,10 +111,10 @@ class RolloutPrompt:
 class QueuedRound:
     """A round that servers sample, and that is scored, while earlier rounds are trained on.
 
-    prompts: start is the position of the first of them in the order of the run. seed: of its
-    completions. completions, scores: None until all processes have them. sampling, scoring: the
-    work in progress, on the process that asks the servers. num_sampled: completions so far. state:
-    what a checkpoint holds of the round, which changes with it.
+    start: position of its first prompt in the order of the run. seed: seed of its completions.
+    completions, scores: None until all processes have them. sampling, scoring: the work in
+    progress, on the process that asks the servers. num_sampled: completions so far. is_cancelled:
+    the round is not needed any more. state: its entry in a checkpoint, always current.
     """
 
     def __init__(self, prompts: Sequence[RolloutPrompt], start: int, seed: int) -> None:
@@ -283,7 +283,7 @@ class Collector:
     def begin(self, queued: QueuedRound) -> None:
         """Start to sample a round with the current weights, and to score it after that.
 
-        No round may be being sampled with other weights.
+        Call it only while no round is sampled with other weights.
         """
         token_ids = [prompt.example.prompt_ids for prompt in queued.prompts]
         n, sampling = self._rollout.num_rollouts, self._sampling(queued.seed)
@@ -359,7 +359,7 @@ class Collector:
             if queued.scores is None and queued.scoring is not None and queued.scoring.done():
                 scores: list[Score] = _result(queued.scoring) or []
                 if all(score.value is not None for score in scores):  # failed ones are repeated
-                    results[1] = [[score.value, dict(score.parts), score.error] for score in scores]
+                    results[1] = _score_records(scores)
             records, all_scores = gather_objects(self._world, results)[0]
             if records:
                 queued.set_completions(self._from_records(queued.prompts, records))
@@ -494,11 +494,7 @@ class Collector:
             else:
                 with self._world.long_phase("judging"):
                     local_scores = self._wait_for_scores(queued)
-        parts = self._gather(
-            None
-            if local_scores is None
-            else [[score.value, dict(score.parts), score.error] for score in local_scores]
-        )
+        parts = self._gather(None if local_scores is None else _score_records(local_scores))
         scores = [Score(value, parts, error) for part in parts for value, parts, error in part]
         # A server that returns text alone may return a completion without tokens, which cannot
         # become more or less likely.
@@ -815,6 +811,11 @@ def _to_records(groups: Sequence[Sequence[Completion]]) -> list[list[list[Any]]]
         ]
         for group in groups
     ]
+
+
+def _score_records(scores: Sequence[Score]) -> list[list[Any]]:
+    """Value, parts and error of each score, in a form that processes can exchange."""
+    return [[score.value, dict(score.parts), score.error] for score in scores]
 
 
 def _result(work: Future[Any]) -> Any:

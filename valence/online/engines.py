@@ -79,8 +79,8 @@ class RolloutEngine(Protocol):
     ) -> Future[Completions]:
         """Start to sample in the background, after what was begun earlier.
 
-        Nothing may be being sampled if the weights have changed. progress: called in another
-        thread; it may raise CancelledError.
+        If the weights have changed, nothing that was begun may be in progress. progress: called in
+        another thread; it may raise CancelledError.
         """
         ...
 

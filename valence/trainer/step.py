@@ -796,8 +796,8 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
             "the optimizer does not support a parameter group with sharded and unsharded weights",
             code="optimizer-mixes-weights",
             where="optimizer",
-            fix="put weights with fewer than 2 dimensions into a separate parameter group, or "
-            "set parallel.shard: off",
+            fix="choose another optimizer, use a separate parameter group for weights with fewer "
+            "than 2 dimensions, or set parallel.shard: off",
         ) from error
 
 
