@@ -322,7 +322,7 @@ def resume(trainer: Trainer, previous: PreviousRun) -> None:
         state.load_state_dict(previous.state)
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"the saved state is that of another optimizer or schedule ({error})",
+            f"the saved state belongs to a different optimizer or schedule ({error})",
             code="optimizer-changed",
             where="checkpoint",
             fix="use the optimizer and schedule of the run's first start, or start over "

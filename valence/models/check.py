@@ -141,7 +141,7 @@ def _warn_or_refuse(engine: PolicyModel, problems: Mapping[str, CannotPackError]
         )
     message = (
         f"{model} does not support packed sequences ({problem}): "
-        "each sequence is computed separately, which is exact and slower"
+        "each sequence is computed separately, which is exact but slower"
     )
     warnings.warn(PackingWarning(message, problem.code), stacklevel=5)
 

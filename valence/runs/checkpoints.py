@@ -429,7 +429,7 @@ def _rename_damaged(path: Path) -> Path:
             f"this checkpoint is damaged and cannot be renamed ({error.strerror})",
             code="folder-not-writable",
             where=str(path),
-            fix="make the folder writable, or move the checkpoint to another folder",
+            fix=f"make {path.parent} writable, then rerun the same command",
         ) from error
     return free
 
