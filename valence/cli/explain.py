@@ -156,7 +156,8 @@ def _reference(method: Method) -> str:
     return (
         "yes"
         if "ref" in {name[:3] for name in method.loss.reads}
-        else "yes; its log-probabilities replace those of the policy that sampled the completions"
+        else "for stored completions, where its log-probabilities stand in for those of the policy "
+        "that sampled them; in online training, only with a KL penalty"
     )
 
 

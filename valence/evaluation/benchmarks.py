@@ -16,7 +16,7 @@ from valence.errors import UserError
 RESULT_FILES = "results_*.json"
 """Files that lm-eval writes to a folder."""
 STDERR = "_stderr"
-FIX = "run lm_eval on both models with the same tasks and options"
+FIX = "run the same version of lm_eval on both models, with the same tasks and options"
 NORMAL_95 = 1.96
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Memory address of a function in a task's settings, which differs between calls of lm_eval."""

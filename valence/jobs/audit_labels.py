@@ -445,7 +445,7 @@ def _nothing_rated(files: Sequence[str], rows: AuditRows) -> UserError:
         f"from the others, or a preference" + (f" (first: {first.reason})" if first else ""),
         code="no-rated-rows",
         where=str(first.origin) if first else ", ".join(files),
-        fix=(first.fix if first else "") or "use files with thumbs, scores or pairs",
+        fix=(first.fix if first else "") or "use files with thumbs, pairs, or scores that differ",
     )
 
 

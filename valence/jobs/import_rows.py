@@ -138,7 +138,7 @@ def import_feedback(
         if files:
             problem, fix = "files and --url cannot be combined", "remove the files or --url"
         else:
-            problem = "the files of the export are missing"
+            problem = "no exported files are named"
             fix = f"add the exported files: {SOURCES[name].files}"
             if SOURCES[name].is_pullable:
                 fix += "; or add --url to read from the server"

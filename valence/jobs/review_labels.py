@@ -514,7 +514,8 @@ class LabelReview:
                 f"the file cannot be written ({error.strerror})",
                 code="file-not-writable",
                 where=str(self.out),
-                fix="free disk space, then rerun the same command; no decision is lost",
+                fix="free disk space or make the folder writable, then rerun the same command; "
+                "no decision is lost",
             ) from error
         end = time.monotonic()
         self._last_write = end, end - start

@@ -105,7 +105,8 @@ class ModelScores:
                     f"{self.target} at once",
                     code="out-of-memory",
                     where="reward: settings.tokens",
-                    fix="lower it: it limits the tokens of a forward pass, not the scores",
+                    fix="lower this setting: it limits the tokens of one forward pass, and does "
+                    "not change the scores",
                 ) from error  # fmt: skip
             results |= zip(batch.unit.tolist(), numbers, strict=True)
         return [results[k] for k in range(len(units))]

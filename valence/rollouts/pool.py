@@ -95,7 +95,7 @@ class ServerPool:
                 "duplicate server address",
                 code="rollout-url-duplicate",
                 where=f"rollout.url: {repeated}",
-                fix="remove one of them",
+                fix="list each server only once",
             )
 
     @property
