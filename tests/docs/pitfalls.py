@@ -30,8 +30,9 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/contract/test_contract.py::"
             "test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order",
         ),
-        "Pairing a prompt with its own completion: if a step has one row, if an odd number of rows "
-        "is paired in reverse order, at the end of the data, or if two rows have the same text": (
+        "Pairing a prompt with its own completion. This can happen if a step has only one row, if "
+        "an odd number of rows is paired in reverse order, if two rows have the same text, or at "
+        "the end of the data": (
             "tests/batching/test_kl_pairs.py::test_the_partner_is_the_next_one_cyclically",
             "tests/batching/test_kl_pairs.py::"
             "test_a_step_of_one_takes_its_partner_from_the_following_examples",
@@ -132,7 +133,7 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_text_merging_over_the_boundary_is_noted_and_kept_apart",
             "tests/data/test_encode_rows.py::test_training_and_sampling_encode_the_same_tokens",
         ),
-        "Training plain-text prompts without the chat template that sampling and the model "
+        "Training on plain-text prompts without the chat template that sampling and the model "
         "card use": (
             "tests/training/test_chat_template.py::"
             "test_training_sampling_scoring_and_the_card_agree_on_plain_text",
@@ -216,7 +217,7 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/distributed/test_fsdp.py::test_two_steps_of_several_processes_are_those_of_one",
             "tests/distributed/test_run.py::test_every_number_is_that_of_one_process",
         ),
-        "One process skips a step, stops, or retries with less memory while the others do not": (
+        "Letting one process skip a step, stop, or retry with less memory while the others do not": (
             "tests/distributed/test_fsdp.py::"
             "test_all_processes_give_up_a_step_when_one_has_no_memory_left",
             "tests/distributed/test_run.py::"
@@ -319,8 +320,8 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
         "Computing log-softmax in bfloat16": (
             "tests/models/test_oracle.py::test_bfloat16_over_float32_masters_keeps_float32_logits",
         ),
-        "Compiled CUDA attention that silently falls back to eager mode after a few input sizes, and "
-        "then stores the complete score matrix or a mask of all token pairs": (
+        "Compiled CUDA attention that silently falls back to eager mode after a few input sizes, "
+        "and then stores the full attention-score matrix or a mask of all token pairs": (
             "tests/models/test_attention.py::"
             "test_the_compiler_of_attention_has_room_for_every_size",
             "tests/models/test_attention.py::test_no_block_is_left_out_in_which_something_is_seen",

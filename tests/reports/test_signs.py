@@ -266,7 +266,7 @@ def test_pairs_that_are_all_right_and_only_grow_apart(healthy: dict[str, RunData
         healthy["pairs"],
         lambda _, at: {"rewards/accuracies": 1.0 if at > 0.4 else 0.8, "rewards/margins": 4 * at},
     )
-    assert only(grown).name == "stuck at 1"
+    assert only(grown).name == "training accuracy stuck at 1"
     settled = logged(
         healthy["pairs"], lambda _, at: {"rewards/accuracies": 1.0, "rewards/margins": 2.0}
     )

@@ -510,7 +510,9 @@ def _check_new_folder(folder: Path) -> None:
     check_path(folder)
     if folder.exists():
         kind = "folder" if folder.is_dir() else "file"
-        verify = ", or add --verify-only to verify this folder" if folder.is_dir() else ""
+        verify = (
+            ", or verify this folder with --verify-only (without --gguf)" if folder.is_dir() else ""
+        )
         raise UserError(
             f"the {kind} already exists",
             code="path-exists",

@@ -155,10 +155,11 @@ def reward_service(
 
     if target.startswith(("http://", "https://")):
         raise UserError(
-            "this is the address of a reward server already",
+            "this is already the address of a reward server",
             code="reward-not-servable",
             where=target,
-            fix="set `reward` in the recipe to this address; serve a model, a function or a rule",
+            fix="set `reward` in the recipe to this address, or serve a model, a function or a "
+            "rule",
         )
     settings = [
         f"timeout={limits.timeout}",

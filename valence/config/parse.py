@@ -73,10 +73,11 @@ def from_yaml(text: str, name: str) -> RawRecipe:
     if not isinstance(values, dict):
         kind = "a list" if isinstance(values, list) else "a single value"
         raise UserError(
-            f"the recipe is {kind}, not a mapping of sections",
+            f"the recipe is {kind}, not a mapping",
             code="recipe-not-a-mapping",
             where=f"{name}:1",
-            fix="write `method: ...`, `model: ...` and `data: ...` at the left edge",
+            fix="write `method: ...`, `model: ...` and `data: ...` as top-level keys, without "
+            "indentation or a leading `-`",
         )
     return RawRecipe(cast(Any, values), {(): name, **reader.places})
 
@@ -301,10 +302,10 @@ def _plain(value: object, path: Key, name: str) -> object:
         for key in items:
             if not isinstance(key, str):
                 raise UserError(
-                    f"the name {key!r} is not text",
+                    f"the name {key!r} is not a string",
                     code="setting-name-invalid",
                     where=where,
-                    fix="use a string as the name of a setting",
+                    fix="put the name in quotes, or use another name",
                 )
         return {
             _text(str(key), where): _plain(item, (*path, str(key)), name)

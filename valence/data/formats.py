@@ -570,7 +570,8 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
             f"keys: the format {name} has no column {' or '.join(map(repr, unknown))}",
             code="keys-unknown-column",
             fix=(f"did you mean {' and '.join(swapped)}? " if swapped else "")
-            + "write keys as {the format's name: the file's name}; the format has "
+            + "write keys as {column of the format: column of the file}; the format has the "
+            + "columns "
             + ", ".join(f.columns),
         )
     return {

@@ -301,10 +301,10 @@ class ProcessGroup:
                 )
         except RuntimeError as error:
             raise UserError(
-                f"cannot connect ({str(error).splitlines()[0]})",
+                f"cannot connect to the other processes ({str(error).splitlines()[0]})",
                 code="rank-connection",
                 where=f"rank {rank}",
-                fix="set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for devices) to the network "
+                fix="set GLOO_SOCKET_IFNAME (for GPUs, also NCCL_SOCKET_IFNAME) to the network "
                 "interface that connects the hosts",
             ) from error
 

@@ -94,10 +94,10 @@ def _check_questions(baseline: Mapping[str, Any], candidate: Mapping[str, Any], 
         ]
         if hashes[0] != hashes[1]:
             raise UserError(
-                f"the models answered different questions of {task}",
+                f"the two models answered different questions from {task}",
                 code="benchmarks-differ",
                 where=where,
-                fix="evaluate both models on the same data",
+                fix="evaluate both models again with the same version of the task's data set",
             )
 
 

@@ -295,7 +295,7 @@ class Weights:
                 "the folder has no weights (*.safetensors)",
                 code="weights-missing",
                 where=str(folder),
-                fix="pass a folder with merged weights",
+                fix="pass a folder that `valence export` wrote without --adapter",
             )
 
     @property

@@ -575,7 +575,7 @@ class ComparisonFolder:
         path = self.path / PROMPTS
         if path.exists() and path.read_text(encoding="utf-8") != content:
             raise UserError(
-                "the folder contains a comparison with other prompts",
+                "the folder contains a comparison on different prompts",
                 code="output-settings-differ",
                 where=str(path),
                 fix=START_OVER,

@@ -192,7 +192,8 @@ class ImportStore:
     @contextmanager
     def _file_errors(
         self,
-        fix: str = "free disk space, or choose a writable file with --out; then rerun the command",
+        fix: str = "free disk space, make the file readable and writable, or choose another --out; "
+        "then rerun the command",
     ) -> Iterator[None]:
         try:
             yield

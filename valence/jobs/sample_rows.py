@@ -417,11 +417,11 @@ class SampleTransform:
             ) from error
         except FloatingPointError as error:
             raise UserError(
-                f"{error}, for this prompt or one of the next",
+                f"{error}, for this prompt or a later one in its batch",
                 code="sampling-failed",
                 where=self.origin(items[0]),
                 fix="add model.dtype=float32; if the error remains, the weights of the model are "
-                "not finite: use an earlier checkpoint",
+                "not finite: use an earlier checkpoint or another model",
             ) from error
         stored |= {item.position: group for item, group in zip(missing, sampled, strict=True)}
         return [stored[item.position] for item in items]

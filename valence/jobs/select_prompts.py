@@ -123,13 +123,15 @@ def select_prompts(
             _add_candidate(candidates, example, known)
     if not candidates.prompts:
         reasons = "; ".join(
-            f"{count} rows: {reason}" for reason, count in candidates.left_out.items()
+            f"{count} {'row' if count == 1 else 'rows'}: {reason}"
+            for reason, count in candidates.left_out.items()
         )
         raise UserError(
             f"there are no prompts to select ({reasons})",
             code="no-candidates",
             where=", ".join(files),
-            fix="add prompts that have no rating in --rated, with or without an unlabelled answer",
+            fix="add a file with prompts that --rated does not contain; its rows may have an "
+            "unlabelled answer",
         )
     if not quiet:
         print_message(console, f"loading and checking {model}")

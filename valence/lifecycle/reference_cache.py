@@ -72,7 +72,8 @@ def score(
                 "the reference is synced with the policy, so its values cannot be cached",
                 code="nothing-to-score",
                 where="reference.sync_every",
-                fix="remove reference.sync_every",
+                fix="remove this command: `valence train` needs no cache for a synced reference; "
+                "or remove reference.sync_every",
             )
         if where == "off":
             raise UserError(
@@ -118,10 +119,11 @@ def score(
             cached.sync()
         except OSError as error:
             raise UserError(
-                f"the cache cannot be written ({error.strerror})",
+                f"the reference cache cannot be written ({error.strerror})",
                 code="file-not-writable",
                 where=str(cached.folder),
-                fix="free disk space, then rerun the same command to resume",
+                fix="free disk space or make the folder writable, then rerun the same command to "
+                "resume",
             ) from error
         world.barrier("scored")  # from here on, all processes can read all values
     cached.hits, cached.misses = map(

@@ -143,7 +143,7 @@ def open_recipe(
             "only a run folder has checkpoints",
             code="option-unused",
             where="--step",
-            fix="remove --step, or use the folder of a run",
+            fix="remove --step, or pass a run folder",
         )
     source = load_recipe(recipe, overrides, method_of=method_of, training=False, name=name)
     prepared = prepare(source, rewards=rewards)

@@ -323,7 +323,7 @@ LOSSES: dict[str, Loss] = {
     "robust_dpo":        _paired(preference.robust_dpo, _LONG + _SOFT + _F),
     "ipo":               _paired(preference.ipo,        _LONG + _F, metrics.log_ratio_tau, clashes=(("normalize", True, "ld_alpha"),)),
     "hinge":             _paired(preference.hinge,      _LONG + _F),
-    "slic":              _paired(preference.slic,       ("ld_alpha",), metrics.likelihood),
+    "slic":              _paired(preference.slic,       ("ld_alpha",), metrics.unscaled_likelihood),
     "simpo":             _paired(preference.simpo,      (*_SOFT, "nll"), metrics.likelihood_per_token),
     "cpo":               _paired(preference.cpo,        ("ld_alpha", "nll"), metrics.likelihood, defaults={"nll_weight": 1.0}),
     "orpo":              _paired(preference.orpo,       (), metrics.likelihood_per_token),

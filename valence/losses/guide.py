@@ -57,8 +57,8 @@ GUIDE: dict[str, Guide] = {
         "the other. It needs large steps with both classes in each (`data.stratify`): surplus "
         "completions of the larger class are not used in that step, and a step with one class "
         "changes nothing.",
-        "The loss starts at log 2 = 0.693. A step of several micro-batches runs the policy "
-        "forward twice.",
+        "The loss starts at log 2 = 0.693. If a step has several micro-batches, the policy's "
+        "forward pass runs twice.",
     ),
     "dpo": Guide(
         "The default for pairs: the best-understood of these losses.",
@@ -85,7 +85,7 @@ GUIDE: dict[str, Guide] = {
         "log-ratios without limit; ipo has a finite target.",
         "The loss starts at 1/(2*tau)^2 = 25. The target is a difference of 5 nats per token, "
         "which is rarely reached, so the loss stays near 25 while `rewards/accuracies` rises. "
-        "Gradients are large and most steps are clipped.",
+        "Gradients are large, and are clipped in most steps.",
     ),
     "hinge": Guide(
         "Pairs, to stop training on pairs that are already learned: a pair with a difference d of "
@@ -113,7 +113,7 @@ GUIDE: dict[str, Guide] = {
         "memory for a reference.",
         "With `nll_weight: 1`, the likelihood is a large part of the loss, so `logps/chosen` "
         "rises. `rewards/accuracies` starts at the accuracy of the initial model, and shorter "
-        "completions tend to have the larger reward.",
+        "completions tend to have larger rewards.",
     ),
     "orpo": Guide(
         "Pairs and a model that was not fine-tuned: supervised fine-tuning and preference "
@@ -134,8 +134,8 @@ GUIDE: dict[str, Guide] = {
     ),
     "exo": Guide(
         "Pairs, if the policy should concentrate on some of the completions that the labels favour "
-        "instead of covering all of them. `label_smoothing` is part of the method and must be "
-        "above 0.",
+        "instead of covering all of them. `label_smoothing` is part of the method: keep it "
+        "above 0. At 0, it is clamped to 1e-6, which is almost no smoothing.",
         "The loss starts at 2.76. Its minimum is at a difference d = log((1-e)/e)/beta = 69 nats; "
         "the loss reduces larger differences again.",
     ),
@@ -153,8 +153,8 @@ GUIDE: dict[str, Guide] = {
     "sppo": Guide(
         "Training in several rounds, with pairs that the policy sampled in the previous round.",
         "The loss starts at 2/(2*beta)^2 = 50, and falls as `logratio/chosen` approaches +5 nats "
-        "and `logratio/rejected` -5. Gradients are about 200 times those of dpo, so every step is "
-        "clipped.",
+        "and `logratio/rejected` -5. Gradients are about 200 times those of dpo, so the gradient "
+        "is clipped in every step.",
     ),
     "dpop": Guide(
         "Pairs that differ in a few tokens. dpo makes both completions of such pairs less likely; "
@@ -173,8 +173,8 @@ GUIDE: dict[str, Guide] = {
     "aot": Guide(
         "Pairs, to increase the differences over the whole distribution rather than pair by pair. "
         "It needs large steps, because ranks are computed within a step.",
-        "The loss starts at log 2 = 0.693. A step of several micro-batches runs the policy "
-        "forward twice.",
+        "The loss starts at log 2 = 0.693. If a step has several micro-batches, the policy's "
+        "forward pass runs twice.",
     ),
     "sft": Guide(
         "The default for completions to imitate, and the usual first training for a model that "
@@ -209,8 +209,8 @@ GUIDE: dict[str, Guide] = {
         "scores in its group changes the weight of a token.",
         "Advantages are in units of the score, so the gradient is as small as the differences of "
         "scores, and shrinks as the policy improves. On stored completions, set `max_tokens`: "
-        "with `max_tokens: null`, the gradient grows with the length of completions, and every "
-        "step is clipped.",
+        "with `max_tokens: null`, the gradient grows with the length of completions, and is "
+        "clipped in every step.",
         "GRPO without length and standard-deviation normalization, which bias it towards long "
         "wrong completions and easy or hard prompts.",
     ),

@@ -59,8 +59,13 @@ def log_ratio_per_token(sums: Sums, settings: Settings) -> Tensor:
 
 
 def likelihood(sums: Sums, settings: Settings) -> Tensor:
-    """beta * logp, or logp if the loss has no beta."""
-    return settings.get("beta", 1.0) * sums["logp"]
+    """beta * logp."""
+    return settings["beta"] * sums["logp"]
+
+
+def unscaled_likelihood(sums: Sums, settings: Settings) -> Tensor:
+    """logp."""
+    return sums["logp"]
 
 
 def likelihood_per_token(sums: Sums, settings: Settings) -> Tensor:

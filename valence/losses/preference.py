@@ -49,7 +49,7 @@ def dpo(
     2305.18290, Eq. 7; with e > 0 it is conservative DPO.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of chosen and rejected (nats);
-    margin[P]: required advantage of the chosen one (units of beta*d; 0 if the data has none);
+    margin[P]: required lead of the chosen one (units of beta*d; 0 if the data has none);
     wrong[P]: probability that the label is wrong.
 
     beta: strength of the regularization towards the reference.
@@ -143,7 +143,8 @@ def hinge(
     """Hinge loss on the difference of log-ratios: a pair with a large enough difference has no
     gradient.
 
-    max(0, 1 - (beta*d - margin)). Liu et al. 2023, arXiv 2309.06657 (hinge-norm), with margin 0.
+    max(0, 1 - (beta*d - margin)). Liu et al. 2023, arXiv 2309.06657 (hinge-norm; the case
+    margin = 0).
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); margin[P]: units of beta*d.
 
@@ -184,8 +185,8 @@ def simpo(
     gamma.
 
     -(1-e) log s(x - margin) - e log s(-x), x = beta*(logp_w/n_w - logp_l/n_l) - gamma, gamma =
-    gamma_beta_ratio*beta, e = wrong. Meng et al. 2024, arXiv 2405.14734, Eq. 6, with margin and e
-    0. No reference model.
+    gamma_beta_ratio*beta, e = wrong. Meng et al. 2024, arXiv 2405.14734, Eq. 6 (the case
+    margin = 0 and e = 0). No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens; margin[P]: units of
     x; wrong[P]: probability that the label is wrong.
@@ -200,8 +201,9 @@ def cpo(logp_w: Tensor, logp_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
     """Contrastive preference optimization: DPO with a uniform reference, combined with the
     negative log-likelihood of the chosen completion (`nll_weight`).
 
-    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417. The objective of the paper
-    adds the mean negative log-likelihood of the chosen completions. No reference model.
+    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417. The paper's objective also
+    contains the mean negative log-likelihood of the chosen completions, which `nll_weight` adds.
+    No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
@@ -331,7 +333,8 @@ def sppo(
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: strength of the regularization towards the reference; the targets are +-1/(2*beta).
+    beta: strength of the regularization towards the reference; the targets are 1/(2*beta) and
+        -1/(2*beta).
     """
     target = 1 / (2 * beta)
     return (logp_w - ref_w - target).square() + (logp_l - ref_l + target).square()

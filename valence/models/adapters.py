@@ -408,12 +408,15 @@ def _check_tied(model: Any, lora: Any) -> None:
     if not includes("targets") and not saves_untied:
         return
     setting = "targets" if includes("targets") else "modules_to_save"
+    fix = "set model.lora.ensure_weight_tying: true"
+    if setting == "targets":
+        fix = f"move the name from this list to model.lora.modules_to_save, and {fix}"
     tied = " and ".join(sorted(names))
     raise UserError(
         f"{tied} of {type(model).__name__} are tied, and a saved model has one weight for both",
         code="lora-tied-weights",
         where=f"model.lora.{setting}",
-        fix="list it in model.lora.modules_to_save with ensure_weight_tying: true, or remove it",
+        fix=f"{fix}; or remove the name from this list",
     )
 
 

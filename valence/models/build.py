@@ -218,8 +218,8 @@ def _set_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
         config, "auto_map", None
     ):
         raise UserError(
-            f"transformers has no {config.model_type} model with a head for scores, and could not "
-            f"load a saved one",
+            f"transformers has no class for {config.model_type} models with a score head, so it "
+            "could not load the reward model after training",
             code="reward-head-unsupported",
             where=f"model.name: {name}",
             fix="use another decoder, such as Llama, Qwen, Gemma, Mistral or GPT-2",

@@ -137,7 +137,7 @@ def _warn_or_refuse(engine: PolicyModel, problems: Mapping[str, CannotPackError]
             where="VALENCE_ATTENTION",
             fix="fix the first problem (Triton needs a C compiler), or set "
             "VALENCE_ATTENTION=one_by_one: each sequence is computed separately, which is exact "
-            "and several times slower",
+            "but several times slower",
         )
     message = (
         f"{model} does not support packed sequences ({problem}): "

@@ -402,12 +402,13 @@ def _stuck(run: RunData) -> Iterable[Diagnosis]:
     third = len(margins) // 3
     if third and math.fsum(margins[-third:]) >= STILL_GROWING * math.fsum(margins[:third]) > 0:
         yield Diagnosis(
-            "stuck at 1",
+            "training accuracy stuck at 1",
             f"Since step {start}, every training pair has been ranked correctly, and margins still "
             "grow: "
-            f"the model only becomes more confident.",
-            "Stop earlier (run.keep_best, fewer epochs), raise loss.beta, use "
-            "loss.label_smoothing, or ipo.",
+            "the model only becomes more confident.",
+            "Train for fewer epochs, or keep the best checkpoint (run.keep_best). If the loss has "
+            "these settings, raise loss.beta or set loss.label_smoothing."
+            + ("" if run.config.get("method") == "ipo" else " Or try method: ipo."),
         )
 
 

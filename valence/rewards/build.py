@@ -294,7 +294,7 @@ def _token(spec: RewardSettings, where: str) -> str | None:
     token = os.environ.get(spec.token_env)
     if not token:
         raise UserError(
-            f"the environment variable {spec.token_env} is not set",
+            f"the environment variable {spec.token_env} is not set or is empty",
             code="environment-variable-missing",
             where=f"{where}.token_env",
             fix="set it to the server's token",

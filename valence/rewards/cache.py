@@ -87,8 +87,8 @@ class SharedLines:
     def _warn_of_damage(self) -> None:
         if not self._warned:
             warnings.warn(
-                f"{self.path}:{self._num_lines}: the line is damaged (wrong checksum); its "
-                f"content is recomputed",
+                f"{self.path}:{self._num_lines}: the line is damaged; its scores are computed "
+                f"again",
                 stacklevel=5,
             )
         self._warned = True

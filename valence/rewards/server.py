@@ -516,8 +516,10 @@ def listening(
         return listener
     except OSError as error:
         fix = "use another --port (0: any free port), or stop the program that uses this port"
-        if error.errno == errno.EADDRNOTAVAIL:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             fix = "set --host to an address of this machine, or to 0.0.0.0 for all of them"
+        elif error.errno == errno.EACCES:
+            fix = "use a --port of 1024 or more"
         raise UserError(
             f"cannot listen on this address: {error}",
             code="server-cannot-listen",

@@ -254,7 +254,7 @@ def server_root(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(
-            f"{url!r} is not a valid address of a server",
+            f"{url!r} is not a valid server address",
             code="rollout-url-invalid",
             where="rollout.url",
             fix="write an address such as http://127.0.0.1:8000",

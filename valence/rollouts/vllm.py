@@ -134,11 +134,11 @@ class VLLMGenerator:
             self.pool.ask_all(lambda client: client.send(path), is_parallel=True)
         except RequestRefused as error:
             raise UserError(
-                f"the server cannot free its GPU memory: {error.message}",
+                f"the server refused to free its GPU memory or to take it back: {error.message}",
                 code="rollout-server-cannot-sleep",
                 where=error.where,
-                fix="start it with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, or set "
-                "rollout.sleep: false",
+                fix="start it with the option --enable-sleep-mode and the environment variable "
+                "VLLM_SERVER_DEV_MODE=1, or set rollout.sleep: false",
             ) from error
 
     def generate(
@@ -257,7 +257,8 @@ class VLLMGenerator:
         logp = float(reply["choices"][0]["logprobs"]["content"][0]["logprob"])
         if logp <= -1e-6:
             raise UserError(
-                "the server reports log-probabilities without temperature and top_p",
+                "the server reports log-probabilities from before temperature and top_p are "
+                "applied",
                 code="rollout-logps-unprocessed",
                 where=url,
                 fix="start the server with --logprobs-mode processed_logprobs",

@@ -302,10 +302,11 @@ def _tied(base: Any, layers: Mapping[str, Any]) -> set[str]:
     for keys in names.values():
         if len(keys) > 1 and any(_owner(key, layers) for key in keys):
             raise UserError(
-                f"the adapter is on tied weights ({', '.join(keys)})",
+                f"the adapter changes weights that are tied ({', '.join(keys)})",
                 code="adapter-tied-weights",
                 where="run.export",
-                fix="export the adapter alone, or use parallel.shard: off",
+                fix="set run.export: adapter (valence export: --adapter), or use "
+                "parallel.shard: off",
             )
         extra = [key for key in keys if key in base.all_tied_weights_keys]
         tied |= set(extra if len(extra) < len(keys) else extra[1:])

@@ -136,10 +136,10 @@ class RunFolder:
             self._take()  # before anything else: the lock file marks the folder of a run
             if _has_progress(path) and not self._is_inspected:
                 raise UserError(
-                    "another program has trained in this folder in the meantime",
+                    "another process has trained in this folder since this command checked it",
                     code="run-modified",
                     where=f"run.dir: {path}",
-                    fix="rerun the same command to resume that run",
+                    fix="rerun the same command, without --fresh, to resume that run",
                 )
             if _has_progress(path) and not self.is_resumed:
                 free = _free_name(path)

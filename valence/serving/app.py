@@ -426,7 +426,7 @@ def _check_storable(parts: Sequence[Message]) -> None:
             f"the messages contain a value that cannot be stored ({error})",
             code="row-not-json",
             where="messages",
-            fix="remove this value",
+            fix="remove this value, or nest it less deeply",
         ) from error
 
 

@@ -207,7 +207,9 @@ class ChatModel:
                 f"the correction cannot be used: {encoded.reason}",
                 code=encoded.code,
                 where="correction",
-                fix=encoded.fix,
+                fix="shorten the correction, or restart the server with a larger data.max_length"
+                if encoded.kind == "too_long"
+                else encoded.fix,
             )
         return tuple(encoded.answers[0].ids)
 

@@ -43,7 +43,7 @@ class OptunaSearch:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._grid, self._seeds, self._num_trials = grid, tuple(seeds), num_trials
-        self._distributions = {name: _distribution(axis) for name, axis in grid.axes.items()}
+        self._distributions = {name: _distribution(name, axis) for name, axis in grid.axes.items()}
         try:
             self._study = _open_study(folder / JOURNAL)
         except (ValueError, LookupError, TypeError, AttributeError):  # its lines are damaged
@@ -153,7 +153,7 @@ def _rounded(value: Any, axis: Any) -> Any:
     return value
 
 
-def _distribution(axis: Any) -> Any:
+def _distribution(name: str, axis: Any) -> Any:
     """Optuna's distribution of a range or a list of values."""
     from optuna.distributions import (
         CategoricalDistribution,
@@ -165,10 +165,10 @@ def _distribution(axis: Any) -> Any:
         for value in axis:
             if isinstance(value, list | dict):
                 raise UserError(
-                    "--search optuna supports values that are numbers or words, not lists",
+                    f"--search optuna supports numbers and words, but not the value {value}",
                     code="sweep-range",
-                    where="--over",
-                    fix="leave out --search optuna, or the settings with lists",
+                    where=f"--over {name}",
+                    fix="leave out --search optuna, or remove this setting from --over",
                 )
         return CategoricalDistribution(axis)
     if axis.is_integer:

@@ -193,7 +193,7 @@ class SweepState:
                 "\n".join(["this folder contains a sweep with other settings:", *lines]),
                 code="sweep-differs",
                 where=str(self.folder),
-                fix="undo the change, or choose another --out",
+                fix="undo these changes, or choose another --out",
             )
         for trial in self.trials:  # a setting that is varied from now on had the recipe's value
             missing = {name: self.settings.get(name) for name in axes if name not in trial.values}

@@ -119,11 +119,11 @@ def _feedback(row: Row, options: ReadOptions) -> object:
     metadata = object_at(row.value, "metadata")
     if path is None:
         raise UserError(
-            "stored completions have no field for feedback, and no path to it is set",
+            "stored completions have no fixed field for feedback, and --label is not set",
             code="import-path-missing",
             where=str(row.origin),
-            fix=f"set its path with --label (in a recipe: keys: {{label: PATH}}); metadata has "
-            f"{', '.join(metadata) or 'no keys'}",
+            fix="set the path of your feedback with --label PATH (in a recipe: keys: {label: "
+            f"PATH}}); the metadata of this completion has {', '.join(metadata) or 'no keys'}",
         )
     value = value_at(row.value, path)
     return value_at(metadata, path) if value is None else value

@@ -540,7 +540,8 @@ def server_address(url: str) -> tuple[str, str]:
             "the URL contains a user name or password",
             code="import-url-credentials",
             where=address,
-            fix="remove them from the URL: keys are read from environment variables",
+            fix="remove them from the URL, and set the environment variables of the tool, such as "
+            "LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY",
         )
     return address, (parse_qs(parts.query).get("project") or [""])[0]
 
