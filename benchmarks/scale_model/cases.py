@@ -165,7 +165,7 @@ def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> Me
 
 
 PUBLISHED = (("8 GPUs", 8, 5762), ("128 GPUs", 128, 5605))
-"""Tokens per second and GPU of Llama 3.1 8B: bfloat16 and FSDP2, not compiled, two rows of 8,192
+"""Tokens per second per GPU of Llama 3.1 8B: bfloat16 and FSDP2, not compiled, two rows of 8,192
 tokens per GPU, layers recomputed in part; H100 at 500 W with 400 Gb/s each. Tables 1 and 3 of
 llama3_h100_202412_torchtitan.md of torchtitan.
 """

@@ -47,25 +47,25 @@ def _tables() -> Iterator[tuple[str, str, str]]:
     )
     yield (
         "Throughput",
-        "Tokens per second and GPU; in parentheses, seconds per step and the share of that time "
+        "Tokens per second per GPU; in parentheses, seconds per step and the share of that time "
         "spent in matrix multiplications. Weights are sharded as `parallel.shard: auto` would on "
         "an H100.",
         _table(["model, method", *several], _throughput()),
     )
     yield (
         "Balance",
-        "Mean work of a process divided by the work of the slowest process. This is the fraction "
+        "Mean work of a process divided by the largest work of any process. This is the fraction "
         "of the ideal speed.",
         _table(["rows per step", *several], _balance()),
     )
     yield (
         "Constants",
-        "Valence has not measured any of them yet.",
+        "None of them has been measured yet.",
         _table(["", "value", "from"], cases.CONSTANTS),
     )
     yield (
         "Comparison with published figures",
-        "Tokens per second and GPU of torchtitan, which also uses FSDP2, on Llama 3.1 8B with rows "
+        "Tokens per second per GPU of torchtitan, which also uses FSDP2, on Llama 3.1 8B with rows "
         "of 8,192 tokens (December 2024, tables 1 and 3 of its llama3_h100_202412_torchtitan.md, "
         "not compiled).",
         _table(["", "predicted", "published", "ratio"], _published()),
@@ -140,7 +140,7 @@ def _throughput() -> Iterator[list[str]]:
 
 
 def _speed(model: str, method: str, lora: bool, layout: Layout) -> str:
-    """Tokens per second and GPU; in brackets, seconds per step and share of matrix products."""
+    """Tokens per second per GPU; in brackets, seconds per step and share of matrix products."""
     if gigabytes(model, method, lora, layout) > LARGEST_MEMORY:
         return "does not fit"
     job = cases.job(model, method, layout, lora=lora)
@@ -170,7 +170,7 @@ def _published() -> Iterator[list[str]]:
 
 
 def published(processes: int) -> float:
-    """Tokens per second and GPU that the model gives for a published run."""
+    """Tokens per second per GPU that the model gives for a published run."""
     layout = sharded(processes)
     job = cases.published(layout)
     return job.trained.tokens / seconds(job, layout, cases.H100).total / processes

@@ -23,7 +23,7 @@ ROWS = {row.name: row for row in settings_table()}
         ("model.lora.rank", "a whole number above 0 and at most 65,536", "16"),
         ("model.lora.dropout", "a number of at least 0 and below 1", "0.0"),
         ("model.lora.targets", "a list (each text) or text", '"all-linear"'),
-        ("data.train.N.keys", "names with a value each", "{}"),
+        ("data.train.N.keys", "a mapping of names to values", "{}"),
         (
             "data.eval",
             "a list (each a section (path, split, subset, format, keys, weight, limit))",

@@ -154,7 +154,7 @@ LABELS = {
     "when": "When to use it",
     "curves": "Training curves",
 }
-NO_SETTINGS = "It has no settings in the `loss` section.\n"
+NO_SETTINGS = "The `loss` section has no settings specific to it.\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
 

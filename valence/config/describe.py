@@ -155,7 +155,7 @@ def _takes(node: Node, short: bool) -> str:
         case "object" if "properties" in node:
             return "a section" + ("" if short else f" ({', '.join(node['properties'])})")
         case "object":
-            return "names with a value each"
+            return "a mapping of names to values"
         case "string" if "pattern" in node:
             # only the number of pissa_niter_N is a pattern
             return re.sub(r"\[0-9\]\+", "N", node["pattern"]).strip("^$")

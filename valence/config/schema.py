@@ -274,7 +274,7 @@ class LoraSettings(Section):
     dropout: BelowOne = 0.0
     """Dropout on the adapter's input.
 
-    Above 0 the result depends on how a step is cut into micro-batches.
+    Above 0, the result depends on how a step is split into micro-batches.
     """
     targets: NamesOrPattern = "all-linear"
     """Names of the linear layers that get an adapter, or a regular expression that matches full
@@ -287,12 +287,14 @@ class LoraSettings(Section):
     use_rslora: bool = False
     """Multiply the update by alpha/sqrt(rank) instead of alpha/rank (rsLoRA, arXiv 2312.03732)."""
     use_dora: bool = False
-    """Also train the norm of each output of a layer (DoRA, arXiv 2402.09353). Slower than LoRA."""
+    """Also train the norm of the weight vector of each output (DoRA, arXiv 2402.09353). Slower than
+    LoRA.
+    """
     init_lora_weights: LoraInitialization = True
     """Initial values of the adapter. true: the update starts at zero, as with gaussian, orthogonal
-    and mica (arXiv 2604.01694, trains only A). pissa (arXiv 2404.02948), pissa_niter_N (the same by
-    a faster approximation) and olora (arXiv 2406.01775) move a part of the model's weights into the
-    adapter; the policy still starts from the model. false: random.
+    and mica (arXiv 2604.01694, trains only the adapter's first matrix). pissa (arXiv 2404.02948),
+    pissa_niter_N (the same by a faster approximation) and olora (arXiv 2406.01775) move a part of
+    the model's weights into the adapter; the policy still starts from the model. false: random.
     """
     rank_pattern: dict[Text, PositiveInt] = Field(default_factory=dict[str, int])
     """Ranks of individual layers, as {name or regular expression: rank}."""
@@ -307,9 +309,13 @@ class LoraSettings(Section):
     experts of a mixture-of-experts model.
     """
     modules_to_save: list[Text] | None = None
-    """Names of modules that train in full next to the adapter, such as `lm_head`."""
+    """Names of modules whose weights are all trained, in addition to the adapter, such as
+    `lm_head`.
+    """
     trainable_token_indices: list[NonNegativeInt] | dict[Text, list[NonNegativeInt]] | None = None
-    """Tokens whose embeddings train next to the adapter; or {name of an embedding: tokens}."""
+    """Tokens whose embeddings are trained in addition to the adapter; or {name of an embedding:
+    tokens}.
+    """
     ensure_weight_tying: bool = False
     """Keep the embedding and the head tied where `modules_to_save` trains them."""
     bias: Literal["none", "all", "lora_only"] = "none"
@@ -415,7 +421,7 @@ class ReferenceSettings(Section):
     """Folder or hub id of the reference model. Default: the policy before training."""
     cache: Text = "auto"
     """Folder that caches the reference log-probabilities for this and other runs. auto: a folder
-    inside the run's folder, or no cache with sync_every. off: no cache, they are computed whenever
+    inside the run's folder, or no cache with sync_every. off: no cache; they are computed whenever
     they are needed.
     """
     sync_every: PositiveInt | None = None
@@ -522,7 +528,7 @@ class Data(Section):
         ),
     ] = None
     threshold: float | None = None
-    """For scores_to_judgements: the smallest score with thumbs up.
+    """For scores_to_judgements: the smallest score that counts as thumbs up.
 
     For scores_to_pairs and scores_to_all_pairs: the smallest difference of scores that makes a
     pair. For best_to_demonstrations: completions with a smaller score are never imitated.
@@ -560,26 +566,26 @@ class RewardSettings(Section):
 
     reward: Text
     """A function (`package.module:function`), the name of a rule (see `valence rewards`), the
-    folder or hub id of a reward model, or the address of a server (`http://host:port/get_reward`;
-    if there are several, separated by commas, and one fails, the next is called).
+    folder or hub id of a reward model, or the address of a server (`http://host:port/get_reward`).
+    Separate several addresses with commas: if one server fails, the next one is called.
     """
     judge: Text | None = None
     """Instead of `reward`: the address of an OpenAI-compatible server (`http://host:port/v1`) with
     a language model that scores completions by a rubric. `settings` has its model and criteria.
     """
     name: Text | None = None
-    """Name of its metrics. Default: a short form of `reward`."""
+    """Name of the reward in its metrics. Default: a short form of `reward`."""
     weight: float = 1.0
     """Weight of the reward in the sum."""
     clip: tuple[float, float] | None = None
     """Smallest and largest reward; values outside are clipped."""
     gate: float | None = None
-    """If this reward of a completion is below the gate, its other rewards count as 0."""
+    """If a completion's value of this reward is below the gate, its other rewards count as 0."""
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of a rule or a function; settings of a reward model, a server or a judge.
     """
     deterministic: bool = False
-    """The same completion always has the same score, which is cached for the run.
+    """true: the same completion always gets the same score, so scores are cached for the run.
 
     Rules and reward models are always deterministic.
     """
@@ -590,12 +596,12 @@ class RewardSettings(Section):
     """
     retries: NonNegativeInt = 3
     """Number of times that a failed call is repeated, after increasing random pauses. A call that
-    timed out is repeated only until twice `timeout` after the first call.
+    timed out is repeated only within 2 x `timeout` seconds of the first call.
     """
     concurrency: PositiveInt = 8
-    """Concurrent calls of a server or of an async function.
+    """Concurrent calls to a server or an async function.
 
-    Other rewards are called one after the other.
+    Other rewards are called one at a time.
     """
     batch_size: PositiveInt = 64
     """Completions per call."""
@@ -661,7 +667,7 @@ class Rollout(Section):
     max_failed: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Stop when more than this share of a round's completions has no score."""
     max_resample: PositiveInt = 10
-    """Number of times per round that prompts are replaced because their completions give no
+    """Maximum number of times per round that prompts are replaced because their completions give no
     gradient.
     """
     measure_kl: bool | Literal["auto"] = "auto"
@@ -708,7 +714,7 @@ class Rollout(Section):
     """Seconds that one request to a server may take."""
     ahead: Annotated[NonNegativeInt, BeforeValidator(_as_count)] = 0
     """For servers: rounds that are sampled and scored while an earlier one is trained on. Their
-    weights are up to this many rounds old. 0: training waits for each round. true: 1.
+    weights are up to this many rounds old. 0: training waits for each round. `true` means 1.
     """
     check_prompts: NonNegativeInt = 4
     """Prompts whose log-probabilities are compared with the server's after each new version of the
@@ -824,8 +830,8 @@ class Train(Section):
     """Tokens per micro-batch.
 
     Changes only memory and speed, not the result (except with adapter dropout or
-    train.router_aux_loss). auto: as many as fit the device's free memory and make a step faster. A
-    resumed run keeps the number.
+    train.router_aux_loss). auto: as many as fit into the device's free memory, up to the size above
+    which steps are no faster. A resumed run keeps the number.
     """
     epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Passes over the training data."""
@@ -876,18 +882,20 @@ class Train(Section):
     router_aux_loss: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture-of-experts model (Switch Transformers, arXiv
     2101.03961), which is added to the loss of every step; 0: it is not computed. Switch
-    Transformers uses 0.01, most configurations of transformers 0.001. It covers all tokens of the
-    sequences that train, prompts included, and those of `mix`. Above 0 the result depends on how a
-    step is cut into micro-batches: the loss is a product of means over a micro-batch, and the step
-    takes the mean of its micro-batches, weighted by their tokens. Evaluation leaves it out. It
-    cannot be combined with sharded weights or with compiled layers.
+    Transformers uses 0.01, most configurations of transformers 0.001. It covers all tokens, prompts
+    included, of the sequences that are trained on, and those of `mix`. Above 0, the result depends
+    on how a step is split into micro-batches: the loss is a product of means over a micro-batch,
+    and the step takes the mean of its micro-batches, weighted by their tokens. Evaluation leaves it
+    out. It cannot be combined with sharded weights or with compiled layers.
     """
     max_skipped: PositiveInt = 5
     """Stop after N consecutive steps whose loss or gradient was not finite."""
     max_zero_gradient_steps: PositiveInt | None = 20
     """With a reward: end the run after N consecutive steps without a gradient, for example because
-    the completions of every group have the same reward. The run is saved and finished as after its
-    last step. null: continue. With train.router_aux_loss above 0 every step has a gradient."""
+    the completions of every group have the same reward. The run is then saved and finished as if
+    this were its last step. null: continue. With train.router_aux_loss above 0 every step has a
+    gradient.
+    """
 
     def issues(self) -> Iterator[Issue]:
         if self.router_aux_loss > 0 and self.compile == "on":
@@ -923,9 +931,9 @@ class Parallel(Section):
     """
     shard_size: Annotated[int, Field(gt=1, le=65536)] | None = None
     """With shard full: number of processes over which one copy of the model is sharded, for example
-    the GPUs of a host (hybrid sharding, HSDP). Each such group of neighbours has a replica, and
-    replicas add up their gradients once per step. Default: all processes, one copy. With tensor N,
-    a group has N times as many processes.
+    the GPUs of a host (hybrid sharding, HSDP). Each such group of consecutive processes has a
+    replica, and the replicas add up their gradients once per step. Default: all processes, one
+    copy. With tensor N, a group has N times as many processes.
     """
     reshard: bool = True
     """With shard full: free a layer's gathered weights after its forward pass, and gather them
@@ -1031,7 +1039,8 @@ class EarlyStop(Best):
 
 class SinkSettings(Section):
     kind: Literal["tensorboard", "wandb", "trackio", "mlflow"]
-    """The tracker. Each needs the extra of its name: `pip install "valence-align[wandb]"`."""
+    """The tracker. Each needs the extra with the same name: `pip install "valence-align[wandb]"`.
+    """
     project: Text | None = None
     """Project (mlflow: experiment) of the run.
 

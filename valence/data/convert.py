@@ -491,7 +491,7 @@ CONVERSIONS: dict[str, Conversion] = {
         scores_to_all_pairs,
         ("ranking", "scored"),
         "preference",
-        "every two completions of a prompt that differ in score",
+        "every pair of completions of a prompt that differ in score",
         settings=("threshold",),
     ),
     "scores_to_rankings": Conversion(
@@ -510,7 +510,8 @@ CONVERSIONS: dict[str, Conversion] = {
         chosen_to_demonstrations,
         ("preference", "ranking", "judgement"),
         "demonstration",
-        "chosen completions, thumbs up, and the best completion of a ranking",
+        "the chosen completions of pairs, completions with thumbs up, and the best completion "
+        "of each ranking",
     ),
     "best_to_demonstrations": Conversion(
         best_to_demonstrations,
