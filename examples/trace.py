@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
     if prompt := recorder.branches.pop("the prompt", None):
         print_files("the prompt", prompt)
     print_files("the completion", recorder.files)
-    print("additional results of these functions:")
+    print("other values that the step needs:")
     for branch, files in recorder.branches.items():
         others = [file for file in files if file not in recorder.files]
         print(f"  {branch}{': ' if others else ''}{', '.join(others)}")

@@ -22,7 +22,7 @@ INDEX = """\
 # Losses
 
 Each method of Valence trains with one loss. For each loss, these pages list the formula, source, inputs and settings, when to use it,
-and what its training curves look like. `valence losses NAME` prints the same in a terminal. To choose a method step by step, read
+and what its training curves look like. `valence losses NAME` prints the same information in a terminal. To choose a method step by step, read
 [Choosing a method](../choosing.md).
 
 ## Which loss
@@ -33,20 +33,20 @@ and what its training curves look like. `valence losses NAME` prints the same in
 | pairs of a better and a worse completion | @dpo | @ipo or @hinge if it overfits |
 | pairs, some labelled the wrong way round | @dpo with @label_smoothing | @robust_dpo; a probability per row in the column `soft` |
 | pairs of completions with different lengths | @dpo_norm | @simpo; dpo with @ld_alpha |
-| pairs, and dpo made good completions unlikely | @dpo with @nll_weight | @nca, @apo_zero, @dpop for completions that are nearly identical |
+| pairs, and dpo made good completions unlikely | @dpo with @nll_weight | @nca or @apo_zero; @dpop if the completions of a pair are nearly identical |
 | pairs with chosen completions that are worse than those of the model | @apo_down | |
 | pairs that another model sampled | @dpo with @wpo | |
 | pairs that the policy samples again in every round | @sppo | @dpo |
 | pairs, and no memory or time for a reference | @simpo | @cpo, @slic |
 | pairs, and a model that was never fine-tuned | @orpo | @sft on the chosen completions, then @dpo |
 | several scored completions per prompt | @grpo | @ppo if scores are comparable across prompts; @dpo with `data.convert` |
-| prompts and a reward | @grpo | @rloo, @reinforce_pp for a KL penalty in the reward; @ppo for a value head |
+| prompts and a reward | @grpo | @rloo or @reinforce_pp for a KL penalty in the reward; @ppo for a value head |
 | prompts and a reward, with long completions | @dapo | @dr_grpo if they become too long; @gspo, @cispo |
 | completions to imitate | @sft | @dft to forget less |
 | pairs, to train a reward model | @bradley_terry | |
 | thumbs, scores or stars, to train a reward model | @pointwise | @ordinal for stars |
 
-[`data.convert`](../settings.md) turns rows of one kind into another.
+[`data.convert`](../settings.md) turns rows of one kind into rows of another kind.
 
 ## Notation
 
@@ -55,13 +55,13 @@ and what its training curves look like. `valence losses NAME` prints the same in
 | `logp`, `ref`, `old` | log-probability (nats) of a completion, summed over its tokens, under the policy, the reference, and the policy that sampled the completion |
 | `_t` | suffix: of one token |
 | `_w`, `_l` | suffixes: of the chosen and the rejected completion of a pair |
-| `n` | tokens of the completion, including its end-of-turn token |
+| `n` | number of tokens in the completion, including its end-of-turn token |
 | `r` | log-ratio, `logp - ref` |
 | `d` | `r` of the chosen completion minus `r` of the rejected one |
 | `s` | sigmoid, `1/(1 + exp(-x))` |
 | `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` of the row |
 | `margin` | required lead of the chosen completion, from the column `margin` of the row; 0 if the row has none |
-| `z0` | reference point of kto: the mean of `r` over the mismatched completions of the step (each prompt with the completion of another row), at least 0 |
+| `z0` | reference point of kto: the mean of `r` over the mismatched completions of the step (each prompt with the completion of another row), clamped at 0 from below |
 | `delta` | threshold of bco. Each step computes the mean `beta*r` of both classes and takes the midpoint; `delta` is the running mean of these midpoints, saved with the run |
 | `A`, `rho` | advantage; ratio of the probability of a token (or completion) under the policy to that under the policy that sampled it |
 | `G`, `R` | number of completions per prompt; reward (or score) of a completion |
@@ -71,7 +71,7 @@ and what its training curves look like. `valence losses NAME` prints the same in
 | `[S]`, `[P]`, `[T]`, `[A]` | one value per completion, pair, token, attribute |
 
 Every row can have a `weight`. The loss of a step is the weighted sum over its examples, divided by the number of examples and not by the
-sum of weights. *Average* says over what the loss is averaged. *First step* is the direction in which a step moves the model while policy
+sum of weights. *Average* says what the loss is averaged over. *First step* is the direction in which a step moves the model while policy
 and reference are equal. For logged metrics, see [Metrics](../metrics.md).
 """
 
@@ -225,7 +225,11 @@ def _section(method: Method) -> str:
         row for row in settings_table(method.settings, "loss.") if not _is_of_modifier(row, method)
     ]
     parts = [f"## {method.name}\n", _description(method_doc(method)), "\n".join(lines) + "\n"]
-    return "\n".join([*parts, table(rows) if rows else NO_SETTINGS])
+    parts.append(table(rows) if rows else NO_SETTINGS)
+    online = ONLINE.get(method.name)
+    if online and online.sample_builder and online.sample_builder.settings:
+        parts.append(f"Online training adds further [settings](online.md#{method.name}).\n")
+    return "\n".join(parts)
 
 
 def _is_of_modifier(row: SettingRow, method: Method) -> bool:

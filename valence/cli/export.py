@@ -126,7 +126,7 @@ def export(
                 "GGUF files are written and verified in one process",
                 code="option-conflict",
                 where="--nproc",
-                fix="remove --nproc",
+                fix="remove --nproc, or run the command without a launcher such as torchrun",
             )
         if verify_only:
             _check_is_folder(to)

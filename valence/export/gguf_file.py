@@ -149,7 +149,8 @@ def architecture_of(config: Any) -> Architecture:
         reason = f"its RoPE scaling is {rope_type}"
     if reason:
         raise _unsupported(
-            f"llama.cpp would compute this {config.model_type} model differently: {reason}"
+            f"Valence cannot write this {config.model_type} model as GGUF, because llama.cpp would "
+            f"compute the file differently: {reason}"
         )
     return architecture
 

@@ -212,7 +212,7 @@ GUIDE: dict[str, Guide] = {
         "with `max_tokens: null`, the gradient grows with the length of completions, and is "
         "clipped in every step.",
         "GRPO without length and standard-deviation normalization, which bias it towards long "
-        "wrong completions and easy or hard prompts.",
+        "wrong completions and towards very easy and very hard prompts.",
     ),
     "dapo": Guide(
         "Instead of grpo, for long completions and many steps. All tokens have the same weight. In "
@@ -220,14 +220,14 @@ GUIDE: dict[str, Guide] = {
         "penalized too little. The wider upper interval lets unlikely tokens become more likely, "
         "which preserves diversity. In online training, prompts whose completions have equal "
         "rewards are replaced by others.",
-        "As grpo; `clipped` is lower because of the wider interval above 1.",
+        "Same as for grpo; `clipped` is lower because of the wider interval above 1.",
         "GRPO with a wider upper clipping bound and an average over all tokens of the step.",
     ),
     "gspo": Guide(
         "Instead of grpo, for rewards of whole completions and for mixtures of experts, where the "
         "ratios of single tokens are noisy. A completion is clipped as a whole or not at all.",
-        "`clipped` is a share of completions and much higher than with grpo, 10 to 20 percent and "
-        "more, because the interval is narrow. This is normal.",
+        "`clipped` is a share of completions and much higher than with grpo, often 10 to 20 "
+        "percent or more, because the interval is narrow. This is normal.",
     ),
     "cispo": Guide(
         "Instead of grpo, if rare tokens matter, such as those that start a self-correction. Every "
@@ -241,13 +241,15 @@ GUIDE: dict[str, Guide] = {
         "expected reward, and the reward includes the KL penalty. Take one step per round.",
         "The loss starts near 0 and its value says little. Nothing is clipped: on stored or old "
         "completions the ratio of whole completions soon becomes extreme, and a `logratio/token` "
-        "away from 0 is a warning.",
+        "far from 0 is a warning sign.",
     ),
     "reinforce_pp": Guide(
-        "Rewards that are comparable across prompts, with one or several completions per prompt. "
+        "Rewards that are comparable across prompts. In online training, one completion "
+        "per prompt is enough. "
         "Like ppo, but with the mean reward of the round instead of a value model.",
-        "As grpo. Easy prompts have only positive advantages and hard ones only negative, so "
-        "`advantages/positive` depends on the prompts of the round and does not measure progress.",
+        "Same as for grpo. Easy prompts have only positive advantages and hard ones only negative, "
+        "so `advantages/positive` depends on the prompts of the round and does not measure "
+        "progress.",
         "REINFORCE++: the clipped surrogate of PPO with advantages normalized over all "
         "completions.",
     ),

@@ -19,7 +19,7 @@ def dft(logp_t: Tensor) -> Tensor:
     """Dynamic fine-tuning: the negative log-likelihood of each token, weighted by the token's
     probability, so that unlikely tokens do not dominate the step.
 
-    -sg(p_t)*logp_t, p_t = exp(logp_t), sg = no gradient; averaged over all trained tokens of the
+    -sg(p_t)*logp_t, p_t = exp(logp_t), sg = stop-gradient; averaged over all trained tokens of the
     optimizer step. Wu et al. 2025, arXiv 2508.05629.
 
     logp_t[T]: log-probability of each trained token (nats).

@@ -87,7 +87,7 @@ def cispo(
     """Clipped importance-sampling weights: the weight of a token is capped, but no token loses its
     gradient.
 
-    -sg(min(rho, eps_high))*A*logp_t, rho = exp(logp_t - old_t), sg = no gradient. MiniMax 2025,
+    -sg(min(rho, eps_high))*A*logp_t, rho = exp(logp_t - old_t), sg = stop-gradient. MiniMax 2025,
     arXiv 2506.13585, Eq. 4-5, which writes the cap as 1 + eps_high and adds a lower bound without
     effect.
 

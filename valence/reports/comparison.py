@@ -418,7 +418,8 @@ def write_out(path: Path, content: str) -> None:
             f"the file cannot be written ({error.strerror})",
             code="file-not-writable",
             where=str(path),
-            fix="choose a file in an existing folder where you have write permission",
+            fix="free disk space, or choose a file in an existing folder where you have write "
+            "permission",
         ) from error
 
 

@@ -132,7 +132,7 @@ def agreed(group: Group | None) -> Iterator[None]:
         raise UserError(
             "; ".join(lines),
             code="other-rank-failed",
-            fix="fix the problem on the host of that process",
+            fix="fix the problem on the host of each rank that the message names",
         ) from failed
 
 

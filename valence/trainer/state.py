@@ -268,7 +268,7 @@ class TrainState:
             raise UserError(
                 f"the reference ({name}) is not the model that the run started with",
                 code="reference-changed",
-                where="reference.model",
+                where="reference.model" if self.recipe.reference.model else "model.name",
                 fix="restore the original model, or start over with --fresh",
             )
 
