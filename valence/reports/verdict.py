@@ -188,8 +188,8 @@ def _before(first: Sequence[Json] | None, last: Sequence[Json], baseline: float)
         return ""
     if _equals_reference(first):
         return (
-            f" Before training, this share is {_percent(baseline)} % by definition, because the model "
-            "equals its reference."
+            f" Before training, this share is {_percent(baseline)} % by definition, because the "
+            "model equals its reference."
         )
     return f" Before training: {_percent(baseline)} %."
 
