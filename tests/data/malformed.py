@@ -399,7 +399,7 @@ CASES = [
         "several formats",
         "a.jsonl",
         json.dumps({**JUDGED, **PAIR}),
-        error("format-ambiguous", "format: judgement or preference"),
+        error("format-ambiguous", "format: judgement or format: preference"),
     ),
     bad_file(
         "an unknown format",

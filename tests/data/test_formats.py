@@ -606,11 +606,11 @@ def test_most_of_the_first_rows_decide():
 
 
 def test_rows_that_fit_several_formats_are_not_guessed():
-    with raises_error("format-ambiguous", fix="format: preference or messages"):
+    with raises_error("format-ambiguous", fix="format: preference or format: messages"):
         detect(
             [{"prompt": "a", "chosen": [ASK, HI], "rejected": [ASK, BYE], "messages": [ASK, HI]}]
         )
-    with raises_error("format-ambiguous", fix="format: openrlhf or alpaca"):
+    with raises_error("format-ambiguous", fix="format: openrlhf or format: alpaca"):
         detect([{"instruction": "a", "input": "b", "output": "c", "label": True}])
 
 

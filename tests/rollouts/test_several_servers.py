@@ -280,7 +280,7 @@ def test_an_adapter_is_removed_from_every_server(fakes: tuple[Fake, Fake], tmp_p
 
 def test_an_address_twice(fakes: tuple[Fake, Fake], tmp_path: Path) -> None:
     url = fakes[0].url
-    with raises_error("rollout-url-duplicate", where="rollout.url", fix="remove"):
+    with raises_error("rollout-url-duplicate", where="rollout.url", fix="once"):
         generator([url, f"{url}/v1"], DiskTransfer(tmp_path))
 
 

@@ -353,7 +353,7 @@ def test_compiled_layers_are_no_part_of_the_model(
 
 @pytest.mark.parametrize(("lora", "code", "where"), [
     ({"rank": 2}, "base-model-changed", "checkpoint"),
-    (None, "reference-changed", "reference.model"),
+    (None, "reference-changed", "model.name"),
 ], ids=["adapter", "all weights"])  # fmt: skip
 def test_another_model_in_the_same_place_is_noticed(
     lora: Any, code: str, where: str, settings: dict[str, Any], tmp_path: Path

@@ -63,8 +63,8 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
     raise UserError(
         f"the rows fit several formats: {', '.join(fitting)}",
         code="format-ambiguous",
-        fix=f"set format on this file to {' or '.join(fitting)}; columns that the chosen format "
-        "does not read are ignored",
+        fix=f"set {' or '.join(f'format: {name}' for name in fitting)} on this file; columns that "
+        "the chosen format does not read are ignored",
     )
 
 
