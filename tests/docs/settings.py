@@ -141,6 +141,8 @@ def _rate(rate: float) -> str:
 
 
 def _cell(text: str) -> str:
+    link = "[Default learning rates](#default-learning-rates)"
+    text = text.replace("the table of default learning rates in docs/settings.md", link)
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -205,9 +205,9 @@ def gae(
     d_t = r_t + gamma*V_{t+1} - V_t, A_t = d_t + gamma*gae_lambda*A_{t+1}, G_t = A_t + V_t;
     r_t = -kl_beta*(old_t - ref_t), plus R at the last token; V and A are 0 after the last token;
     then (A_t - mean)/(std + 1e-4) over the tokens of the round. Schulman et al. 2015,
-    arXiv 1506.02438, Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Truncated completions
-    are treated like complete ones: R is the reward of the whole completion, and the value after its
-    last token is 0.
+    arXiv 1506.02438, Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Here, r_t is the
+    reward of a token and d_t its temporal-difference error. Truncated completions are treated like
+    complete ones: R is the reward of the whole completion, and the value after its last token is 0.
 
     Returns ``adv`` [N] (whitened) and ``return`` [N] (G_t, units of reward).
 
