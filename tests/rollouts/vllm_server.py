@@ -219,7 +219,11 @@ def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
             super().finish()
 
         def _any(self) -> None:
-            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            length = int(self.headers.get("Content-Length") or 0)
+            raw = self.rfile.read(length)
+            if len(raw) < length:  # the connection was closed before the whole body arrived
+                self.close_connection = True
+                return
             try:
                 status, body = fake.answer(
                     urlsplit(self.path).path, json.loads(raw) if raw else None
