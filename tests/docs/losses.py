@@ -62,7 +62,7 @@ and what its training curves look like. `valence losses NAME` prints the same in
 | `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` of the row |
 | `margin` | required lead of the chosen completion, from the column `margin` of the row; 0 if the row has none |
 | `z0` | reference point of kto: the mean of `r` over the mismatched completions of the step (each prompt with the completion of another row), clamped at 0 from below |
-| `delta` | threshold of bco. Each step computes the mean `beta*r` of both classes and takes the midpoint; `delta` is the running mean of these midpoints, saved with the run |
+| `delta` | threshold of bco and bco_pair. Each step computes the mean `beta*r` of each class (thumbs up and thumbs down, or chosen and rejected) and takes the midpoint of the two means; `delta` is the running mean of these midpoints, saved with the run |
 | `A`, `rho` | advantage; ratio of the probability of a token (or completion) under the policy to that under the policy that sampled it |
 | `G`, `R` | number of completions per prompt; reward (or score) of a completion |
 | `G_t`, `V_t` | return and value estimate at a token; `G` and `V` in the formula of the [value](modifiers.md#value) term |
@@ -154,7 +154,7 @@ LABELS = {
     "when": "When to use it",
     "curves": "Training curves",
 }
-NO_SETTINGS = "The `loss` section has no settings specific to it.\n"
+NO_SETTINGS = "There are no settings for it in the `loss` section.\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
 
@@ -197,6 +197,12 @@ def _with_links(text: str, page: str, places: dict[str, str]) -> str:
     return re.sub(r"@(\w+)", link, text)
 
 
+def _reference(family: str, needed: bool) -> str:
+    if not needed:
+        return "no"
+    return "stored completions, or a KL penalty" if family == "policy-gradient" else "yes"
+
+
 def _overview() -> str:
     lines = ["## All losses\n"]
     for name, (title, _, is_member) in FAMILIES.items():
@@ -206,7 +212,7 @@ def _overview() -> str:
             "| --- | --- | --- |",
         ]
         lines += [
-            f"| @{m.name} | {'yes' if m.needs_reference else 'no'} | {_text(method_doc(m).summary)} |"
+            f"| @{m.name} | {_reference(name, m.needs_reference)} | {_text(method_doc(m).summary)} |"
             for m in METHODS.values()
             if is_member(m)
         ]

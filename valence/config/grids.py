@@ -32,7 +32,7 @@ RECOMMENDED_GRIDS: tuple[RecommendedGrid, ...] = (
             "cpo",
         ),
         {"loss.beta": (0.03, 0.1, 0.3)},
-        f"half an order of magnitude around the default ({_SIMPO}: 0.01 to 0.1)",
+        f"half an order of magnitude on either side of the default ({_SIMPO}: 0.01 to 0.1)",
     ),
     RecommendedGrid(("ipo",), {"loss.tau": (0.01, 0.1, 0.5)}, _SIMPO),
     RecommendedGrid(

@@ -713,8 +713,9 @@ class Rollout(Section):
     timeout: PositiveFloat = 600.0
     """Seconds that one request to a server may take."""
     ahead: Annotated[NonNegativeInt, BeforeValidator(_as_count)] = 0
-    """For servers: rounds that are sampled and scored while an earlier one is trained on. Their
-    weights are up to this many rounds old. 0: training waits for each round. `true` means 1.
+    """For servers: number of rounds that are sampled and scored ahead of training. Their
+    completions come from weights that are up to this many rounds old. 0: training waits for each
+    round. `true` means 1.
     """
     check_prompts: NonNegativeInt = 4
     """Prompts whose log-probabilities are compared with the server's after each new version of the
@@ -810,7 +811,7 @@ class Mix(Section):
     train: list[SourceSettings]
     """Files to train on."""
     weight: PositiveFloat = 1.0
-    """Factor of the loss, which is averaged over its rows."""
+    """Factor by which the loss of this method, averaged over its rows, is multiplied."""
     batch_size: PositiveInt | None = None
     """Examples per optimizer step. Default: train.batch_size."""
     convert: Convert | None = None

@@ -65,14 +65,14 @@ def score(
                 f"{source.recipe.method} uses no reference",
                 code="nothing-to-score",
                 where="method",
-                fix="remove this command: `valence train` needs no reference cache for this method",
+                fix="skip this command: `valence train` needs no reference cache for this method",
             )
         if source.recipe.reference.sync_every is not None:
             raise UserError(
                 "the reference is synced with the policy, so its values cannot be cached",
                 code="nothing-to-score",
                 where="reference.sync_every",
-                fix="remove this command: `valence train` needs no cache for a synced reference; "
+                fix="skip this command: `valence train` needs no cache for a synced reference; "
                 "or remove reference.sync_every",
             )
         if where == "off":

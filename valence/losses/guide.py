@@ -97,9 +97,9 @@ GUIDE: dict[str, Guide] = {
         "Pairs, if there is not enough memory for a reference. slic works best on a model that was "
         "fine-tuned on similar completions.",
         "The likelihood term is a sum over the completion, so long completions make the loss "
-        "large. Once the difference of a pair reaches `margin`, only the likelihood term is left "
-        "and `logps/chosen` rises. `rewards/accuracies` starts at the accuracy of the initial "
-        "model, not at 0.5.",
+        "large. Once the difference of a pair reaches `loss.margin`, only the likelihood "
+        "term is left and `logps/chosen` rises. `rewards/accuracies` starts at the accuracy of the "
+        "initial model, not at 0.5.",
     ),
     "simpo": Guide(
         "Pairs, if there is not enough memory for a reference and completions must not become "
@@ -172,7 +172,7 @@ GUIDE: dict[str, Guide] = {
     ),
     "aot": Guide(
         "Pairs, to increase the differences over the whole distribution rather than pair by pair. "
-        "It needs large steps, because ranks are computed within a step.",
+        "Use a large `train.batch_size`, because ranks are computed within a step.",
         "The loss starts at log 2 = 0.693. If a step has several micro-batches, the policy's "
         "forward pass runs twice.",
     ),
