@@ -154,7 +154,7 @@ LABELS = {
     "when": "When to use it",
     "curves": "Training curves",
 }
-NO_SETTINGS = "There are no settings for it in the `loss` section.\n"
+NO_SETTINGS = "No setting of the `loss` section applies here.\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
 

@@ -311,7 +311,7 @@ def bco_pair(
     completions at the threshold delta.
 
     -log s(beta*r_w - delta) - log s(-(beta*r_l - delta)). Jung et al. 2024, arXiv 2404.04656. The
-    weight for different prompts in the paper is 1 here: a pair has one prompt.
+    paper's weight for different prompts is 1 here, because a pair has one prompt.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); delta[]: running mean of the
     implicit rewards of chosen and rejected completions (units of beta*r), no gradient.
