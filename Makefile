@@ -1,4 +1,4 @@
-# `make demo`: from a file of thumbs to a better model, on this machine, in minutes.
+# `make demo`: `valence demo` with a model from PyPI where the hub cannot be reached.
 # `make test`: what every commit must pass, in five minutes.   `make test-all`: everything, with vLLM.
 # `make setup`: the environment that all of them use.
 PYTHON ?= python3
@@ -14,7 +14,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # The distribution was called valence: left installed, it would own the same command as valence-align.
 remove_old_name = $(1) -m pip uninstall --disable-pip-version-check -q -y valence 2>/dev/null || true
 
-.PHONY: setup demo test test-all mutants lint docs peers vllm open-webui llama-cpp oldest
+.PHONY: setup demo test test-all mutants lint docs peers vllm open-webui llama-cpp oldest newest
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -24,7 +24,7 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup
-	$(BIN)/python -m examples.demo
+	$(BIN)/valence demo model.name="$$($(BIN)/python -m examples.demo.assets)"
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 FAST := not slow and not real and not site and not vllm
@@ -59,6 +59,18 @@ oldest: .peers/oldest/.ready
 	test -x .peers/oldest/bin/python || $(PYTHON) -m venv .peers/oldest
 	$(call remove_old_name,.peers/oldest/bin/python)
 	.peers/oldest/bin/python -m pip install --disable-pip-version-check -q -c constraints-oldest.txt -e '.[dev]'
+	touch $@
+
+# The fast tests with the libraries that pip installs today, in an environment of their own. On Linux, PyPI's PyTorch is a build for
+# CUDA (5 GB); NEWEST_TORCH names another one, such as torch==2.13.0+cpu. `rm -r .peers/newest` brings later releases.
+NEWEST_TORCH ?= torch
+newest: .peers/newest/.ready
+	.peers/newest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "$(FAST)" $(TESTS)
+.peers/newest/.ready: pyproject.toml
+	test -x .peers/newest/bin/python || $(PYTHON) -m venv .peers/newest
+	.peers/newest/bin/python -m pip install --disable-pip-version-check -q '$(NEWEST_TORCH)'
+	$(call remove_old_name,.peers/newest/bin/python)
+	.peers/newest/bin/python -m pip install --disable-pip-version-check -q -e '.[dev]'
 	touch $@
 
 # Other libraries that the benchmarks compare with, each in an environment of its own.

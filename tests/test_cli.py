@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 import warnings
@@ -18,7 +19,8 @@ from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence.cli.common import NOTHING_STARTED
 from valence.planning import plan
-from valence.reports.verdict import held_out_verdict, outputs
+from valence.reports.rundata import read_run
+from valence.reports.verdict import held_out_verdict, outputs, run_verdict
 from valence.trainer.methods import METHODS, ONLINE
 from valence.types import plural
 
@@ -47,6 +49,8 @@ def test_train_then_evaluate_sample_and_export(
         result["metrics"]
         == json.loads((place / "runs/first/eval/step-4.json").read_text())["metrics"]
     )
+    assert [row["in_train"] for row in result["rows"]] == [True] * 4
+    assert run_verdict(read_run(place / "runs/first")).state == "unmeasured"
     assert valence("evaluate", "recipe.yaml", "--out", "start.json") == 0
     assert json.loads((place / "start.json").read_text())["metrics"][
         "rewards/margins"
@@ -382,6 +386,32 @@ def test_losses_lists_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
     check_error(command_error("losses", "kot"), "method-unknown", where="method", fix="kto")
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "where"),
+    [
+        (("report",), "run-not-found", "runs/frist"),
+        (("resume",), "run-not-found", "runs/frist"),
+        (("runs",), "run-not-found", "runs/frist"),
+        (("export", "out"), "run-not-found", "runs/frist"),
+        (("evaluate",), "recipe-not-found", "runs/frist"),
+        (("sample", "--prompt", "x"), "model-not-found", "model.name"),
+    ],
+)
+def test_a_misspelled_run_folder_is_a_missing_folder_and_no_hub_id(
+    words: tuple[str, ...], code: str, where: str, place: Path
+) -> None:
+    (place / "runs/first").mkdir(parents=True)
+    shutil.copy(place / "recipe.yaml", place / "runs/first/config.yaml")
+    command, *others = words
+    for name in ("runs/frist", "run/first"):
+        error = command_error(command, name, *others)
+        if code != "model-not-found" or name == "runs/frist":
+            check_error(error, code, where=where.replace("runs/frist", name))
+            assert "does not exist" in error.message
+        if code != "recipe-not-found" or name == "runs/frist":
+            assert "runs/first" in str(error.fix)
+
+
 def explained(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert valence("losses", name) == 0
     return capsys.readouterr().out
@@ -448,9 +478,30 @@ PLACE = "recipe.yaml/model"
     ((*TRAIN, "model.name=./mdoel"), "model-not-found", "(model.name)", ""),
     ((*TRAIN, "reference.model=./mdoel"), "model-not-found", "(reference.model)", ""),
     ((*TRAIN, "data.train=[row.jsonl]"), "file-not-found", "(data.train.0.path)", "rows.jsonl"),
-    ((*TRAIN, "method=ktoo"), "method-unknown", "(method)", "mean kto or"),
+    ((*TRAIN, "method=ktoo"), "method-unknown", "(method)", "mean kto?"),
+    ((*TRAIN, "method=thumbs"), "method-unknown", "(method)", "mean kto?"),
+    ((*TRAIN, "method=Pairs"), "method-unknown", "(method)", "mean dpo?"),
+    ((*TRAIN, "method=reward"), "method-unknown", "(method)", "mean grpo with a reward?"),
+    ((*TRAIN, "method=poem"), "method-unknown", "(method)", "valence losses"),
     ((*TRAIN, "method=KTO"), "method-unknown", "(method)", "mean kto?"),
     ((*CHECK, "method=Robust-DPO"), "method-unknown", "(method)", "mean robust_dpo?"),
+    ((*TRAIN, "--learning-rate", "1e-4"), "option-unknown", "", "train.learning_rate=1e-4"),
+    ((*TRAIN, "--lr=1e-4"), "option-unknown", "", "train.learning_rate=1e-4"),
+    ((*TRAIN, "--quite"), "option-unknown", "", "--quiet"),
+    (("runs", "--seed", "1"), "option-unknown", "", "valence runs --help"),
+    (("--foo",), "option-unknown", "", "valence --help"),
+    (("kto",), "command-unknown", "", "valence train RECIPE method=kto"),
+    (("thumbs",), "command-unknown", "", "valence losses kto"),
+    (("trian", "r.yaml"), "command-unknown", "", "`valence train`"),
+    (("recipe.yaml",), "command-unknown", "", "valence train recipe.yaml"),
+    (("rows.jsonl",), "command-unknown", "", "valence init rows.jsonl"),
+    (("poem",), "command-unknown", "", "valence --help"),
+    (("train",), "argument-missing", "train", "valence train recipe.yaml"),
+    (("sweep", "recipe.yaml"), "option-missing", "sweep", "--over"),
+    (("sweep", "recipe.yaml", "lr=1,2"), "sweep-over-missing", "", "train.learning_rate=1,2"),
+    (("sweep", "recipe.yaml", "x.y=1,2", "--out", "s"), "sweep-over-missing", "", "--over x.y=1"),
+    ((*TRAIN, "--nproc", "x"), "usage-invalid", "train", "valence train --help"),
+    (("losses", "a", "b"), "usage-invalid", "losses", "valence losses --help"),
     ((*TRAIN, "--train.seed=1"), "option-unknown", "command line", "train.seed=1"),
     (("train", "--train.seed", "1"), "option-unknown", "command line", "train.seed=1"),
     (("evaluate", "model"), "run-not-found", "model", ""),

@@ -37,7 +37,8 @@ def test_the_summary_counts_read_written_and_skipped_rows(
     assert valence("import", "chat-log", "log.jsonl") == 0
     shown = capsys.readouterr().out
     assert "4 votes read: 4 new, 0 replaced, 0 unchanged" in shown
-    assert [line.split() for line in shown.splitlines() if line.startswith("feedback.")] == [
+    table = shown[shown.index("file ") :].partition("\n\n")[0].splitlines()[1:]
+    assert [line.split()[:3] for line in table if line.startswith("feedback.")] == [
         ["feedback.jsonl", "3", "thumbs"],
         ["feedback.pairs.jsonl", "1", "pairs"],
         ["feedback.demonstrations.jsonl", "1", "demonstrations"],

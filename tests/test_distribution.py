@@ -73,4 +73,4 @@ def test_the_wheel_contains_the_templates_of_the_reports() -> None:
     assert names
     assert names <= SOURCES.keys()
     target = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
-    assert target["build"]["targets"]["wheel"] == {"packages": ["valence"]}  # all of its files
+    assert target["build"]["targets"]["wheel"]["packages"] == ["valence"]  # all of its files

@@ -4,7 +4,8 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def train(
     optimizer: OptimizerLike | None = None,
     scheduler: SchedulerLike | None = None,
     train: Rows | PathOrPaths | Mapping[str, Any] | None = None,
-    eval: Rows | PathOrPaths | Mapping[str, Any] | None = None,
+    eval: Rows | PathOrPaths | Mapping[str, Any] | float | None = None,
     sinks: Sequence[Sink] = (),
     callbacks: Sequence[Callback] = (),
     fresh: bool = False,
@@ -74,10 +75,14 @@ def train(
     the section of that name (``train={"batch_size": 8}``). Unknown names and wrong types raise the
     same errors as in a recipe.
 
-    model: a name or folder, or a loaded model, which replaces ``model.name``. tokenizer: by default
-    that of the folder or name that the model was loaded from. train, eval: rows that replace
-    ``data.train`` and ``data.eval``: a list of dictionaries in any row format, a list of
-    ``Example`` objects, a pandas DataFrame, a ``datasets.Dataset``, or one or more paths of files.
+    model: a name or folder, or a loaded model (of transformers or PEFT), which replaces
+    ``model.name``. The object itself is trained: it gets the new weights, in the dtype and on the
+    device of the run, or the new adapter over frozen weights, and its dropout is 0. Unless
+    weights are split over processes, it can be called at any time, also after an error.
+    tokenizer: by default that of the folder or name that the model was loaded from. train, eval:
+    rows that replace ``data.train`` and ``data.eval``: a list of dictionaries in any row format, a
+    list of ``Example`` objects, a pandas DataFrame, a ``datasets.Dataset``, or one or more paths of
+    files. eval may also be the share of the training rows to hold out, such as 0.1.
     optimizer: an object, or a function that takes the list of trained weights. scheduler: an
     object, or a function that takes the optimizer. callbacks: functions that take the run and a
     record of the log; they are called for each record.
@@ -116,7 +121,7 @@ def train(
     group = group or start()
     console = console or terminal_of(group)
     stop = Stop(console)
-    with stop.listening():
+    with stop.listening(), _same_mode(loaded):
         run = build_run(
             recipe,
             overrides,
@@ -140,6 +145,19 @@ def train(
     for line in () if quiet else outputs(run.directory):
         print_message(console, line)
     return run
+
+
+@contextmanager
+def _same_mode(model: nn.Module | None) -> Iterator[None]:
+    """Put a model back in training or evaluation mode after the block, as it was before."""
+    if model is None:
+        yield
+        return
+    was_training = model.training
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def name_of_model(model: nn.Module, has_tokenizer: bool) -> str:

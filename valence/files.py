@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO
 
@@ -75,6 +76,30 @@ def expand_path(text: str, where: str | None = None) -> str:
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form of a hub id: ``owner/name``, or the ``name`` alone."""
     return HUB_ID.fullmatch(name) is not None
+
+
+def similar_folder(path: Path) -> Path | None:
+    """The existing folder whose path is spelled most similarly; None if none is similar."""
+    parent = path.parent if path.parent.is_dir() else similar_folder(path.parent)
+    if parent is None or (parent / path.name).is_dir():
+        return parent and parent / path.name
+    try:
+        names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
+    except OSError:
+        return None
+    near = get_close_matches(path.name, names, n=1)
+    return parent / near[0] if near else None
+
+
+def missing_run(path: Path, fix: str) -> UserError:
+    """The error for the folder of a run that does not exist. fix: advice if none is similar."""
+    near = similar_folder(path)
+    return UserError(
+        "the folder does not exist",
+        code="run-not-found",
+        where=str(path),
+        fix=f"did you mean {near}?" if near else fix,
+    )
 
 
 def refuse_links(path: Path, root: Path) -> None:

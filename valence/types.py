@@ -92,12 +92,14 @@ class Sampled:
 class Ids:
     """Token ids that were computed outside Valence and are used unchanged.
 
-    ``sampled``: how a model sampled them, if known.
+    ``sampled``: how a model sampled them, if known. ``readable``: the prompt that they are the
+    tokens of, if the row has it; it is not trained on.
     """
 
     ids: tuple[int, ...]
     # identities are made of what is shown
     sampled: Sampled | None = field(default=None, compare=False, repr=False)
+    readable: str | Chat | None = field(default=None, compare=False, repr=False)
 
 
 Content = str | Chat | Ids

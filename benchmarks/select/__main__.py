@@ -40,8 +40,8 @@ from benchmarks.wrong_labels.__main__ import SETS
 from examples.demo import assets
 from valence.data.load import DataFile, stream
 from valence.jobs.audit_labels import C_STATES, hidden_states, load_policy
-from valence.jobs.cross_fit import fit_logistic, standardize
 from valence.jobs.select_prompts import farthest_first, prompt_unit
+from valence.reports.regression import fit_logistic, standardize
 from valence.reports.stats import auc, mean_interval, quantile
 from valence.trainer.targets import with_files
 from valence.types import Judgement, content_id

@@ -33,10 +33,11 @@ from transformers.utils.logging import disable_progress_bar
 
 import valence
 from examples.demo import assets
-from valence.data.label_audit import content_text, form_of
+from valence.data.label_audit import content_text
 from valence.data.load import DataFile, stream
 from valence.jobs.audit_labels import C_FORM, C_STATES, hidden_states, load_policy
-from valence.jobs.cross_fit import cross_fit
+from valence.reports.form import form_of
+from valence.reports.regression import cross_fit
 from valence.reports.rows import surprise
 from valence.reports.stats import mean_interval
 from valence.trainer.targets import with_files
@@ -170,7 +171,7 @@ class AuditFeatures:
         regularization.
         """
         labels = [bool(row["label"]) for row in rows]
-        up = cross_fit(features, labels, self.groups, c).tolist()
+        up = cross_fit(features, labels, self.groups, c).probabilities.tolist()
         probabilities = [p if label else 1 - p for p, label in zip(up, labels, strict=True)]
         return sorted(range(len(rows)), key=lambda i: probabilities[i])
 

@@ -39,6 +39,7 @@ LAYERS = (
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "network": (),
+    "shipped": (),
     "checksums": (),
     "files": (),
     "terminal": (),
@@ -89,6 +90,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "sweeps",
         "export",
         "api",
+        "shipped",
     ),
     "__main__": ("cli",),
     "version": (),
@@ -100,7 +102,13 @@ LEAVES = {
     "valence.errors": (),
     "valence.types": (),
     "valence.data.convert": ("valence.errors", "valence.types"),
-    "valence.config.schema": ("valence.errors", "valence.types", "valence.data.convert"),
+    "valence.data.split": ("valence.errors", "valence.types"),
+    "valence.config.schema": (
+        "valence.errors",
+        "valence.types",
+        "valence.data.convert",
+        "valence.data.split",
+    ),
 }
 """Modules that any module may import -> the modules of the package that they import, at most."""
 

@@ -576,14 +576,21 @@ OVERRIDES: dict[str, tuple[str, str, str, str, str]] = {
         " (data.train.path)",
         "override-index",
         "data.train",
-        "data.train.0.path",
+        "data.train=x to replace the list, or data.train.0.path=x",
+    ),
+    "another name in a list": (
+        "data.train.weight=2",
+        " (data.train.weight)",
+        "override-index",
+        "data.train",
+        "write data.train.0.weight=2",
     ),
     "inside a value": (
         "model.name.x=1",
         " (model.name.x)",
         "override-not-a-section",
         'model.name is "some/model"',
-        "model.name",
+        "model.name=1",
     ),
     "new file without a path": (
         "data.test.0.weight=2",

@@ -26,7 +26,8 @@ ROWS = {row.name: row for row in settings_table()}
         ("data.train.N.keys", "a mapping of names to values", "{}"),
         (
             "data.eval",
-            "a list (each a section (path, split, subset, format, keys, weight, limit))",
+            "a list (each a section (path, split, subset, format, keys, weight, limit)) or a "
+            "number above 0 and below 1",
             "[]",
         ),
         ("train.learning_rate", 'a number above 0 or "auto"', '"auto"'),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.config.facts import method_of
 from tests.errors import raises_error
 from valence.config.load import LoadedRecipe, load_recipe
+from valence.data.split import PromptSplit
 from valence.errors import UserError
 
 GOOD = """\
@@ -394,3 +395,32 @@ def test_a_model_and_data_may_be_given_by_their_names_alone(data: object):
 )
 def test_types_have_short_names(written: str, dtype: str):
     assert load(f"model.dtype={written}", source=minimal()).settings["model.dtype"].value == dtype
+
+
+def test_a_share_of_the_rows_may_be_held_out() -> None:
+    loaded = load("data.eval=0.1", "data.eval_seed=3", "eval.every=5", source=minimal())
+    data = loaded.recipe.data
+    assert data.split == PromptSplit(0.1, 3)
+    assert (data.files("train"), data.files("eval")) == (data.train, [])
+    assert resolved_again(loaded).recipe == loaded.recipe
+    assert loaded.settings["data.eval"].value == 0.1
+    assert load("data.eval=held_out.jsonl", source=minimal()).recipe.data.split is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "where"),
+    [
+        (["data.eval=0"], "setting-value", "data.eval"),
+        (["data.eval=1"], "setting-value", "data.eval"),
+        (["data.eval=10"], "setting-value", "data.eval"),
+        (["data.eval=-0.1"], "setting-value", "data.eval"),
+        (["data.eval=true"], "setting-value", "data.eval"),
+        (["data.eval_seed=1"], "setting-no-effect", "data.eval_seed"),
+        (["data.eval=0.1", "data.eval_seed=-1"], "setting-type", "data.eval_seed"),
+        (["data.eval=[{path: held_out.jsonl, pth: 1}]"], "setting-unknown", "data.eval.0.pth"),
+        (["data.eval=[{split: x}]"], "setting-missing", "data.eval.0.path"),
+    ],
+)
+def test_a_share_that_is_none(overrides: list[str], code: str, where: str) -> None:
+    with raises_error(code, where=where):
+        load(*overrides, source=minimal())

@@ -90,7 +90,7 @@ NO_EFFECT: dict[str, tuple[list[str], str, str, str]] = {
         "run.samples.prompts",
     ),
     "heat of no samples": (
-        ["run.samples.temperature=0"],
+        ["run.samples.temperature=0.7"],
         "run.samples.temperature",
         "",
         "run.samples.prompts",

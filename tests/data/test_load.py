@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.data.rows import JUDGED, Source, load_rows, write
 from tests.errors import raises_error
 from valence.data.convert import CONVERSIONS, Unused
-from valence.data.kinds import METHOD_FOR
+from valence.data.kind_names import METHOD_FOR
 from valence.data.load import InMemory, Loaded, fitting_mapping, load
 from valence.trainer.methods import method_of
 from valence.types import Demonstration, Judgement, Kind, Origin, Preference, Prompt, Ranking
@@ -240,6 +240,22 @@ def test_the_format_is_found_behind_many_unreadable_rows(tmp_path: Path):
     assert (len(loaded.examples), len(loaded.bad)) == (1, 50)
 
 
+@pytest.mark.parametrize("num_rated", [1, 4])
+def test_a_missing_rating_is_counted_in_all_rows(tmp_path: Path, num_rated: int):
+    """Also if most rows have none, so that they look like demonstrations."""
+    path = tmp_path / "rows.csv"
+    rows = [f"p{i},a,{i % 2 if i < num_rated else ''}\n" for i in range(7)]
+    path.write_text("prompt,completion,label\n" + "".join(rows))
+    with raises_error("row-rating-missing", where=f"rows.csv:{num_rated + 2}") as raised:
+        load([Source(str(path))], "judgement")
+    num_after = 7 - num_rated - 1
+    assert f" {num_after} of the next {num_after} rows" in raised.error.message
+    path.write_text("prompt,completion,label\np,a,1\np,b,\np,c,0\n")
+    with raises_error("row-rating-missing", where="rows.csv:3") as raised:
+        load([Source(str(path))], "judgement")
+    assert "next" not in raised.error.message
+
+
 # Kinds
 
 
@@ -251,6 +267,9 @@ def test_rows_of_another_kind_are_refused_with_the_conversion_that_would_help(tm
         (up("a"), "demonstration", ("data.convert: chosen_to_demonstrations",)),
         (scored("a", 1.0), "judgement", ("scores_to_judgements and data.threshold",)),
         (ranked(1, 2), "preference", ("data.convert: scores_to_pairs",)),
+        (up("a"), "ranking", ("set reward", "data.convert: scores_to_rankings if", "kto")),
+        (pair, "ranking", ("set reward", "data.convert: pairs_to_rankings;")),
+        ({"prompt": "p", "completion": "a"}, "ranking", ("set reward",)),
         (up("a"), "prompt", ("format: prompt",)),
         ({"prompt": "p", "reply": "a"}, "judgement", ("keys", "(reply)")),
         ({"prompt": "p", "completion": "a"}, "judgement", ("sft",)),

@@ -120,7 +120,7 @@ def test_every_template_file_is_tested_and_has_its_licence_named() -> None:
     assert all(f"`{name}.jinja`" in licences for name in files)
 
 
-@pytest.mark.parametrize(("name", "switch"), cases())
+@pytest.mark.parametrize(("name", "switch"), list(cases()))
 def test_the_mask_is_the_completion_and_the_end_of_the_turn(name: str, switch: bool | None) -> None:
     enc, end = model_encoder(name, switch), MODELS[name].end
     for prompt in (
@@ -139,7 +139,7 @@ def test_the_mask_is_the_completion_and_the_end_of_the_turn(name: str, switch: b
             assert context(unit, answer) == enc.encode_prompt(prompt)
 
 
-@pytest.mark.parametrize(("name", "switch"), cases())
+@pytest.mark.parametrize(("name", "switch"), list(cases()))
 def test_training_continues_the_prompt_that_is_sampled_from(name: str, switch: bool | None) -> None:
     enc = model_encoder(name, switch)
     for prompt in (chat("hello"), chat("hello", "good day", "moon?")):
@@ -151,7 +151,7 @@ def test_training_continues_the_prompt_that_is_sampled_from(name: str, switch: b
         assert ("another_header" in enc.encode_all([row]).notes) == (not continues)
 
 
-@pytest.mark.parametrize(("name", "switch"), cases())
+@pytest.mark.parametrize(("name", "switch"), list(cases()))
 def test_reasoning_in_a_completion_is_trained_on_as_it_is_generated(
     name: str, switch: bool | None
 ) -> None:
@@ -179,7 +179,33 @@ def test_reasoning_in_a_completion_is_trained_on_as_it_is_generated(
     )
 
 
-@pytest.mark.parametrize(("name", "switch"), cases())
+@pytest.mark.parametrize(("name", "switch"), list(cases()))
+def test_reasoning_in_a_field_is_not_trained_on_after_another_prompt(
+    name: str, switch: bool | None
+) -> None:
+    """Where a variable disables reasoning, the model never samples it."""
+    enc = model_encoder(name, switch)
+    message = {**turn("assistant", "the sun"), "reasoning_content": "because it shines"}
+    result = enc.encode_all([answered(chat("hello"), Chat((message,)))])
+    if result.unusable:
+        assert switch is False
+        assert result.unusable[0].kind == "reasoning_disabled"
+        return
+    (unit,) = result.units
+    if "because it shines" in trained(enc, unit.answers[0]) and switch is not True:
+        request = enc.encode_prompt(chat("hello"))
+        assert (unit.prompt_ids + unit.answers[0].ids)[: len(request)] == request
+
+
+def test_reasoning_is_refused_where_it_is_disabled() -> None:
+    message = {**turn("assistant", "the sun"), "reasoning_content": "because it shines"}
+    rows = [answered(chat("hello"), Chat((message,))), answered(chat("hello"), Chat((message,)))]
+    refused = model_encoder("qwen3", False).encode_all(rows).unusable
+    assert [row.kind for row in refused] == ["reasoning_disabled"] * 2
+    assert not model_encoder("qwen3", True).encode_all(rows).unusable
+
+
+@pytest.mark.parametrize(("name", "switch"), list(cases()))
 def test_every_assistant_turn_can_be_trained_on(name: str, switch: bool | None) -> None:
     enc, end = model_encoder(name, switch, "assistant"), MODELS[name].end
     prompt = chat("hello", "good day", "moon?", "no", "sun?")

@@ -142,6 +142,37 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     assert len(result.units) == 1
 
 
+PAIR = {"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9]}
+TEXTS = {"prompt": "question ", "chosen": "yes", "rejected": "no"}
+
+
+def pairs(tmp_path: Path, *rows: dict[str, Any]) -> EncodedSet:
+    return encoded(load_rows(tmp_path, "preference", *rows))
+
+
+def test_pairs_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    result = pairs(
+        tmp_path,
+        PAIR | TEXTS | {"sampled": {"vocabulary": "0" * 16}},
+        PAIR | TEXTS | {"sampled": {"vocabulary": DIGEST}},
+    )
+    assert [(u.kind, u.origin.line) for u in result.unusable] == [("another_vocabulary", 1)]
+    (unit,) = result.units
+    assert (unit.prompt_ids, [a.ids for a in unit.answers]) == ((5, 6), [(7, 8), (9,)])
+
+
+@pytest.mark.parametrize("sampled", [{}, {"sampled": {}}, {"sampled": {"vocabulary": ""}}])
+def test_pairs_of_tokens_of_an_unknown_tokenizer_are_read_as_text(
+    tmp_path: Path, sampled: dict[str, Any]
+) -> None:
+    """Earlier versions wrote pairs without the digest of the vocabulary."""
+    read, expected = pairs(tmp_path, PAIR | TEXTS | sampled), pairs(tmp_path, TEXTS)
+    assert [unit.prompt_ids for unit in read.units] == [unit.prompt_ids for unit in expected.units]
+    assert [unit.answers for unit in read.units] == [unit.answers for unit in expected.units]
+    (alone,) = pairs(tmp_path, PAIR | sampled).units
+    assert alone.prompt_ids == (5, 6)
+
+
 # How likely answers were
 
 

@@ -162,7 +162,7 @@ def tolerances(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float, flo
 
 def spread(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float]:
     """How far, relatively, the numbers of one process are from each other when a step is cut
-    otherwise; and how far weights are: twice that.
+    otherwise; and how far weights are: twice that, at least two units of the last place of 1.
     """
     rel = far = 0.0
     for budget in (13, 25, 10_000):
@@ -177,7 +177,7 @@ def spread(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float]:
                 ),
             )
         far = max(far, distance(other["weights"], wanted["weights"]))
-    return max(2 * rel, 1e-6), 2 * far
+    return max(2 * rel, 1e-6), 2 * max(far, torch.finfo(torch.float32).eps)
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

@@ -54,6 +54,7 @@ def write_langfuse(folder: Path) -> list[str]:
         test_langfuse.score(id="s8", traceId="t3", observationId="image"),
         test_langfuse.score(id="s9", traceId="t9", observationId=None),
         test_langfuse.score(id="s10", observationId="g9"),
+        test_langfuse.score(id="s11", observationId=None),
     ]
     return [
         write_jsonl(folder / "scores.jsonl", scores),
@@ -211,6 +212,7 @@ def write_librechat(folder: Path) -> list[str]:
         {"unfinished": True},
         {"text": ""},
         {"files": [{"file_id": "f1"}]},
+        {"content": [{"type": "tool_call", "tool_call": {}}, {"type": "text", "text": "Paris"}]},
         {"parentMessageId": "deleted"},
     ]
     rows = [test_librechat.QUESTION]

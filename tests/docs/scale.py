@@ -1,4 +1,4 @@
-"""``python -m tests.docs.scale`` writes the tables into docs/scale.md."""
+"""``python -m tests.docs.scale`` writes the tables into docs/scale.md and docs/tasks/one-gpu.md."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tests.large_models import plan_large, use_gpus
 from valence.planning.plan import Plan
 
 PAGE = ROOT / "docs" / "scale.md"
+ONE_GPU = ROOT / "docs" / "tasks" / "one-gpu.md"
 BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 EXAMPLE = re.compile(
-    r"^### [^\n]*(one|\d) GPUs? with (\d+) GB\n.*?(?=^##)", re.MULTILINE | re.DOTALL
+    r"^### [^\n]*(one|\d) GPUs? with (\d+) GB\n.*?(?=^##|\\Z)", re.MULTILINE | re.DOTALL
 )
 PARTS = re.compile(r"(\| part \| GB \|\n\| --- \| --- \|\n)(?:\|.*\n)*")
 CHANGE = re.compile(r"^(\| `([^`]+)`.* \|) [\d.]+ \|$", re.MULTILINE)
@@ -67,7 +68,7 @@ def _parts(plan: Plan) -> list[tuple[str, float]]:
 
 
 def page() -> str:
-    """The page as it should be now."""
+    """docs/scale.md as it should be now."""
     before, _, rest = examples(PAGE.read_text(encoding="utf-8")).partition(BEGIN)
     after = rest.partition(END)[2]
     assert after, f"{PAGE} has lost its marks"
@@ -76,3 +77,4 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    ONE_GPU.write_text(examples(ONE_GPU.read_text(encoding="utf-8")), encoding="utf-8")

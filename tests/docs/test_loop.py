@@ -15,14 +15,14 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.docs.blocks import ROOT, blocks
-from tests.docs.walk import MODEL, REWARDS, Line, Walk, files_of, place_model
+from tests.docs.walk import MODEL, REWARDS, Line, Walk, place_model
 from tests.programs import Program
 from tests.serving.kit import events, rows
+from valence.data.split import PromptSplit
 
 PAGE = "docs/tasks/loop.md"
-SPLIT = "docs/how-much-feedback.md"
-"""The page with the script that splits rows."""
+SPLIT = PromptSplit(0.2)
+"""The rows that the recipe of the page holds out."""
 QUESTIONS = [f"question {i}" for i in range(20)]
 USERS = [f"user {i}" for i in range(12)]
 CURL = "user-42"
@@ -40,9 +40,6 @@ class LoopWalk(Walk):
         self.links = []
         place_model(MODEL)
         self._write("my_rewards.py", REWARDS)
-        text = (ROOT / SPLIT).read_text(encoding="utf-8")
-        (script,) = [block for block in blocks(text) if files_of(text, block) == ["split.py"]]
-        self._write("split.py", script.text)
 
     def _line(self, line: Line) -> None:
         if line.words[:1] == ["collect"]:
@@ -123,7 +120,7 @@ def test_the_loop_runs_from_the_first_vote_to_the_second_model(walk: LoopWalk) -
     walk.run()
     steps = [line.split()[1] for line in walk.done if line.startswith("valence ")]
     assert steps == [
-        *("collect", "audit", "check", "train", "compare", "export", "serve", "ab"),
+        *("collect", "audit", "check", "train", "split", "compare", "export", "serve", "ab"),
         *("serve", "audit", "train"),
     ]
     # 1 collect: the votes of the page
@@ -131,15 +128,14 @@ def test_the_loop_runs_from_the_first_vote_to_the_second_model(walk: LoopWalk) -
     assert votes == {question: i % 3 > 0 for i, question in enumerate(QUESTIONS)}
     # 3 train: on questions that are not held out, neither in this round nor in the next one
     held_out = questions_of("held_out.jsonl")
-    assert len(held_out & set(QUESTIONS)) >= 2
-    assert held_out.isdisjoint(questions_of("train.jsonl"))
+    assert held_out == {question for question in QUESTIONS if SPLIT.is_held_out(question)}
     assert num_trained("runs/first") == len(set(QUESTIONS) - held_out)
     # 4 compare: both models answered each held-out question
     compared = json.loads(Path("comparison/compare.json").read_text())
     compared_questions = {
         row["prompt"][0]["content"] for row in rows(Path("comparison/prompts.jsonl"))
     }
-    assert compared_questions == held_out & set(QUESTIONS)
+    assert compared_questions == held_out
     assert compared["prompts"] == len(compared_questions)
     assert compared["trained"] == {}
     assert compared["judges"][0]["win_rate"] is not None
@@ -153,11 +149,13 @@ def test_the_loop_runs_from_the_first_vote_to_the_second_model(walk: LoopWalk) -
     served = rows(Path("served.jsonl"))
     assert {row["info"]["run"] for row in served} == {"runs/first"}
     assert [row["label"] for row in served] == [i % 2 == 0 for i in range(len(USERS))]
-    everything = set().union(
-        *(questions_of(name) for name in ("feedback.jsonl", "ab.jsonl", "served.jsonl"))
-    )
-    assert questions_of("train.jsonl") == everything - held_out
-    assert num_trained("runs/second") == len(rows(Path("train.jsonl")))
+    everything = [
+        row["prompt"][0]["content"]
+        for name in ("feedback.jsonl", "ab.jsonl", "served.jsonl")
+        for row in rows(Path(name))
+    ]
+    trained = [question for question in everything if not SPLIT.is_held_out(question)]
+    assert num_trained("runs/second") == len(trained) < len(everything)
 
 
 def num_trained(run: str) -> int:

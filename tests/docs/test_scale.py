@@ -20,16 +20,18 @@ from valence import cli
 from valence.distributed.process_group import DEADLINE
 
 PAGE = scale.PAGE.read_text(encoding="utf-8")
+ONE_GPU = scale.ONE_GPU.read_text(encoding="utf-8")
 LINES = [line for block in blocks(PAGE, "sh") for line in block.text.splitlines()]
 
 
 @pytest.mark.slow
 def test_the_tables_are_up_to_date() -> None:
     assert scale.page() == PAGE, "run `python -m tests.docs.scale`"
+    assert scale.examples(ONE_GPU) == ONE_GPU, "run `python -m tests.docs.scale`"
 
 
 def test_each_example_leaves_a_fifth_of_the_memory_free() -> None:
-    sections = list(scale.EXAMPLE.finditer(PAGE))
+    sections = [*scale.EXAMPLE.finditer(ONE_GPU), *scale.EXAMPLE.finditer(PAGE)]
     assert [(match[1], match[2]) for match in sections] == [("one", "24"), ("8", "80"), ("8", "80")]
     for match in sections:
         assert len(scale.PARTS.findall(match[0])) == 1

@@ -45,6 +45,9 @@ NOT_RUN: dict[str, dict[str, str]] = {
         ),
     },
     "docs/tasks/loop.md": {"*": "`tests/docs/test_loop.py` runs it"},
+    "docs/tasks/one-gpu.md": {
+        "*": "it needs a GPU and a data set of the hub; `tests/docs/test_scale.py` plans its recipe"
+    },
     "docs/tasks/serve.md": {"*": "`tests/test_cli_serve_model.py` runs the commands"},
     "docs/tasks/collect.md": {"*": "`tests/test_cli_collect.py` runs the command"},
     "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
@@ -100,7 +103,7 @@ ADDED: dict[str, dict[str, str]] = {
 run longer, or for speed.
 """
 
-CLONE = ("pyproject.toml", "README.md", "LICENSE", "valence")
+CLONE = ("pyproject.toml", "README.md", "LICENSE", "valence", "recipes", "docs", "examples")
 FIRST: dict[str, list[str]] = {
     "docs/rewards.md": [
         "valence train recipes/reward_model.yaml run.dir=runs/judge model.dtype=float32 "
@@ -160,7 +163,7 @@ def test_a_page_works_from_top_to_bottom(walk: Walk) -> None:
     if walk.page == "README.md":
         for path in promised_files():
             assert list(Path("runs/first").glob(path.replace("N", "*"))), path
-        assert Path("runs/demo/report.html").exists()
+        assert Path("demo/run/report.html").exists()
     if walk.page == "docs/getting-started.md":  # what was installed works without the repository
         elsewhere = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
         assert (

@@ -307,9 +307,7 @@ class Walk:
         elif "--review" in line.words:
             self._review(words)
         elif line.words:
-            for word in words[1:]:
-                if word[:1].isupper() and HUB.fullmatch(word):
-                    place_model(word)
+            self._place_files(words)
             if "--nproc" in words:
                 assert Program(*words, output="said").wait() == 0, (
                     f"{line}: {Path('said').read_text()}"
@@ -325,6 +323,16 @@ class Walk:
         else:
             return
         self.done.append(line.text)
+
+    def _place_files(self, words: Sequence[str]) -> None:
+        """Put there what a command downloads, and remove what it writes."""
+        for word in words[1:]:
+            if word[:1].isupper() and HUB.fullmatch(word):
+                place_model(word)
+        if words[0] == "demo":
+            place_model(f"demo/{MODEL}")
+        if words[0] == "init":
+            Path("recipe.yaml").unlink()  # of a page that does not show one
 
     def _serve(self, words: list[str]) -> None:
         """Starts a server and waits until it says that it serves. It ends with the walk."""

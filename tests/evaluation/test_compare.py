@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from tests.evaluation.judge_server import JudgeServer, always_first, judge_serve
 from tests.programs import Program
 from valence import checksums, cli
 from valence.cli import GATE_FAILED
+from valence.evaluation.summary import JudgeSummary, Position, Rates
+from valence.evaluation.win_rate import Estimate
 from valence.jobs import sample_rows
+from valence.jobs.compare_models import ModelComparison
 from valence.lifecycle import restore
 
 __all__ = ["place"]
@@ -447,7 +451,8 @@ def test_a_language_model_judges_both_orders(folder: Path) -> None:
     by_reward, by_model = result["judges"]
     assert by_model["judge"] == "m"
     assert by_model["win_rate"] == by_reward["win_rate"]
-    assert by_model["position"] == {"first": 0.5, "consistent": 1.0}
+    position = by_model["position"]
+    assert (position["first"], position["consistent"], position["num_followed"]) == (0.5, 1.0, 0)
 
 
 def test_a_judge_of_positions_gives_even_results_and_shows_it(
@@ -457,8 +462,70 @@ def test_a_judge_of_positions_gives_even_results_and_shows_it(
         result = compare(judge=llm_judge(server))
     (judge,) = result["judges"]
     assert judge["win_rate"]["value"] == 0.5
-    assert judge["position"] == {"first": 1.0, "consistent": 0.0}
+    position = judge["position"]
+    assert (position["first"], position["consistent"]) == (1.0, 0.0)
+    assert position["num_followed"] == position["num_decided"] > 0
     assert "position" in capsys.readouterr().out
+
+
+def test_a_judge_whose_verdicts_follow_the_position_passes_no_gate(folder: Path) -> None:
+    with judge_server(always_first) as server:
+        judge = llm_judge(server)
+        compare("--at-least", "0.5", judge=judge, status=GATE_FAILED)
+        compare("--at-least", "0", judge=judge, status=GATE_FAILED)
+    with judge_server(longer) as server:
+        compare("--at-least", "0", "--fresh", judge=llm_judge(server))
+
+
+@pytest.mark.parametrize(
+    ("num_followed", "num_decided", "is_refused"),
+    [(0, 8, False), (2, 8, True), (30, 100, False), (45, 100, True), (100, 100, True)],
+)
+def test_the_bound_on_position_is_that_of_a_judge_that_guesses(
+    num_followed: int, num_decided: int, is_refused: bool
+) -> None:
+    rates = Rates(Estimate(0.6, 0.5, 0.7), None, 60, 0, 40, 0)
+    position = Position(0.5, 0.5, num_decided, num_followed)
+    judge = JudgeSummary("m", rates, position=position)
+    result = ModelComparison(models=("a", "b"), num_prompts=100, answers={}, judges=[judge])
+    assert bool(result.failed_gates(0.5, None)) is is_refused
+    assert not result.failed_gates(None, None)
+
+
+@pytest.mark.parametrize("change", ["weight: -1", "clip: [0, 1]", "weight: 2"])
+def test_verdicts_of_another_weight_or_clip_are_not_reused(folder: Path, change: str) -> None:
+    compare(judge="{reward: my_rewards:long, name: long}")
+    (before,) = Path("comparison").glob("verdicts.*.jsonl")
+    compare(judge=f"{{reward: my_rewards:long, name: long, {change}}}")
+    assert len(list(Path("comparison").glob("verdicts.*.jsonl"))) == 2
+    compare(judge="{reward: my_rewards:long, name: long}")
+    assert before in Path("comparison").glob("verdicts.*.jsonl")
+    assert len(list(Path("comparison").glob("verdicts.*.jsonl"))) == 2
+
+
+HELPER = "sign = 1\n\ndef value(text):\n    return sign * (sum(map(ord, text)) % 97)\n"
+
+
+def test_a_changed_helper_of_a_judge_changes_the_verdicts(folder: Path) -> None:
+    """The judge's file stays the same."""
+    Path("helper_of_judge.py").write_text(HELPER)
+    Path("imports_helper.py").write_text(
+        "def judge(completions, **context):\n    import helper_of_judge\n"
+        "    return [helper_of_judge.value(c.text) for c in completions]\n"
+    )
+    compare(judge="imports_helper:judge")
+    before = [line["preference"] for line in verdicts() if "preference" in line]
+    (path,) = Path("comparison").glob("verdicts.*.jsonl")
+    path.rename("before.jsonl")
+    Path("helper_of_judge.py").write_text(HELPER.replace("sign = 1", "sign = -1"))
+    for name in ("helper_of_judge", "imports_helper"):  # as a new process would import them
+        sys.modules.pop(name, None)
+    compare(judge="imports_helper:judge")
+    after = [line["preference"] for line in verdicts() if "preference" in line]
+    assert {0.0, 1.0} <= set(before)
+    assert after == [1 - preference for preference in before]
+    (changed,) = Path("comparison").glob("verdicts.*.jsonl")
+    assert changed.name != path.name
 
 
 def test_a_judge_file_is_an_entry_of_a_reward_section(folder: Path) -> None:

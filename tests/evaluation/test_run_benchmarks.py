@@ -435,4 +435,4 @@ def test_weights_that_are_not_finite_are_an_error(folder: Path) -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight[5, 0] = math.nan
     model.save_pretrained("other")
-    check_error(mistake(), "sampling-failed", where="cities (candidate)")
+    check_error(mistake(), "weights-not-finite", where="other")

@@ -78,11 +78,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: _change(
             folder, "config.json", rope_parameters={"rope_type": "default", "rope_theta": 100.0}
         ),
-        "logits-differ",
+        "metadata-differs",
     ),
     "another norm epsilon": (
         lambda folder: _change(folder, "config.json", rms_norm_eps=10.0),
-        "logits-differ",
+        "metadata-differs",
     ),
 }
 
@@ -99,7 +99,7 @@ def test_a_damaged_file_is_found_with_its_cause(
     words = (str(exported / "run"), str(tmp_path / "out"), "--verify-only")
     file = export_files(capsys, *words)["f16"]
     assert file["status"] == "differs"
-    assert [f["code"] for f in file["differences"] if f["severity"] == "error"] == [code]
+    assert code in [f["code"] for f in file["differences"] if f["severity"] == "error"]
     assert json.loads((tmp_path / "out/verification.json").read_text())["files"] == [file]
 
 

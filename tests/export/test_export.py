@@ -23,7 +23,6 @@ from valence.export import artifacts, llama_cpp
 from valence.export.gguf_file import (
     architecture_of,
     file_type_of,
-    max_tensor_error,
     read_metadata,
 )
 from valence.export.gguf_tokenizer import has_nfc_normalizer, tokenizer_fields
@@ -121,11 +120,11 @@ def test_types_of_llama_cpp_are_quantized_from_unrounded_weights(
     )
     out = tmp_path / "out"
     words = ("--gguf", "q4_k_m", "--gguf", "Q4_K_M")  # the same type is written once
-    export_files(capsys, str(place / "run"), str(out), *words)
+    files = export_files(capsys, str(place / "run"), str(out), *words)
     assert (out / "Modelfile").is_file()
     assert (out / "out-q4_k_m.gguf.type").read_text() == "Q4_K_M\n"
     assert file_type_of(out / "out-q4_k_m.gguf") == "f32"  # of the copy
-    assert max_tensor_error(out, out / "out-q4_k_m.gguf") == 0
+    assert files["f32"]["differences"] == []  # the weights are not rounded
     assert [path.name for path in out.glob(".*")] == []
 
 
@@ -176,7 +175,7 @@ def test_changed_weights_are_found(
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     words = ("--verify-only", "--push", "me/model")  # without a connection: it is not uploaded
     (file,) = export_files(capsys, run, str(out), *words).values()
-    assert [f["code"] for f in file["differences"]] == ["logits-differ"]
+    assert [f["code"] for f in file["differences"]] == ["tensors-differ"]
     path = out / "model.safetensors"
     path.write_bytes(path.read_bytes()[:5000])
     (file,) = export_files(capsys, run, str(out), "--verify-only").values()
@@ -190,7 +189,7 @@ def test_a_template_that_fails_is_found(
     assert command("export", run, str(out), "--no-verify") == 0
     (out / "chat_template.jinja").write_text("{{ raise_exception('no') }}", encoding="utf-8")
     (file,) = export_files(capsys, run, str(out), "--verify-only").values()
-    assert [f["code"] for f in file["differences"]] == ["template-failed"]
+    assert {f["code"] for f in file["differences"]} == {"settings-differ", "template-failed"}
     assert file["same_text"] == 0
     assert file["kl_max"] < 1e-6
 
@@ -312,10 +311,16 @@ def test_push_uploads_the_folder_and_a_dry_run_does_not(
         calls.append((repo_id, settings))
 
     def upload(self: HfApi, repo_id: str, folder_path: Path, **settings: Any) -> str:
-        calls.append((repo_id, {"files": sorted(path.name for path in folder_path.iterdir())}))
+        files = sorted(path.name for path in folder_path.iterdir())
+        calls.append((repo_id, {"files": files, "ignored": settings["ignore_patterns"]}))
         return "https://example.org"
 
+    def upload_one(self: HfApi, path_or_fileobj: bytes, path_in_repo: str, **_: Any) -> None:
+        texts[path_in_repo] = path_or_fileobj.decode()
+
+    texts: dict[str, str] = {}
     monkeypatch.setattr(HfApi, "create_repo", create)
+    monkeypatch.setattr(HfApi, "upload_file", upload_one)
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     run = str(place / "run")
     words = ("export", run, str(tmp_path / "dry"), "--push", "me/model")
@@ -327,6 +332,11 @@ def test_push_uploads_the_folder_and_a_dry_run_does_not(
     assert name == uploaded == "me/model"
     assert settings["private"] is True
     assert {"model.safetensors", "README.md", artifacts.REPORT} <= set(content["files"])
+    assert texts == {}
+    words = ("export", run, str(tmp_path / "adapter"), "--adapter", "--push", "me/adapter")
+    assert command(*words) == 0
+    assert json.loads(texts["adapter_config.json"])["base_model_name_or_path"] == "model"
+    assert calls[-1][1]["ignored"] == ["adapter_config.json"]
 
 
 def test_a_failed_upload_keeps_the_folder(
@@ -441,6 +451,27 @@ def test_one_token_that_differs_is_not_hidden_by_the_mean() -> None:
         "f", "f16", [probe], [expected], artifact, end_names=["</s>"], bos=1, rounded_base=True
     )
     assert rounded.status == "verified"
+
+
+def test_the_model_of_a_4_bit_run_is_verified_only_if_it_answers_as_the_run() -> None:
+    from valence.export.probes import ArtifactResult
+
+    logits = np.tile(np.array([0.1, 0.0, -1.0], np.float32), (100, 1))
+    for same, status in {100: "verified", 95: "verified", 51: "not verified"}.items():
+        other = logits.copy()
+        other[same:] = [0.0, 0.1, -1.0]  # other top tokens, at nearly the same probabilities
+        probe, expected, result = _results({})
+        expected, result = replace(expected, logits=logits), replace(result, logits=other)
+        artifact = ArtifactResult("program 1", (True,), (result,))
+        verified = compare(
+            *("f", "model", [probe], [expected], artifact),
+            end_names=["</s>"],
+            bos=1,
+            rounded_base=True,
+        )
+        assert verified.kl_mean < 0.01
+        assert verified.agreement == same / 100
+        assert (verified.status, bool(verified.reason)) == (status, status != "verified")
 
 
 def test_the_divergence_is_that_of_the_formula() -> None:

@@ -126,7 +126,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         {"template-failed"},
     ),
     "another pre-tokenizer": (_pre_tokenizer, {"tokens-differ"}),
-    "changed weights": (_weights, {"logits-differ"}),
+    "changed weights": (_weights, {"tensors-differ"}),
     "another end token": (_end, {"stop-token-missing"}),
     "half a file": (
         lambda folder: (folder / "model.safetensors").write_bytes(
@@ -147,7 +147,7 @@ def test_a_damaged_folder_is_found_with_its_cause(
     damage(tmp_path / "out")
     file = verify(capsys, place, tmp_path / "out", "--vllm")
     assert file["status"] == "differs"
-    assert codes(file) == expected, file
+    assert codes(file) >= expected, file
 
 
 @with_vllm

@@ -19,16 +19,16 @@ from tests.tiny_models import tiny
 from valence.data.encode import Encoder
 from valence.data.label_audit import (
     RaterVerdict,
-    form_of,
     near_duplicates,
     rater_agreement,
     ratings_of_rows,
 )
 from valence.data.load import load
 from valence.jobs.audit_labels import audit_labels, hidden_states
-from valence.jobs.cross_fit import cross_fit, fit_logistic
 from valence.jobs.import_rows import import_feedback
 from valence.models.policy_model import PolicyModel
+from valence.reports.form import form_of
+from valence.reports.regression import cross_fit, fit_logistic
 from valence.types import Judgement, Origin
 
 __all__ = ["chat_log", "place"]
@@ -262,12 +262,47 @@ def test_no_row_is_predicted_from_itself_or_its_copies() -> None:
     labels = [i % 2 == 0 for i in range(40)]
     groups = [str(i) for i in range(40)]
     doubled = torch.cat([features, features])
-    probabilities = cross_fit(doubled, labels * 2, groups * 2, 10.0)
+    probabilities = cross_fit(doubled, labels * 2, groups * 2, 10.0).probabilities
     for part in (probabilities[:40], probabilities[40:]):
         ups = torch.tensor(labels)
         assert part[ups].mean() - part[~ups].mean() < 0.1
-    leaking = cross_fit(doubled, labels * 2, [str(i) for i in range(80)], 10.0)
+    leaking = cross_fit(doubled, labels * 2, [str(i) for i in range(80)], 10.0).probabilities
     assert leaking[:40][ups].mean() - leaking[:40][~ups].mean() > 0.3
+
+
+@pytest.mark.parametrize("num_up", [10, 13, 37, 200])
+def test_constant_features_predict_nothing(num_up: int) -> None:
+    labels = [i < num_up for i in range(num_up + 33)]
+    result = cross_fit(
+        torch.full((len(labels), 3), 0.1), labels, [str(i) for i in range(len(labels))], 1.0
+    )
+    assert result.auc == 0.5
+    assert result.interval[0] < 0.5 < result.interval[1]
+
+
+def test_features_without_information_have_an_auc_around_chance() -> None:
+    torch.manual_seed(0)
+    labels = [i % 3 == 0 for i in range(60)]
+    groups = [str(i) for i in range(60)]
+    results = [cross_fit(torch.randn(60, 2), labels, groups, 1.0) for _ in range(60)]
+    assert sum(result.auc for result in results) / 60 == pytest.approx(0.5, abs=0.03)
+    covered = sum(result.interval[0] <= 0.5 <= result.interval[1] for result in results)
+    assert covered >= 54
+
+
+def test_completions_of_equal_form_do_not_predict_the_label(place: Path) -> None:
+    rows = [{"prompt": f"q {i}", "completion": f"word{i}", "label": i % 3 > 0} for i in range(40)]
+    (result,) = audit_labels([write("equal.jsonl", rows)], quiet=True).kinds
+    assert result.form is not None
+    assert result.form.auc == 0.5
+    assert not result.form.is_predictive
+
+
+def test_classes_that_share_no_fold_have_no_auc() -> None:
+    labels = [i < 10 for i in range(40)]
+    groups = ["up" if label else "down" for label in labels]
+    result = cross_fit(torch.randn(40, 2), labels, groups, 1.0)
+    assert (result.auc, result.interval) == (0.5, (0.0, 1.0))
 
 
 # Hidden states

@@ -6,12 +6,14 @@ import errno
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.arch.source import ROOT
 from tests.errors import raises_error
@@ -32,9 +35,11 @@ from tests.jobs.chat_log import (
 )
 from valence.data.importers import sources
 from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.data.kind_names import METHOD_FOR, WORDS
 from valence.jobs import import_rows
-from valence.jobs.import_rows import ImportSummary, import_feedback
+from valence.jobs.import_rows import ImportSummary, import_feedback, print_summary
 from valence.jobs.import_store import ImportStore, merge_votes
+from valence.reports.verdict import rows_needed
 from valence.types import Origin
 
 __all__ = ["chat_log"]
@@ -100,6 +105,29 @@ def test_each_kind_of_rows_has_a_file() -> None:
     assert rows("feedback.demonstrations.jsonl")[0]["completion"] == "better 5"
     assert counts(summary) == (5, 0, 0, 0)
     assert (summary.votes, summary.total, summary.num_raters) == (5, 5, 5)
+
+
+def printed(summary: ImportSummary) -> str:
+    console = Console(file=StringIO(), width=200)
+    print_summary(summary, console)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_the_summary_explains_the_files_and_names_those_with_few_rows() -> None:
+    shown = printed(do_import(*EVERY_KIND))
+    for kind, method in METHOD_FOR.items():
+        if kind not in ("ranking", "prompt"):
+            assert f"{WORDS[kind]}, for {method}" in shown
+    for path, needed in {"feedback": rows_needed(0.5), "feedback.pairs": rows_needed(None)}.items():
+        assert re.search(rf"^{path}\.jsonl: 2 .* {needed} ", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_thumbs_of_one_kind_have_nothing_to_compare_with(is_up: bool) -> None:
+    shown = printed(do_import(entry(1, is_up), entry(2, is_up)))
+    assert ("chosen_to_demonstrations" in shown) is is_up
+    assert "all thumbs are" in shown
 
 
 def test_where_pairs_are_the_main_kind_thumbs_have_a_file_of_their_own(

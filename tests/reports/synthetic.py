@@ -238,7 +238,7 @@ AUDIT: Json = {
 }
 
 CONFIGS = {
-    "thumbs": "method: kto\nloss: {beta: 0.1}\n",
+    "thumbs": "method: kto\nloss: {beta: 0.1, desirable_weight: 1.0, undesirable_weight: 1.0}\n",
     "pairs": "method: dpo\nloss: {beta: 0.1}\n",
     "own": "method: grpo\nreward: vader\nrollout: {num_rollouts: 8, max_new_tokens: 64}\n",
 }

@@ -69,6 +69,8 @@ def test_durations(seconds, shown):
 def test_rates():
     assert rate(1234.4) == "1,234 tok/s"
     assert rate(3.14159, "it") == "3.14 it/s"
+    assert rate(0.116, "it") == "8.62 s each"
+    assert rate(0.116) == "0.116 tok/s"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_an_amount_reported_twice_counts_once():
         clock.now += 1
         progress.record({"loss": 0.5})
         progress.update(1)
-    assert lines(console)[1] == "train 1/10  0.5 it/s  18s left  loss 0.5"
+    assert lines(console)[1] == "train 1/10  2 s each  18s left  loss 0.5"
 
 
 def test_items_are_counted_until_a_batch_has_counted_its_tokens():

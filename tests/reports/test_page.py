@@ -273,3 +273,13 @@ def test_a_long_list_in_the_audit_is_cut_with_the_number_of_its_rows(tmp_path):
 
 def test_flatten_gives_dotted_names():
     assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_answers_come_first_unless_they_are_random_draws(run_dir, temperature):
+    path = run_dir / "config.yaml"
+    path.write_text(path.read_text() + f"run: {{samples: {{temperature: {temperature}}}}}\n")
+    page = Page(write_page(run_dir))
+    places = [page.source.index(f"<h2>{title}</h2>") for title in ("Answers", "Metrics")]
+    assert (places[0] < places[1]) is (temperature == 0)
+    assert page.source.count("<h2>Answers</h2>") == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from valence.reports.stats import auc, auc_interval, mean_interval
-from valence.reports.verdict import Verdict, held_out_verdict
+from valence.reports.verdict import Verdict, held_out_verdict, win_rate_verdict
 
 Rows = Sequence[dict[str, Any]]
 
@@ -62,6 +62,17 @@ def test_thumbs_are_compared_with_chance() -> None:
     )
     assert verdict_of(thumbs(down, up)).state == "worse"
     assert verdict_of(thumbs([0.1, 0.3], [0.2, 0.25])).state == "unclear"
+
+
+def test_training_rows_have_no_verdict() -> None:
+    new, trained = thumbs([0.1] * 30, [0.2] * 30), thumbs([1.0] * 90, [-1.0] * 90)
+    trained = [{**row, "id": f"t{row['id']}", "in_train": True} for row in trained]
+    assert verdict_of(trained, trained).state == "unmeasured"
+    for first in (None, [*trained, *thumbs([0.0] * 30, [0.0] * 30)]):
+        result = verdict_of([*trained, *new], first)
+        expected = verdict_of(new, first and first[len(trained) :])
+        assert (result.state, result.value, result.count) == ("worse", expected.value, 60)
+        assert {"180", "240"} <= set(numbers(result.sentence))
 
 
 def test_thumbs_are_compared_with_the_first_evaluation() -> None:
@@ -175,3 +186,38 @@ def test_intervals_of_extreme_values() -> None:
     )
     assert auc([1.0, 2.0, 2.0], [2.0, 0.0]) == pytest.approx((0 + 1 + 0.5 + 1 + 0.5 + 1) / 6)
     assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.959964, 2 + 1.959964))
+
+
+def test_rows_that_are_also_trained_on_are_left_out() -> None:
+    good, bad = thumbs([1.0] * 30, [-1.0] * 30), thumbs([-1.0] * 30, [1.0] * 30)
+    trained = [{**row, "in_train": True} for row in good]
+    result = verdict_of([*trained, *bad])
+    assert (result.state, result.count) == ("worse", len(bad))
+    assert str(len(trained)) in result.sentence
+    assert verdict_of(trained).state == "unmeasured"
+
+
+def rate(value: float, error: float) -> dict[str, float]:
+    return {"value": value, "low": value - error, "high": value + error}
+
+
+@pytest.mark.parametrize(
+    ("win_rate", "controlled", "state"),
+    [
+        (0.7, 0.65, "improved"),
+        (0.7, 0.52, "form"),
+        (0.7, 0.3, "form"),
+        (0.55, 0.7, "unclear"),
+        (0.3, 0.35, "worse"),
+        (0.3, 0.5, "form"),
+    ],
+)
+def test_a_better_candidate_wins_also_with_answers_of_equal_length(
+    win_rate: float, controlled: float, state: str
+) -> None:
+    judge = {"judge": "rule", "win_rate": rate(win_rate, 0.1), "wins": 7, "ties": 1, "losses": 2}
+    result = win_rate_verdict({**judge, "length_controlled": rate(controlled, 0.1)})
+    assert result is not None
+    assert (result.state, result.count) == (state, 10)
+    assert {f"{100 * win_rate:.0f}", f"{100 * controlled:.0f}"} <= set(numbers(result.sentence))
+    assert win_rate_verdict({**judge, "length_controlled": None}) is None

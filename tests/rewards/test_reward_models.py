@@ -160,7 +160,7 @@ def test_an_answer_that_ended_at_once_has_a_score(judge: Callable[..., Any]) -> 
 def test_a_score_that_is_not_finite_is_an_error(judge: Callable[..., Any]) -> None:
     model = judge("reward")
     with torch.no_grad():
-        model.score.weight.fill_(float("nan"))
+        model.score.weight.fill_(3e38)
     model.save_pretrained("judge")
     assert values(of(), COMPLETIONS) == [None] * 3
 

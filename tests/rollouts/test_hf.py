@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -252,23 +253,49 @@ def test_sampling_out_of_range_is_named(name: str, value: float) -> None:
         Sampling(**{name: value})  # type: ignore[arg-type]
 
 
-def test_a_model_without_a_cache_of_keys_is_refused() -> None:
+def mamba() -> Any:
     from transformers import AutoModelForCausalLM, MambaConfig
 
+    torch.manual_seed(0)
     small: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
         "num_hidden_layers": 1,
         "state_size": 4,
     }
-    model = AutoModelForCausalLM.from_config(
+    return AutoModelForCausalLM.from_config(
         MambaConfig(**small, eos_token_id=END), dtype=torch.float32
     )
+
+
+def test_a_model_without_a_cache_of_keys_is_refused() -> None:
+    model = mamba()
     with raises_error(
         "sampling-unsupported", where="model.name", fix="run.samples.prompts"
     ) as raised:
         generator(model).generate(PROMPTS, 1, GREEDY)
     assert type(model).__name__ in raised.error.message
+
+
+@pytest.mark.parametrize("kind", ["llama", "adapter", "mamba"])
+@torch.no_grad()
+def test_the_cache_of_a_model_is_passed_under_the_name_that_its_forward_has(
+    kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = (mamba() if kind == "mamba" else tiny()).eval()
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    tokens = torch.tensor([PROMPTS[1]])
+    expected = model(input_ids=tokens).logits
+    capfd.readouterr()
+    logits, cache = [], None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for token in tokens.split(1, 1):
+            output, cache = kv.forward_with_cache(model, cache, input_ids=token)
+            logits.append(output.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-4, atol=1e-5)
+    assert "deprecated" not in capfd.readouterr().err
 
 
 def test_no_prompts_no_answers() -> None:

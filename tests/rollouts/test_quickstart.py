@@ -1,17 +1,14 @@
-"""The rule behind the thumbs of the quickstart, its files, and what the demo shows."""
+"""The rule behind the thumbs of the quickstart, and its files."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from rich.console import Console
 
 import examples.quickstart
-from examples.demo.__main__ import show_answers
 from examples.quickstart.judge import MAX_WORDS, judge
 from examples.quickstart.make_feedback import write_judged
 from valence.types import Chat, Completion
@@ -122,17 +119,3 @@ def test_cut_off_answers_become_no_rows(tmp_path: Path, capsys: pytest.CaptureFi
         ("No.", False),
     ]
     assert "1 cut-off" in capsys.readouterr().out
-
-
-def test_the_demo_shows_both_sides_and_their_difference() -> None:
-    chats = [Chat(({"role": "user", "content": f"What is a number {i}?"},)) for i in range(8)]
-    before = [answer("So many things [bold] could be said", "length")] * 8
-    after = [answer("The number is a count.")] * 8
-    console = Console(record=True, width=160, file=io.StringIO())
-    show_answers(chats, before, after, console)
-    shown = console.export_text()
-    assert "0% (0% to 32%)" in shown
-    assert "100% (68% to 100%)" in shown
-    assert "p = 0.008" in shown
-    assert "[bold] could be said [...]" in shown
-    assert shown.count("The number is a count.") == 3

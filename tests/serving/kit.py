@@ -51,9 +51,11 @@ def saved_model() -> TemporaryDirectory[str]:
     return folder
 
 
-@cache
-def trainer() -> Trainer:
+def open_trainer() -> Trainer:
     return open_run(saved_model().name, ["data.max_length=256"], group=SingleProcess())
+
+
+trainer = cache(open_trainer)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

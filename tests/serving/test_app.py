@@ -19,10 +19,10 @@ from tests.serving.kit import (
     TOKENS,
     Served,
     events,
+    open_trainer,
     rows,
     run,
     save_model,
-    trainer,
 )
 from tests.tiny import BOS
 from valence.distributed.process_group import SingleProcess
@@ -313,6 +313,12 @@ def test_two_answers_are_compared(served: Served) -> None:
     withdrawn = served.post("/api/compare", {**vote, "winner": None}).json()
     assert withdrawn == {"votes": 0, "models": []}
     assert served.rows("pairs") == []
+
+
+def test_two_answers_are_written_at_once(served: Served) -> None:
+    sides = [event["side"] for event in served.ask(compare=True)[:-1]]
+    first_end = min(len(sides) - sides[::-1].index(side) for side in "ab")
+    assert set(sides[: first_end - 1]) == {"a", "b"}
 
 
 def test_answers_to_different_prompts_cannot_be_compared(served: Served) -> None:
@@ -713,7 +719,8 @@ def test_hostile_text_stays_text(served: Served) -> None:
 @pytest.fixture
 def two(serve: Serve) -> Served:
     """A service with two models and an owner."""
-    return serve(rival=ChatModel(trainer(), "rival"), tokens={**TOKENS, "token-of-owner": ""})
+    rival = ChatModel(open_trainer(), "rival")  # two models sample at once
+    return serve(rival=rival, tokens={**TOKENS, "token-of-owner": ""})
 
 
 def compare(served: Served, winner: str | None, **options: Any) -> tuple[list[str], httpx.Response]:

@@ -353,12 +353,46 @@ def test_a_correction_gives_a_pair_and_a_demonstration(opened: Open) -> None:
     (pair,) = rows_of(store, "pairs")
     assert (pair["chosen"], pair["rejected"]) == ("better", answer.completion.text)
     assert (pair["chosen_ids"], pair["rejected_ids"]) == ([5, 6], list(answer.completion.tokens))
+    assert pair["sampled"] == {"vocabulary": answer.vocabulary}
     (shown,) = rows_of(store, "demonstrations")
     assert shown["completion"] == "better"
     store.rate(answer, "anna", correction="better")  # of a model with another tokenizer
     (pair,) = rows_of(store, "pairs")
     assert "chosen_ids" not in pair
     assert pair["chosen"] == "better"
+
+
+@pytest.mark.parametrize("change", [{"vocabulary": "other"}, {"prompt_ids": (9,)}])
+def test_a_pair_of_answers_with_other_vocabularies_has_text_alone(
+    opened: Open, change: dict[str, Any]
+) -> None:
+    """Of two models with different tokenizers, a liked and a disliked answer to one message."""
+    store = opened()
+    a, b = answers(store, 2)
+    b = replace(b, **change)
+    store.add(b)
+    store.rate(a, "anna", label=True)
+    store.rate(b, "anna", label=False)
+    (pair,) = rows_of(store, "pairs")
+    assert {"prompt", "chosen", "rejected"} <= pair.keys()
+    assert not {"prompt_ids", "chosen_ids", "rejected_ids", "sampled"} & pair.keys()
+    assert [row["sampled"]["vocabulary"] for row in rows_of(store)] == [a.vocabulary, b.vocabulary]
+
+
+def test_an_answer_that_a_stop_string_cut_has_text_alone(opened: Open) -> None:
+    """Its tokens hold the stop string, which the rated text does not."""
+    store = opened()
+    a, b = answers(store, 2)
+    cut = replace(a, completion=replace(a.completion, text=a.completion.text[:3], stop="stop"))
+    store.add(cut)
+    store.rate(cut, "anna", label=True)
+    (row,) = rows_of(store)
+    assert row["completion"] == cut.completion.text
+    assert not {"prompt_ids", "completion_ids", "logps"} & row.keys()
+    store.rate(cut, "anna", correction="better", correction_ids=[5, 6])
+    store.compare(b, cut, "a", "ben")
+    for pair in rows_of(store, "pairs"):
+        assert not {"prompt_ids", "chosen_ids", "rejected_ids"} & pair.keys()
 
 
 def test_a_tie_and_two_bad_answers(opened: Open) -> None:

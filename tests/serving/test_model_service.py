@@ -148,7 +148,7 @@ def test_answers_are_those_of_the_runs_own_sampling(api: Api) -> None:
         assert api.rows()[seed]["completion_ids"] == list(expected.tokens)
 
 
-def test_stop_strings_end_answers_and_their_rows_have_all_tokens(api: Api) -> None:
+def test_stop_strings_end_answers_and_their_rows_have_text_alone(api: Api) -> None:
     body = {"seed": 3, "max_tokens": 40, "temperature": 2.0}
     text = api.complete(**body)["choices"][0]["message"]["content"]
     stop = next(letter for letter in text[3:] if letter.isascii())
@@ -159,7 +159,7 @@ def test_stop_strings_end_answers_and_their_rows_have_all_tokens(api: Api) -> No
     api.post("/feedback", {"id": stopped["id"], "label": False})
     (row,) = api.rows()
     assert row["completion"] == choice["message"]["content"]
-    assert len(row["completion_ids"]) == len(row["logps"]) == stopped["usage"]["completion_tokens"]
+    assert not {"prompt_ids", "completion_ids", "logps"} & row.keys()
 
 
 def test_log_probabilities_are_those_of_the_row(api: Api) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.arch.source import ROOT
+from tests.errors import raises_error
 from valence.cli.sweep import repeat_over
 from valence.config.grids import LEARNING_RATE_FACTORS, RECOMMENDED_GRIDS, recommended_grid
 from valence.errors import UserError
@@ -160,3 +161,27 @@ def test_every_recommended_grid_is_valid_and_around_the_default(recipe: Path) ->
                 default = defaults[key].get_default()
                 assert min(values) <= default <= max(values), (name, setting)
     assert len(Grid(recipe, [], ["recommended"]).expand()) == 9
+
+
+@pytest.mark.parametrize("word", ["data.train.0.limit=1,2", "data.limit=1,2", "data.eval_seed=1,2"])
+def test_the_rows_of_which_a_share_is_held_out_are_fixed(recipe: Path, word: str) -> None:
+    with raises_error("sweep-setting-fixed", where=word.split("=")[0]):
+        Grid(recipe, ["data.eval=0.1"], [word])
+    assert Grid(recipe, ["data.eval=0.1"], ["loss.beta=0.1,0.3"]).expand()
+
+
+def test_rows_may_vary_with_a_file_to_evaluate_on(recipe: Path) -> None:
+    assert len(Grid(recipe, [], ["data.train.0.limit=1,2"]).expand()) == 2
+
+
+def test_epochs_are_not_varied_when_max_steps_overrides_them(recipe: Path) -> None:
+    """The recommended grid of sft varies the epochs."""
+    rows = '{"prompt": "a", "completion": "b"}\n'
+    Path("rows.jsonl").write_text(rows)
+    overrides = ["method=sft"]
+    assert "train.epochs" in Grid(recipe, overrides, ["recommended"]).axes
+    overrides.append("train.max_steps=5")
+    assert list(Grid(recipe, overrides, ["recommended"]).axes) == ["train.learning_rate"]
+    with pytest.raises(UserError) as caught:
+        Grid(recipe, overrides, ["train.epochs=1,2"])
+    assert caught.value.code == "setting-no-effect"

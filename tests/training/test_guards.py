@@ -87,6 +87,18 @@ def test_too_many_bad_steps_leave_a_checkpoint_from_before_them(
     undisturbed.assert_same(run, tmp_path / "run")
 
 
+def test_a_run_in_which_every_step_is_skipped_fails(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a run with fewer steps than train.max_skipped: it has trained nothing."""
+    settings["train"] |= {"max_skipped": 100}
+    make_gradients_nan(monkeypatch, 0)
+    with raises_error("loss-not-finite"):
+        train(settings)
+    assert facts(tmp_path / "run")["status"] == "failed"
+    assert not (tmp_path / "run/model").exists()
+
+
 def test_no_state_is_saved_amid_bad_steps(
     settings: dict[str, Any],
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Exported folders contain no paths of this machine, and load elsewhere."""
+"""Exported folders reveal no paths of this machine when they are published, and load elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.command import command, place
-from valence.runs.export import portable_name
+from valence.runs.export import portable_name, portable_settings
 
 __all__ = ["place"]
 
@@ -54,15 +54,18 @@ def test_an_exported_model_holds_no_absolute_path(
     )
     assert command("train", *words) == 0
     for path in sorted((folder / "model").iterdir()):
-        if path.suffix in (".json", ".md", ".jinja"):
+        if path.name == "adapter_config.json":  # on this machine it must name the base model
+            assert str(away / "model") in path.read_text(encoding="utf-8")
+        elif path.suffix in (".json", ".md", ".jinja"):
             assert str(place) not in path.read_text(encoding="utf-8"), path.name
             assert "private folder" not in path.read_text(encoding="utf-8"), path.name
     assert "rows.jsonl" in (folder / "model/README.md").read_text(encoding="utf-8")
     capsys.readouterr()
     assert command("sample", str(folder / "model"), "--prompt", "hi", "--max-new-tokens", "2") == 0
     if export == "adapter":
-        config = json.loads((folder / "model/adapter_config.json").read_text(encoding="utf-8"))
-        assert config["base_model_name_or_path"] == "model"
+        uploaded = portable_settings(folder / "model")["adapter_config.json"]
+        assert json.loads(uploaded)["base_model_name_or_path"] == "model"
+        assert str(place) not in uploaded
         base = AutoModelForCausalLM.from_pretrained(away / "model")
         PeftModel.from_pretrained(base, folder / "model")
         shutil.copytree(folder / "model", place / "elsewhere")

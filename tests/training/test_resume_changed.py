@@ -185,6 +185,24 @@ def test_changed_rows_are_refused_with_the_difference(
     ), "then, now, new and where, gone"
 
 
+@pytest.mark.usefixtures("killed_run")
+@pytest.mark.parametrize(
+    ("rows", "difference"),
+    [
+        ([*ROWS, ROWS[0], ROWS[3]], r" 12 .* 14 .* 2 .*train\.jsonl:13$"),
+        ([*ROWS[1:]], r" 12 .* 11 .* 1 \D*$"),
+    ],
+    ids=["appended again", "one less"],
+)
+def test_repeated_rows_count_as_often_as_they_occur(
+    rows: list[dict[str, Any]], difference: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    written(tmp_path / "train.jsonl", rows)
+    with raises_error("run-differs", fix="--allow data.train") as raised:
+        train(settings)
+    assert re.search(difference, raised.error.message.splitlines()[-1])
+
+
 def test_the_same_rows_elsewhere_and_in_another_order_are_the_same_rows(
     settings: dict[str, Any], tmp_path: Path, killed_run: Path, undisturbed: Undisturbed
 ) -> None:

@@ -145,9 +145,10 @@ def test_rows_that_cannot_be_scored_say_why_in_their_place(
     assert (again.rows, again.failed, again.earlier) == (6, 3, 6)
 
 
-def test_numbers_that_are_not_finite_are_an_error_of_the_row(place: Path) -> None:
+def test_weights_that_overflow_are_an_error_of_the_row(place: Path) -> None:
+    """They are finite, unlike the logits."""
     model: Any = load_model("model", dtype=torch.float32)
-    model.get_output_embeddings().weight.data[5:] = float("nan")
+    model.get_output_embeddings().weight.data[5:] = 3e38
     model.save_pretrained("broken")
     tiny_tokenizer().save_pretrained("broken")
     with raises_error("no-usable-rows", where="out.jsonl"):

@@ -13,13 +13,15 @@ import typer
 from typer.rich_utils import rich_format_error
 
 from valence.cli.common import GATE_FAILED, MISTAKE, app, console, refuse_dashes, status_of
-from valence.cli.guide import arrange
+from valence.cli.guide import arrange, name
+from valence.cli.usage import usage_error
 from valence.errors import UserError
-from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
+from valence.terminal import Terminal, print_message, print_traceback, safe_streams
 
 # Each module registers its commands.
 from valence.cli import runs, sweep, report, models, compare, export, inspection  # isort: skip
-from valence.cli import imports, collect, audit, serve_model, rewards, serve, doctor  # isort: skip
+from valence.cli import init, imports, split, collect, audit, serve_model  # isort: skip
+from valence.cli import rewards, serve, doctor, shipped  # isort: skip
 
 arrange(app)
 
@@ -63,7 +65,9 @@ def _main() -> None:
         status = app(standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
     except CLICK_ERROR as error:
-        error.message = escape_control(error.message)
+        if type(error).__name__ != "NoArgsIsHelpError":
+            commands = [name(command) for command in app.registered_commands]
+            _exit_with(usage_error(error, sys.argv[1:], commands))
         rich_format_error(error)
         sys.exit(error.exit_code)
     except typer.Abort:
@@ -125,6 +129,7 @@ __all__ = [
     "doctor",
     "export",
     "imports",
+    "init",
     "inspection",
     "main",
     "models",
@@ -133,5 +138,7 @@ __all__ = [
     "runs",
     "serve",
     "serve_model",
+    "shipped",
+    "split",
     "sweep",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -21,6 +22,7 @@ from valence.errors import UserError, install_command
 from valence.terminal import Terminal, print_message
 
 if TYPE_CHECKING:
+    from valence.data.load import DataFile
     from valence.distributed.process_group import Group
 
 NOTHING_STARTED = "stopped before the command started"
@@ -133,6 +135,21 @@ Nproc = Annotated[
         metavar="N",
     ),
 ]
+
+
+def data_file(argument: str) -> DataFile:
+    """The file that an argument names: a path, or a section as in a recipe."""
+    from valence.config.load import load_recipe
+    from valence.data.load import DataFile
+    from valence.trainer.methods import method_of
+
+    is_section = argument.lstrip().startswith("{")
+    section = argument if is_section else json.dumps({"path": argument}, ensure_ascii=False)
+    recipe = {"method": "kto", "model": "none"}
+    overrides = [f"data.train=[{section}]"]
+    source = load_recipe(recipe, overrides, method_of=method_of, training=False)
+    [file] = source.recipe.data.train
+    return DataFile(file.path, file.split, file.subset, file.format, file.keys)
 
 
 def require_server_libraries(command: str, *additional: str) -> None:

@@ -339,6 +339,7 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
         benchmark_row,
         judge_notes,
         rates_row,
+        verdicts_of,
         warnings_of,
     )
 
@@ -363,14 +364,15 @@ def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
     if benchmarks := facts.get("benchmarks"):
         print_message(terminal, "\nBenchmarks of lm-eval")
         print_table(terminal, _table(BENCHMARKS, [benchmark_row(row) for row in benchmarks]))
-    for judge in facts["judges"]:
-        for note in judge_notes(judge):
-            print_message(terminal, note)
+    for note in [note for judge in facts["judges"] for note in judge_notes(judge)]:
+        print_message(terminal, note)
     if facts.get("assertions"):
         print_message(terminal, assertion_note(facts["assertions"]))
         for broken in facts["assertions"]["broken"][:MAX_BROKEN]:
             print_message(terminal, f"  broken: {broken['assertion']} on {broken['prompt'][:60]!r}")
             print_message(terminal, f"    answer: {shortened(broken['answer'])!r}")
+    for verdict in verdicts_of(facts):
+        print_message(terminal, verdict, "bold")
     for warning in warnings_of(facts):
         print_message(terminal, warning, "yellow")
     print_message(terminal, f"report: {Path(result.folder) / REPORT}")

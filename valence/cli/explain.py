@@ -6,7 +6,7 @@ import inspect
 import re
 from dataclasses import dataclass, replace
 
-from valence.data.kinds import WORDS
+from valence.data.kind_names import WORDS
 from valence.losses.average import Average
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS, Modifier

@@ -11,7 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -145,6 +146,8 @@ def export(
         if not verify_only:
             writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
             notes = _write(writer, to, adapter, types, run.prepared.encoder, llama, messages)
+        if reference is not None and group.size == 1:
+            reference = stack.enter_context(_with_sources(reference, run, run_dir, to, verify_only))
         facts = {"name": run_dir.resolve().name, "step": run.step}
         del run  # its memory is needed for the models that are verified
         results: list[Verification] = []
@@ -220,7 +223,7 @@ def _check_options(
 
 
 def _open(run_dir: Path, step: str | None, trust_remote_code: bool, group: Group) -> Any:
-    settings = allow_remote_code(trust_remote_code, ["data.eval=[]"])
+    settings = allow_remote_code(trust_remote_code, [])
     return open_run_or_recipe(
         run_dir, settings, lists=_needed_lists(run_dir), step=step, group=group
     )
@@ -265,6 +268,35 @@ def _reference(run: Any, messages: Terminal) -> ReferenceRun:
         rounded_base=bool(model.quantize),
         trust_remote_code=model.trust_remote_code,
     )
+
+
+@contextmanager
+def _with_sources(
+    reference: ReferenceRun, run: Any, run_dir: Path, to: Path, is_old: bool
+) -> Iterator[ReferenceRun]:
+    """The run with folders that have its weights, to compare files with.
+
+    is_old: FOLDER may have been changed since it was written, so that the weights are written again
+    next to it for the time of the block.
+    """
+    has_adapter = (to / "adapter_config.json").is_file()
+    if not is_old:
+        names = {"adapter": to} if has_adapter else {"merged": to}
+        yield replace(reference, **names)
+        return
+    needs_merged = (to / "config.json").is_file() or any(to.glob("*.gguf"))
+    writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
+    try:
+        place = TemporaryDirectory(dir=to.resolve().parent, prefix=f".{to.resolve().name}.")
+    except OSError as error:
+        raise _not_writable(to, error) from error
+    with place as name:
+        folders: dict[str, Path] = {}
+        for kind, is_needed in {"merged": needs_merged, "adapter": has_adapter}.items():
+            if is_needed:
+                folders[kind] = Path(name, kind)
+                writer.write(folders[kind], kind)
+        yield replace(reference, **folders)
 
 
 @contextmanager
@@ -414,10 +446,17 @@ def _push(folder: Path, repository: str, dry_run: bool, messages: Terminal, retr
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
+    from valence.runs.export import portable_settings
+
     try:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
-        url = api.upload_folder(repo_id=repository, folder_path=folder)
+        portable = portable_settings(folder)
+        for name, text in portable.items():
+            api.upload_file(path_or_fileobj=text.encode(), path_in_repo=name, repo_id=repository)
+        url = api.upload_folder(
+            repo_id=repository, folder_path=folder, ignore_patterns=list(portable)
+        )
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise UserError(
             f"the folder cannot be uploaded to {repository} ({error})",
@@ -457,7 +496,7 @@ def _check_writes(run: Any, run_dir: Path, adapter: bool, is_gguf: bool) -> None
         )
 
 
-def _needed_lists(run_dir: Path) -> tuple[str, ...]:
+def _needed_lists(run_dir: Path) -> tuple[Literal["train"], ...]:
     """The lists of rows that an export needs.
 
     A reward model is saved with the mean and standard deviation of its scores of training rows.

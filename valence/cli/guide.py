@@ -8,10 +8,11 @@ HELP = """Fine-tune language models on human or automatic feedback.
 
 Get started:
 
-1. Choose a recipe for your data: thumbs (`kto`), pairs (`dpo`), demonstrations (`sft`), or prompts and a reward (`grpo`).
-2. `valence check RECIPE` checks the settings and the rows, and estimates memory and time.
-3. `valence train RECIPE` trains the model and writes the folder `run.dir`. If it was stopped, rerun it to resume.
-4. Open `report.html` in that folder, and try the model: `valence sample RUN --prompt TEXT`.
+1. `valence demo` trains a small model on examples that come with Valence.
+2. `valence init FILE` writes a recipe for your feedback: thumbs (`kto`), pairs (`dpo`) or demonstrations (`sft`). `valence recipes` has more, such as one with a reward (`grpo`).
+3. `valence check RECIPE` checks the settings and the rows, and estimates memory and time.
+4. `valence train RECIPE` trains the model and writes the folder `run.dir`. If it was stopped, rerun it to resume.
+5. Open `report.html` in that folder, and try the model: `valence sample RUN --prompt TEXT`.
 
 `valence doctor` checks this machine. Every command has `--help` with an example.
 """
@@ -20,37 +21,39 @@ TRAIN, REPORTS, MODELS = "Train", "Runs and reports", "Use a model"
 DATA, REWARDS, SETUP = "Feedback data", "Rewards", "Setup and reference"
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "check": (TRAIN, "valence check recipes/kto.yaml train.batch_size=8"),
-    "train": (TRAIN, "valence train recipes/kto.yaml run.dir=runs/first"),
+    "demo": (TRAIN, "valence demo"),
+    "init": (TRAIN, "valence init feedback.csv"),
+    "check": (TRAIN, "valence check recipe.yaml train.batch_size=8"),
+    "train": (TRAIN, "valence train recipe.yaml run.dir=runs/first"),
     "resume": (TRAIN, "valence resume runs/first"),
-    "sweep": (
-        TRAIN,
-        "valence sweep recipes/kto.yaml --over loss.beta=0.03,0.1,0.3 --out sweeps/beta",
-    ),
+    "sweep": (TRAIN, "valence sweep recipe.yaml --over loss.beta=0.03,0.1,0.3 --out sweeps/beta"),
     "runs": (REPORTS, "valence runs"),
     "report": (REPORTS, "valence report runs/first runs/second"),
     "evaluate": (MODELS, "valence evaluate runs/first --data held_out.jsonl --out metrics.json"),
     "sample": (MODELS, 'valence sample runs/first --prompt "Why is the sky blue?" -n 2'),
     "compare": (
         MODELS,
-        "valence compare recipes/kto.yaml runs/first --prompts held_out.jsonl --judge runs/judge",
+        "valence compare recipe.yaml runs/first --prompts held_out.jsonl --judge runs/judge",
     ),
     "export": (MODELS, "valence export runs/first my-model"),
     "serve": (MODELS, "valence serve runs/first --out feedback.jsonl"),
     "ab": (MODELS, "valence ab feedback.jsonl"),
     "import": (DATA, "valence import open-webui export.json --out feedback.jsonl"),
+    "split": (DATA, "valence split feedback.csv --share 0.2"),
     "collect": (DATA, "valence collect runs/first --out feedback.jsonl"),
     "audit": (DATA, "valence audit feedback.jsonl --model runs/first --out review.jsonl"),
     "select": (
         DATA,
         "valence select prompts.jsonl --rated feedback.jsonl --model runs/first --out next.jsonl",
     ),
-    "inspect": (DATA, "valence inspect recipes/kto.yaml --row 2"),
+    "inspect": (DATA, "valence inspect recipe.yaml --row 2"),
     "rewards": (REWARDS, "valence rewards exact_match"),
     "score": (REWARDS, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
     "serve-reward": (REWARDS, "valence serve-reward exact_match --port 5000"),
-    "doctor": (SETUP, "valence doctor recipes/kto.yaml"),
+    "doctor": (SETUP, "valence doctor recipe.yaml"),
     "losses": (SETUP, "valence losses kto"),
+    "recipes": (SETUP, "valence recipes online_grpo"),
+    "docs": (SETUP, "valence docs thumbs"),
 }
 """The panel and the example of each command, in the order of the help."""
 
@@ -62,11 +65,12 @@ def arrange(app: typer.Typer) -> None:
     """
     order = {name: index for index, name in enumerate(COMMANDS)}
     for command in app.registered_commands:
-        panel, example = COMMANDS.get(_name(command), (None, None))
+        panel, example = COMMANDS.get(name(command), (None, None))
         if panel and example:
             command.rich_help_panel, command.epilog = panel, f"Example: `{example}`"
-    app.registered_commands.sort(key=lambda command: order.get(_name(command), len(order)))
+    app.registered_commands.sort(key=lambda command: order.get(name(command), len(order)))
 
 
-def _name(command: typer.models.CommandInfo) -> str:
+def name(command: typer.models.CommandInfo) -> str:
+    """The name of a command on the command line."""
     return command.name or (command.callback.__name__ if command.callback else "")

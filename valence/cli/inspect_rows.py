@@ -40,7 +40,14 @@ def show_stages(
     """
     source = load_recipe(recipe, overrides, method_of=method_of, training=False)
     data = source.recipe.data
-    files: list[SourceSettings] = getattr(data, list_name)
+    files = data.files(list_name)
+    if list_name == "eval" and data.split is not None:
+        raise UserError(
+            f"these rows are held out from data.train (data.eval: {data.split.share:g})",
+            code="list-not-in-recipe",
+            where="data.eval",
+            fix="show rows of data.train, with --list train",
+        )
     if not files:
         raise UserError(
             "the recipe has no files in this list",
@@ -60,6 +67,8 @@ def show_stages(
     if isinstance(row, Row) and stage in ("row", "all"):
         yield show_row(row.value, row.origin)
     examples = _examples(source, files, row.origin)
+    if data.split and list_name == "train" and data.split.is_held_out(examples[0].prompt):
+        yield Text(f"This row is held out (data.eval: {data.split.share:g}).")
     if stage in ("example", "all"):
         yield from map(show_example, examples)
     if stage in ("tokens", "all"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -122,7 +122,7 @@ def evaluate(
             )
         evaluation = run.evaluate()
     verdict = held_out_verdict(None, {"rows": evaluation.rows})
-    if verdict.state != "unmeasured":
+    if verdict.state != "unmeasured" or any(row.get("in_train") for row in evaluation.rows):
         print_message(console, verdict.sentence)
     table = Table("metric", "value", box=None, pad_edge=False)
     for name, value in evaluation.metrics.items():
@@ -258,7 +258,7 @@ def open_run_or_recipe(
     overrides: list[str],
     *,
     group: Group,
-    lists: tuple[str, ...] = (),
+    lists: tuple[Literal["train", "eval", "test"], ...] = ("eval",),
     step: str | None = None,
     rewards: bool = False,
     trust_reward: bool = False,
@@ -266,15 +266,17 @@ def open_run_or_recipe(
     """A run with its newest weights or those of ``step``, or that of a recipe before its first
     step.
 
-    lists: lists of rows to read besides data.eval. rewards: load the rewards of the recipe.
+    lists: lists of rows to read. rewards: load the rewards of the recipe.
     trust_reward: also load rewards of a run folder that are code or a server.
     """
+    from valence.config.load import LISTS
     from valence.lifecycle.restore import open_recipe, restore
+    from valence.trainer.targets import load_target
 
-    settings = [
-        *(f"data.{name}=[]" for name in ("train", "test") if name not in lists),
-        *overrides,
-    ]
+    needed = set(lists)
+    if needed & {"train", "eval"} and load_target(str(target), overrides).recipe.data.split:
+        needed |= {"train", "eval"}  # the share that is held out is a part of data.train
+    settings = [*(f"data.{name}=[]" for name in LISTS if name not in needed), *overrides]
     options: dict[str, Any] = {
         "group": group,
         "at": checkpoint_of(step),

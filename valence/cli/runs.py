@@ -210,6 +210,7 @@ def check(
     source = load_recipe(recipe, overrides or [], method_of=method_of)  # before torch is imported
 
     from valence.distributed.process_group import PlannedGroup
+    from valence.lifecycle.models import check_model_files
     from valence.lifecycle.start import check_judge_labels, check_sinks, show_audit
     from valence.planning.plan import crowding, describe, make_plan
     from valence.trainer.prepare import prepare, with_dtype
@@ -232,6 +233,8 @@ def check(
         print_message(console, crowded, "yellow")
     for line in describe(make_plan(prepared, group=PlannedGroup(nproc)), in_detail=show_all):
         print_message(console, line)
+    with console.status("reading the weights of the models"):
+        check_model_files(prepared)
 
 
 def _show_settings(source: LoadedRecipe, show_all: bool) -> None:

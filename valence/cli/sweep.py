@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -41,6 +41,29 @@ def repeat_over(words: list[str]) -> list[str]:
         is_over = word == OVER or word.startswith(f"{OVER}=") or (is_over and repeated[-1] == OVER)
         repeated.append(word)
     return repeated
+
+
+def missing_over(words: Sequence[str]) -> UserError | None:
+    """The error for a setting with several values that no ``--over`` comes before, if there is one.
+
+    words: of the command line.
+    """
+    from valence.config.messages import settings_named
+
+    if any(word.partition("=")[0] == OVER for word in words):
+        return None
+    for word in words:
+        name, _, values = word.partition("=")
+        if name.startswith("-") or "," not in values or values.startswith(("[", "{", '"', "'")):
+            continue
+        settings = [] if "." in name else settings_named(name)
+        return UserError(
+            f"{word} has several values, but no {OVER} comes before it",
+            code="sweep-over-missing",
+            where="sweep",
+            fix=f"write {OVER} {settings[0] if settings else name}={values}",
+        )
+    return None
 
 
 @app.command(cls=_SweepCommand)
@@ -141,6 +164,8 @@ def sweep(
     options = {"nproc": nproc, "stops_early": stop_early, "quiet": quiet}
     with stdout_to_stderr(as_json) as stream, _mistakes_as_json(stream):
         _check_options(search, trials)
+        if not over and (error := missing_over(overrides or [])):
+            raise error
         status = _sweep(recipe, overrides or [], over or [], out, stream, options, arguments)
     raise typer.Exit(status)
 

@@ -176,7 +176,7 @@ def _number(bound: float) -> str:
 def _rows(section: Node, prefix: str) -> Iterator[SettingRow]:
     for name, node in section.get("properties", {}).items():
         inner = next((v for v in _variants(node) if "properties" in v), None)
-        item = node.get("items", {})
+        item = next((v["items"] for v in _variants(node) if "items" in v), _ANYTHING)
         if inner is None or len(_variants(node)) > 1:
             yield SettingRow(prefix + name, takes(node), _default(section, name), meaning(node))
         if inner is not None:
@@ -190,7 +190,7 @@ def _default(section: Node, name: str) -> str:
         return "required"
     node = section["properties"][name]
     if "default" not in node:  # a default_factory: an empty list or mapping
-        return "[]" if node.get("type") == "array" else "{}"
+        return "[]" if "array" in types_of(node) else "{}"
     return as_yaml(node["default"])
 
 

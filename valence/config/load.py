@@ -140,11 +140,15 @@ def load_recipe(
     problems: list[UserError] = []
     recipe = _expand_paths(recipe, raw, problems)
     recipe = _locate_files(recipe, raw, folder, problems, training, in_memory)
+    if "eval" in in_memory and recipe.data.split:
+        recipe = _updated(recipe, "data", eval=[])  # the rows replace the share
     defaults = method.rollout_defaults
     missing = {k: v for k, v in defaults.items() if getattr(recipe.rollout, k) is None}
     recipe = _updated(recipe, "rollout", **missing)
     settings = _settings(recipe, method, raw)
-    rows = {*in_memory, *(name for name in LISTS if getattr(recipe.data, name))}
+    rows = {*in_memory, *(name for name in LISTS if recipe.data.files(name))}
+    if recipe.data.split is not None and "train" in rows:
+        rows.add("eval")
     problems += _find_issues(Case(recipe, method, rows, mixed), raw, settings, training)
     if training and "train" not in rows:
         problems.append(
@@ -423,10 +427,9 @@ def _locate_files(
         return resolved
 
     data: dict[str, object] = {
-        name: located(
-            getattr(recipe.data, name), ("data", name), training and name not in in_memory
-        )
+        name: located(files, ("data", name), training and name not in in_memory)
         for name in LISTS
+        if (files := recipe.data.files(name))
     }
     if recipe.data.chat_template is not None:
         try:

@@ -94,7 +94,7 @@ def of_setting(
 
 
 ALSO_CALLED = {
-    "data.eval": "eval_dataset eval_data eval_file validation",
+    "data.eval": "eval_dataset eval_data eval_file validation val_set_size val_size test_size",
     "data.max_length": "max_seq_length max_seq_len max_len cutoff_len",
     "data.train": "dataset train_dataset train_data train_file data_path dataset_name",
     "model.dtype": "bf16 fp16 torch_dtype precision",
@@ -142,21 +142,44 @@ UNNECESSARY = {
 def _nearest(path: Key, names: Sequence[str], loss_names: Collection[str]) -> str:
     """The setting that was probably meant, and those that the section has."""
     name, section = str(path[-1]), dotted(path[:-1]) or "a recipe"
-    rows = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
-    elsewhere = [row for row in rows if ".N." not in row] or rows  # rather none inside a list
+    elsewhere = _with_last_part(name)
     if name in loss_names and section != "loss":
         elsewhere = [f"loss.{name}", *elsewhere]
-    known = [
-        setting
-        for setting, others in ALSO_CALLED.items()
-        if name.replace("-", "_") in others.split()
-    ]
+    known = _also_called(name)
     siblings = [n for n in names if set(name.lower().split("_")) < set(n.split("_"))]
     near = [*known, *(dotted((*path[:-1], n)) for n in siblings), *elsewhere] or [
         dotted((*path[:-1], n)) for n in get_close_matches(name.lower(), names, n=1)
     ]
     hint = f"did you mean {' or '.join(near[:2])}? " if near else ""
     return f"{hint}{section} has {', '.join(names) or 'no settings'}"
+
+
+def settings_named(name: str, *, is_exact: bool = False) -> list[str]:
+    """The settings that a name without its section stands for, also as other programs call them.
+
+    is_exact: whether the name is not misspelled.
+    """
+    named = [*_with_last_part(name), *_also_called(name)]
+    if named or is_exact:
+        return named
+    parts = {row.name.rsplit(".", 1)[-1] for row in settings_table()}
+    return [
+        setting
+        for near in get_close_matches(name.lower(), sorted(parts), n=1, cutoff=0.8)
+        for setting in _with_last_part(near)
+    ]
+
+
+def _with_last_part(name: str) -> list[str]:
+    """The settings whose dotted name ends with this part, those inside lists only if no other."""
+    rows = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
+    return [row for row in rows if ".N." not in row] or rows
+
+
+def _also_called(name: str) -> list[str]:
+    """The settings that other programs call by this name."""
+    normalized = name.replace("-", "_")
+    return [setting for setting, others in ALSO_CALLED.items() if normalized in others.split()]
 
 
 def _remedy(value: object, node: Node) -> str:

@@ -107,7 +107,7 @@ def override(raw: RawRecipe, assignment: str) -> RawRecipe:
             where=COMMAND_LINE,
             fix=fix,
         )
-    path = _resolve(raw.values, parts)
+    path = _resolve(raw.values, parts, text.strip())
     reader = _Reader(COMMAND_LINE, lines=False)
     try:
         node = reader.compose(text)
@@ -330,20 +330,21 @@ def _plain(value: object, path: Key, name: str) -> object:
     )
 
 
-def _resolve(values: Any, parts: Sequence[str]) -> Key:
-    """The path of dotted ``parts``: a number is an index into a list, or of a list to create."""
+def _resolve(values: Any, parts: Sequence[str], text: str) -> Key:
+    """The path of dotted ``parts``: a number is an index into a list, or of a list to create.
+
+    text: the value to set there, for messages.
+    """
     path: Key = ()
     for part in parts:
         if isinstance(values, list) or (values is None and part.isdecimal()):
             items = cast(list[Any], values or [])
             if not part.isdecimal() or int(part) > len(items):
-                has_sections = items and isinstance(items[0], dict) and not part.isdecimal()
-                hint = f", such as {dotted((*path, 0, part))}" if has_sections else ""
                 raise UserError(
                     f"{dotted(path)} is a list of length {len(items)}, and has no item {part!r}",
                     code="override-index",
                     where=f"{COMMAND_LINE} ({dotted((*path, part))})",
-                    fix=f"use an index from 0 to {len(items)} ({len(items)} adds an item){hint}",
+                    fix=_list_fix(path, items, parts[len(path) :], text),
                 )
             path = (*path, int(part))
             values = items[int(part)] if int(part) < len(items) else None
@@ -355,9 +356,24 @@ def _resolve(values: Any, parts: Sequence[str]) -> Key:
                 f"{dotted(path)} is {as_yaml(values)}, and not a section with settings",
                 code="override-not-a-section",
                 where=f"{COMMAND_LINE} ({dotted((*path, part))})",
-                fix=f"set {dotted(path)}",
+                fix=f"write {dotted(path)}={text}",
             )
     return path
+
+
+def _list_fix(path: Key, items: Sequence[object], rest: Sequence[str], text: str) -> str:
+    """How to write an override of a list, or of one of its items.
+
+    rest: the parts after the list, of which the first is not an item. text: the value.
+    """
+    num_items = len(items)
+    indices = f"use an index from 0 to {num_items} ({num_items} adds an item)"
+    if rest[0].isdecimal() or not (items and isinstance(items[0], dict)):
+        return indices
+    of_first = f"{dotted((*path, 0, *rest))}={text} to change its first item; {indices}"
+    if list(rest) == ["path"]:
+        return f"write {dotted(path)}={text} to replace the list, or {of_first}"
+    return f"write {of_first}"
 
 
 def put(values: Any, path: Key, value: object) -> object:

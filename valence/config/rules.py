@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from valence.config.learning_rates import LearningRates
-from valence.config.schema import Issue, Recipe, SourceSettings, conflict, no_effect
+from valence.config.schema import Issue, ListName, Recipe, conflict, no_effect
 from valence.data.convert import CONVERSIONS
 from valence.data.sources import is_hub_dataset
 from valence.types import Kind, plural
 
-LISTS = ("train", "eval", "test")
+LISTS: tuple[ListName, ...] = ("train", "eval", "test")
 """Lists of files in the section ``data``."""
 
 
@@ -215,7 +215,7 @@ def _data(c: Case) -> Iterator[Issue]:
             fix="use a method for rated answers, such as kto",
         )
     for name in LISTS:
-        for i, source in enumerate[SourceSettings](getattr(data, name)):
+        for i, source in enumerate(data.files(name)):
             if not is_hub_dataset(source.path):
                 yield no_effect(
                     f"data.{name}.{i}.split",
@@ -352,7 +352,7 @@ def _eval(c: Case) -> Iterator[Issue]:
             "run.keep_best",
             "run.early_stop",
             why="there is no evaluation during training, because data.eval is empty",
-            fix="set data.eval",
+            fix="set data.eval to files or to a share such as 0.1",
         )
     if c.method.online:
         yield no_effect("eval.train_examples", why="the training rows are prompts")

@@ -31,6 +31,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from valence.data.convert import CONVERSIONS
+from valence.data.split import PromptSplit
 
 
 def _fraction_or_steps(value: float) -> float:
@@ -114,6 +115,22 @@ def _optimizer_name(value: str) -> str:
 def _as_count(value: Any) -> Any:
     """1 for true, 0 for false."""
     return int(value) if isinstance(value, bool) else value
+
+
+def _share(value: Any) -> Any:
+    """Refuse a number that is not a share of the rows."""
+    if isinstance(value, int | float) and not 0 < value < 1:
+        is_percentage = 1 < value < 100
+        raise PydanticCustomError(
+            "unsupported",
+            "is not a share between 0 and 1",
+            {
+                "fix": f"write {value / 100:g} for {value:g} % of the rows"
+                if is_percentage
+                else "write a number such as 0.1, or the files to evaluate on"
+            },
+        )
+    return value
 
 
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float64"], BeforeValidator(_dtype)]
@@ -486,11 +503,22 @@ READ_THRESHOLD = sorted(name for name, c in CONVERSIONS.items() if "threshold" i
 """Conversions that read ``data.threshold``."""
 
 
+ListName = Literal["train", "eval", "test"]
+
+
 class Data(Section):
     train: list[SourceSettings] = Field(default_factory=list[SourceSettings])
     """Files to train on."""
-    eval: list[SourceSettings] = Field(default_factory=list[SourceSettings])
-    """Files to evaluate on during training."""
+    eval: Annotated[
+        list[SourceSettings] | Annotated[float, Field(gt=0.0, lt=1.0)], BeforeValidator(_share)
+    ] = Field(default_factory=list[SourceSettings])
+    """Files to evaluate on during training, or a share of the rows of data.train to hold out, such
+    as 0.1. A hash of data.eval_seed and of the prompt up to its first user message decides, so
+    that all rows of a prompt are on the same side, and stay there when rows are added. The share
+    is therefore approximate.
+    """
+    eval_seed: NonNegativeInt = 0
+    """With data.eval as a share: another number holds out other prompts."""
     test: list[SourceSettings] = Field(default_factory=list[SourceSettings])
     """Files to evaluate on once, after training."""
     max_length: Annotated[int, Field(ge=8)] = 1024
@@ -501,7 +529,9 @@ class Data(Section):
     prompt (oldest turns first, never the last user turn).
     """
     limit: RowCount | None = None
-    """Use only the first N rows of each of train, eval and test."""
+    """Use only the first N rows of each of train, eval and test. With data.eval as a share, it is
+    held out from the first N rows of train.
+    """
     train_on: Literal["completion", "assistant"] = "completion"
     """Which tokens of a demonstration to train on. completion: those of the last assistant turn.
     assistant: those of every assistant turn.
@@ -544,7 +574,25 @@ class Data(Section):
     stratify: bool = False
     """Give every step the same share of thumbs up and down as the whole data set."""
 
+    @property
+    def split(self) -> PromptSplit | None:
+        """The rows of ``train`` to hold out; None if ``eval`` has files or nothing."""
+        if isinstance(self.eval, list):
+            return None
+        return PromptSplit(self.eval, self.eval_seed)
+
+    def files(self, name: ListName) -> list[SourceSettings]:
+        """The files of a list; none for a share."""
+        files = {"train": self.train, "eval": self.eval, "test": self.test}[name]
+        return files if isinstance(files, list) else []
+
     def issues(self) -> Iterator[Issue]:
+        if isinstance(self.eval, list):
+            yield no_effect(
+                "eval_seed",
+                why="data.eval is no share of the rows",
+                fix="set data.eval to a share such as 0.1",
+            )
         conversion = None if self.convert is None else CONVERSIONS[self.convert]
         if conversion is None or "threshold" not in conversion.settings:
             yield no_effect(
@@ -835,9 +883,11 @@ class Train(Section):
     which steps are no faster. A resumed run keeps the number.
     """
     epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Passes over the training data."""
+    """Passes over the training data. train.max_steps overrides it."""
     max_steps: PositiveInt | None = None
-    """Stop after N optimizer steps."""
+    """Train for exactly N optimizer steps, whatever train.epochs is, repeating or leaving out rows.
+    null: train.epochs decides.
+    """
     optimizer: Annotated[Text, AfterValidator(_optimizer_name)] = "adamw"
     """adamw; adamw_8bit, which keeps its moments in 8 bits (a quarter of their memory, slow on a
     CPU, needs the extra `eightbit`); or the import path of an optimizer class, such as
@@ -897,6 +947,11 @@ class Train(Section):
     this were its last step. null: continue. With train.router_aux_loss above 0 every step has a
     gradient.
     """
+
+    @property
+    def length_setting(self) -> str:
+        """The setting that decides the number of steps."""
+        return "train.epochs" if self.max_steps is None else "train.max_steps"
 
     def issues(self) -> Iterator[Issue]:
         if self.router_aux_loss > 0 and self.compile == "on":
@@ -1003,8 +1058,10 @@ class Samples(Section):
     """Generate completions of N evaluation prompts before and after training, for the report."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 128
     """Maximum tokens per completion."""
-    temperature: NonNegativeFloat = 0.7
-    """Sampling temperature; 0 takes the most likely token."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 takes the most likely token. The report labels sampled completions as
+    such, and does not begin with them.
+    """
 
     def issues(self) -> Iterator[Issue]:
         if self.prompts == 0:

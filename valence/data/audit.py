@@ -212,12 +212,21 @@ def overlap(train: AuditColumns, other: AuditColumns) -> dict[str, Finding]:
     """Findings for another list: its rows that are training rows too, and other rows with the
     prompt of a training row.
     """
-    is_row = np.isin(other.columns["row_id"], train.columns["row_id"])
+    is_row = _is_row_of(train, other)
     has_prompt = np.isin(other.columns["prompt_id"], train.columns["prompt_id"])
     masks = {"rows_in_train": is_row, "prompts_in_train": has_prompt & ~is_row}
     return _make_findings(
         {name: other.origins.select(np.flatnonzero(mask)) for name, mask in masks.items()}
     )
+
+
+def shared_rows(train: AuditColumns, other: AuditColumns) -> Origins:
+    """The places of another list's rows that are training rows too."""
+    return other.origins.select(np.flatnonzero(_is_row_of(train, other)))
+
+
+def _is_row_of(train: AuditColumns, other: AuditColumns) -> Array:
+    return np.isin(other.columns["row_id"], train.columns["row_id"])
 
 
 def advised_weights(

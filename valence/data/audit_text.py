@@ -19,8 +19,8 @@ WARNINGS = {
         "Remove one row of each two, or give both a weight below 1.",
     ),
     "one_class": (
-        "all rows have the same label",
-        "Add rows with the other label, or train on good answers alone with method: sft and "
+        "all rows have the same label, so there is nothing to compare with",
+        "Add rows with the other label, or imitate the good answers with method: sft and "
         "data.convert: chosen_to_demonstrations.",
     ),
     "no_mismatch": (
@@ -30,7 +30,7 @@ WARNINGS = {
     "rows_in_train": (
         "rows are also in data.train: {rows}",
         "Remove them from one of the two files: training rows cannot show how the model does on "
-        "new prompts.",
+        "new prompts, and do not count in the verdict.",
     ),
     "prompts_in_train": (
         "rows have a prompt that is also in data.train: {rows}",
@@ -57,7 +57,7 @@ WARNINGS = {
     ),
     "another_header": (
         "answers follow another header than the generation prompt: {rows}",
-        "Set data.chat_template_kwargs so that both agree (see docs/chat-templates.md). "
+        "Set data.chat_template_kwargs so that both agree (see `valence docs chat-templates`). "
         "Otherwise the model is trained on other tokens than it is sampled from.",
     ),
     "reasoning_ignored": (
@@ -85,7 +85,8 @@ WARNINGS = {
     ),
     "length_bias": (
         "good and bad answers differ in length (mean tokens: {lengths})",
-        "If the model should not learn the length, balance the lengths (see docs/tasks/thumbs.md).",
+        "If the model should not learn the length, balance the lengths (see `valence docs "
+        "thumbs`).",
     ),
 }
 """What may spoil a result, and what to do about it, by the name of the finding."""

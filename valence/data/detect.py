@@ -50,7 +50,7 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
             )
     filled = {
         key: column
-        for key, column in (keys or {}).items()
+        for key, column in {"label": "label", **(keys or {})}.items()
         if any(row.get(column) is not None for row in rows)
     }
     shapes = [_shape(row, keys or {}, filled) for row in rows]
@@ -85,7 +85,7 @@ def _unknown(
         "or of the names in chat turns)"
         for _, count, name in near
     )
-    suggested = _suggested_keys(rows, keys, columns)
+    suggested = suggested_keys(rows, keys)
     mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
     return UserError(
         f"no format fits the columns {listed(map(repr, columns))}"
@@ -102,10 +102,9 @@ def _unknown(
     )
 
 
-def _suggested_keys(
-    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], columns: Sequence[str]
-) -> Mapping[str, str]:
-    """``keys`` that probably map these columns; empty unless a format then fits a row."""
+def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> Mapping[str, str]:
+    """``keys`` that probably map the columns of these rows; empty unless a format then fits one."""
+    columns = sorted({name for row in rows for name, value in row.items() if value is not None})
     suggested = dict(keys)
     for part, others in OTHER_NAMES.items():
         names = [part, *others.split()]
@@ -141,7 +140,8 @@ def _shape(
     """The columns of a row, by the format's names, and the dialect of its chat turns (None: it has
     none).
 
-    filled: those of ``keys`` whose column other rows fill, so that this row may leave it empty.
+    filled: the label and those of ``keys`` whose column other rows fill, so that this row may leave
+    it empty.
     """
     mapped = {part for column in keys.values() for part in (column, column.partition(".")[0])}
     names = {key for key, column in keys.items() if lookup(row, column) is not None}

@@ -405,9 +405,9 @@ class Encoder:
             raise RowError(
                 "another_vocabulary",
                 "the tokens of the answer come from another tokenizer than that of the model",
-                "train the model that sampled the answers, or set format: scored (or "
-                "demonstration) on this file to use the text of the answers instead of their "
-                "tokens",
+                "train the model that sampled the answers, or set format: judgement, scored, "
+                "preference or demonstration on this file to use the text of the answers instead "
+                "of their tokens",
             )
         if sampled is None or not sampled.logps or not row.follows:
             return ()

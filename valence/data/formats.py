@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from valence.data import values
@@ -18,6 +19,7 @@ from valence.types import (
     Content,
     Demonstration,
     Example,
+    Ids,
     Judgement,
     Kind,
     Message,
@@ -246,8 +248,15 @@ def read_preference(row: Columns) -> Preference:
     return _to_preference(row, prompt, chosen, rejected)
 
 
-def read_preferred_ids(row: Columns) -> Preference:
-    return _to_preference(row, *_read_ids(row, "prompt", "chosen", "rejected"))
+def read_preferred_ids(row: Columns) -> Example:
+    """Tokens whose vocabulary is not known are not read if the row has their texts."""
+    sampled, texts = _read_sampled(row, 0), {part: f"{part}_text" for part in PAIR}
+    has_texts = all(row.get(name) is not None for name in texts.values())
+    if has_texts and not (sampled and sampled.vocabulary):
+        keys = {part: row.columns[name] for part, name in texts.items()}
+        return read_example("preference", row.value, row.origin, keys)
+    prompt, *sides = _read_ids(row, *PAIR)
+    return _to_preference(row, prompt, *(replace(side, sampled=sampled) for side in sides))
 
 
 def read_pairwise_feedback(row: Columns) -> Preference:
@@ -300,9 +309,7 @@ def read_demonstrated_ids(row: Columns) -> Demonstration:
 
 def _read_answered_ids(row: Columns) -> tuple[Content, Content]:
     """A prompt and its answer as tokens, with the sampling settings of the answer."""
-    prompt, completion = (
-        values.ids(row.get(part), row.name(part)) for part in ("prompt", "completion")
-    )
+    prompt, completion = _read_ids(row, "prompt", "completion")
     return prompt, replace(completion, sampled=_read_sampled(row, len(completion.ids)))
 
 
@@ -325,8 +332,19 @@ def _read_sampled(row: Columns, num_tokens: int) -> Sampled | None:
     return Sampled(logps, temperature, top_p, str(settings.get("vocabulary") or ""))
 
 
-def _read_ids(row: Columns, *parts: str) -> Iterable[Content]:
-    return (values.ids(row.get(part), row.name(part)) for part in parts)
+def _read_ids(row: Columns, *parts: str) -> Iterable[Ids]:
+    """The parts of a row as tokens, of which the first is the prompt."""
+    prompt, *others = (values.ids(row.get(part), row.name(part)) for part in parts)
+    return replace(prompt, readable=_readable_prompt(row)), *others
+
+
+def _readable_prompt(row: Columns) -> str | Chat | None:
+    """The prompt next to its tokens; None if there is none that can be read."""
+    try:
+        prompt = row.parse("prompt_text", partial(values.prompt, dialect=row.dialect), None)
+        return prompt if prompt is None or isinstance(prompt, str) else Chat(prompt, row.tools)
+    except UserError:
+        return None
 
 
 def read_ranking(row: Columns) -> Ranking:
@@ -427,6 +445,7 @@ class Format:
         return tuple(dict.fromkeys((*self.need.split(), *self.may.split(), *common)))
 
 
+PAIR = ("prompt", "chosen", "rejected")
 RATINGS = ("label", "score")
 """Parts that a person fills in, and may leave out."""
 IDS = {
@@ -493,7 +512,7 @@ FORMATS: dict[str, Format] = {
         read_preferred_ids,
         "preference",
         "prompt_ids chosen_ids rejected_ids",
-        "margin soft prompt chosen rejected tools",
+        "margin soft prompt chosen rejected tools sampled",
         IDS,
     ),
     "demonstration_ids": Format(

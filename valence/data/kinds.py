@@ -9,6 +9,7 @@ from functools import partial
 
 from valence.data.convert import CONVERSIONS, Conversion, Unused, ratings_of, shared_ratings
 from valence.data.example_store import ExampleStore
+from valence.data.kind_names import COLUMNS_OF, METHOD_FOR, WORDS
 from valence.errors import UserError
 from valence.types import (
     Demonstration,
@@ -28,32 +29,6 @@ KINDS: dict[type[Example], Kind] = {
     Ranking: "ranking",
     Prompt: "prompt",
 }
-WORDS: dict[Kind, str] = {
-    "judgement": "completions rated up or down",
-    "preference": "pairs of a chosen and a rejected completion",
-    "demonstration": "completions to imitate",
-    "ranking": "several scored completions per prompt",
-    "prompt": "prompts",
-    "scored": "completions with a label, a score or attributes",
-}
-METHOD_FOR: dict[Kind, str] = {
-    "judgement": "kto",
-    "preference": "dpo",
-    "demonstration": "sft",
-    "ranking": "grpo",
-    "prompt": "grpo with a reward",
-    "scored": "pointwise",
-}
-"""The method to suggest for rows of each kind."""
-COLUMNS_OF: dict[Kind, str] = {
-    "judgement": "prompt, completion and label",
-    "preference": "prompt, chosen and rejected",
-    "demonstration": "prompt and completion",
-    "ranking": "prompt, completions and scores",
-    "prompt": "prompt",
-    "scored": "prompt, completion, and score or label",
-}
-"""The columns to suggest for rows of each kind."""
 
 
 def conversion_to(
@@ -198,11 +173,16 @@ def _is_of_kind(e: Example, kind: Kind) -> bool:
 
 
 def _wrong_kind(e: Example, kind: Kind) -> UserError:
+    groups = isinstance(e, Judgement) and kind in ("ranking", "preference")
+    condition = " if prompts have several rated completions" if groups else ""
     ways = [
         f"data.convert: {name}{' and data.threshold' if 'threshold' in c.required else ''}"
+        + condition
         for name, c in CONVERSIONS.items()
         if c.serves(kind) and c.takes(e)
     ]
+    if kind == "ranking":
+        ways.insert(0, "reward, to train on completions that the model samples for these prompts")
     if kind == "prompt":
         ways.append("format: prompt on this file, to read only its prompts")
     if kind == "demonstration" and isinstance(e, Judgement) and e.label is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -205,25 +205,3 @@ def rater_agreement(ratings: Iterable[RaterVerdict]) -> RaterAgreement | None:
         disagreement=differing.total() / pairs.total(),
         raters=tuple(sorted(raters, key=lambda rater: (-rater.disagreement, rater.rater))),
     )
-
-
-# The form of completions
-
-REFUSAL = re.compile(
-    r"\bI(?: am|['\N{RIGHT SINGLE QUOTATION MARK}]m)(?: very| really)? (?:sorry|unable)\b"
-    r"|\bI (?:cannot|can not|can['\N{RIGHT SINGLE QUOTATION MARK}]t|am not able)\b"
-    r"|\bas an AI\b",
-    re.IGNORECASE,
-)
-LIST_ITEM = re.compile(r"^\s*(?:[-*+\N{BULLET}]|\d+[.)])\s", re.MULTILINE)
-
-
-def form_of(text: str) -> Mapping[str, float]:
-    """Properties of the form of a completion, whatever it says, by name."""
-    return {
-        "words": float(len(text.split())),
-        "list items": float(len(LIST_ITEM.findall(text))),
-        "code blocks": float(text.count("```") // 2),
-        "question marks": float(text.count("?")),
-        "refusals": float(len(REFUSAL.findall(text))),
-    }

@@ -5,13 +5,23 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from valence.data import values
-from valence.data.detect import COLUMNS, detect, did_you_mean, is_another_format, listed, nearest
+from valence.data.convert import Conversion
+from valence.data.detect import (
+    COLUMNS,
+    detect,
+    did_you_mean,
+    is_another_format,
+    listed,
+    nearest,
+    suggested_keys,
+)
 from valence.data.example_store import ExampleStore
 from valence.data.formats import FORMATS, columns_read, lookup, read_example
 from valence.data.importers.records import SKIP_REASONS, ReadOptions
@@ -29,11 +39,16 @@ from valence.data.kinds import conversion_to, imported_examples, of_kind
 from valence.data.objects import Rows, paths_from, rows_from
 from valence.data.ratings import RATING, part_of, rated_format
 from valence.data.sources import BadRow, Row, read_rows
+from valence.data.split import PromptSplit
 from valence.errors import UserError
-from valence.types import Example, Judgement, Kind, Origin, Preference, Ranking
+from valence.types import Content, Example, Judgement, Kind, Origin, Preference, Ranking
 
 DETECT_ROWS = 20
 """Rows at the start of a file that its format is detected from."""
+ROWS_COUNTED = 100_000
+"""Rows after a bad one in which others with the same problem are counted."""
+HELD_OUT = "its prompt is held out by data.eval"
+"""Why a row of `mix` is left out."""
 
 OnBadRow = Literal["stop", "skip"]
 R = TypeVar("R")
@@ -159,6 +174,19 @@ class Loaded:
         return dict(sum((Counter(f.ignored_columns) for f in self.files), Counter[str]()))
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of all files before any conversion.
+
+    skipped: votes of an export without a row, and rows left out, each with the reason.
+    """
+
+    examples: ExampleStore
+    files: Sequence[File]
+    bad: Sequence[BadRow]
+    skipped: Sequence[tuple[Origin, str]]
+
+
 def load(
     sources: Sequence[Source],
     kind: Kind,
@@ -169,6 +197,7 @@ def load(
     mask_truncated: bool = True,
     limit: int | None = None,
     on_bad_row: OnBadRow = "stop",
+    leave_out: Callable[[Content], bool] | None = None,
 ) -> Loaded:
     """The Examples of these files, all of the kind asked for.
 
@@ -177,12 +206,55 @@ def load(
 
     ``limit``: rows read in all, before any conversion. ``convert`` turns rows of another kind into
     ``kind``, and puts them after those that are of that kind already; ``top_n`` and
-    ``mask_truncated`` are for best_to_demonstrations.
+    ``mask_truncated`` are for best_to_demonstrations. ``leave_out``: rows with such a prompt are
+    not used.
 
     Raises UserError at the first row that cannot be used, unless ``on_bad_row`` is "skip"; when
     rows are of another kind than asked for; and when nothing remains.
     """
     conversion = conversion_to(kind, convert, threshold, top_n, mask_truncated)
+    rows = _read_all(sources, kind, conversion, limit, on_bad_row)
+    if leave_out is not None:
+        used, others = _divide(rows, (leave_out(e.prompt) for e in rows.examples))
+        left_out = [(example.origin, HELD_OUT) for example in others.examples]
+        rows = replace(used, skipped=[*used.skipped, *left_out])
+    return _account(rows, kind, conversion, threshold)
+
+
+def load_split(
+    sources: Sequence[Source],
+    kind: Kind,
+    split: PromptSplit,
+    *,
+    where: str,
+    convert: str | None = None,
+    threshold: float | None = None,
+    top_n: int = 1,
+    mask_truncated: bool = True,
+    limit: int | None = None,
+    on_bad_row: OnBadRow = "stop",
+) -> tuple[Loaded, Loaded]:
+    """The Examples to train on and those that are held out, both as ``load`` returns them.
+
+    Bad rows are listed with those to train on. where: the setting of the split, for messages.
+    """
+    conversion = conversion_to(kind, convert, threshold, top_n, mask_truncated)
+    rows = _read_all(sources, kind, conversion, limit, on_bad_row)
+    positions = [split.position(example.prompt) for example in rows.examples]
+    if positions:
+        split.check(positions, where)
+    parts = _divide(rows, (position < split.share for position in positions))
+    train, held_out = (_account(part, kind, conversion, threshold) for part in parts)
+    return train, held_out
+
+
+def _read_all(
+    sources: Sequence[Source],
+    kind: Kind,
+    conversion: Conversion | None,
+    limit: int | None,
+    on_bad_row: OnBadRow,
+) -> _Rows:
     skipped: list[tuple[Origin, str]] = []
 
     def select(imported: ImportedRows) -> list[Example]:
@@ -207,7 +279,33 @@ def load(
             where=twice[0],
             fix="list it once; if its rows should count twice, set weight: 2 on it",
         )
-    examples, unused = of_kind(examples, kind, conversion, threshold)
+    return _Rows(examples, files, bad, skipped)
+
+
+def _divide(rows: _Rows, sides: Iterable[bool]) -> tuple[_Rows, _Rows]:
+    """The rows to train on and those to hold out. sides: whether each example is held out.
+
+    Rows without an example stay with those to train on.
+    """
+    train, held_out = ExampleStore(), ExampleStore()
+    for example, is_held_out in zip(rows.examples, sides, strict=True):
+        (held_out if is_held_out else train).append(example)
+    counts = Counter(held_out.sources)
+    remaining = [replace(file, rows=file.rows - counts[file.path]) for file in rows.files]
+    others = [
+        File(path=file.path, format=file.format, rows=counts[file.path], bad=0)
+        for file in rows.files
+        if counts[file.path]
+    ]
+    return replace(rows, examples=train, files=remaining), _Rows(held_out, others, (), ())
+
+
+def _account(
+    rows: _Rows, kind: Kind, conversion: Conversion | None, threshold: float | None
+) -> Loaded:
+    """The rows as examples of a kind, and what became of each file's rows."""
+    files, bad, skipped = rows.files, rows.bad, rows.skipped
+    examples, unused = of_kind(rows.examples, kind, conversion, threshold)
     left_out = (*((e.origin, str(why)) for e, why in unused), *skipped)
     if not examples:
         num_rows = sum(f.rows for f in files) + len(skipped)
@@ -269,6 +367,25 @@ def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Exam
             yield row, row
     if absent and source.limit is None:
         raise _no_such_columns(source.path, sorted(absent), present)
+
+
+def recognize(file: DataFile) -> DataFile:
+    """The file, with ``keys`` for columns that have other names than those of a format.
+
+    Raises UserError where the file as a whole is at fault, or if no format fits.
+    """
+    if file.format is not None or file.keys:
+        return file
+    head, _ = _head(_rows(file, None), "skip")
+    values = [row.value for row in head if isinstance(row, Row)]
+    try:
+        _layout(file, values)
+    except UserError as error:
+        keys = suggested_keys(values, {})
+        if error.code != "format-unknown-columns" or not keys:
+            raise
+        return replace(file, keys=keys)
+    return file
 
 
 def columns_of(source: Source) -> dict[str, str]:
@@ -418,7 +535,8 @@ def _read(
         str(source.path),
         Counter[str](),
     )
-    for row in chain(head, rest):
+    unread = chain(head, rest)
+    for row in unread:
         rows[row.origin.path] += 1
         if isinstance(row, Row) and layout.format:
             path = row.origin.path
@@ -435,7 +553,7 @@ def _read(
         if isinstance(row, BadRow):
             if on_bad_row == "stop":
                 raise UserError(
-                    row.reason,
+                    row.reason + _similar_rows(row.code, unread, layout),
                     code=row.code,
                     where=str(row.origin),
                     fix=f"{row.fix}; or set data.on_bad_row: skip, which counts and lists such "
@@ -460,6 +578,18 @@ def _read(
         )
         for p, n in (rows or {path: 0}).items()
     ]  # fmt: skip
+
+
+def _similar_rows(code: str, rows: Iterable[Row | BadRow | Example], layout: _Layout) -> str:
+    """How many of the rows after a bad row have the same problem; empty if none has."""
+    num_rows = count = 0
+    with suppress(UserError):  # a problem of the file as a whole comes after the bad row
+        for row in islice(rows, ROWS_COUNTED):
+            num_rows += 1
+            if isinstance(row, Row) and layout.format:
+                row = _example(row, layout)
+            count += isinstance(row, BadRow) and row.code == code
+    return f", as in {count:,} of the next {num_rows:,} rows" if count else ""
 
 
 def _head(rows: Iterator[R], on_bad_row: OnBadRow) -> tuple[list[R], Iterator[R]]:

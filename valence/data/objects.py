@@ -38,19 +38,19 @@ def paths_from(value: object) -> list[str] | None:
 
 
 def as_overrides(
-    data: Mapping[str, Rows | PathOrPaths | None], overrides: Sequence[str]
+    data: Mapping[str, Rows | PathOrPaths | float | None], overrides: Sequence[str]
 ) -> tuple[dict[str, Rows | None], list[str]]:
-    """Separate rows in memory from paths, which become overrides such as ``data.train=...``, so
-    that the run folder names them. data: by list, such as ``train``.
+    """Separate rows in memory from paths and shares, which become overrides such as
+    ``data.train=...``, so that the run folder names them. data: by list, such as ``train``.
     """
     rows: dict[str, Rows | None] = {}
     words = list(overrides)
     for name, value in data.items():
         paths = paths_from(value)
-        if paths is None:
-            rows[name] = None if value is None else rows_from(value)
+        if paths is not None or isinstance(value, int | float):
+            words.append(f"data.{name}={json.dumps(value if paths is None else paths)}")
         else:
-            words.append(f"data.{name}={json.dumps(paths)}")
+            rows[name] = None if value is None else rows_from(value)
     return rows, words
 
 

@@ -27,6 +27,9 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant turn that templates print in front of its content."""
 
+THINKING = ("enable_thinking", "thinking")
+"""Variables of templates that disable reasoning if they are false."""
+
 CHATML = "chatml"
 """The name of the built-in template."""
 
@@ -369,6 +372,8 @@ class ChatTemplate:
                 )
             context = bare
             notes.add("another_header")
+        if context is not prompt_text:
+            self._check_thinking(completion.messages, text)
         if any(not _prints_reasoning(message, text) for message in completion.messages):
             notes.add("reasoning_ignored")
         if completion_text:
@@ -528,6 +533,20 @@ class ChatTemplate:
         )
 
     # --- checks
+
+    def _check_thinking(self, messages: Sequence[Message], text: str) -> None:
+        """Raise RowError for reasoning in a text that does not start with the generation prompt,
+        because a variable of the template disables reasoning when completions are sampled.
+        """
+        disabled = [name for name in THINKING if self.kwargs.get(name) is False]
+        if disabled and any(_has_reasoning(m) and _prints_reasoning(m, text) for m in messages):
+            raise RowError(
+                "reasoning_disabled",
+                f"the answer has reasoning, but {disabled[0]} is false, so the model samples "
+                "answers after another prompt, without reasoning",
+                f"remove the reasoning from the row, or remove {disabled[0]} from "
+                "data.chat_template_kwargs",
+            )
 
     def _check_known(self, messages: Sequence[Message], tools: Tools) -> None:
         """Raises RowError for a role, or for tool calls, that the template does not read."""

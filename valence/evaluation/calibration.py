@@ -208,7 +208,7 @@ def calibrate(
         longer=longer,
         length_bias=mean(biases),
         interval=mean_interval(biases) if len(biases) > 1 else None,
-        position=position_bias(verdicts),
+        position=position_bias(pairs, verdicts),
     )
 
 

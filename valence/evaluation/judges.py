@@ -111,7 +111,10 @@ class RewardJudge:
 
     @property
     def identity(self) -> Any:
-        return backend_identities(self.reward)
+        backends = backend_identities(self.reward)
+        parts = [(part.weight, part.clip, part.gate) for part in self.reward.parts]
+        is_plain = all(part == (1.0, None, None) for part in parts)
+        return backends if is_plain else [*backends, {"weight, clip and gate": parts}]
 
     def judge(
         self, pairs: Sequence[AnswerPair], progress: Callable[[int], None]

@@ -8,6 +8,7 @@ from typing import Any
 
 from valence.evaluation.judges import FIRST, LAST, AnswerPair, PairVerdict
 from valence.evaluation.win_rate import Estimate, length_controlled_rate, win_rate
+from valence.reports.stats import wilson
 
 NUM_CLEAREST = 5
 """Clearest wins of each side that are reported."""
@@ -40,11 +41,22 @@ class Position:
     """How far the verdicts of a judge depend on the order of the answers.
 
     first: share of verdicts for the answer that is shown first, ties counted half; 0.5 is no bias.
-    consistent: share of pairs with the same verdict in both orders.
+    consistent: share of pairs with the same verdict in both orders. num_decided: pairs with two
+    different answers of which the judge preferred one in both orders. num_followed: of these, pairs
+    for which it preferred the answer in the same position both times.
     """
 
     first: float
     consistent: float
+    num_decided: int
+    num_followed: int
+
+    @property
+    def followed_bound(self) -> float:
+        """Upper end of the 95 % interval of the share of pairs whose verdict follows the
+        position. A judge that guesses has a share of 0.5.
+        """
+        return wilson(self.num_followed, self.num_decided)[1] if self.num_decided else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +112,26 @@ def summarize(
             "baseline": _clearest(judged, preferred=0.0, sign=-1),
         },
         error=next((verdict.error for verdict in verdicts if verdict.preference is None), ""),
-        position=position_bias(verdicts),
+        position=position_bias(pairs, verdicts),
         cost=cost,
     )
 
 
-def position_bias(verdicts: Sequence[PairVerdict]) -> Position | None:
-    """None without verdicts in both orders."""
-    orders = [(v.parts[FIRST], v.parts[LAST]) for v in verdicts if FIRST in v.parts]
-    if not orders:
+def position_bias(pairs: Sequence[AnswerPair], verdicts: Sequence[PairVerdict]) -> Position | None:
+    """None without verdicts in both orders. verdicts: one for each pair."""
+    judged = [
+        (pair.baseline.text != pair.candidate.text, v.parts[FIRST], v.parts[LAST])
+        for pair, v in zip(pairs, verdicts, strict=True)
+        if FIRST in v.parts
+    ]
+    if not judged:
         return None
+    orders = [(first, last) for _, first, last in judged]
+    decided = [(a, b) for differ, a, b in judged if differ and 0.5 not in (a, b)]
     firsts = [preference for first, last in orders for preference in (first, 1 - last)]
     consistent = sum(first == last for first, last in orders) / len(orders)
-    return Position(sum(firsts) / len(firsts), consistent)
+    followed = sum(first != last for first, last in decided)
+    return Position(sum(firsts) / len(firsts), consistent, len(decided), followed)
 
 
 def _rates(judged: Sequence[tuple[AnswerPair, PairVerdict]], seed: int) -> Rates:

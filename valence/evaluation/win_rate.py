@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from valence.reports.regression import fit_logistic
 from valence.reports.stats import wilson
 
 NUM_RESAMPLES = 2000
@@ -20,8 +22,6 @@ PENALTY = 0.01
 """Weight of half the squared length coefficient in the loss, which makes the fit unique where the
 longer answer always wins. It is 1 / C with the C = 100 of AlpacaEval.
 """
-MAX_ITERATIONS = 100
-TOLERANCE = 1e-10
 MAX_ELEMENTS = 2**22
 """Elements of the largest array; more resamples are computed in parts."""
 
@@ -113,41 +113,11 @@ def _controlled_rates(preferences: Array, terms: Array, counts: Array) -> Array:
     # where all preferences are 0 or 1, theta is infinite, and the rate their mean
     fitted = (means > 0) & (means < 1)
     if fitted.any():
-        rates[fitted] = _sigmoid(_fit(preferences, terms, counts[fitted])[:, 0])
+        _, thetas = fit_logistic(
+            torch.from_numpy(terms)[:, None],
+            torch.from_numpy(preferences),
+            torch.from_numpy(counts[fitted].T),
+            1 / PENALTY,
+        )
+        rates[fitted] = torch.sigmoid(thetas).numpy()
     return rates
-
-
-def _fit(preferences: Array, terms: Array, counts: Array) -> Array:
-    """theta and phi ``[R, 2]``: minimize the log loss with Newton steps, halved until it falls."""
-    features = np.stack([np.ones_like(terms), terms], axis=1)
-    penalties = np.array([0.0, PENALTY])
-
-    def losses(weights: Array) -> Array:
-        logits = weights @ features.T
-        loss = np.logaddexp(0.0, logits) - preferences * logits
-        return (counts * loss).sum(axis=1) + (penalties * weights**2).sum(axis=1) / 2
-
-    weights = np.zeros((len(counts), 2))
-    loss = losses(weights)
-    for _ in range(MAX_ITERATIONS):
-        p = _sigmoid(weights @ features.T)
-        gradient = (counts * (p - preferences)) @ features + penalties * weights
-        curvature = np.einsum("rn,ni,nj->rij", counts * p * (1 - p), features, features)
-        hessian = curvature + np.diag(penalties) + 1e-12 * np.eye(2)
-        step = np.linalg.solve(hessian, gradient[..., None])[..., 0]
-        size = np.ones((len(counts), 1))
-        for _ in range(30):
-            trial = losses(weights - size * step)
-            worse = trial > loss + 1e-12
-            if not worse.any():
-                break
-            size[worse] /= 2
-        weights = weights - size * step
-        loss = losses(weights)
-        if np.abs(gradient).max() < TOLERANCE * counts.shape[1]:
-            break
-    return weights
-
-
-def _sigmoid(values: Array) -> Array:
-    return np.exp(-np.logaddexp(0.0, -values))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from safetensors import SafetensorError
 
 from valence.data.encode import Encoder
 from valence.errors import UserError
+from valence.export.contents import folder_differences, gguf_differences, is_compared
 from valence.export.gguf_file import (
     DIRECT_TYPES,
     check_type,
     file_type_of,
     lossless_type,
-    max_tensor_error,
     read_metadata,
     write_gguf,
 )
@@ -35,6 +34,8 @@ from valence.runs.store import write_atomically
 
 REPORT = "verification.json"
 SECTION = "## Verification"
+CONTENTS = ("settings-differ", "tensors-differ", "stop-token-added")
+"""Differences of a folder that concern every program that loads it."""
 Progress = Callable[[str], None]
 """Receives a short description of what is being done."""
 
@@ -45,6 +46,8 @@ class ReferenceRun:
 
     base: the base model, which the run holds in ``dtype``. rounded_base: the
     run computed with a 4-bit base model, and the export has that model's unquantized weights.
+    merged, adapter: folders with the run's merged weights, and with its adapter, that were written
+    just now.
     """
 
     encoder: Encoder
@@ -54,6 +57,8 @@ class ReferenceRun:
     dtype: torch.dtype | None = None
     rounded_base: bool = False
     trust_remote_code: bool = False
+    merged: Path | None = None
+    adapter: Path | None = None
 
     @property
     def variables(self) -> Mapping[str, Any]:
@@ -63,8 +68,7 @@ class ReferenceRun:
     @property
     def end_names(self) -> list[str]:
         """The tokens at which the run stops."""
-        tokenizer = self.encoder.tokenizer
-        return [str(tokenizer.convert_ids_to_tokens(i)) for i in self.encoder.end_ids]
+        return _names_of(self.encoder.tokenizer, self.encoder.end_ids)
 
 
 def check_types(types: Sequence[str], llama: LlamaCpp | None) -> None:
@@ -132,8 +136,7 @@ def verify_folder(
     if is_adapter or (folder / "config.json").is_file():
         results.append(_verify_transformers(folder, is_adapter, reference, progress))
         if vllm is not None:
-            is_same = results[0].status == "verified"
-            results.append(_verify_vllm(folder, is_adapter, is_same, reference, vllm, progress))
+            results.append(_verify_vllm(folder, is_adapter, results[0], reference, vllm, progress))
     results += [
         _verify_gguf(folder, path, reference, llama, progress)
         for path in sorted(folder.glob("*.gguf"))
@@ -155,14 +158,19 @@ def _verify_transformers(
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     name = f"{kind} folder"
     total = len(reference.probes)
+    progress(f"{name}: comparing weights and settings")
+    source = reference.adapter if is_adapter else reference.merged
+    contents = _base_differences(folder) if is_adapter else []
     try:
+        if source is not None and source != folder:
+            contents += folder_differences(source, folder)
         artifact = run_transformers(
             folder,
             reference.probes,
             reference.answers,
             variables=reference.variables,
             end_ids=reference.encoder.end_ids,
-            base=reference.base if is_adapter else None,
+            is_adapter=is_adapter,
             dtype=reference.dtype if is_adapter else None,
             trust_remote_code=reference.trust_remote_code,
             on_probe=lambda done: progress(f"{name}: {done} of {total} prompts"),
@@ -176,26 +184,51 @@ def _verify_transformers(
         )
         return Verification(name, kind, "differs", size=size, differences=(difference,))
     except (OSError, ValueError, RuntimeError) as error:
-        return Verification(name, kind, "not verified", reason=f"it cannot be loaded ({error})")
+        # a folder that was written just now was complete: memory or a library is missing
+        if not is_adapter:
+            reason = f"it cannot be loaded ({error})"
+            return Verification(name, kind, "not verified", reason=reason, size=size)
+        return _unloadable(name, kind, size, error)
     return _compare(
         name,
         kind,
         reference,
         artifact,
         size=size,
+        contents=contents,
+        other_stops=[
+            (text, False) for text in _names_of(reference.encoder.tokenizer, artifact.other_stops)
+        ],
         notes=_base_note(reference),
     )
+
+
+def _unloadable(name: str, kind: str, size: int, error: Exception) -> Verification:
+    if isinstance(error, torch.OutOfMemoryError):
+        return Verification(name, kind, "not verified", reason=str(error), size=size)
+    difference = ExportDifference(
+        "adapter-not-loadable",
+        "error",
+        f"AutoPeftModelForCausalLM cannot load the folder ({type(error).__name__})",
+        "set base_model_name_or_path in adapter_config.json to the folder or the hub id of the "
+        "base model",
+    )
+    return Verification(name, kind, "differs", size=size, differences=(difference,))
+
+
+def _names_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    return [str(tokenizer.convert_ids_to_tokens(i)) for i in ids]
 
 
 def _verify_vllm(
     folder: Path,
     is_adapter: bool,
-    is_same: bool,
+    loaded: Verification,
     reference: ReferenceRun,
     python: str,
     progress: Progress,
 ) -> Verification:
-    """is_same: whether the folder has the weights of the run."""
+    """loaded: the verification of the folder in transformers."""
     name = f"{'adapter' if is_adapter else 'model'} folder in vLLM"
     total = len(reference.probes)
     dtype = _vllm_dtype(folder, reference)
@@ -237,8 +270,15 @@ def _verify_vllm(
             f"KL/token is computed from the {MAX_LOGPROBS} most likely tokens and the sum of the "
             "others"
         )
-    error = 0.0 if is_same else None
-    return _compare(name, "vllm", reference, artifact, weights_error=lambda: error, notes=notes)
+    return _compare(
+        name,
+        "vllm",
+        reference,
+        artifact,
+        weights_error=0.0 if loaded.status == "verified" else None,
+        contents=[d for d in loaded.differences if d.code in CONTENTS],
+        notes=notes,
+    )
 
 
 def _vllm_dtype(folder: Path, reference: ReferenceRun) -> str:
@@ -280,9 +320,14 @@ def _verify_gguf(
 ) -> Verification:
     kind = file_type_of(path) or path.stem.rpartition("-")[2].lower()
     size = path.stat().st_size
+    progress(f"{path.name}: comparing fields and tensors")
+    contents, error, notes = _gguf_contents(path, reference)
+    status = "differs" if contents else "not verified"
     if llama is None:
         reason = f"no llama.cpp found; {INSTALL}"
-        return Verification(path.name, kind, "not verified", reason=reason, size=size)
+        return Verification(
+            path.name, kind, status, reason=reason, size=size, differences=tuple(contents)
+        )
     total = len(reference.probes)
     try:
         artifact = run_llama_cpp(
@@ -294,14 +339,20 @@ def _verify_gguf(
             end_ids=reference.encoder.end_ids,
             on_probe=lambda done: progress(f"{path.name}: {done} of {total} prompts"),
         )
-    except UserError as error:
-        if error.code == "llama-cpp-broken":
-            return Verification(path.name, kind, "not verified", reason=error.message, size=size)
-        difference = ExportDifference(error.code, "error", error.message, error.fix or "")
+    except UserError as failure:
+        if failure.code == "llama-cpp-broken":
+            return Verification(
+                *(path.name, kind, status),
+                reason=failure.message,
+                size=size,
+                differences=tuple(contents),
+            )
+        difference = ExportDifference(failure.code, "error", failure.message, failure.fix or "")
         return Verification(path.name, kind, "differs", size=size, differences=(difference,))
-    has_weights = (folder / "config.json").is_file()
-    notes = [*_base_note(reference), *_file_notes(folder, path)]
-    if has_nfc_normalizer(reference.encoder.tokenizer):
+    notes += [*_base_note(reference), *_file_notes(folder, path)]
+    tokenizer: Any = reference.encoder.tokenizer
+    special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if has_nfc_normalizer(tokenizer):
         notes.append(
             "the run's tokenizer normalizes Unicode (NFC) and llama.cpp does not: normalize prompts"
         )
@@ -316,9 +367,54 @@ def _verify_gguf(
         reference,
         artifact,
         size=size,
-        weights_error=partial(max_tensor_error, folder, path) if has_weights else lambda: None,
+        weights_error=error,
+        contents=contents,
+        other_stops=list(
+            zip(
+                _names_of(tokenizer, artifact.other_stops),
+                (i in special_ids for i in artifact.other_stops),
+                strict=True,
+            )
+        ),
         notes=notes,
     )
+
+
+def _base_differences(folder: Path) -> list[ExportDifference]:
+    """Whether another directory is enough for an adapter not to find its base model."""
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    base = Path(str(config.get("base_model_name_or_path")))
+    if base.is_absolute() or not base.is_dir():
+        return []
+    return [
+        ExportDifference(
+            "adapter-not-loadable",
+            "error",
+            f"adapter_config.json names the base model by a path within {Path.cwd().name}",
+            f"set base_model_name_or_path in adapter_config.json to {base.absolute().name} with "
+            "its full path",
+        )
+    ]
+
+
+def _gguf_contents(
+    path: Path, reference: ReferenceRun
+) -> tuple[list[ExportDifference], float | None, list[str]]:
+    """Differences of a file's contents, its largest error of a tensor, and notes."""
+    if reference.merged is None or not is_compared(reference.merged):
+        note = "Valence does not convert this architecture: only the answers were compared"
+        return [], None, [note]
+    try:
+        return *gguf_differences(
+            reference.merged, path, reference.encoder.tokenizer, reference.encoder.end_ids
+        ), []
+    except UserError as error:  # of another tokenizer than llama.cpp knows
+        return [], None, [f"only the answers were compared: {error.message}"]
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        difference = ExportDifference(
+            "file-damaged", "error", f"the file cannot be read ({error})", "write the file again"
+        )
+        return [difference], None, []
 
 
 def _file_notes(folder: Path, path: Path) -> list[str]:

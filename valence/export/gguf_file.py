@@ -140,7 +140,7 @@ def architecture_of(config: Any) -> Architecture:
             f"Valence cannot convert models of type {config.model_type} to GGUF (supported: "
             f"{', '.join(ARCHITECTURES)})"
         )
-    rope_type = _rope(config).get("rope_type", "default")
+    rope_type = rope_of(config).get("rope_type", "default")
     reason = architecture.check(config)
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation != architecture.activation:
@@ -190,14 +190,8 @@ def write_gguf(
     _add_hyperparameters(writer, config, num_rows)
     _add_tokenizer(writer, tokenizer_fields(tokenizer, num_rows, end_ids))
 
-    names = gguf.get_tensor_name_map(_model_arch(architecture), config.num_hidden_layers)
     plans: list[tuple[str, str | None, Any]] = []
-    for name in weights.names:
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if gguf_name is None:
-            raise _unsupported(f"llama.cpp's {architecture.name} models have no tensor {name}")
+    for name, gguf_name in tensor_names(config, weights).items():
         shape = weights.shape(name)
         kind = _tensor_type(gguf_name, shape, file_type)
         byte_shape = (
@@ -207,7 +201,7 @@ def write_gguf(
         size = math.prod(byte_shape) * np.dtype(dtype).itemsize
         writer.add_tensor_info(gguf_name, byte_shape, np.dtype(dtype), size, raw_dtype=kind)
         plans.append((gguf_name, name, kind))
-    if (factors := _rope_factors(config)) is not None:
+    if (factors := rope_factors(config)) is not None:
         writer.add_tensor_info(
             "rope_freqs.weight", factors.shape, np.dtype(np.float32), factors.nbytes
         )
@@ -221,10 +215,27 @@ def write_gguf(
             assert factors is not None
             writer.write_tensor_data(factors)
         else:
-            values = _as_stored(weights.tensor(name), name, config, architecture)
+            values = as_stored(weights.tensor(name), name, config, architecture)
             writer.write_tensor_data(_encode(values, kind, name))
         on_tensor(i + 1, len(plans))
     writer.close()
+
+
+def tensor_names(config: Any, weights: Weights) -> dict[str, str]:
+    """The name in GGUF of each tensor that is stored. Raises UserError if llama.cpp has none."""
+    import gguf
+
+    architecture = ARCHITECTURES[config.model_type]
+    names = gguf.get_tensor_name_map(_model_arch(architecture), config.num_hidden_layers)
+    result: dict[str, str] = {}
+    for name in weights.names:
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
+            raise _unsupported(f"llama.cpp's {architecture.name} models have no tensor {name}")
+        result[name] = gguf_name
+    return result
 
 
 _PLAIN: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
@@ -256,7 +267,7 @@ def _tensor_type(name: str, shape: tuple[int, ...], file_type: str) -> Any:
     return types[file_type.upper()]
 
 
-def _as_stored(
+def as_stored(
     weight: Tensor, name: str, config: Any, architecture: Architecture
 ) -> np.ndarray[Any, Any]:
     """A weight in float32, in the layout of llama.cpp."""
@@ -354,22 +365,22 @@ def _add_hyperparameters(writer: Any, config: Any, num_rows: int) -> None:
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if getattr(config, "final_logit_softcapping", None):
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    rope = _rope(config)
+    rope = rope_of(config)
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(rope["factor"]))
 
 
-def _rope(config: Any) -> Mapping[str, Any]:
+def rope_of(config: Any) -> Mapping[str, Any]:
     """The RoPE settings of the layers with full attention."""
     rope = config.rope_parameters
     return rope.get("full_attention", rope)
 
 
-def _rope_factors(config: Any) -> np.ndarray[Any, Any] | None:
+def rope_factors(config: Any) -> np.ndarray[Any, Any] | None:
     """Divisors of the rotary frequencies of Llama 3's scaling; None without it."""
-    rope = _rope(config)
+    rope = rope_of(config)
     if rope.get("rope_type") != "llama3":
         return None
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -412,42 +423,14 @@ def file_type_of(path: Path) -> str | None:
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """The scalar fields of a GGUF file by name; arrays by their length."""
+    return {
+        name: len(value) if isinstance(value, list) else value
+        for name, value in read_arrays(path).items()
+    }
+
+
+def read_arrays(path: Path) -> dict[str, Any]:
+    """The fields of a GGUF file by name; arrays as lists."""
     import gguf
 
-    reader = gguf.GGUFReader(path)
-    values: dict[str, Any] = {}
-    for name, field in reader.fields.items():
-        is_array = field.types[:1] == [gguf.GGUFValueType.ARRAY]
-        values[name] = len(field.data) if is_array else field.contents()
-    return values
-
-
-def max_tensor_error(folder: Path, path: Path) -> float | None:
-    """The largest relative error of a tensor of a GGUF file; None for other architectures.
-
-    The error is the root of the mean square of the difference to the folder's tensor, divided by
-    that of the folder's tensor. Infinite for a tensor that is missing from the file.
-    """
-    import gguf
-
-    config: Any = AutoConfig.from_pretrained(folder)
-    architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is None:
-        return None
-    names = gguf.get_tensor_name_map(_model_arch(architecture), config.num_hidden_layers)
-    weights = Weights(folder)
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    largest = 0.0
-    for name in weights.names:
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        tensor = stored.get(gguf_name or "")
-        if tensor is None:
-            return math.inf
-        expected = _as_stored(weights.tensor(name), name, config, architecture)
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(expected.shape)
-        scale = float(np.sqrt(np.mean(np.square(expected)))) or 1.0
-        error = float(np.sqrt(np.mean(np.square(values - expected)))) / scale
-        largest = max(largest, error)
-    return largest
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}

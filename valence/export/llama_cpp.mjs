@@ -78,6 +78,8 @@ for (const [i, prompt] of request.prompts.entries()) {
 await writeFile(join(request.out, "result.json"), JSON.stringify({
     version: package_.version, release: llama.llamaCppRelease?.release ?? null, adds_bos: addsBos,
     bos: model.tokens.bos, eog: request.ends.map((id) => model.isEogToken(id)), prompts,
+    other_eog: Array.from({ length: request.vocabulary }, (_, id) => id)
+        .filter((id) => model.isEogToken(id) && !request.ends.includes(id)),
 }));
 await model.dispose();
 process.exit(0);

@@ -161,6 +161,7 @@ def run_llama_cpp(
         runtime=f"llama.cpp (node-llama-cpp {data['version']}{release})",
         stops=tuple(data["eog"]),
         results=results,
+        other_stops=tuple(data["other_eog"]),
     )
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from valence.data.encode import Encoder
 from valence.data.vocab import RowError
 from valence.errors import UserError
+from valence.rollouts.kv import forward_with_cache
 from valence.types import Chat, Message
 
 MAX_NEW_TOKENS = 16
@@ -85,12 +86,13 @@ class ArtifactResult:
     """The answers of an exported model.
 
     runtime: the program that ran it, with its version. stops: for each end token of the run,
-    whether the program stops there.
+    whether the program stops there. other_stops: further tokens at which it stops, if known.
     """
 
     runtime: str
     stops: tuple[bool, ...]
     results: tuple[ProbeResult, ...]
+    other_stops: tuple[int, ...] = ()
 
 
 def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -158,8 +160,7 @@ def _greedy(
     cache: Any = None
     completion, rows = list[int](), list[Tensor]()
     while len(completion) < max_new_tokens:
-        output = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output, cache = forward_with_cache(model, cache, input_ids=tokens)
         rows.append(output.logits[0, -1].float().cpu())
         completion.append(int(rows[-1].argmax()))
         if completion[-1] in end_ids:
@@ -176,29 +177,31 @@ def run_transformers(
     *,
     variables: Mapping[str, Any],
     end_ids: Collection[int],
-    base: str | None = None,
+    is_adapter: bool = False,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     on_probe: Callable[[int], None] = lambda done: None,
 ) -> ArtifactResult:
     """Answers of an exported folder, loaded with transformers.
 
-    base: the base model of an adapter's folder, which is loaded with peft. dtype: of the weights
-    of the base model; by default that of its files.
+    is_adapter: the folder has an adapter, which peft loads onto the base model that it names.
+    dtype: of the weights of the base model; by default that of its files.
     """
     import transformers
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     settings = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
-    model: Any = AutoModelForCausalLM.from_pretrained(base or folder, **settings)
     runtime = f"transformers {transformers.__version__}"
-    if base is not None:
+    model: Any
+    if is_adapter:
         import peft
 
-        model = peft.PeftModel.from_pretrained(model, folder)
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(str(folder), **settings)
         runtime += f", peft {peft.__version__}"
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, **settings)
     model.eval()
-    stops = model.generation_config.eos_token_id if base is None else tokenizer.eos_token_id
+    stops = tokenizer.eos_token_id if is_adapter else model.generation_config.eos_token_id
     stop_ids = set(stops) if isinstance(stops, list) else {stops}
     results: list[ProbeResult] = []
     for i, (probe, answer) in enumerate(zip(probes, expected, strict=True)):
@@ -225,4 +228,9 @@ def run_transformers(
             logits = model(input_ids=tokens).logits[0, start:-1].float()
         results.append(ProbeResult(error, text, ids, completion, stop, logits.numpy()))
         on_probe(i + 1)
-    return ArtifactResult(runtime, tuple(i in stop_ids for i in end_ids), tuple(results))
+    return ArtifactResult(
+        runtime,
+        tuple(i in stop_ids for i in end_ids),
+        tuple(results),
+        other_stops=tuple(sorted(stop_ids - {*end_ids, None})),
+    )

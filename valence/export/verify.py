@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -25,8 +25,15 @@ MAX_TOKEN_KL = 0.5
 """KL divergence of a single token (nats) up to which a file with weights as they were trained
 counts as the same model. A damaged row of the embedding affects few tokens, not the mean.
 """
+MAX_KL_BASE = 0.1
+MIN_AGREEMENT_BASE = 0.9
+"""Limits for a run on a 4-bit base model, whose export has the unquantized one: beyond them the
+exported model is right, but not the one that was trained and measured.
+"""
 MAX_ROUNDING = 0.003
 """Relative error of a tensor that is stored in 16 bits, at most: twice that of bfloat16."""
+MAX_SHOWN = 3
+"""Differences of one kind that a message names."""
 CONTEXT = 24
 """Characters shown before and after the first difference of two texts."""
 
@@ -94,18 +101,22 @@ def compare(
     end_names: Sequence[str],
     bos: int | None,
     size: int = 0,
-    weights_error: Callable[[], float | None] = lambda: None,
+    weights_error: float | None = None,
     rounded_base: bool = False,
+    contents: Sequence[ExportDifference] = (),
+    other_stops: Sequence[tuple[str, bool]] = (),
     notes: Sequence[str] = (),
 ) -> Verification:
     """Compare the answers of an exported file with those of the run.
 
-    end_names: the tokens at which the run stops. weights_error: returns the largest relative error
-    of a tensor of the file, if known; called only if logits differ, because it reads all weights.
-    rounded_base: the run computed with a 4-bit base model, and the file has that model's
-    unquantized weights.
+    end_names: the tokens at which the run stops. weights_error: the largest relative error of a
+    tensor of the file, if known. rounded_base: the run computed with a 4-bit base model, and the
+    file has that model's unquantized weights. contents: differences of fields and tensors, which
+    explain other logits. other_stops: tokens at which the program stops and the run does not, and
+    whether they are special tokens, which answers hardly contain.
     """
     differences = [
+        *contents,
         *_prompt_differences(probes, artifact.results, bos, kind),
         *_stop_differences(end_names, artifact.stops, kind),
     ]
@@ -123,25 +134,38 @@ def compare(
         problem = f"the mean KL divergence is {kl_mean:.3g} nats per token; up to {limit:g}"
     elif not kl_max <= max_limit:
         problem = f"the KL divergence of a token is {kl_max:.3g} nats; up to {max_limit:g}"
-    if problem is not None:
-        differences.append(_weights_difference(f"{problem} is normal", kind, weights_error()))
+    if problem is not None and not contents:
+        differences.append(_weights_difference(f"{problem} is normal", kind, weights_error))
+    if not any(f.code == "stop-token-added" for f in contents):
+        differences += _other_stops(other_stops)
     same_prompts = [r.ids == p.ids for p, r in zip(probes, artifact.results, strict=True)]
     same_answers = [
         (a.completion, a.stop) == (r.completion, r.stop)
         for a, r in zip(expected, artifact.results, strict=True)
     ]
     differences += _ending_differences(probes, expected, artifact.results)
+    agreement = float(matches.mean())
+    reason = None
+    if rounded_base and not (kl_mean <= MAX_KL_BASE and agreement >= MIN_AGREEMENT_BASE):
+        reason = (
+            f"the run computed with a 4-bit base model, and this file has its unquantized weights: "
+            f"{agreement:.0%} of the run's tokens are the most likely ones here (KL divergence "
+            f"{kl_mean:.2g} nats per token), and {MIN_AGREEMENT_BASE:.0%} and {MAX_KL_BASE:g} are "
+            "required. Evaluate the exported folder before you use it"
+        )
+    is_equal = not any(f.severity == "error" for f in differences)
     return Verification(
         file=file,
         kind=kind,
-        status="differs" if any(f.severity == "error" for f in differences) else "verified",
+        status="differs" if not is_equal else "not verified" if reason else "verified",
         runtime=artifact.runtime,
+        reason=reason,
         size=size,
         prompts=len(probes),
         same_text=sum(r.text == p.text for p, r in zip(probes, artifact.results, strict=True)),
         same_tokens=sum(same_prompts),
         answer_tokens=len(kl),
-        agreement=float(matches.mean()),
+        agreement=agreement,
         same_answers=sum(same_answers),
         kl_mean=kl_mean,
         kl_max=kl_max,
@@ -277,6 +301,29 @@ def _stop_differences(
             if kind in FOLDERS
             else "pass these as stop strings, as the Modelfile does",
         )
+    ]
+
+
+def extra_stop(
+    names: Sequence[str], severity: Literal["error", "warning"] = "error"
+) -> ExportDifference:
+    """The difference of a file with which answers end at further tokens."""
+    shown = ", ".join(repr(name) for name in names[:MAX_SHOWN])
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ExportDifference(
+        "stop-token-added",
+        severity,
+        f"generation stops at {shown}{more}, where the run does not stop",
+        "remove these from the end tokens of the file, or export the run again",
+    )
+
+
+def _other_stops(tokens: Sequence[tuple[str, bool]]) -> list[ExportDifference]:
+    texts = [name for name, is_special in tokens if not is_special]
+    special = [name for name, is_special in tokens if is_special]
+    return [
+        *([extra_stop(texts)] if texts else []),
+        *([extra_stop(special, "warning")] if special else []),
     ]
 
 

@@ -29,7 +29,6 @@ from valence.data.label_audit import (
     OppositeLabels,
     RaterAgreement,
     content_text,
-    form_of,
     near_duplicates,
     rater_agreement,
     ratings_of_rows,
@@ -38,13 +37,14 @@ from valence.data.label_audit import (
 from valence.data.load import columns_of, read_together, stream
 from valence.data.sources import BadRow, Row
 from valence.errors import UserError
-from valence.jobs.cross_fit import MIN_ROWS, cross_fit
 from valence.jobs.row_job import as_line, check_line, check_output, refuse_inputs
 from valence.lifecycle.scorers import LogProbScorer, RewardModelScorer, load_scorer
 from valence.models.features import completion_states
 from valence.models.policy_model import PolicyModel
 from valence.reports.console import Progress
-from valence.reports.stats import auc, auc_interval, mean
+from valence.reports.form import form_of
+from valence.reports.regression import cross_fit
+from valence.reports.stats import MIN_CLASS_ROWS, auc, mean
 from valence.terminal import Terminal, print_message
 from valence.trainer.prepare import prepare
 from valence.trainer.targets import is_run, with_files
@@ -334,7 +334,7 @@ def audit_rows(
     if out is not None:
         check_output(out)
     source = with_files(model or NO_MODEL, files, overrides, format=format)
-    sources = source.recipe.data.eval
+    sources = source.recipe.data.files("eval")
     for number, item in enumerate(sources):
         if item.path in [other.path for other in sources[:number]]:
             raise UserError(
@@ -539,7 +539,7 @@ def _oriented(
 
 def is_enough(labels: Sequence[bool]) -> bool:
     """Whether each class has rows for each fold."""
-    return min(sum(labels), len(labels) - sum(labels)) >= MIN_ROWS
+    return min(sum(labels), len(labels) - sum(labels)) >= MIN_CLASS_ROWS
 
 
 def _audit_form(kind: RatedKind, items: Sequence[RatedRow]) -> FormAudit | None:
@@ -552,8 +552,7 @@ def _audit_form(kind: RatedKind, items: Sequence[RatedRow]) -> FormAudit | None:
     features, labels = _oriented(items, lambda item: vectors[id(item)])
     if not is_enough(labels):
         return None
-    probabilities = cross_fit(features, labels, [item.group for item in items], C_FORM).tolist()
-    value, interval = audit_auc(probabilities, labels)
+    predicted = cross_fit(features, labels, [item.group for item in items], C_FORM)
     form_features: list[FormFeature] = []
     for name in names:
         if kind != "pairs":
@@ -570,17 +569,7 @@ def _audit_form(kind: RatedKind, items: Sequence[RatedRow]) -> FormAudit | None:
             ups, downs = [b for b, _ in better], [w for _, w in better]
             alone = mean((b > w) + (b == w) / 2 for b, w in better) or 0.0
         form_features.append(FormFeature(name, mean(ups) or 0.0, mean(downs) or 0.0, alone))
-    return FormAudit(value, interval, tuple(form_features))
-
-
-def audit_auc(
-    probabilities: Sequence[float], labels: Sequence[bool]
-) -> tuple[float, tuple[float, float]]:
-    """The AUC of probabilities against labels, and its 95 % interval."""
-    ups = [p for p, label in zip(probabilities, labels, strict=True) if label]
-    downs = [p for p, label in zip(probabilities, labels, strict=True) if not label]
-    value = auc(ups, downs)
-    return value, auc_interval(value, len(ups), len(downs))
+    return FormAudit(predicted.auc, predicted.interval, tuple(form_features))
 
 
 # Hidden states
@@ -688,12 +677,13 @@ def _cross_fit(
     features, labels = _oriented(usable, lambda item: by_item[id(item)])
     if not is_enough(labels):
         return _States(None, 0.5, (0.0, 1.0), unusable)
-    predicted = cross_fit(features, labels, [item.group for item in usable], C_STATES).tolist()
-    value, interval = audit_auc(predicted, labels)
+    predicted = cross_fit(features, labels, [item.group for item in usable], C_STATES)
     label_probabilities = [
-        p if label else 1 - p for p, label in zip(predicted, labels, strict=True)
+        p if label else 1 - p
+        for p, label in zip(predicted.probabilities.tolist(), labels, strict=True)
     ]
-    return _States(dict(zip(states, label_probabilities, strict=True)), value, interval, unusable)
+    by_index = dict(zip(states, label_probabilities, strict=True))
+    return _States(by_index, predicted.auc, predicted.interval, unusable)
 
 
 def _suspects(items: Sequence[RatedRow], states: _States, top: int) -> HiddenStateAudit | None:

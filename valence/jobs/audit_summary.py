@@ -7,8 +7,8 @@ from rich.table import Table
 
 from valence.data.label_audit import RaterAgreement
 from valence.jobs.audit_labels import SIDES, FormAudit, HiddenStateAudit, KindAudit, LabelAudit
-from valence.jobs.cross_fit import MIN_ROWS
 from valence.jobs.select_prompts import Selection
+from valence.reports.stats import MIN_CLASS_ROWS
 from valence.terminal import print_message
 
 SHOWN = 5
@@ -150,7 +150,7 @@ def _with_interval(auc: float, interval: tuple[float, float]) -> str:
 def _too_few(audit: KindAudit) -> str:
     classes = " and ".join(SIDES[audit.kind])
     needed = "pairs" if audit.kind == "pairs" else f"rows of each class ({classes})"
-    return f"Too few rows: at least {MIN_ROWS} {needed} are needed."
+    return f"Too few rows: at least {MIN_CLASS_ROWS} {needed} are needed."
 
 
 def _print_states(audit: KindAudit, console: Console) -> None:

@@ -20,6 +20,8 @@ from rich.console import Console
 from valence.config.parse import from_yaml
 from valence.config.schema import RewardSettings
 from valence.data.load import stream
+from valence.data.sources import BadRow
+from valence.data.split import prompt_key
 from valence.errors import UserError
 from valence.evaluation.assertions import (
     COLUMN,
@@ -81,6 +83,10 @@ READING = Draws(n=1, temperature=0.7, top_p=1.0, max_new_tokens=256)
 TAG_COLUMNS = ("tags", "tag")
 PEOPLE = "people"
 """Name of the votes among the judges."""
+MAX_FOLLOWED = 0.5
+"""Share of verdicts that follow the position of the answers, with its 95 % interval, below which a
+judge can decide a gate. It is the share of a judge that guesses.
+"""
 MAX_FAILED = 0.1
 """Share of prompts without a verdict above which there is no result."""
 START_OVER = "set --out to another folder, or start over with --fresh, which renames this one"
@@ -109,7 +115,8 @@ class ModelComparison:
     def failed_gates(self, at_least: float | None, max_broken: int | None) -> list[str]:
         """Sentences about win rates below ``at_least``, and about too many broken assertions.
 
-        A gate without a win rate, or without assertions, fails as well.
+        A gate without a win rate, or without assertions, fails as well, and so does one whose judge
+        may decide by the position of the answers: a judge that guesses does so for half of them.
         """
         failures: list[str] = []
         if at_least is not None:
@@ -123,6 +130,15 @@ class ModelComparison:
                 f"{100 * at_least:g} %"
                 for name, rate in rates.items()
                 if rate is None or rate.value < at_least
+            ]
+            failures += [
+                f"the judge {judge.judge} preferred the same position in both orders for "
+                f"{judge.position.num_followed} of {judge.position.num_decided} pairs, so its "
+                f"verdicts may not depend on the answers: the share must be below "
+                f"{100 * MAX_FOLLOWED:.0f} % with its interval, whose upper end is "
+                f"{100 * judge.position.followed_bound:.0f} %"
+                for judge in self.judges
+                if judge.position and judge.position.followed_bound >= MAX_FOLLOWED
             ]
         if max_broken is not None:
             num_broken = len(self.assertions["broken"]) if self.assertions else None
@@ -205,7 +221,7 @@ def compare_models(
         questions = _read_prompts(candidate, prompts, assertions, overrides)
     questions.check_judges(bool(specs))
     questions.check_tag(tag)
-    trained, notes = _count_trained(
+    trained, notes = count_trained(
         dict(zip(SIDES, (baseline, candidate), strict=True)), questions.by_key, overrides
     )
     if questions.prompts:
@@ -386,7 +402,7 @@ class ComparisonPrompts:
 
     def add(self, example: Prompt) -> str:
         """Add the prompt of a row. Returns its key."""
-        key = _prompt_key(example.prompt)
+        key = prompt_key(example.prompt)
         self.duplicates += key in self.by_key
         self.by_key.setdefault(key, example)
         if (value := example.info.get(COLUMN)) is not None:
@@ -414,8 +430,9 @@ class ComparisonPrompts:
                 "no judge compares the answers",
                 code="judge-missing",
                 where="compare",
-                fix="add --judge REWARD: a rule, a function, a reward model or the address of a "
-                "server",
+                fix="add --judge with a rule (`valence rewards` lists them), a function such as "
+                "my_rewards.py:score, a reward model or the address of a server; or let people "
+                "compare: `valence collect BASELINE CANDIDATE`",
             )
         if has_judges and not self.judged:
             raise UserError(
@@ -437,7 +454,7 @@ def _read_prompts(
             where="compare",
             fix="add --prompts FILE with held-out prompts",
         )
-    sources = with_files(target, [*prompts, *assertions], overrides).recipe.data.eval
+    sources = with_files(target, [*prompts, *assertions], overrides).recipe.data.files("eval")
     questions = ComparisonPrompts()
     for example in load_prompts(sources[: len(prompts)]) if prompts else ():
         questions.judged.add(questions.add(example))
@@ -453,15 +470,7 @@ def _read_prompts(
     return questions
 
 
-def _prompt_key(content: Content) -> str:
-    """The same for all prompts with the same content: a text is a chat of one user message."""
-    columns = prompt_columns(content)
-    prompt = columns["prompt"]
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return content_id(turns, columns.get("tools", []))
-
-
-def _count_trained(
+def count_trained(
     targets: Mapping[str, str], keys: Iterable[str], overrides: Sequence[str]
 ) -> tuple[dict[str, int], list[str]]:
     """For each run the number of prompts that its training data has as well, and notes about
@@ -474,10 +483,14 @@ def _count_trained(
         if not is_run(target):
             continue
         try:
-            sources = load_target(target, overrides).recipe.data.train
-            examples = (example for source in sources for _, example in stream(source))
-            contents = (getattr(example, "prompt", None) for example in examples)
-            trained = {_prompt_key(content) for content in contents if content is not None}
+            data = load_target(target, overrides).recipe.data
+            examples = (example for source in data.train for _, example in stream(source))
+            contents = (e.prompt for e in examples if not isinstance(e, BadRow))
+            trained = {
+                prompt_key(content)
+                for content in contents
+                if data.split is None or not data.split.is_held_out(content)
+            }
         except (UserError, OSError) as error:
             reason = str(error).partition("\n")[0]
             notes.append(
@@ -592,13 +605,13 @@ class ComparisonFolder:
         ]
         return [
             AnswerPair(
-                id=content_id(_prompt_key(example.prompt), *(row["completion"] for row in rows)),
+                id=content_id(prompt_key(example.prompt), *(row["completion"] for row in rows)),
                 prompt=as_readable(example.prompt),
                 baseline=sampled_completion(rows[0]),
                 candidate=sampled_completion(rows[1]),
                 tags=_tags(example, tag),
                 origin=str(example.origin),
-                prompt_key=_prompt_key(example.prompt),
+                prompt_key=prompt_key(example.prompt),
             )
             for example, *rows in zip(examples, *sides, strict=True)
         ]

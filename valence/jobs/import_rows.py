@@ -28,7 +28,7 @@ from valence.data.importers.records import (
 )
 from valence.data.importers.rows import KIND_OF, ROW_KINDS, RowKind, agreement, make_rows
 from valence.data.importers.sources import SOURCES, pull_votes, read_votes, source_name
-from valence.data.kinds import METHOD_FOR
+from valence.data.kind_names import METHOD_FOR, WORDS
 from valence.errors import UserError
 from valence.jobs.import_store import ImportStore, MergeCounts, as_date, merge_votes, vote_line
 from valence.jobs.row_job import refuse_inputs
@@ -65,7 +65,7 @@ class RowsFile:
     """A file of rows. command: checks a training run on it."""
 
     path: str
-    kind: str
+    kind: RowKind
     rows: int
     command: str
 
@@ -372,9 +372,11 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
     period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
     print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}\n")
     if summary.files:
-        table = Table("file", "rows", "kind", box=None, pad_edge=False)
+        table = Table("file", "rows", "kind", "content", box=None, pad_edge=False)
         for file in summary.files:
-            table.add_row(file.path, f"{file.rows:,}", file.kind)
+            kind = KIND_OF[file.kind]
+            content = f"{WORDS[kind]}, for {METHOD_FOR[kind]}"
+            table.add_row(file.path, f"{file.rows:,}", file.kind, content)
         console.print(table)
     else:
         print_message(console, "None of the stored votes can be converted into a row.")
@@ -404,8 +406,35 @@ def _origin(skip: SkippedCount) -> str:
     return f"{skip.place} ({example})" if example else skip.place
 
 
+def _shortage(file: RowsFile, weights: WeightAdvice | None) -> str:
+    """A sentence about a file with too few rows to judge a model by, or without a contrast; empty
+    for others.
+    """
+    from valence.reports.verdict import rows_needed
+
+    if file.kind == "thumbs" and weights and 0 in (weights.n_up, weights.n_down):
+        kind = "up" if weights.n_up else "down"
+        way = (
+            "; imitate them with method: sft and data.convert: chosen_to_demonstrations"
+            if weights.n_up
+            else ""
+        )
+        return f"{file.path}: all thumbs are {kind}, so there is nothing to compare with{way}."
+    share_up = 0.5
+    if file.kind == "thumbs" and weights:
+        share_up = weights.n_up / (weights.n_up + weights.n_down)
+    needed = rows_needed(None if file.kind == "pairs" else share_up)
+    if file.kind not in ("thumbs", "pairs") or file.rows >= 2 * needed:
+        return ""
+    return (
+        f"{file.path}: {file.rows:,} {file.kind} are few: to judge a model, about {needed:,} are "
+        "held out, and it trains on the others. Collect more votes."
+    )
+
+
 def _sentences(summary: ImportSummary) -> Iterator[str]:
-    """Statistics of the votes."""
+    """Statistics of the votes, and which of them are too few."""
+    yield from filter(None, (_shortage(file, summary.weights) for file in summary.files))
     if weights := summary.weights:
         advice = f"; {weights.remedy}, or loss.class_weights: auto" if weights.remedy else ""
         yield f"Thumbs: {weights.n_up:,} up, {weights.n_down:,} down{advice}"

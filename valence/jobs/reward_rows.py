@@ -78,7 +78,9 @@ def score_by_reward(
     specs = list_rewards(rewards, target, overrides)
     recipe_data = load_target(target, overrides).recipe.data if target is not None else None
     bare = BARE | {"reward": "length"}
-    sources = with_files(bare, data, (), recorded=recipe_data, format=format).recipe.data.eval
+    sources = with_files(bare, data, (), recorded=recipe_data, format=format).recipe.data.files(
+        "eval"
+    )
     paths = [s.path for s in sources]
     with RowJob(
         out, paths, window=WINDOW, fresh=fresh, console=console, quiet=quiet, group=group

@@ -19,6 +19,7 @@ from valence.data.detect import COLUMNS
 from valence.data.formats import FORMATS
 from valence.data.load import load
 from valence.data.sources import Row, read_rows
+from valence.data.split import PromptSplit
 from valence.distributed.process_group import (
     Group,
     SingleProcess,
@@ -155,9 +156,11 @@ def sample_rows(
         group=group,
     ) as job:
         files = [s.model_dump(mode="json", exclude_defaults=True) for s in sources]
-        facts = {"prompts": [*questions, *files], "answers": n, **asdict(sampling)}
+        split = source.recipe.data.split
+        held_out = [asdict(split)] if split else []
+        facts = {"prompts": [*questions, *files, *held_out], "answers": n, **asdict(sampling)}
         job.check_facts(facts)
-        prompts = _prompts(questions, sources)
+        prompts = _prompts(questions, sources, split)
         files_of_model = model_files(target, source, at) if store_immediately else None
         about = {} if files_of_model is None else {"model_files": files_of_model}
         if about and _has_all(job, prompts, about):
@@ -224,7 +227,7 @@ def answers(
 ) -> list[tuple[str, Completion]]:
     """Each prompt as text, with a completion to read. Arguments as for ``sample_rows``."""
     sources, source = _sources(target, data, overrides, has_questions=bool(questions))
-    prompts = _prompts(questions, sources)
+    prompts = _prompts(questions, sources, source.recipe.data.split)
     contents = [prompt.prompt for prompt in prompts]
     recipe = source.recipe
     n, _, sampling = draws.for_reading(source).resolve(recipe.rollout, bool(recipe.reward))
@@ -248,7 +251,7 @@ def _sources(
     """Files of prompts, and the recipe."""
     if data or has_questions:
         source = with_files(target, data, overrides)
-        return list(source.recipe.data.eval), source
+        return source.recipe.data.files("eval"), source
     source = load_target(target, overrides)
     recipe = source.recipe
     if not recipe.reward or not recipe.data.train:
@@ -261,11 +264,17 @@ def _sources(
     return list(recipe.data.train), source
 
 
-def _prompts(questions: Sequence[str], sources: Sequence[SourceSettings]) -> list[Prompt]:
-    """In their order: those passed as text, then those of the files."""
+def _prompts(
+    questions: Sequence[str], sources: Sequence[SourceSettings], split: PromptSplit | None
+) -> list[Prompt]:
+    """In their order: those passed as text, then those of the files that are not held out."""
     # the run decides whether texts become user messages
     prompts = [Prompt(prompt=q, origin=Origin("--prompt", k)) for k, q in enumerate(questions, 1)]
-    prompts += load_prompts(sources) if sources else []
+    prompts += [
+        prompt
+        for prompt in (load_prompts(sources) if sources else ())
+        if split is None or not split.is_held_out(prompt.prompt)
+    ]
     for prompt in prompts:
         check_line(prompt.info, prompt.origin)
     return prompts

@@ -68,7 +68,7 @@ def score_rows(
     Raises UserError for invalid arguments, and when no row can be scored.
     """
     source = with_files(target, data, overrides, format=format)
-    sources = source.recipe.data.eval
+    sources = source.recipe.data.files("eval")
     paths = [s.path for s in sources]
     with RowJob(
         out, paths, window=WINDOW, fresh=fresh, console=console, quiet=quiet, group=group

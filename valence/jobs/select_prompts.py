@@ -21,15 +21,15 @@ from valence.jobs.audit_labels import (
     C_STATES,
     TOKENS,
     AuditRows,
-    audit_auc,
     hidden_states,
     is_enough,
     load_policy,
     read_rated,
 )
-from valence.jobs.cross_fit import MIN_ROWS, cross_fit, fit_logistic, standardize
 from valence.jobs.row_job import as_line, check_output, refuse_inputs
 from valence.models.policy_model import PolicyModel
+from valence.reports.regression import cross_fit, fit_logistic, standardize
+from valence.reports.stats import MIN_CLASS_ROWS
 from valence.terminal import Terminal, print_message
 from valence.trainer.targets import with_files
 from valence.types import (
@@ -104,7 +104,7 @@ def select_prompts(
     console = console or Terminal()
     check_output(out)
     source = with_files(model, [*rated, *files], overrides)
-    sources = source.recipe.data.eval
+    sources = source.recipe.data.files("eval")
     refuse_inputs([out], [source.path for source in sources])
     check_output(out, is_new=True)
     labelled = read_rated(sources[: len(rated)])
@@ -274,15 +274,13 @@ def _uncertainties(
             f"--rated has too few labels to train a classifier: {up} up and {down} down",
             code="too-few-labels",
             where="--rated",
-            fix=f"rate at least {MIN_ROWS} answers of each class first, or select from prompts "
-            "without answers",
+            fix=f"rate at least {MIN_CLASS_ROWS} answers of each class first, or select from "
+            "prompts without answers",
         )
     groups = [content_id(completions[i].prompt, completions[i].completion) for i in indices]
-    auc, interval = audit_auc(
-        cross_fit(known, known_labels, groups, C_STATES).tolist(), known_labels
-    )
-    if interval[0] <= 0.5:
-        return {}, auc, interval
+    predicted = cross_fit(known, known_labels, groups, C_STATES)
+    if predicted.interval[0] <= 0.5:
+        return {}, predicted.auc, predicted.interval
     answers, places = states.of_answers([answer for _, answer in candidates.answers])
     if len(places) < len(candidates.answers):
         reason = "the model cannot read the answer"
@@ -297,7 +295,7 @@ def _uncertainties(
     for place, probability in zip(places, probabilities, strict=True):
         id = candidates.answers[place][0]
         scores[id] = max(scores.get(id, 0.0), 1 - abs(2 * probability - 1))
-    return scores, auc, interval
+    return scores, predicted.auc, predicted.interval
 
 
 def _select_diverse(

@@ -6,7 +6,9 @@ import difflib
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ FREE = (
     | {"eval.train_examples"}
 )
 """Settings that change neither weights nor log beyond their last digits."""
-MAY_GROW = ("train.epochs", "train.max_steps")
+LENGTH_SETTINGS = ("train.epochs", "train.max_steps")
+"""Settings that decide the number of steps, which may grow."""
 BATCH_SETTINGS = (
     "train.batch_size",
     "train.drop_last",
@@ -189,8 +192,8 @@ def _changed_settings(
 ) -> dict[str, str]:
     """Describe changed settings that need permission.
 
-    Left out: settings in FREE, those in MAY_GROW that have grown, automatic ones that follow from
-    changed rows, and paths to the same rows.
+    Left out: settings in FREE, those of a run that does not get shorter, automatic ones that follow
+    from changed rows, and paths to the same rows.
     """
     now, settings = settings_of(prepared) if was else {}, prepared.source.settings
     changed: dict[str, str] = {}
@@ -206,7 +209,7 @@ def _changed_settings(
             and rows
         ):
             continue
-        if name in MAY_GROW and (after is None or (before is not None and after > before)):
+        if name in LENGTH_SETTINGS and not _is_shorter(was, prepared):
             continue
         path_setting = PATH_SETTING.fullmatch(name)
         if path_setting and path_setting[1] not in rows:
@@ -216,6 +219,12 @@ def _changed_settings(
             f"{json.dumps(after, ensure_ascii=False)}"
         )
     return changed
+
+
+def _is_shorter(was: Mapping[str, Any], prepared: Prepared) -> bool:
+    """Whether the recipe asks for fewer steps than the settings ``was`` would on the same rows."""
+    before = prepared.num_steps(*(was[name] for name in LENGTH_SETTINGS))
+    return prepared.total_steps < before
 
 
 # ------------------------------------------------------------------ rows
@@ -256,6 +265,27 @@ def _saved_hashes(path: Path) -> dict[str, torch.Tensor]:
     return hashes if known in (None, _checksum(hashes)) else {}
 
 
+def mark_training_rows(path: Path, prepared: Prepared) -> Prepared:
+    """The same with the rows that the run in a folder has trained on marked in all other lists."""
+    trained = _saved_hashes(path / ROWS).get(_list("train"))
+    if trained is None:
+        return prepared
+
+    def marked(corpus: Corpus) -> Corpus:
+        units = corpus.units
+        is_trained = np.isin(units.columns["fingerprint"], trained.numpy())
+        origins = units.origins.select(np.flatnonzero(is_trained))
+        return replace(
+            corpus, trained_origins=corpus.trained_origins | frozenset(map(str, origins))
+        )
+
+    corpora = {
+        name: corpus if name.endswith("train") else marked(corpus)
+        for name, corpus in prepared.corpora.items()
+    }
+    return replace(prepared, corpora=corpora)
+
+
 def _changed_rows(path: Path, was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:
     now = rows_of(prepared)
     names = [name for name in sorted(now.keys() | was.keys()) if was.get(name) != now.get(name)]
@@ -284,9 +314,13 @@ def _describe_change(
     if saved is None or corpus is None:
         return counts
     hashes = corpus.units.columns["fingerprint"].tolist()
-    old = set(saved.tolist())
-    new = [i for i, value in enumerate(hashes) if value not in old]
-    num_gone = len(old - set(hashes))
+    old, new = Counter(saved.tolist()), list[int]()
+    for i, value in enumerate(hashes):  # the same row may occur several times
+        if old[value]:
+            old[value] -= 1
+        else:
+            new.append(i)
+    num_gone = old.total()
     parts = [f"{len(new)} are new, the first is {corpus.units.origins[new[0]]}"] if new else []
     parts += [f"{num_gone} are gone or changed"] if num_gone else []
     return f"{counts}: {', '.join(parts) or 'the same rows in another order'}"

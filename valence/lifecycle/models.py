@@ -21,7 +21,12 @@ from valence.distributed.process_group import Group, SingleProcess, check_ranks_
 from valence.distributed.tensor_parallel import tensor_parallel
 from valence.errors import UserError
 from valence.lifecycle.changes import rows_of
-from valence.models.adapters import starts_at_base
+from valence.models.adapters import (
+    check_adapter,
+    planned_adapter,
+    read_adapter_weights,
+    starts_at_base,
+)
 from valence.models.build import (
     DTYPES,
     best_device,
@@ -47,6 +52,7 @@ from valence.models.scores import is_reward_model
 from valence.models.shape import Shape, decoder_layers, shape_of
 from valence.models.stream import CannotStreamError, DeferredWeights, build_without_weights
 from valence.models.values import add_values
+from valence.models.weights import check_loaded_weights
 from valence.planning.memory import (
     at_rest,
     can_compile,
@@ -88,6 +94,9 @@ def build_models(
         shard_size = split.ways if split.ways > 1 and split.context == 1 else None
         data, neighbours = group.split(*recipe.parallel.neighbours, shard_size=shard_size)
         checkpointing = _checkpointing(prepared, model, group, split)
+        for argument, module in {"model": model, "reference": reference}.items():
+            if module is not None:
+                check_loaded_weights(module, type(module).__name__, where=argument)
         loader = _ModelLoader(prepared, split, group, data, neighbours, checkpointing)
         policy, stream = loader.policy(model)
         if model is not None:
@@ -257,11 +266,14 @@ class _ModelLoader:
         file = spec.gguf_file if name is None else None
         if name is None and self.prepared.method.is_reward_model:
             options["attributes"] = spec.attributes or ONE
+        setting = "model.name" if name is None else "reference.model"
         name = name or spec.name
         # 4-bit weights are quantized from full ones
         if not self.split.single and not spec.quantize:
             try:
-                return build_without_weights(name, device=best_device(), gguf_file=file, **options)
+                return build_without_weights(
+                    name, device=best_device(), gguf_file=file, setting=setting, **options
+                )
             except CannotStreamError as reason:
                 if self.world.rank == 0:
                     warnings.warn(
@@ -269,8 +281,37 @@ class _ModelLoader:
                         f"load only its part: {reason}",
                         stacklevel=2,
                     )
-        model = load_model(name, gguf_file=file, quantize=spec.quantize is not None, **options)
+        model = load_model(
+            name, gguf_file=file, quantize=spec.quantize is not None, setting=setting, **options
+        )
         return model, None
+
+
+def check_model_files(prepared: Prepared) -> None:
+    """Raise UserError if a weight of the recipe's models is missing, not finite or an integer.
+
+    Reads one weight at a time. Models in GGUF files and quantized models are only checked when they
+    are loaded.
+    """
+    recipe, spec = prepared.recipe, prepared.recipe.model
+    attributes = (spec.attributes or ONE) if prepared.method.is_reward_model else None
+    models = {"model.name": spec.name} if spec.gguf_file is None else {}
+    if recipe.reference.model is not None and prepared.needs_reference:
+        models["reference.model"] = recipe.reference.model
+    with prepared.source.placing():
+        for setting, name in models.items():
+            model = load_model(
+                name,
+                dtype=at_rest(recipe),
+                attributes=attributes if setting == "model.name" else None,
+                trust_remote_code=spec.trust_remote_code,
+                device="meta",
+                setting=setting,
+            )
+            if spec.adapter is not None and setting == "model.name":
+                check_adapter(planned_adapter(model, spec.lora, spec.adapter), spec.adapter)
+        if spec.adapter is not None and spec.gguf_file is not None:
+            read_adapter_weights(spec.adapter)
 
 
 def _check_quantized(model: nn.Module, spec: Model) -> None:

@@ -14,6 +14,7 @@ from valence.config.schema import Recipe
 from valence.distributed.process_group import Group, SingleProcess
 from valence.errors import UserError
 from valence.lifecycle.assemble import make_trainer
+from valence.lifecycle.changes import mark_training_rows
 from valence.lifecycle.models import build_models
 from valence.lifecycle.saved_models import At, load_saved_models
 from valence.planning.plan import planned_tokens
@@ -56,7 +57,7 @@ def restore(
     # The folder's recipe may name a program or an address to sample with.
     is_trusted = saved.source.settings["rollout.engine"].origin == COMMAND_LINE
     trainer = make_trainer(
-        saved.prepared,
+        mark_training_rows(run_dir, saved.prepared),
         saved.policy,
         saved.reference,
         console=console,

@@ -190,8 +190,8 @@ class PreviousRun:
         when = f", {facts['finished']}" if facts.get("finished") else ""
         return (
             f"the run in {self.folder.path} is finished ({reason}{when}): nothing to do\n"
-            "  to train longer, raise train.epochs or train.max_steps; to start over, use "
-            "`valence train RECIPE --fresh`"
+            f"  to train longer, raise {self.prepared.recipe.train.length_setting}; to start over, "
+            "use `valence train RECIPE --fresh`"
         )
 
     def _going_on(self) -> str:
@@ -252,8 +252,8 @@ def find_previous_run(
             f"{previous.total}",
             code="run-beyond-steps",
             where=f"run.dir: {folder.path}",
-            fix="raise train.epochs or train.max_steps, or export the model as it is (`valence "
-            "export RUN FOLDER`)",
+            fix=f"raise {prepared.recipe.train.length_setting}, or export the model as it is "
+            "(`valence export RUN FOLDER`)",
         )
     return previous
 

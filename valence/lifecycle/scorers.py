@@ -32,7 +32,7 @@ from valence.models.digest import model_digest
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
-from valence.models.scores import Scorer, widen_head
+from valence.models.scores import Scorer, has_score_head, widen_head
 from valence.trainer.methods import method_in
 from valence.trainer.prepare import with_dtype
 from valence.types import MicroBatch
@@ -261,8 +261,7 @@ def _attributes(spec: Model) -> list[str] | None:
     except LOADING_ERRORS as error:
         raise cannot_load("model", spec.name, error) from error
     labels: Any = config.id2label
-    is_one = any("ForSequenceClassification" in kind for kind in config.architectures or [])
-    return list(labels.values()) if is_one else None
+    return list(labels.values()) if has_score_head(config) else None
 
 
 def _reference(
@@ -285,7 +284,9 @@ def _reference(
                 fix="use a reference model with the tokenizer of the model",
             )
     dtype = policy.causal.get_input_embeddings().weight.dtype
-    model = load_model(name, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+    model = load_model(
+        name, dtype=dtype, trust_remote_code=spec.trust_remote_code, setting="reference.model"
+    )
     check_vocabulary(model, tokenizer)
     check_positions(
         model,

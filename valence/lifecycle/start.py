@@ -36,6 +36,8 @@ from valence.lifecycle.changes import choices_of, settings_of
 from valence.lifecycle.finish import run_to_end
 from valence.lifecycle.models import build_models
 from valence.lifecycle.resume import PreviousRun, find_previous_run, record_start, resume
+from valence.models.adapters import check_trains
+from valence.models.build import stock_model
 from valence.models.digest import model_digest
 from valence.planning.plan import crowding, describe, make_plan
 from valence.reports.trackers import check
@@ -44,6 +46,7 @@ from valence.runs.folder import RunFolder, refuse_inputs_in_folder
 from valence.runs.messages import Messages
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
+from valence.trainer.held_out import held_out_warning
 from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, class_weight_warning, prepare, with_dtype
 from valence.trainer.trainer import Trainer
@@ -95,7 +98,7 @@ def build_run(
     recipe: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    rows: Mapping[str, Rows | PathOrPaths | None] | None = None,
+    rows: Mapping[str, Rows | PathOrPaths | float | None] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     model: nn.Module | None = None,
     reference: nn.Module | None = None,
@@ -119,11 +122,14 @@ def build_run(
     not loaded.
     """
     world = group or SingleProcess()
+    model, reference = stock_model(model, "model"), stock_model(reference, "reference")
     in_memory_rows, overrides = as_overrides(rows or {}, overrides)
     console = console or terminal_of(world)
     in_memory = [name for name, value in in_memory_rows.items() if value is not None]
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
     checked = source.recipe
+    if model is not None:
+        check_trains(model, checked.model)
     refuse_inputs_in_folder(
         Path(checked.run.dir),
         {
@@ -315,8 +321,10 @@ def show_audit(prepared: Prepared, console: Console) -> None:
     """Print the audit of the data, and how rows become text."""
     for name, corpus in prepared.corpora.items():
         console.rule(name if name.startswith("mix") else f"data.{name}", align="left")
+        if name == "eval" and (held_out := prepared.held_out):
+            print_message(console, held_out)
         print_message(console, render(corpus.audit, training=name == "train"))
-    if warning := class_weight_warning(prepared):
+    for warning in filter(None, (class_weight_warning(prepared), held_out_warning(prepared))):
         print_message(console, warning, "yellow")
     console.rule("text rendering", align="left")
     for line in describe_rendering(prepared.encoder, prepared.recipe.data.chat_template):
@@ -329,5 +337,5 @@ def _warn_of_data(prepared: Prepared, console: Console) -> None:
         where = name if name.startswith("mix") else f"data.{name}"
         for warning in warnings_of(corpus.audit):
             warn_on_stderr(console, f"{where}: {warning}")
-    if warning := class_weight_warning(prepared):
+    for warning in filter(None, (class_weight_warning(prepared), held_out_warning(prepared))):
         warn_on_stderr(console, warning)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from valence.errors import UserError
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.models.weights import check_complete, check_finite, check_type
 
 # PEFT imports it where it is installed, and it warns about missing 4-bit kernels
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -45,10 +46,56 @@ def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
     try:
         # Without is_trainable an adapter loads frozen, and a run would train nothing.
         with _without_warnings():
-            wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
-            return _with_wide_masters(wrapped)
+            wrapped = PeftModel.from_pretrained(
+                model,  # type: ignore[arg-type]
+                adapter,
+                is_trainable=True,
+                ignore_mismatched_sizes=True,  # an error below, which names the weight
+            )
     except LOADING_ERRORS as error:
         raise cannot_load("adapter", adapter, error) from error
+    check_adapter(wrapped, adapter)
+    return _with_wide_masters(wrapped)
+
+
+def check_adapter(wrapped: Any, adapter: str) -> None:
+    """Raise UserError if the files of an adapter lack weights of the wrapped model, have them in
+    another shape, or if one is an integer or not finite.
+    """
+    from peft import get_peft_model_state_dict
+
+    stored = read_adapter_weights(adapter)
+    expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    report = {
+        "missing_keys": expected.keys() - stored.keys(),
+        "mismatched_keys": [
+            (key, stored[key].shape, weight.shape)
+            for key, weight in expected.items()
+            if key in stored and stored[key].shape != weight.shape
+        ],
+        "unexpected_keys": {
+            key for key in stored.keys() - expected.keys() if "lora_" in key or not expected
+        },
+    }
+    check_complete(report, adapter, where="model.adapter")
+
+
+def read_adapter_weights(adapter: str) -> dict[str, Tensor]:
+    """Return the weights of an adapter's folder, by PEFT's names.
+
+    Raises UserError when they cannot be read, or one is an integer or not finite.
+    """
+    from peft.utils.save_and_load import load_peft_weights
+
+    must_exist(adapter, "model.adapter")
+    try:
+        stored: dict[str, Tensor] = load_peft_weights(adapter, device="cpu")
+    except LOADING_ERRORS as error:
+        raise cannot_load("adapter", adapter, error) from error
+    for key, weight in stored.items():
+        check_type(key, str(weight.dtype).removeprefix("torch."), adapter, where="model.adapter")
+    check_finite(stored.items(), adapter, where="model.adapter")
+    return stored
 
 
 def disable_adapter_dropout(model: nn.Module, adapter: str) -> None:
@@ -109,6 +156,46 @@ def active_module(module: Any) -> nn.Module:
 def has_adapter(model: nn.Module) -> bool:
     """Return whether the model has an adapter."""
     return hasattr(model, "peft_config")
+
+
+def check_trains(model: nn.Module, spec: Any) -> None:
+    """Raise UserError for a model object whose weights or adapter a run cannot train.
+
+    spec: the section ``model`` of the recipe.
+    """
+    adds_adapter = spec.lora is not None or spec.adapter is not None
+    if has_adapter(model) and not hasattr(model, "get_base_model"):
+        raise UserError(
+            "the model object contains the layers of an adapter, but is not a PeftModel",
+            code="model-adapter-bare",
+            where="model",
+            fix="pass the PeftModel around it, which is run.policy.model after a run, or load the "
+            "model again",
+        )
+    if has_adapter(model) and adds_adapter:
+        raise UserError(
+            "the model object already has an adapter",
+            code="model-has-adapter",
+            where="model.lora" if spec.lora is not None else "model.adapter",
+            fix="remove the setting to train the adapter of the object, or pass its base model",
+        )
+    configs: Any = getattr(model, "peft_config", {})
+    if any(config.is_prompt_learning for config in configs.values()):
+        raise UserError(
+            "the adapter of the model object is a prompt or prefix, which packed sequences do not "
+            "support",
+            code="model-adapter-kind",
+            where="model",
+            fix="use an adapter inside layers, such as LoRA",
+        )
+    if not adds_adapter and not any(p.requires_grad for p in model.parameters()):
+        raise UserError(
+            "no weight of the model object requires a gradient",
+            code="model-frozen",
+            where="model",
+            fix="call requires_grad_() for the weights to train, load the adapter with "
+            "is_trainable=True, or set model.lora",
+        )
 
 
 def largest_rank(model: nn.Module) -> int:
@@ -294,7 +381,7 @@ def _check_base(saved: Any, adapter: str, model: nn.Module) -> None:
     base: str | None = saved.base_model_name_or_path
     name: str = model.config.name_or_path  # type: ignore[union-attr]
     if base and "/" not in base and Path(name).name == base:
-        return  # an exported adapter names only the last part of a local folder
+        return  # an uploaded adapter names only the last part of a local folder
     if base and name and Path(base).expanduser().resolve() != Path(name).expanduser().resolve():
         warnings.warn(
             f"the adapter {adapter!r} was trained on {base!r} and is added to {name!r}: this works "

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -48,7 +49,13 @@ from valence.models.reference import (
     copy_policy,
     frozen_weights,
 )
-from valence.models.scores import Scorer, is_reward_model, widen_head
+from valence.models.scores import Scorer, has_score_head, is_reward_model, widen_head
+from valence.models.weights import (
+    check_complete,
+    check_loaded_weights,
+    check_stored_weights,
+    weight_files,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 SHOWS_PROGRESS = sys.stderr.isatty()  # progress bars of transformers do not belong in a log
@@ -108,6 +115,8 @@ def load_model(
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
     quantize: bool = False,
+    device: str | None = None,
+    setting: str = "model.name",
 ) -> nn.Module:
     """Load a causal language model with its weights in ``dtype``; with ``attributes`` a reward
     model with one score per attribute.
@@ -118,8 +127,11 @@ def load_model(
     quantize: store the weights of linear layers, except the head, in 4 bits, and compute their
     products in ``dtype``. A quantized model is loaded onto the CUDA device if there is one.
 
-    Raises UserError when the model cannot be loaded, is already quantized, or was trained on other
-    attributes.
+    device: "meta" checks the stored weights, one at a time, without keeping them. setting: the
+    setting that contains the name, for messages.
+
+    Raises UserError when the model cannot be loaded, lacks weights, has weights that are integers,
+    NaN or infinite, is already quantized, or was trained on other attributes.
     """
     config = read_config(
         name, attributes=attributes, gguf_file=gguf_file, trust_remote_code=trust_remote_code
@@ -135,8 +147,9 @@ def load_model(
         from transformers import GgufConfig
 
         extra |= {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    is_quantized = getattr(config, "quantization_config", None) is not None
     if quantize:
-        if getattr(config, "quantization_config", None) is not None:
+        if is_quantized:
             raise UserError(
                 "the model is already quantized",
                 code="model-quantized-already",
@@ -144,33 +157,41 @@ def load_model(
                 fix="use the model that it was quantized from, or remove model.quantize",
             )
         extra["quantization_config"] = quantization_config(dtype)
+    is_reward = attributes is not None
+    kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
+    if device is not None:
+        extra["device_map"] = device
     try:
-        if attributes is None:
-            return AutoModelForCausalLM.from_pretrained(name, **extra)
         with silence_transformers():
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, output_loading_info=True, **extra
+            model, report = cast(Any, kind).from_pretrained(
+                name, output_loading_info=True, ignore_mismatched_sizes=True, **extra
             )
+        files = [] if gguf_file else weight_files(name)
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
-    absent = sorted(key for key in report["missing_keys"] if key != "score.weight")
-    if not is_reward_model(model):
-        problem = f"{type(model).__name__} has no linear head `score`"
-        code = "reward-head-unsupported"
-        fix = "use a causal language model, or a reward model with a linear head `score`"
-    elif absent:
-        problem, code = f"the folder lacks weights, such as {absent[0]}", "model-incomplete"
-        fix = "download or save the complete model again, or use another model"
-    else:
-        if "score.weight" in report["missing_keys"]:
-            nn.init.zeros_(model.score.weight)
-        return model
-    raise UserError(
-        problem,
-        code=code,
-        where=f"model.name: {name}",
-        fix=fix,
+    if is_reward and not is_reward_model(model):
+        raise UserError(
+            f"{type(model).__name__} has no linear head `score`",
+            code="reward-head-unsupported",
+            where=f"{setting}: {name}",
+            fix="use a causal language model, or a reward model with a linear head `score`",
+        )
+    new = {"score.weight"} if is_reward and not has_score_head(config) else set[str]()
+    check_complete(report, name, where=setting, is_reward_model=is_reward, new=new)
+    if new & report["missing_keys"] and device is None:
+        nn.init.zeros_(model.score.weight)
+    in_memory = device is None and not quantize  # 4-bit values do not show NaN
+    check_stored_weights(
+        files,
+        model,
+        name,
+        where=setting,
+        dtype=None if in_memory else dtype,
+        is_quantized=is_quantized,
     )
+    if in_memory:
+        check_loaded_weights(model, name, where=setting)
+    return model
 
 
 def read_config(
@@ -225,9 +246,12 @@ def _set_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
             fix="use another decoder, such as Llama, Qwen, Gemma, Mistral or GPT-2",
         )
     saved = list(config.id2label.values())
-    has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
     unnamed = len(saved) == 1 or all(label.startswith("LABEL_") for label in saved)
-    if has_head and saved != list(attributes) and not (unnamed and len(saved) == len(attributes)):
+    if (
+        has_score_head(config)
+        and saved != list(attributes)
+        and not (unnamed and len(saved) == len(attributes))
+    ):
         raise UserError(
             f"the reward model scores {', '.join(saved)}, but the data has scores for "
             f"{', '.join(attributes)}",
@@ -237,6 +261,27 @@ def _set_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
         )
     config.id2label = dict(enumerate(attributes))
     config.label2id = {attribute: i for i, attribute in enumerate(attributes)}
+
+
+def stock_model(model: nn.Module | None, argument: str) -> nn.Module | None:
+    """Return the model of transformers or PEFT that was passed as an argument, without the wrapper
+    of ``torch.compile``: a run compiles layers itself (train.compile).
+
+    Raises UserError for another object, such as a module around a model.
+    """
+    model = getattr(model, "_orig_mod", model)
+    is_stock = isinstance(model, PreTrainedModel) or isinstance(
+        getattr(getattr(model, "base_model", None), "model", None), PreTrainedModel
+    )
+    if model is None or is_stock:
+        return model
+    raise UserError(
+        f"a {type(model).__name__} is not a model of transformers",
+        code="model-kind",
+        where=argument,
+        fix="pass the model that it contains, a subclass of transformers.PreTrainedModel or a "
+        "PeftModel",
+    )
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

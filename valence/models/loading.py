@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
 from valence.errors import UserError
+from valence.files import similar_folder
 from valence.network import hub_problem
 
 LOADING_ERRORS = (
@@ -38,12 +39,15 @@ def must_exist(name: str, setting: str) -> None:
     """
     if Path(name).is_dir():
         return
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    near = similar_folder(Path(name).expanduser())
+    hint = f"did you mean {near}? " if near else ""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path or _is_in_folder_of_runs(name):
         raise UserError(
             f"the folder {name!r} does not exist",
             code="model-not-found",
             where=setting,
-            fix=NAME_ANOTHER,
+            fix=hint.strip() or NAME_ANOTHER,
         )
     cached = is_cached(name, setting)
     offline = constants.HF_HUB_OFFLINE
@@ -54,7 +58,8 @@ def must_exist(name: str, setting: str) -> None:
             f"{name!r} is not a folder and not in the cache {constants.HF_HUB_CACHE}, and {reason}",
             code="model-not-found",
             where=setting,
-            fix="use a folder with the model, set HF_HOME to the folder of a cache that has it, "
+            fix=f"{hint}use a folder with the model, set HF_HOME to the folder of a cache that has "
+            "it, "
             + (
                 "or unset HF_HUB_OFFLINE"
                 if offline
@@ -63,6 +68,15 @@ def must_exist(name: str, setting: str) -> None:
         )
     if problem:
         constants.HF_HUB_OFFLINE = True
+
+
+def _is_in_folder_of_runs(name: str) -> bool:
+    """Whether a name such as runs/first lies in an existing folder that contains runs.
+
+    A folder named like an owner on the hub may exist, too.
+    """
+    parent = Path(name).parent
+    return parent.name != "" and any(parent.glob("*/config.yaml"))
 
 
 def is_cached(name: str, setting: str) -> bool:

@@ -4,7 +4,7 @@ losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -80,6 +80,36 @@ def local_states(states: Tensor, rows: Tensor, total: int) -> LocalStates:
     return LocalStates(states, place)
 
 
+def _answer_other_callers(decoder: Any, stock_attention: str) -> None:
+    """Let a decoder that packs sequences compute calls from outside with its own attention and
+    without checkpointing, such as ``model(ids)`` and ``model.generate`` of the user who passed the
+    model.
+    """
+    if "stock_attention" not in vars(decoder):
+        decoder.register_forward_pre_hook(_prepare_call, with_kwargs=True)
+        decoder.register_forward_hook(_end_call, always_call=True)
+    decoder.stock_attention = stock_attention
+
+
+def _prepare_call(decoder: Any, _: Any, kwargs: Mapping[str, Any]) -> None:
+    _end_call(decoder)  # PyTorch skips the hook after a call that KeyboardInterrupt ended
+    if decoder.config._attn_implementation == NAME and "prefix_tree" not in kwargs:
+        decoder.set_attn_implementation(decoder.stock_attention)
+        # Layers would run again with the packed attention, or in another dtype.
+        decoder.paused_checkpointing = [
+            layer for layer in decoder.modules() if getattr(layer, "gradient_checkpointing", False)
+        ]
+        for layer in decoder.paused_checkpointing:
+            layer.gradient_checkpointing = False
+
+
+def _end_call(decoder: Any, *_: Any) -> None:
+    if (layers := vars(decoder).pop("paused_checkpointing", None)) is not None:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+        decoder.set_attn_implementation(NAME)
+
+
 class PolicyModel(nn.Module):
     """A causal language model that returns the log-probabilities of given tokens.
 
@@ -136,6 +166,7 @@ class PolicyModel(nn.Module):
             # SDPA has no soft-cap, and transformers 5.17 silently omits it.
             self.stock_attention = "eager"
         self.causal.stock_attention = self.stock_attention
+        _answer_other_callers(self.causal.base_model, self.stock_attention)
         write_embedding_gradients(self.causal)
         self.lay_out(packed=self.attention_backend != "one_by_one")
 

@@ -25,6 +25,11 @@ def is_reward_model(model: nn.Module) -> bool:
     return isinstance(getattr(model, "score", None), nn.Linear)
 
 
+def has_score_head(config: Any) -> bool:
+    """Return whether this is the configuration of a saved model with a head for attributes."""
+    return any("ForSequenceClassification" in kind for kind in config.architectures or ())
+
+
 class Scorer(PolicyModel):
     """A causal decoder that scores each sequence for each of A attributes at its last token.
 

@@ -89,10 +89,45 @@ def skeleton(
         raise cannot_load("model", name, error) from error
 
 
-def skeleton_of(model: Any) -> nn.Module:
-    """Build a copy of a loaded model on the meta device."""
-    with torch.device("meta"):
-        return type(model)(copy.deepcopy(model.config))
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a loaded model on the meta device, without adapters.
+
+    The modules are copied, not built again: the class may have another constructor than those of
+    transformers, and may have been changed since. Hooks are left out, and what FSDP keeps in
+    modules.
+    """
+    memo: dict[int, Any] = {}
+    for weight in model.parameters():
+        quantized: Any = getattr(weight, "quant_state", None)
+        shape = weight.shape if quantized is None else quantized.shape
+        dtype = weight.dtype if quantized is None else quantized.dtype
+        bare = torch.empty(shape, dtype=dtype, device="meta")
+        memo[id(weight)] = nn.Parameter(bare, weight.requires_grad)
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    modules = list(model.modules())
+    for module in modules:
+        # FSDP replaces a module's class by one that cannot be copied.
+        kind = next(
+            base
+            for base in type(module).__mro__
+            if not base.__module__.startswith("torch.distributed.")
+        )
+        memo[id(module)] = object.__new__(kind)
+        nn.Module.__init__(memo[id(module)])
+    for module in modules:
+        attributes = {
+            name: value
+            for name, value in vars(module).items()
+            if "_hooks" not in name and not name.startswith("__")
+        }
+        vars(memo[id(module)]).update(copy.deepcopy(attributes, memo))
+    copied: nn.Module = memo[id(model)]
+    for path, module in list(copied.named_modules()):
+        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+        if isinstance(inner, nn.Module):
+            parent, _, name = path.rpartition(".")
+            setattr(copied.get_submodule(parent), name, inner)
+    return copied.requires_grad_(True)
 
 
 def shape_of(

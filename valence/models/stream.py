@@ -4,7 +4,7 @@ its shard of each weight.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,15 +15,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.utils.hub import cached_file
 
 from valence.models.build import read_config, silence_transformers
 from valence.models.loading import LOADING_ERRORS, cannot_load
-from valence.models.scores import is_reward_model
-
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from valence.models.scores import has_score_head, is_reward_model
+from valence.models.weights import (
+    check_finite,
+    check_stored_weights,
+    naming,
+    warn_unexpected,
+    weight_files,
+)
 
 
 class CannotStreamError(Exception):
@@ -55,6 +57,8 @@ class DeferredWeights:
     """
 
     locations: Mapping[str, WeightLocation]
+    setting: str = "model.name"
+    """The setting that names the model, for messages."""
 
     def move_to_meta(self, model: nn.Module) -> None:
         """Move the placeholders to the meta device, where they can be copied and split.
@@ -92,6 +96,7 @@ class DeferredWeights:
                     )
                     needs_cast = local.dtype != location.dtype
                     local.copy_(values.to(location.dtype) if needs_cast else values)
+                    check_finite([(name, local)], str(location.file), where=self.setting)
                 return weight
 
             _replace(model, self.locations, read)
@@ -105,6 +110,7 @@ def build_without_weights(
     attributes: Sequence[str] | None = None,
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
+    setting: str = "model.name",
 ) -> tuple[nn.Module, DeferredWeights]:
     """Build the model that ``load_model`` returns, with placeholders for its weights.
 
@@ -121,7 +127,7 @@ def build_without_weights(
     files = _files(name)
     try:
         model = _empty(name, config, dtype, attributes is not None, trust_remote_code)
-        locations = _locations(model, files)
+        locations, unexpected = _locations(model, files)
         heads = {"score.weight"} if attributes is not None else set[str]()
         immediate = heads | {buffer for buffer, _ in model.named_buffers()}
         for tensor in sorted(locations.keys() & immediate):
@@ -129,8 +135,11 @@ def build_without_weights(
             with _open(location.file) as file:
                 value = file.get_tensor(location.key).to(location.dtype, copy=True)
                 _set_tensor(model, tensor, value)
+                check_finite([(tensor, value)], name, where=setting, is_buffer=tensor not in heads)
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
+    check_stored_weights(files, model, name, where=setting)
+    warn_unexpected(unexpected, name, is_reward_model=attributes is not None)
     _replace(
         model,
         locations,
@@ -138,13 +147,13 @@ def build_without_weights(
     )
     if heads:
         head: Any = model.score
-        if head.weight.is_meta:
+        if head.weight.is_meta and not has_score_head(config):
             _set_tensor(model, "score.weight", torch.zeros_like(head.weight, device="cpu"))
     if missing := [weight for weight, p in model.named_parameters() if p.is_meta]:
         raise CannotStreamError(
             f"the files lack weights, such as {missing[0]}", code="weights-missing"
         )
-    return model.to(device), DeferredWeights(locations)
+    return model.to(device), DeferredWeights(locations, setting)
 
 
 def local_shard(weight: Any) -> tuple[Tensor, tuple[slice, ...]]:
@@ -193,40 +202,40 @@ def _empty(
 
 def _files(name: str) -> list[Path]:
     """Return the safetensors files of a folder or hub id, downloaded if necessary."""
-    find: Callable[..., str | None] = cached_file
     try:
-        if file := find(name, ONE_FILE, _raise_exceptions_for_missing_entries=False):
-            return [Path(file)]
-        index = find(name, INDEX, _raise_exceptions_for_missing_entries=False)
-        if index is None:
-            raise CannotStreamError(
-                "the weights are not in safetensors files", code="not-safetensors"
-            )
-        names = sorted(
-            set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-        )
-        return [Path(find(name, file) or file) for file in names]
+        files = weight_files(name)
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
+    if not files or files[0].suffix != ".safetensors":
+        raise CannotStreamError("the weights are not in safetensors files", code="not-safetensors")
+    return files
 
 
 def _open(path: Path) -> Any:
     return safe_open(path, framework="pt")
 
 
-def _locations(model: Any, files: Sequence[Path]) -> dict[str, WeightLocation]:
-    """Return the location of each weight and buffer. The names of a tied weight have the same
-    location.
+def _locations(model: Any, files: Sequence[Path]) -> tuple[dict[str, WeightLocation], list[str]]:
+    """Return the location of each weight and buffer, and the keys that the model does not have. The
+    names of a tied weight have the same location.
     """
+    ignored = [r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())]
+    unexpected: list[str] = []
     tensors = model.state_dict(keep_vars=True)
-    changes = get_model_conversion_mapping(model)
+    name_in_model = naming(model)
     locations: dict[str, WeightLocation] = {}
     for path in files:
         with _open(path) as file:
             for key in file.keys():  # noqa: SIM118 (the file is not a mapping)
-                name = _model_name(model, key, tensors, changes)
+                name, is_converted = name_in_model(key)
+                if is_converted:
+                    raise CannotStreamError(
+                        f"transformers converts the values of {key}", code="weights-converted"
+                    )
                 if name not in tensors:
-                    continue  # such as the head of a language model, in a reward model
+                    if not any(re.search(pattern, key) for pattern in ignored):
+                        unexpected.append(key)
+                    continue
                 shape = list(tensors[name].shape)
                 if name in locations or file.get_slice(key).get_shape() != shape:
                     raise CannotStreamError(
@@ -242,26 +251,7 @@ def _locations(model: Any, files: Sequence[Path]) -> dict[str, WeightLocation]:
                 code="tied-weights-apart",
             )
         locations |= {name: locations[stored[0]] for name in names if stored}
-    return locations
-
-
-def _model_name(model: Any, key: str, tensors: Mapping[str, Tensor], changes: Sequence[Any]) -> str:
-    """Return the name in the model of a key in a file, by the conversion rules of transformers.
-
-    Raises CannotStreamError when the rules also change the values.
-    """
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    name, pattern = rename_source_key(
-        key, renamings, converters, model.base_model_prefix, dict(tensors)
-    )
-    if name not in tensors and key in tensors:
-        return key
-    if pattern is not None:
-        raise CannotStreamError(
-            f"transformers converts the values of {key}", code="weights-converted"
-        )
-    return name
+    return locations, unexpected
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:

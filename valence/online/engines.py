@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
+from heapq import nsmallest
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -205,11 +206,7 @@ class ServerEngine:
             return
         from valence.rollouts.check import Evidence, check
 
-        # The longest prompts: in short ones, a prefix that was cached by mistake does not show.
-        prompts = sorted(
-            {unit.prompt_ids for unit in self._prepared.corpora["train"].units},
-            key=lambda ids: (-len(ids), ids),
-        )[: self.rollout.check_prompts]
+        prompts = self._checked_prompts
         config = policy.causal.config.get_text_config()
         evidence = Evidence(
             dtypes=(self._recipe.model.dtype, ""),
@@ -235,6 +232,12 @@ class ServerEngine:
         if len(lost) == len(servers):
             raise lost[0]
         self._has_agreed = True
+
+    @cached_property
+    def _checked_prompts(self) -> list[tuple[int, ...]]:
+        """The longest prompts: in short ones, a prefix that was cached by mistake does not show."""
+        prompts = {unit.prompt_ids for unit in self._prepared.corpora["train"].units}
+        return nsmallest(self.rollout.check_prompts, prompts, key=lambda ids: (-len(ids), ids))
 
     @cached_property
     def _mismatch(self) -> float:

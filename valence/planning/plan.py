@@ -448,10 +448,8 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         "sleeping server": memory.server,
     }
     parts |= {name: size for name, size in optional.items() if size}
-    rows = len(prepared.corpora["train"].units)
     lines = [
-        f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {rows} "
-        f"{plural(method.kind)})",
+        _describe_steps(prepared),
         f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of "
         f"up to {plan.micro_batch_tokens:,} tokens" + (" (auto)" if requested == "auto" else ""),
         f"weights: {shape.parameters:,}{trained}{narrow}",
@@ -485,11 +483,21 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
             f"the longest row has {longest:,} tokens, more than train.micro_batch_tokens: each "
             "such row is a micro-batch by itself"
         )
-    if prepared.ends_early:
-        lines.append(prepared.ends_early)
     if warning := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
         lines.append(warning)
     return lines
+
+
+def _describe_steps(prepared: Prepared) -> str:
+    steps, per_epoch = prepared.total_steps, prepared.steps_per_epoch
+    rows = f"{len(prepared.corpora['train'].units)} {plural(prepared.method.kind)}"
+    details = f"{per_epoch} per epoch of {rows}"
+    if prepared.recipe.train.max_steps is not None:
+        details += f", so {steps / per_epoch:.3g} epochs"
+        epochs = prepared.source.settings["train.epochs"]
+        if epochs.origin != "default":
+            details += f"; train.max_steps overrides train.epochs: {epochs.value:g}"
+    return f"steps: {steps} ({details})"
 
 
 def _less_memory(plan: Plan) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,11 @@ class CardFacts:
 
     settings: of the training, by dotted name. audit: of the training rows, as in ``audit.json``;
     its warnings become limitations. before, after: metrics on held-out rows at the first and at the
-    last evaluation. last: the last record of training, from ``last_record``. license: from the card
-    of the base model, under the hub's names (``license_of``); empty if unknown. chat: prompts go
-    through the chat template, with the variables ``chat_template_kwargs``. steps: optimizer steps.
-    finished: False if the training was stopped early. reward_model: the model scores answers.
+    last evaluation. verdict: on these, in words; empty if unknown. last: the last record of
+    training, from ``last_record``. license: from the card of the base model, under the hub's names
+    (``license_of``); empty if unknown. chat: prompts go through the chat template, with the
+    variables ``chat_template_kwargs``. steps: optimizer steps. finished: False if the training was
+    stopped early. reward_model: the model scores answers.
     """
 
     name: str
@@ -60,6 +61,7 @@ class CardFacts:
     audit: Mapping[str, Any]
     before: Mapping[str, float] | None = None
     after: Mapping[str, float] | None = None
+    verdict: str = ""
     last: Mapping[str, object] = field(default_factory=dict[str, object])
     license: Mapping[str, str] = field(default_factory=dict[str, str])
     command: str
@@ -72,7 +74,9 @@ class CardFacts:
 
 def model_card(facts: CardFacts) -> str:
     """The card as Markdown with a YAML head, as the Hugging Face hub reads it."""
-    is_folder = facts.base_model.startswith(("/", "~"))
+    is_folder = facts.base_model.startswith(("/", "~")) or Path(facts.base_model).is_dir()
+    if is_folder:
+        facts = replace(facts, base_model=Path(facts.base_model).name)
     facts = _without_absolute_paths(facts)
     settings = {**{f"loss.{name}": value for name, value in facts.loss.items()}, **facts.settings}
     compared = facts.before is not None and facts.after is not None

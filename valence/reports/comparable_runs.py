@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from valence.errors import UserError
+from valence.files import missing_run
 from valence.reports.charts import OF_A_ROUND, spent
 from valence.reports.formatting import exact, flatten, visible
 from valence.reports.rows import Json
@@ -95,13 +96,10 @@ def find_runs(places: Sequence[Path]) -> list[RunLine]:
     runs: dict[Path, RunLine] = {}
     for place in places:
         if not place.is_dir():
-            is_file = place.exists()
-            raise UserError(
-                "the path is a file" if is_file else "the folder does not exist",
-                code="path-is-file" if is_file else "run-not-found",
-                where=str(place),
-                fix="use a run folder, or a folder that contains runs",
-            )
+            fix = "use a run folder, or a folder that contains runs"
+            if not place.exists():
+                raise missing_run(place, fix)
+            raise UserError("the path is a file", code="path-is-file", where=str(place), fix=fix)
         lines = sorted(list_runs(place), key=lambda line: line.path)
         if not lines and ((place / "metrics.jsonl").is_file() or (place / "config.yaml").is_file()):
             lines = [RunLine(place, "unreadable", problem="run.json is missing")]

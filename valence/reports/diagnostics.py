@@ -40,6 +40,59 @@ class Diagnosis:
     is_urgent: bool = False
 
 
+class Advice:
+    """Advice on a run that names only settings and methods that its rows and its method accept.
+
+    method: name of the run's method. settings: of its loss section. length_setting: the setting
+    that decides its number of steps.
+    """
+
+    def __init__(
+        self,
+        method: str = "",
+        settings: Iterable[str] = (),
+        length_setting: str = "train.epochs",
+    ) -> None:
+        self.method, self.settings = method, frozenset(settings)
+        self.length_setting = length_setting
+
+    @classmethod
+    def of(cls, run: RunData) -> Advice:
+        loss = _setting(run.config, "loss")
+        settings = loss if isinstance(loss, Mapping) else {}
+        has_steps = _setting(run.config, "train", "max_steps") is not None
+        length_setting = "train.max_steps" if has_steps else "train.epochs"
+        return cls(str(run.config.get("method") or ""), settings, length_setting)
+
+    def raising(self, *names: str) -> list[str]:
+        """``["raise loss.A or loss.B"]`` with the settings that the method has; empty if none."""
+        accepted = [f"loss.{name}" for name in names if name in self.settings]
+        return [f"raise {' or '.join(accepted)}"] if accepted else []
+
+    def using(self, *methods: str) -> list[str]:
+        """``["use A, B or C"]`` with methods other than that of the run; empty if none."""
+        others = [name for name in methods if name != self.method]
+        listed = " or ".join([", ".join(others[:-1]), others[-1]] if others[1:] else others)
+        return [f"use {listed}"] if others else []
+
+    @property
+    def against_divergence(self) -> list[str]:
+        """What keeps the policy near the reference."""
+        return self.raising("kl_weight", "kl_beta") or self.raising("beta")
+
+    @property
+    def trains_policy_on_pairs(self) -> bool:
+        """Whether other losses of pairs suit the rows and the model, which is no reward model."""
+        return bool({"nll_weight", "beta"} & self.settings) and not self.method.startswith("online")
+
+
+def _sentence(*choices: str) -> str:
+    """``A, b, or c.``: choices in one sentence."""
+    listed = ", ".join(choices[:-1])
+    text = f"{listed}, or {choices[-1]}" if listed else choices[-1]
+    return f"{text[0].upper()}{text[1:]}."
+
+
 # Online runs
 
 THRESHOLDS: dict[str, float] = {
@@ -73,12 +126,18 @@ THRESHOLDS: dict[str, float] = {
 }
 
 
+_MORE_SIGNAL = ("sample more (rollout.num_rollouts)", "raise rollout.temperature")
+
+
 class CollapseDetector:
     """Finds collapsed online runs in their records, one after the other. Its state is plain data,
     so that a resumed run has the same diagnoses as an undisturbed one.
+
+    advice: for the method of the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, advice: Advice | None = None) -> None:
+        self._advice = advice or Advice()
         self.reset()
 
     def reset(self) -> None:
@@ -119,8 +178,12 @@ class CollapseDetector:
                 "high kl",
                 f"The policy is far from the reference: {number(kl)} nats per completion, "
                 f"{number(kl / length)} per token.",
-                "Read the completions: is the text still coherent? Raise loss.kl_weight (or "
-                "loss.kl_beta), lower train.learning_rate, or take an earlier checkpoint.",
+                "Read the completions: is the text still coherent? "
+                + _sentence(
+                    *self._advice.against_divergence,
+                    "lower train.learning_rate",
+                    "take an earlier checkpoint",
+                ),
                 is_urgent=True,
             )
 
@@ -159,9 +222,13 @@ class CollapseDetector:
             yield Diagnosis(
                 "repetitive",
                 f"Completions are repetitive: {', and '.join(evidence)}.",
-                "Read the completions. Raise loss.kl_weight (or loss.kl_beta) or "
-                "rollout.temperature, lower train.learning_rate, or give repetition a lower reward "
-                "(docs/rewards.md).",
+                "Read the completions. "
+                + _sentence(
+                    *self._advice.against_divergence,
+                    "raise rollout.temperature",
+                    "lower train.learning_rate",
+                    "give repetition a lower reward (`valence docs rewards`)",
+                ),
                 is_urgent=True,
             )
 
@@ -180,14 +247,15 @@ class CollapseDetector:
                 "no gradient",
                 f"The gradient has been zero in all steps after step {self.last_gradient}: within "
                 f"each group, all completions have the same reward.",
-                "Look at the reward and the prompts. Sample more (rollout.num_rollouts) or at a "
-                "higher rollout.temperature, or use dapo. train.max_zero_gradient_steps ends such "
-                "a run.",
+                "Look at the reward and the prompts. "
+                + _sentence(*_MORE_SIGNAL, *self._advice.using("dapo"))
+                + " train.max_zero_gradient_steps ends such a run.",
                 is_urgent=True,
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy(vars(self))
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
@@ -206,9 +274,11 @@ def _is_online(record: Mapping[str, Any]) -> bool:
     return "rollout/length" in record or "reward/mean" in record
 
 
-def diagnose_online(records: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+def diagnose_online(
+    records: Sequence[Mapping[str, Any]], advice: Advice | None = None
+) -> list[Diagnosis]:
     """The diagnoses of ``CollapseDetector`` for a log, each as it was shown last."""
-    detector, diagnoses = CollapseDetector(), dict[str, Diagnosis]()
+    detector, diagnoses = CollapseDetector(advice), dict[str, Diagnosis]()
     for record in records if any(map(_is_online, records)) else ():
         diagnoses |= {diagnosis.name: diagnosis for diagnosis in detector.observe(record)}
     return list(diagnoses.values())
@@ -305,7 +375,7 @@ def diagnose(run: RunData) -> list[Diagnosis]:
         _overfits,
         _little_signal,
     )
-    collapsed = diagnose_online(run.metrics)
+    collapsed = diagnose_online(run.metrics, Advice.of(run))
     included = {INCLUDES[d.name] for d in collapsed if d.name in INCLUDES}
     return [*collapsed, *(d for check in checks for d in check(run) if d.name not in included)]
 
@@ -314,6 +384,43 @@ def other_warnings(run: RunData, diagnoses: Sequence[Diagnosis]) -> list[str]:
     """Warnings of the run that repeat none of these diagnoses."""
     warnings = map(str, run.facts.get("warnings", ()))
     return [line for line in warnings if not any(d.message in line for d in diagnoses)]
+
+
+IMPORTANT_FINDINGS = (
+    ("eval", "rows_in_train"),
+    ("eval", "prompts_in_train"),
+    ("train", "one_class"),
+    ("train", "contradictions"),
+    ("train", "length_bias"),
+)
+"""Findings of the audit that may spoil a result, by the list of rows; the most serious first."""
+
+
+def main_warning(run: RunData) -> str | None:
+    """The most important warning of a run, for the end of training; None if there is none.
+
+    First what makes the held-out rows invalid, then urgent diagnoses and that of length, findings
+    in the training rows, other diagnoses, and warnings of the run.
+    """
+    held_out, training = (
+        [
+            str(sentence)
+            for name, finding in IMPORTANT_FINDINGS
+            if name == rows and (sentence := _setting(run.audit, name, "said", finding))
+        ]
+        for rows in ("eval", "train")
+    )
+    diagnoses = diagnose(run)
+    first, others = (
+        [
+            f"{d.message} {d.advice}"
+            for d in diagnoses
+            if is_first is (d.is_urgent or d.name == "length")
+        ]
+        for is_first in (True, False)
+    )
+    warnings = [*held_out, *first, *training, *others, *other_warnings(run, diagnoses)]
+    return warnings[0] if warnings else None
 
 
 # Diagnoses from the log
@@ -373,8 +480,10 @@ def _divergence(run: RunData) -> Iterable[Diagnosis]:
             "divergence",
             f"The policy moves away from the reference and has not settled: {name} is "
             f"{number(last)} nats per completion, after {number(middle)} in the middle of the run.",
-            "Read the completions: is the text still coherent? Raise loss.kl_beta, lower "
-            "train.learning_rate, or stop earlier.",
+            "Read the completions: is the text still coherent? "
+            + _sentence(
+                *Advice.of(run).against_divergence, "lower train.learning_rate", "stop earlier"
+            ),
         )
 
 
@@ -382,13 +491,15 @@ def _kto_drift(run: RunData) -> Iterable[Diagnosis]:
     course, beta = _course(run, "kl/raw"), _setting(run.config, "loss", "beta")
     if len(course) < MIN_RECORDS or not finite(beta):
         return
-    last = _tenths(course)[2]
+    last, advice = _tenths(course)[2], Advice.of(run)
     if beta * last >= SATURATES:
         yield Diagnosis(
             "drift",
             f"Answers that do not fit their prompt have become likelier by {number(last)} nats "
             f"(kl/raw): the policy moves as a whole, not only where the labels say so.",
-            "Lower train.learning_rate or train.epochs, or raise loss.beta.",
+            _sentence(
+                f"lower train.learning_rate or {advice.length_setting}", *advice.raising("beta")
+            ),
         )
 
 
@@ -397,7 +508,7 @@ def _stuck(run: RunData) -> Iterable[Diagnosis]:
     late = accuracy[-len(accuracy) // 3 :]
     if len(late) < MIN_RECORDS or min(v for _, v in late) < PERFECT:
         return
-    start = late[0][0]
+    start, advice = late[0][0], Advice.of(run)
     margins = [v for step, v in _course(run, "rewards/margins") if step >= start]
     third = len(margins) // 3
     if third and math.fsum(margins[-third:]) >= STILL_GROWING * math.fsum(margins[:third]) > 0:
@@ -406,9 +517,12 @@ def _stuck(run: RunData) -> Iterable[Diagnosis]:
             f"Since step {start}, every training pair has been ranked correctly, and margins still "
             "grow: "
             "the model only becomes more confident.",
-            "Train for fewer epochs, or keep the best checkpoint (run.keep_best). If the loss has "
-            "these settings, raise loss.beta or set loss.label_smoothing."
-            + ("" if run.config.get("method") == "ipo" else " Or try method: ipo."),
+            _sentence(
+                f"lower {advice.length_setting}",
+                "keep the best checkpoint (run.keep_best)",
+                *advice.raising("beta", "label_smoothing"),
+                *(advice.using("ipo") if advice.trains_policy_on_pairs else ()),
+            ),
         )
 
 
@@ -424,7 +538,7 @@ def _cut_off(run: RunData) -> Iterable[Diagnosis]:
             "cut off",
             f"{max(shares):.0%} of the completions are cut off{where} before they end.",
             "Raise rollout.max_new_tokens, or give truncated completions a lower reward "
-            "(docs/rewards.md), so that the policy learns to end.",
+            "(`valence docs rewards`), so that the policy learns to end.",
         )
 
 
@@ -456,8 +570,8 @@ def _overfits(run: RunData) -> Iterable[Diagnosis]:
             "overfits",
             f"The held-out loss was best at step {step} ({number(best)}) and has risen to "
             f"{number(last)}, while the training loss falls: the model overfits.",
-            "Take the best checkpoint (run.keep_best, `--step best`), or use fewer train.epochs, "
-            "a lower learning rate, or more rows.",
+            "Take the best checkpoint (run.keep_best, `--step best`), lower "
+            f"{Advice.of(run).length_setting} or the learning rate, or use more rows.",
         )
 
 
@@ -472,8 +586,7 @@ def _little_signal(run: RunData) -> Iterable[Diagnosis]:
             "tied",
             f"{share:.0%} of the prompts have completions with equal rewards, which give no "
             f"gradient.",
-            "Sample more (rollout.num_rollouts) or at a higher rollout.temperature, use dapo, or "
-            "a finer-grained reward.",
+            _sentence(*_MORE_SIGNAL, *Advice.of(run).using("dapo"), "use a finer-grained reward"),
         )
 
 
@@ -512,8 +625,12 @@ def _completions_follow_length(run: RunData) -> Iterable[Diagnosis]:
             "length",
             f"{evidence.format(follows)}, and completions grew from {number(before)} to "
             f"{number(after)} tokens: the policy may be rewarded for length.",
-            "Read the longest completions below. Make the reward independent of length, penalize "
-            "length (docs/rewards.md), or use dr_grpo.",
+            "Read the longest completions in the report. "
+            + _sentence(
+                "make the reward independent of length",
+                "penalize length (`valence docs rewards`)",
+                *Advice.of(run).using("dr_grpo"),
+            ),
         )
 
 
@@ -546,6 +663,8 @@ def _rewards_follow_length(run: RunData) -> Iterable[Diagnosis]:
     # if all answers become rarer, long ones do so most: that is one diagnosis, not two
     if sign < 0 and any(_preferred_become_rarer(run)):
         return
+    advice = Advice.of(run)
+    is_of_pairs = advice.trains_policy_on_pairs and any(map(is_pair, rows[1]))
     if min(sign * correlation for correlation in correlations) >= FOLLOWS_LENGTH:
         yield Diagnosis(
             "length",
@@ -553,8 +672,12 @@ def _rewards_follow_length(run: RunData) -> Iterable[Diagnosis]:
             f"{number(lengths[0])} tokens and the others {number(lengths[1])}, and within both "
             f"classes the {'longer' if sign > 0 else 'shorter'} ones gain (rank correlations "
             f"{correlations[0]:.2f} and {correlations[1]:.2f}).",
-            "Look at the rewards by length below. Balance the lengths of the rows, or use "
-            "dpo_norm, simpo or loss.ld_alpha.",
+            "Look at the rewards by length in the report. "
+            + _sentence(
+                "balance the lengths of the rows",
+                *(advice.using("dpo_norm", "simpo") if is_of_pairs else ()),
+                *(["lower loss.ld_alpha"] if "ld_alpha" in advice.settings else []),
+            ),
         )
 
 
@@ -572,15 +695,18 @@ def _preferred_become_rarer(run: RunData) -> Iterable[Diagnosis]:
             return
         means.append(average)
     if means[0] - means[1] >= RARER:
-        other = "add loss.nll_weight, or use nca, apo_zero or dpop"
+        advice = Advice.of(run)
+        choices = ["lower train.learning_rate", *advice.raising("beta")]
+        if not has_pairs:
+            choices += advice.raising("desirable_weight")
+        elif advice.trains_policy_on_pairs:
+            choices += advice.raising("nll_weight") + advice.using("nca", "apo_zero", "dpop")
         yield Diagnosis(
             "rarer",
             f"Preferred answers became less likely: {number(means[0])} nats per token before, "
             f"{number(means[1])} after. The policy moves towards answers outside the data, which "
             f"nobody has rated.",
-            f"Read the answers before and after: is the text still coherent? Lower "
-            f"train.learning_rate, raise loss.beta, "
-            f"{other if has_pairs else 'or raise loss.desirable_weight'}.",
+            f"Read the answers before and after: is the text still coherent? {_sentence(*choices)}",
         )
 
 
@@ -602,6 +728,11 @@ def _one_class(run: RunData) -> Iterable[Diagnosis]:
             "one class",
             f"The mean reward of {moves} moved by {number(large)}, that of {still} by "
             f"{number(small)}: the model learns only one class.",
-            f"Raise loss.{weight} (the audit states its range), or check whether those labels are "
-            f"reliable.",
+            _sentence(
+                *(
+                    f"{text} (the audit states its range)"
+                    for text in Advice.of(run).raising(weight)
+                ),
+                "check whether those labels are reliable",
+            ),
         )

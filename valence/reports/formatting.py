@@ -81,7 +81,9 @@ def duration(seconds: float) -> str:
 
 
 def rate(per_second: float, unit: str = "tok") -> str:
-    """A rate as ``1,234 tok/s``."""
+    """A rate as ``1,234 tok/s``, or of less than one item per second as ``8.6 s each``."""
+    if unit == "it" and 0 < per_second < 1:
+        return f"{1 / per_second:.3g} s each"
     return f"{per_second:,.0f} {unit}/s" if per_second >= 100 else f"{per_second:.3g} {unit}/s"
 
 

@@ -117,10 +117,13 @@ def write_page(run_dir: Path, status: str | None = None) -> Path:
 def render_report(run: RunData) -> str:
     """The report as HTML."""
     charts, budget, summary = Charts(), TextBudget(), _summary(run)
+    answers, warnings, metrics = _answers(run, budget), _warnings(run), _metrics(run)
     sections = {
-        "Answers": _answers(run, budget),
-        "Warnings": _warnings(run),
-        "Metrics": _metrics(run),
+        # One draw of a sampled answer may be much better or worse than the next.
+        **({"Answers": answers} if not _are_drawn(run) else {}),
+        "Warnings": warnings,
+        "Metrics": metrics,
+        "Answers": answers,
         "Curves": _curves(run, charts),
         "Rewards": _rewards(run, charts),
         "Held-out rows": _held_out_rows(run, budget),
@@ -219,6 +222,13 @@ def _summary(run: RunData) -> dict[str, Any]:
 def _paths(sources: object) -> list[str]:
     records = sources if isinstance(sources, list) else []
     return [str(source.get("path")) for source in records if isinstance(source, Mapping)]
+
+
+def _held_out_files(setting: object) -> str:
+    """The files to evaluate on, or the share that is held out from the training rows."""
+    if isinstance(setting, float):
+        return f"{setting:.3g} of the training rows, by prompt"
+    return ", ".join(_paths(setting))
 
 
 def _short_path(path: str) -> str:
@@ -379,7 +389,7 @@ def _settings(run: RunData, summary: Mapping[str, Any]) -> dict[str, Any]:
     facts = {
         "model": summary["model"],
         "training rows": ", ".join(summary["files"]),
-        "held-out rows": ", ".join(_paths(settings.get("data.eval"))),
+        "held-out rows": _held_out_files(settings.get("data.eval")),
         "reference": settings.get("reference.model"),
         "examples per step": settings.get("train.batch_size"),
         "learning rate": exact(rate) if finite(rate) else None,
@@ -488,10 +498,20 @@ def _answers(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
     temperature, limit = (
         settings.get(f"run.samples.{name}") for name in ("temperature", "max_new_tokens")
     )
-    notes = [f"At temperature {text(temperature)}, at most {text(limit)} tokens."] if limit else []
+    drawing = (
+        f"Each is one draw at temperature {text(temperature)}; another draw may differ a lot."
+        if _are_drawn(run)
+        else "The most likely tokens."
+    )
+    notes = [f"{drawing} At most {text(limit)} tokens."] if limit else []
     if not any("after" in sample for sample in run.samples):
         notes.append("The completions after training will appear next to these.")
     return {"note": " ".join(notes), "examples": examples} if examples else None
+
+
+def _are_drawn(run: RunData) -> bool:
+    """Whether the samples are random draws."""
+    return bool(run.samples and flatten(run.config).get("run.samples.temperature"))
 
 
 def _example(prompt: str, answers: Iterable[tuple[str, str]], budget: TextBudget) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from valence.checksums import KEY, ChecksumError, verify, verify_text
-from valence.errors import UserError
+from valence.files import missing_run
 from valence.reports.formatting import audit_warnings
 from valence.reports.rows import Json, margin, rewards_by_class
 from valence.reports.stats import quantile
@@ -77,20 +77,15 @@ def _warnings_of(audit: Json) -> list[str]:
         return [f"its findings in audit.json could not be read ({type(error).__name__}: {error})"]
 
 
-def read_run(run_dir: Path) -> RunData:
-    """Read a run's folder.
+def read_run(run_dir: Path, until: int | None = None) -> RunData:
+    """Read a run's folder. until: last step whose evaluation is read.
 
     Files that are absent or damaged leave a gap; damage is listed in ``problems``.
     """
     if not run_dir.is_dir():
-        raise UserError(
-            "the run folder does not exist",
-            code="run-not-found",
-            where=str(run_dir),
-            fix="use the run.dir of a run",
-        )
+        raise missing_run(run_dir, "use the run.dir of a run")
     problems: list[str] = []
-    first, last, bands = _evaluations(run_dir / "eval", problems)
+    first, last, bands = _evaluations(run_dir / "eval", problems, until)
     return RunData(
         path=run_dir,
         config=_read(run_dir / "config.yaml", _yaml_object, {}, problems),
@@ -129,13 +124,14 @@ def _read(path: Path, parse: Callable[[str], T], missing: T, problems: list[str]
 
 
 def _evaluations(
-    folder: Path, problems: list[str]
+    folder: Path, problems: list[str], until: int | None
 ) -> tuple[Json | None, Json | None, dict[int, dict[str, tuple[float, float]]]]:
     """The first and the last readable evaluation, and the bands of these and of some between."""
     steps = {
         path: int(match[1])
         for path in folder.glob("step-*.json")
         if (match := re.fullmatch(r"step-(\d{1,18})", path.stem))
+        and (until is None or int(match[1]) <= until)
     }
     paths = sorted(steps, key=lambda path: steps[path])
     first = last = None

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from valence.checksums import ChecksumError, verify, verify_text
 from valence.errors import UserError
+from valence.files import missing_run
 from valence.reports.formatting import duration, number, visible
 from valence.runs.lock import holder
 
@@ -84,12 +85,7 @@ def list_runs(folder: Path) -> list[RunLine]:
     is no such folder.
     """
     if not folder.is_dir():
-        raise UserError(
-            "the path is a file" if folder.exists() else "there is no such folder",
-            code="run-not-found",
-            where=str(folder),
-            fix="use a run folder, or a folder that contains runs",
-        )
+        raise _not_a_folder(folder, "use a run folder, or a folder that contains runs")
     return sorted(_lines(folder, DEPTH), key=lambda line: (-line.changed, line.path))
 
 
@@ -293,12 +289,20 @@ def _newest_checkpoint(folder: Path) -> int | None:
     return max(steps, default=None)
 
 
+def _not_a_folder(path: Path, fix: str) -> UserError:
+    if not path.exists():
+        return missing_run(path, fix)
+    return UserError("the path is a file", code="run-not-found", where=str(path), fix=fix)
+
+
 def config_of(run_dir: Path) -> Path:
     """The recipe in a run's folder.
 
     Raises UserError if the folder is no run, or the recipe has changed.
     """
     config = run_dir / "config.yaml"
+    if not run_dir.exists():
+        raise missing_run(run_dir, "use a run folder")
     if not config.is_file():
         raise UserError(
             "the folder is not a run (config.yaml is missing)",
@@ -330,12 +334,7 @@ def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
     Raises UserError if the folder is not a run.
     """
     if not run_dir.is_dir():
-        raise UserError(
-            "the path is a file" if run_dir.exists() else "the folder does not exist",
-            code="run-not-found",
-            where=str(run_dir),
-            fix="use a run folder; for a recipe, run `valence train`",
-        )
+        raise _not_a_folder(run_dir, "use a run folder; for a recipe, run `valence train`")
     recipe = config_of(run_dir)
     try:
         place = verify(json.loads((run_dir / "run.json").read_text(encoding="utf-8")))["cwd"]

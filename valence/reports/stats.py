@@ -9,8 +9,14 @@ from typing import TypeGuard
 LARGEST = 1e100
 """Larger numbers are no measurements, and their sums and squares may overflow."""
 
-Z95 = 1.959964
-"""Standard errors on either side that contain 95 % of a normal distribution."""
+Z95, Z99 = 1.959964, 2.575829
+"""Standard errors on either side that contain 95 %, and 99 %, of a normal distribution."""
+
+
+FOLDS = 5
+"""Parts into which a cross-fit divides the rows."""
+MIN_CLASS_ROWS = 2 * FOLDS
+"""Minimum number of rows of each class in a cross-fit: two in each fold."""
 
 
 def finite(value: object) -> TypeGuard[float]:
@@ -119,7 +125,49 @@ def auc(ups: Sequence[float], downs: Sequence[float]) -> float:
     return (math.fsum(places) - len(ups) * (len(ups) - 1) / 2) / len(ups) / len(downs)
 
 
-def auc_interval(value: float, num_ups: int, num_downs: int) -> tuple[float, float]:
+def placements(scores: Sequence[float], labels: Sequence[bool]) -> list[float]:
+    """For each row the share of the rows of the other class that it is on the right side of: an up
+    row above them, a down row below; ties count half. The mean of either class is the AUC.
+    """
+    num_ups = sum(labels)
+    places, among = ranks(scores), [0.0] * len(scores)
+    for label in (True, False):
+        rows = [i for i, other in enumerate(labels) if other == label]
+        for i, place in zip(rows, ranks([scores[i] for i in rows]), strict=True):
+            among[i] = place
+    counts = {True: len(labels) - num_ups, False: num_ups}
+    below = [(a - b) / counts[label] for a, b, label in zip(places, among, labels, strict=True)]
+    return [share if label else 1 - share for share, label in zip(below, labels, strict=True)]
+
+
+def auc_influences(scores: Sequence[float], labels: Sequence[bool]) -> tuple[float, list[float]]:
+    """The AUC, and how much each row moves it (DeLong et al. 1988). Both classes: at least one."""
+    shares, num_ups = placements(scores, labels), sum(labels)
+    counts = {True: num_ups, False: len(labels) - num_ups}
+    value = math.fsum(share for share, up in zip(shares, labels, strict=True) if up) / num_ups
+    return value, [(s - value) / counts[up] for s, up in zip(shares, labels, strict=True)]
+
+
+def right_share(margins: Sequence[float]) -> tuple[float, list[float]]:
+    """The share of margins above 0, where 0 counts half, and how much each row moves it."""
+    right = [(margin > 0) + (margin == 0) / 2 for margin in margins]
+    value = math.fsum(right) / len(right)
+    return value, [(item - value) / len(right) for item in right]
+
+
+def grouped_error(influences: Sequence[float], groups: Sequence[str]) -> float:
+    """The standard error of an estimate from the influences of its rows, of which those of one
+    group depend on each other (Obuchowski 1997). Infinite for a single group.
+    """
+    sums: dict[str, float] = {}
+    for influence, group in zip(influences, groups, strict=True):
+        sums[group] = sums.get(group, 0.0) + influence
+    if len(sums) < 2:
+        return math.inf
+    return math.sqrt(math.fsum(s * s for s in sums.values()) * len(sums) / (len(sums) - 1))
+
+
+def auc_interval(value: float, num_ups: float, num_downs: float) -> tuple[float, float]:
     """95 % interval of an AUC (Newcombe 2006, method 5), also for few rows and for 0 and 1.
 
     The bounds are the values a at which ``|value - a| = 1.96 * sqrt(V(a))``, with Hanley and

@@ -5,16 +5,19 @@ confidence.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from valence.reports.charts import equals_reference
+from valence.reports.diagnostics import main_warning
 from valence.reports.formatting import number
 from valence.reports.rows import is_pair, is_rollout, margin, per_token, value, verdict
 from valence.reports.rundata import FILES, RunData, read_run
 from valence.reports.stats import (
+    MIN_CLASS_ROWS,
     Z95,
     auc,
     auc_interval,
@@ -25,22 +28,35 @@ from valence.reports.stats import (
     wilson,
 )
 
-Json = Mapping[str, Any]
-State = Literal["improved", "worse", "unclear", "unmeasured"]
+if TYPE_CHECKING:  # loads torch, which other commands do without
+    from valence.reports.form import FormComparison, RatedAnswers
 
+Json = Mapping[str, Any]
+State = Literal["improved", "form", "worse", "unclear", "unmeasured"]
+RatedKind = Literal["thumbs", "pairs", "scores"]
+
+NO_ROWS = "No rows were held out, so nothing shows whether the model is better."
+HOLD_OUT = "Set data.eval to a share of the rows, such as 0.1, or to a file of other rows."
 MIN_ROWS = 2
 """Rows of a kind that an interval needs."""
+
+DETECTED = 0.7
+"""Share of answers or pairs in the right order that a verdict should tell from chance, 0.5."""
+POWER = Z95 + 0.841621
+"""Standard errors between chance and a share that is found in four of five evaluations."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a run on held-out rows.
+    """The result of a run on held-out rows, or of a comparison of two models.
 
-    state: improved or worse if the 95 % interval excludes no change; unclear if it includes it;
+    state: improved or worse if the 95 % interval excludes no change, and the length and form of the
+    answers do not explain the gain; form if they do; unclear if the interval includes no change;
     unmeasured without rows.
     value, low, high: the measured number and its 95 % interval. baseline: the value of no change.
     count: held-out rows.
-    sentence: all of this in words. advice: what to do or to consider.
+    sentence: all of this in words. advice: what to do or to consider. title: a headline other than
+    that of the state.
     """
 
     state: State
@@ -51,16 +67,26 @@ class Verdict:
     high: float | None = None
     baseline: float | None = None
     count: int = 0
+    title: str = ""
+
+    @property
+    def text(self) -> str:
+        """The verdict as the terminal, reports and the model card print it."""
+        return f"{self.headline}. {self.sentence}"
 
     @property
     def headline(self) -> str:
         """The verdict in a few words."""
-        return {
-            "improved": "Improved on held-out data",
-            "worse": "Worse on held-out data",
-            "unclear": "No clear change on held-out data",
-            "unmeasured": "Not measured on held-out data",
-        }[self.state]
+        return (
+            self.title
+            or {
+                "improved": "Improved on held-out data",
+                "form": "No gain beyond length and form on held-out data",
+                "worse": "Worse on held-out data",
+                "unclear": "No clear change on held-out data",
+                "unmeasured": "Not measured on held-out data",
+            }[self.state]
+        )
 
 
 def run_verdict(run: RunData) -> Verdict:
@@ -76,15 +102,45 @@ def held_out_verdict(
 
     first is last if there was only one evaluation; both are None if there was none.
     has_answers: the run has answers to held-out prompts, which the advice can mention.
+    Rows that are training rows too do not count.
     """
     if last is None:
+        return Verdict("unmeasured", NO_ROWS, HOLD_OUT)
+    after = _held_out(last["rows"])
+    before = _held_out(first["rows"]) if first is not None and first is not last else None
+    num_trained = len(last["rows"]) - len(after)
+    if num_trained and not after:
         return Verdict(
             "unmeasured",
-            "No rows were held out, so this report cannot say whether the model is better.",
-            "Move a fifth of your rows, with other prompts, into a separate file, and set "
-            "data.eval to it.",
+            f"All {number(num_trained)} rows of the evaluation are also in data.train, so they "
+            "cannot show whether the model is better.",
+            f"{REMOVE_TRAINED} {_next_step(last['rows'], has_answers)}",
         )
-    after, before = last["rows"], first["rows"] if first is not None and first is not last else None
+    verdict = _verdict_on(after, before, has_answers)
+    if not num_trained:
+        return verdict
+    return replace(
+        verdict,
+        sentence=f"{verdict.sentence} This leaves out {number(num_trained)} of "
+        f"{number(len(last['rows']))} rows, which are also in data.train.",
+        advice=f"{REMOVE_TRAINED} {verdict.advice}",
+    )
+
+
+REMOVE_TRAINED = (
+    "Set data.eval to a share of the rows, such as 0.1, or to a file without training rows."
+)
+
+
+def _held_out(rows: Sequence[Json]) -> Sequence[Json]:
+    """The rows that are not training rows."""
+    return [row for row in rows if not row.get("in_train")]
+
+
+def _verdict_on(after: Sequence[Json], before: Sequence[Json] | None, has_answers: bool) -> Verdict:
+    """The verdict on the held-out rows of the last evaluation, and of an earlier one if there was
+    one.
+    """
     if verdict := _of_completions(after, before):
         return verdict
     for of_kind in (_of_thumbs, _of_pairs, _of_scores, _of_demonstrations):
@@ -156,13 +212,141 @@ def _of_thumbs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | 
     now, (low, high) = auc(ups, downs), auc_interval(auc(ups, downs), len(ups), len(downs))
     earlier = _thumbs(first) if first is not None else None
     before = auc(*earlier) if earlier else 0.5
+    num_rows = len(ups) + len(downs)
+    state, form = _compare_with_form(_state(low, high, before), "thumbs", last, first)
     return Verdict(
-        _state(low, high, before),
+        state,
         f"The model ranks a liked answer above a disliked one {_percent(now)} % of the time "
         f"(95 % interval {_percent(low)} to {_percent(high)} %; chance is 50 %; AUC {now:.2f} on "
-        f"{number(len(ups) + len(downs))} held-out rows).{_before(first, last, before)}",
-        RANKING, now, low, high, before, len(ups) + len(downs),
+        f"{number(num_rows)} held-out rows).{_before(first, last, before)}{form}"
+        f"{_rows_missing(state, num_rows, rows_needed(len(ups) / num_rows))}",
+        RANKING, now, low, high, before, num_rows,
     )  # fmt: skip
+
+
+def rows_needed(share_up: float | None) -> int:
+    """Rows for a verdict: with them, four of five evaluations distinguish a model that orders
+    DETECTED of the answers correctly from chance.
+
+    share_up: of the rows that are thumbs up; the variance is that of Mann and Whitney's U without
+    ties. None for pairs.
+    """
+    gain = DETECTED - 0.5
+    if share_up is None:
+        deviation = Z95 * 0.5 + (POWER - Z95) * math.sqrt(DETECTED * (1 - DETECTED))
+        return math.ceil((deviation / gain) ** 2)
+    return math.ceil((POWER / gain) ** 2 / 12 / (share_up * (1 - share_up)))
+
+
+def _rows_missing(state: State, num_rows: int, needed: int) -> str:
+    """A sentence about how many rows a verdict needs; empty if there are enough."""
+    return "" if state == "improved" else f" {few_rows(num_rows, needed)}".rstrip()
+
+
+def few_rows(num_rows: int, needed: int) -> str:
+    """A sentence about how many held-out rows a verdict needs; empty if there are enough."""
+    if num_rows >= needed:
+        return ""
+    return (
+        f"{number(num_rows)} held-out rows are few: about {number(needed)} are needed to "
+        f"distinguish a model that ranks {_percent(DETECTED)} % correctly from chance."
+    )
+
+
+def _compare_with_form(
+    state: State, kind: RatedKind, last: Sequence[Json], first: Sequence[Json] | None
+) -> tuple[State, str]:
+    """The state after a comparison with what length and form alone reach, and a sentence about it.
+
+    Only improved can change: to form, or to unclear with too few rows for the comparison. The
+    sentence is empty without a comparison, as for rows without text.
+    """
+    answers = _rated_answers(kind, last, first)
+    if answers is None:
+        return state, ""
+    average = mean(answers.labels) or 0.0
+    num_ups = sum(label > average for label in answers.labels)
+    num_smaller = len(answers.labels)
+    if kind != "pairs":
+        num_smaller = min(num_ups, num_smaller - num_ups)
+    if num_smaller < MIN_CLASS_ROWS:
+        return "unclear" if state == "improved" else state, ""
+    from valence.reports.form import compare_with_form
+
+    form = compare_with_form(answers)
+    if state == "improved" and form.low <= 0:
+        state = "form"
+    return state, _form_sentence(form, state)
+
+
+def _rated_answers(
+    kind: RatedKind, last: Sequence[Json], first: Sequence[Json] | None
+) -> RatedAnswers | None:
+    """The rated answers of an evaluation with their form; None if a row has no text."""
+    from valence.reports.form import RatedAnswers
+
+    reward_of = margin if kind == "pairs" else value
+    rows = [
+        (row, label, reward)
+        for row in last
+        if (label := _label(kind, row)) is not None and (reward := reward_of(row)) is not None
+    ]
+    forms = [form for row, *_ in rows if (form := _form_features(row, kind)) is not None]
+    if not rows or len(forms) < len(rows):
+        return None
+    earlier = {} if first is None or _equals_reference(first) else _by_id(first, reward_of)
+    before = [earlier.get(str(row.get("id"))) for row, *_ in rows]
+    return RatedAnswers(
+        kind=kind,
+        labels=[label for _, label, _ in rows],
+        rewards=[reward for *_, reward in rows],
+        before=None if None in before else [item or 0.0 for item in before],
+        forms=forms,
+        groups=[str(row.get("prompt", row.get("id"))) for row, *_ in rows],
+    )
+
+
+def _label(kind: RatedKind, row: Json) -> float | None:
+    """The thumb or the score of a row, 1 for a pair; None for a row of another kind."""
+    if kind == "pairs":
+        return 1.0 if is_pair(row) else None
+    if kind == "thumbs":
+        label = verdict(row)
+        return None if label is None else float(label)
+    return score if finite(score := row.get("target")) else None
+
+
+def _form_features(row: Json, kind: RatedKind) -> list[float] | None:
+    """Logarithms of the number of tokens and of the other properties of an answer's form; of a
+    pair, the differences between chosen and rejected.
+    """
+    from valence.reports.form import form_of
+
+    sides: list[list[float]] = []
+    for key in ("chosen", "rejected") if kind == "pairs" else ("completion",):
+        tokens, text = row.get(f"tokens_{key}" if kind == "pairs" else "tokens"), row.get(key)
+        if not finite(tokens) or not isinstance(text, str):
+            return None
+        sides.append([math.log1p(size) for size in (tokens, *form_of(text).values())])
+    return [a - b for a, b in zip(*sides, strict=True)] if kind == "pairs" else sides[0]
+
+
+def _form_sentence(form: FormComparison, state: State) -> str:
+    if form.difference is None:
+        sentence = f" Length and form alone reach {form.alone:.2f}"
+    else:
+        change, low, high = (f"{100 * item:+.0f}" for item in form.difference)
+        sentence = (
+            f" Length and form alone reach {_percent(form.alone)} % (difference {change} points, "
+            f"95 % interval {low} to {high})"
+        )
+    if state in ("improved", "form"):
+        finding = "also follows" if state == "improved" else "does not clearly follow"
+        sentence += (
+            f". The model {finding} the ratings beyond length and form (partial correlation "
+            f"{form.correlation:.2f}, 99 % interval {form.low:.2f} to {form.high:.2f})"
+        )
+    return f"{sentence}."
 
 
 def _thumbs(rows: Sequence[Json]) -> tuple[list[float], list[float]] | None:
@@ -208,11 +392,13 @@ def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | N
     before = (
         earlier[0] / earlier[1] if earlier[1] and any(margin(row) for row in first or ()) else 0.5
     )
+    state, form = _compare_with_form(_state(low, high, before), "pairs", last, first)
     return Verdict(
-        _state(low, high, before),
+        state,
         f"The model ranks the chosen answer above the rejected one in {_percent(hits / count)} % "
         f"of {number(count)} held-out pairs (95 % interval {_percent(low)} to {_percent(high)} %; "
-        f"chance is 50 %).{_before(first, last, before)}",
+        f"chance is 50 %).{_before(first, last, before)}{form}"
+        f"{_rows_missing(state, count, rows_needed(None))}",
         RANKING, hits / count, low, high, before, count,
     )  # fmt: skip
 
@@ -238,11 +424,12 @@ def _of_scores(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | 
         Z95 * math.sqrt(1.06 / (len(pairs) - 3)),
     )
     low, high = math.tanh(centre - half), math.tanh(centre + half)
+    state, form = _compare_with_form(_state(low, high, 0.0), "scores", last, first)
     return Verdict(
-        _state(low, high, 0.0),
+        state,
         f"On {number(len(pairs))} held-out rows the model's reward and the scores of the data "
         f"have a rank correlation of "
-        f"{rank:.2f} ({_interval(low, high)}). 0 is chance.",
+        f"{rank:.2f} ({_interval(low, high)}). 0 is chance.{form}",
         RANKING, rank, low, high, 0.0, len(pairs),
     )  # fmt: skip
 
@@ -284,12 +471,60 @@ def _signed(change: float) -> str:
     return f"{change:+.3g}"
 
 
-def outputs(run_dir: Path) -> list[str]:
-    """The verdict on a finished run, then one line for each file or folder that it has for its
-    user.
+def win_rate_verdict(judge: Json) -> Verdict | None:
+    """The verdict of a judge on two models, from its win rates in ``compare.json``: improved only
+    if the win rate is above one half, and also if the answers of both were equally long.
+
+    None if the judge gave no verdict.
     """
-    verdict = run_verdict(read_run(run_dir))
+    rate, controlled = judge["win_rate"], judge["length_controlled"]
+    if rate is None or controlled is None:
+        return None
+    state = _state(rate["low"], rate["high"], 0.5)
+    titles = {"improved": "The candidate is better", "worse": "The baseline is better"}
+    title = titles.get(state, "No clear difference")
+    if state != "unclear" and _state(controlled["low"], controlled["high"], 0.5) != state:
+        state, title = "form", "No clear difference beyond length"
+    shares = [
+        f"{_percent(r['value'])} % (95 % interval {_percent(r['low'])} to {_percent(r['high'])} %)"
+        for r in (rate, controlled)
+    ]
+    count = judge["wins"] + judge["ties"] + judge["losses"]
+    return Verdict(
+        state,
+        f"By {judge['judge']}, the candidate wins on {shares[0]} of {number(count)} prompts, and "
+        f"would win on {shares[1]} if the answers of both were equally long; chance is 50 %.",
+        "",
+        rate["value"], rate["low"], rate["high"], 0.5, count, title,
+    )  # fmt: skip
+
+
+# The end of `valence train`
+
+MAX_PROMPT = 80
+"""Characters of a prompt that a command is shown with."""
+
+
+def outputs(run_dir: Path) -> list[str]:
+    """The last lines on a finished run: the verdict, what was written, the most important warning
+    and the next command.
+    """
+    run = read_run(run_dir)
+    result = run_verdict(run)
     paths = [f"{title:>7}  {run_dir / n}" for title, n in FILES.items() if (run_dir / n).exists()]
-    if verdict.state == "unmeasured":
-        return paths
-    return [f"{verdict.headline}. {verdict.sentence}", verdict.advice, *paths]
+    warning = main_warning(run)
+    lines = [*paths, *([f"Warning: {warning}"] if warning else []), f"Next: {_next_command(run)}"]
+    if run.last is None:
+        return [*lines, f"{result.text} {result.advice}"]
+    return [result.text, result.advice, *lines]
+
+
+def _next_command(run: RunData) -> str:
+    """A command that shows what the model does now."""
+    path = shlex.quote(str(run.path))
+    rows: Sequence[Json] = run.last["rows"] if run.last is not None else ()
+    if _is_of_reward_model(rows):
+        return f"valence evaluate {path} --data FILE"
+    prompts = [str(row["prompt"]) for row in rows if row.get("prompt")]
+    short = next((p for p in prompts if len(p) <= MAX_PROMPT and p.isprintable()), "Who are you?")
+    return f"valence sample {path} --prompt {shlex.quote(short)}"

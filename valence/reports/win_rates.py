@@ -10,6 +10,7 @@ from markupsafe import Markup
 from valence.reports.page import MARK
 from valence.reports.rendering import Charts, render_page
 from valence.reports.rows import Json
+from valence.reports.verdict import win_rate_verdict
 
 SIDES = ("baseline", "candidate")
 MAX_TEXT = 1500
@@ -24,6 +25,12 @@ HEADER = (
     "failed",
 )
 """Columns of the table of win rates."""
+
+
+def verdicts_of(result: Json) -> list[str]:
+    """The verdict of each judge, in words."""
+    verdicts = map(win_rate_verdict, result["judges"])
+    return [verdict.text for verdict in verdicts if verdict is not None]
 
 
 def rates_row(name: str, rates: Json) -> list[str]:
@@ -177,6 +184,7 @@ def win_rate_page(result: Json) -> str:
         mark=Markup(MARK),
         title=f"{result['candidate']} compared with {result['baseline']}",
         result=result,
+        verdicts=verdicts_of(result),
         sections={
             title: content
             for title, content in sections.items()

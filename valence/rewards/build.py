@@ -347,7 +347,8 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
             "a judge needs the address of its server",
             code="reward-not-found",
             where=place,
-            fix="write `judge: http://HOST:PORT/v1` instead of `reward: judge` (docs/rewards.md)",
+            fix="write `judge: http://HOST:PORT/v1` instead of `reward: judge` (`valence docs "
+            "rewards`)",
         )
     close = get_close_matches(target, RULES, 1, 0.7)
     if close:

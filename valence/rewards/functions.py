@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from valence.errors import UserError
 from valence.rewards.calls import RewardError, describe, describe_error
+from valence.rewards.sources import imported_sources
 from valence.rewards.threads import (
     Background,
     Raised,
@@ -59,6 +60,7 @@ class Function:
 
     def __post_init__(self) -> None:
         self._check_settings()
+        self._identity = self._read_identity()  # while the files are those that were imported
 
     @property
     def blocking(self) -> bool:
@@ -77,13 +79,21 @@ class Function:
 
     @property
     def identity(self) -> Mapping[str, Any] | None:
-        """Includes the whole file of the function, but not the files that it imports."""
+        """Includes the file of the function and, under ``imports``, all files outside of installed
+        libraries that it imports, directly or through others; not data files or the network.
+        """
+        return self._identity
+
+    def _read_identity(self) -> Mapping[str, Any] | None:
         fn = _unwrap(self.fn)
         path = inspect.getsourcefile(fn) if hasattr(fn, "__code__") else None
         if path is None or not Path(path).is_file():
             return None
-        source = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        return {"function": self.target, "settings": dict(self.settings), "source": source}
+        imports = imported_sources([self.target.partition(":")[0], fn.__module__])
+        source = imports.get(fn.__module__) or hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        identity = {"function": self.target, "settings": dict(self.settings), "source": source}
+        others = {name: value for name, value in imports.items() if value != source}
+        return identity | ({"imports": others} if others else {})
 
     async def close(self) -> None:
         """Nothing to close."""

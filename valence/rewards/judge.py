@@ -140,7 +140,7 @@ def _problem(place: str, error: ErrorDetails) -> tuple[str, str]:
         case _:
             message = error["msg"]
             problem = f"the value is invalid: {message[:1].lower()}{message[1:]}"
-            return problem, "correct it; docs/rewards.md lists the settings of a judge"
+            return problem, "correct it; `valence docs rewards` lists the settings of a judge"
 
 
 # Replies

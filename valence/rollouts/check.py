@@ -145,7 +145,8 @@ def explain(
             "An earlier version of the weights agreed, and the model's output head is tied to its "
             "embeddings: on a CPU it keeps its old values unless it is packed again after an "
             "update, as Valence's plugin does",
-            "install the plugin of the same version of Valence on the server (docs/vllm.md), and "
+            "install the plugin of the same version of Valence on the server (`valence docs "
+            "vllm`), and "
             "restart it",
         )
     return (

@@ -67,7 +67,7 @@ FIXES = {
     401: "set the environment variable VLLM_API_KEY to the server's key (OPENAI_API_KEY with "
     "rollout.engine: openai)",
     403: "use a key with permission for this request",
-    404: "check rollout.url, and start the server as in docs/vllm.md",
+    404: "check rollout.url, and start the server as in `valence docs vllm`",
     400: "shorten the prompts or lower rollout.max_new_tokens, or start the server with higher "
     "limits",
 }

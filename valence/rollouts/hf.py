@@ -222,18 +222,19 @@ class HFGenerator:
         self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int = 1
     ) -> tuple[Tensor, Any]:
         """logits[R, keep, V] of the last tokens of each row, and the extended cache."""
+        from valence.rollouts.kv import can_select_rows, forward_with_cache
+
         # indices instead of a number: with a slice in bfloat16, a CPU copies the head for each row
         indices = torch.arange(tokens.shape[1] - keep, tokens.shape[1], device=tokens.device)
-        output = self.model(
+        output, extended = forward_with_cache(
+            self.model,
+            cache,
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
             logits_to_keep=indices,
         )
-        extended = getattr(output, "past_key_values", None)
-        if not hasattr(extended, "batch_select_indices"):
+        if not can_select_rows(extended):
             # a recurrent model, which would also read the left padding as part of the prompt
             raise UserError(
                 f"{type(self.model).__name__} has no key-value cache, which sampling needs",

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache as memoize
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 GROWTH = 64
 """Tokens that are allocated first; each time the memory is full, its size doubles. Many sizes, each
 a little larger than the one before, would fragment the memory of a GPU.
+"""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache in inputs and outputs of models. Since transformers 5.24, it is ``cache``; the
+others are deprecated, except in code that comes with a model.
 """
 
 
@@ -98,6 +104,31 @@ def _allocate(part: Tensor, capacity: int) -> Tensor:
     memory = part.new_empty(*part.shape[:2], capacity, part.shape[3])
     memory[:, :, : part.shape[2]] = part
     return memory
+
+
+def forward_with_cache(model: Any, cache: Any, **inputs: Any) -> tuple[Any, Any]:
+    """Return the output of a causal language model and its cache, extended by the inputs.
+
+    cache: None for the first tokens. The extended cache is None if the model has none.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = _cache_argument(type(base))
+    output = model(**inputs, use_cache=True, **({name: cache} if name else {}))
+    extended = (getattr(output, name, None) for name in CACHE_NAMES)
+    return output, next((cache for cache in extended if cache is not None), None)
+
+
+@memoize
+def _cache_argument(model: type[nn.Module]) -> str | None:
+    parameters = signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def can_select_rows(cache: Any) -> bool:
+    """Whether ``select_rows`` supports a cache. It does not support those of recurrent models."""
+    return hasattr(cache, "batch_select_indices") and not any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers
+    )
 
 
 def select_rows(cache: Any, indices: Tensor, max_tokens: int | None = None) -> None:

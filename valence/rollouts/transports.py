@@ -134,8 +134,8 @@ class FullWeightTransfer:
                 f"the server did not accept the new weights: {error.message}",
                 code="rollout-weights-refused",
                 where=error.where,
-                fix=f"install Valence's plugin for vLLM (docs/vllm.md) and start the server with "
-                f'--weight-transfer-config \'{{"backend": "{self.backend}"}}\'; if it still '
+                fix="install Valence's plugin for vLLM (`valence docs vllm`) and start the server "
+                f'with --weight-transfer-config \'{{"backend": "{self.backend}"}}\'; if it still '
                 f"refuses, read its log",
             ) from error
         finally:

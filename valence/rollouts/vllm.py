@@ -414,7 +414,7 @@ def protocol_error(server: AdmittedServer, message: str) -> UserError:
         message,
         code="rollout-server-version",
         where=server.client.url + ROUTE,
-        fix="use a version of vLLM that docs/vllm.md lists",
+        fix="use a version of vLLM that `valence docs vllm` lists",
     )
 
 

@@ -86,7 +86,7 @@ def export(
         with agreed(group):
             if leads:
                 tokenizer.save_pretrained(folder)
-                _remove_absolute_paths(folder)
+                _set_paths(folder)
                 _add_stop_tokens(ends, folder)
                 (folder / "README.md").write_text(card, encoding="utf-8")
             opened.close()
@@ -106,19 +106,44 @@ PATHS_IN = {
 """Where transformers and peft record the path that a model was loaded from."""
 
 
-def _remove_absolute_paths(folder: Path) -> None:
-    """Shorten absolute paths, which reveal details of this machine and do not exist elsewhere."""
-    for file, key in PATHS_IN.items():
-        path = folder / file
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def portable_settings(folder: Path) -> dict[str, str]:
+    """The files of a folder that name absolute paths, by name, with the last part of each path.
+
+    Absolute paths reveal details of this machine, and do not exist elsewhere.
+    """
+    return _renamed(folder, portable_name, PATHS_IN)
+
+
+def _set_paths(folder: Path) -> None:
+    """Remove absolute paths, except that of an adapter's base model, which loading needs."""
+    texts = _renamed(folder, portable_name, [file for file in PATHS_IN if file != ADAPTER_CONFIG])
+    texts |= _renamed(folder, _findable_name, [ADAPTER_CONFIG])
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
+
+
+def _findable_name(name: str) -> str:
+    """A model's name that is valid in every working directory of this machine."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_dir() else name
+
+
+def _renamed(folder: Path, rename: Callable[[str], str], files: Collection[str]) -> dict[str, str]:
+    """The new texts of those files in which ``rename`` changes the name of a model."""
+    texts: dict[str, str] = {}
+    for file in files:
+        path, key = folder / file, PATHS_IN[file]
         if not path.exists():
             continue
         settings = json.loads(path.read_text(encoding="utf-8"))
         name = settings.get(key)
-        if isinstance(name, str) and portable_name(name) != name:
-            settings[key] = portable_name(name)
-            path.write_text(
-                json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+        if isinstance(name, str) and rename(name) != name:
+            settings[key] = rename(name)
+            texts[file] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    return texts
 
 
 def _add_stop_tokens(ends: Collection[int], folder: Path) -> None:

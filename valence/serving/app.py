@@ -770,16 +770,33 @@ async def _page_events(
     service: FeedbackService, prompts: Sequence[tuple[ChatModel, ChatPrompt]]
 ) -> AsyncGenerator[str, None]:
     """Pieces of one or two answers with their side, then the ids for rating them."""
-    ids: list[str] = []
-    for side, (model, prompt) in zip("ab", prompts, strict=False):
-        async with aclosing(service.stream(model, prompt, service.request_sampling())) as parts:
-            async for part in parts:
-                if isinstance(part, Answer):
-                    ids.append(part.id)
-                    yield _event({"side": side, "stop": part.completion.stop})
-                else:
-                    yield _event({"side": side, "text": part})
-    yield _event({"done": "-".join(ids)})
+    pieces: asyncio.Queue[tuple[str, str | Answer | None]] = asyncio.Queue()
+
+    async def answer(side: str, model: ChatModel, prompt: ChatPrompt) -> None:
+        try:
+            async with aclosing(service.stream(model, prompt, service.request_sampling())) as parts:
+                async for part in parts:
+                    pieces.put_nowait((side, part))
+        finally:
+            pieces.put_nowait((side, None))
+
+    sides = dict(zip("ab", prompts, strict=False))
+    tasks = {side: asyncio.create_task(answer(side, *sides[side])) for side in sides}
+    ids = dict.fromkeys(sides, "")
+    try:
+        while not all(ids.values()):
+            side, part = await pieces.get()
+            if part is None:
+                await tasks[side]  # raises its error
+            elif isinstance(part, Answer):
+                ids[side] = part.id
+                yield _event({"side": side, "stop": part.completion.stop})
+            else:
+                yield _event({"side": side, "text": part})
+        yield _event({"done": "-".join(ids.values())})
+    finally:  # the page may have been closed, or the other answer failed
+        for task in tasks.values():
+            task.cancel()
 
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}

@@ -281,8 +281,8 @@ class FeedbackStore:
         Without a verdict, the earlier one is withdrawn. correction_ids: the tokens of the
         correction behind the same prompt, if they are known.
         """
-        tokens = _tokens(answer)
-        if correction and correction_ids:
+        tokens = _tokens(answer) if _has_tokens_of_text(answer) else {}
+        if tokens and correction and correction_ids:
             tokens["correction_ids"] = list(correction_ids)
         self._record(
             answer,
@@ -303,6 +303,7 @@ class FeedbackStore:
         """Record which of two answers is better; a was shown first. None withdraws the vote."""
         # a row has the tokens of a single prompt
         has_tokens = a.vocabulary == b.vocabulary and a.prompt_ids == b.prompt_ids
+        has_tokens &= _has_tokens_of_text(a) and _has_tokens_of_text(b)
         self._record(
             a,
             rater,
@@ -377,6 +378,13 @@ class FeedbackStore:
 def hash_name(rater: str) -> HashedRater:
     """The hash that is stored instead of a rater's name."""
     return HashedRater(hash_rater(SOURCE, rater) or "local")
+
+
+def _has_tokens_of_text(answer: Answer) -> bool:
+    """Whether the tokens of an answer are those of its text, which was rated. The text of an answer
+    that reached a stop string ends before it, often within a token.
+    """
+    return answer.completion.stop != "stop"
 
 
 def _tokens(answer: Answer) -> dict[str, Any]:

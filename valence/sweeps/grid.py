@@ -34,11 +34,17 @@ FIXED = {
     "run": "it decides where and how often a run is saved, not what is trained",
     "eval": "it decides what is measured, and trials are compared by the same measure",
     "data.eval": "trials are compared on the same held-out rows",
+    "data.eval_seed": "trials are compared on the same held-out rows",
     "data.test": "trials are compared on the same test rows",
     "reference.cache": "all trials of a sweep share one cache",
     "train.seed": "seeds measure the noise, and are not chosen by their result",
 }
 """Settings and sections that a sweep cannot vary, and why."""
+
+HELD_OUT_FROM = dict.fromkeys(
+    ("data.train", "data.limit"), "data.eval holds out a share of these rows"
+)
+"""Further settings that a sweep cannot vary if ``data.eval`` is a share, and why."""
 
 MAX_NAME = 150
 """Longest name of a trial in bytes, without its seed."""
@@ -189,6 +195,8 @@ def _read_word(word: str, base: LoadedRecipe) -> dict[str, Axis]:
         grid = recommended_grid(
             method.name, method.online, method.learning_rates, recipe.trains_adapter
         )
+        if recipe.train.max_steps is not None:
+            grid.pop("train.epochs", None)
         return dict(grid)
     name, equals, text = (part.strip() for part in word.partition("="))
     if not equals or not name:
@@ -198,7 +206,8 @@ def _read_word(word: str, base: LoadedRecipe) -> dict[str, Axis]:
             where="--over",
             fix=f"write setting=VALUE,VALUE, such as loss.beta=0.03,0.1,0.3, or {RECOMMENDED}",
         )
-    for fixed, reason in FIXED.items():
+    fixed_here = FIXED | (HELD_OUT_FROM if base.recipe.data.split else {})
+    for fixed, reason in fixed_here.items():
         if name == fixed or name.startswith(f"{fixed}."):
             fix = "use --seeds N" if fixed == "train.seed" else "set it in the recipe"
             raise UserError(
@@ -207,6 +216,13 @@ def _read_word(word: str, base: LoadedRecipe) -> dict[str, Axis]:
                 where=f"--over {name}",
                 fix=fix,
             )
+    if name == "train.epochs" and base.recipe.train.max_steps is not None:
+        raise UserError(
+            "train.max_steps decides the number of steps, so train.epochs has no effect",
+            code="setting-no-effect",
+            where=f"--over {name}",
+            fix="remove train.max_steps, or vary it instead",
+        )
     if match := RANGE.fullmatch(text):
         return {name: _read_range(name, *match.groups())}
     return {name: _read_values(name, text)}

@@ -42,8 +42,7 @@ class Objectives:
                 "a sweep compares trials on held-out rows, and there are none",
                 code="sweep-without-eval",
                 where="data.eval",
-                fix="put a fifth of the rows, with other prompts, into a file, and name it under "
-                "data.eval",
+                fix="set data.eval to a share of the rows, such as 0.1, or to a file of other rows",
             )
         self._varied = tuple(varied)
         self._imitates = method_in(recipe).kind == "demonstration"

@@ -281,6 +281,11 @@ def conclusions(state: SweepState, ranked: Sequence[Candidate]) -> list[str]:
 
 
 def _no_improvement(rows: Mapping[str, Any]) -> str:
+    if rows["verdict"] == "form":
+        return (
+            "Length and form of the answers alone may explain this: the held-out rows do not show "
+            "that any configuration improves the model beyond them."
+        )
     position = "includes" if rows["verdict"] == "unclear" else "lies below"
     return (
         f"This interval {position} {number(rows['no_change'])}, the value before training: the "

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from valence.config.learning_rates import LEARNING_RATES, LearningRates
 from valence.config.schema import Recipe
+from valence.data.kind_names import METHOD_FOR, method_for
 from valence.errors import UserError
 from valence.losses import LOSSES, Loss
 from valence.losses.advantage import CREDITS
@@ -218,16 +219,31 @@ def method_of(name: str, online: bool = False) -> Method:
             where="method",
             fix=f"remove reward, or choose {', '.join(others[:-1])} or {others[-1]}",
         )
-    methods = {**METHODS, **ONLINE}
-    normalized = str(name).lower().replace("-", "_")
-    near = [normalized] if normalized in methods else get_close_matches(normalized, methods, 2, 0.4)
+    near = similar_methods(name)
+    main = dict.fromkeys(suggested.split()[0] for suggested in METHOD_FOR.values())
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(
         f"there is no method {name!r}",
         code="method-unknown",
         where="method",
-        fix=f"{hint}set it to one of {', '.join(methods)}",
+        fix=f"{hint}the main methods are {', '.join(main)}; `valence losses` lists all",
     )
+
+
+def similar_methods(name: str, cutoff: float = 0.4) -> list[str]:
+    """The methods that an unknown name may stand for: in other letters, for rows of that name, or
+    spelled similarly.
+
+    cutoff: the smallest similarity, from 0 to 1.
+    """
+    methods = {**METHODS, **ONLINE}
+    normalized = name.lower().replace("-", "_").replace(" ", "_")
+    if normalized in methods:
+        return [normalized]
+    if of_rows := method_for(normalized):
+        return [of_rows]
+    close = get_close_matches(normalized, methods, 2, max(cutoff, 0.6))
+    return close or get_close_matches(normalized, methods, 1, cutoff)
 
 
 def settings_of_step(recipe: Recipe) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from valence.models.adapters import merge_adapter, save_adapter
 from valence.models.build import DTYPES, load_model
 from valence.models.scores import Scorer, with_padding
 from valence.reports.card import CardFacts, last_record, license_of, model_card
+from valence.reports.rundata import read_run
+from valence.reports.verdict import run_verdict
 from valence.runs.export import export
 from valence.runs.folder import versions
 from valence.trainer.prepare import Prepared
@@ -33,7 +35,6 @@ known to a thirtieth of the spread.
 ALWAYS_SHOWN = (
     "train.learning_rate",
     "train.batch_size",
-    "train.epochs",
     "train.seed",
     "model.dtype",
     "model.lora.rank",
@@ -122,6 +123,7 @@ class ModelWriter:
             audit=self.audit,
             before=state.evaluations[steps[0]] if len(steps) > 1 else None,
             after=state.evaluations[steps[-1]] if steps else None,
+            verdict=self._verdict(),
             last=last_record(self.log, state.step) if self.log else {},
             license={} if self.world.rank else license_of(recipe.model.name),
             command=str(self.facts.get("command", "")),
@@ -132,12 +134,21 @@ class ModelWriter:
             finished=self.facts.get("status") != "interrupted",
         )
 
+    def _verdict(self) -> str:
+        """The verdict on the evaluations up to this step; empty in processes that write no card."""
+        if self.log is None or self.world.rank or not self.state.evaluations:
+            return ""
+        return run_verdict(read_run(self.log.parent, until=self.state.step)).text
+
     def _shown_settings(self) -> dict[str, Any]:
         """Settings that the recipe sets, and those that every reader asks for."""
+        shown = {*ALWAYS_SHOWN, self.prepared.recipe.train.length_setting}
+        overridden = {"train.epochs"} - shown
         return {
             name: shorten_value(setting.value)
             for name, setting in self.prepared.source.settings.items()
-            if (name in ALWAYS_SHOWN or not setting.is_default)
+            if (name in shown or not setting.is_default)
+            and name not in overridden
             and name.split(".")[0] in ("model", "reference", "train", "data")
         }
 

@@ -5,7 +5,7 @@ No weights are loaded for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,14 +19,15 @@ from transformers import PreTrainedTokenizerBase
 from valence.batching.kl_pairs import check_kl_pairs
 from valence.config.load import LISTS, LoadedRecipe, Setting
 from valence.config.messages import all_of
-from valence.config.schema import Data, Recipe
-from valence.data.audit import Audit, audit, overlap
+from valence.config.schema import Data, ListName, Recipe
+from valence.data.audit import Audit, audit, overlap, shared_rows
 from valence.data.encode import Encoder
 from valence.data.encoded_set import CHAT_PROMPT, TEXT_PROMPT, EncodedSet
 from valence.data.example_store import ExamplesById, ExampleStore
-from valence.data.load import Loaded, load, sources_from
+from valence.data.load import Loaded, load, load_split, sources_from
 from valence.data.objects import Rows
 from valence.data.sampler import Sampler, canonical_order
+from valence.data.split import opening_key
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
 from valence.data.template import with_template
 from valence.data.tokenize import tokenize
@@ -43,7 +44,7 @@ from valence.reports.console import Progress
 from valence.rewards.build import check_rewards
 from valence.trainer.methods import Method, method_in, method_of, reads_reference
 from valence.trainer.optim import check_optimizer, up
-from valence.types import TokenizedCompletion, TokenizedExample
+from valence.types import Content, TokenizedCompletion, TokenizedExample
 
 KEYS_CODES = ("keys-missing-column", "keys-unknown-column")
 """Mistakes in the ``keys`` of a file, which are often the same for all files of a recipe."""
@@ -53,11 +54,14 @@ KEYS_CODES = ("keys-missing-column", "keys-unknown-column")
 class Corpus:
     """One list of a recipe's data (train, eval or test): its rows, their tokens, and what was found
     in them.
+
+    trained_origins: places of rows that are training rows too.
     """
 
     loaded: Loaded
     encoded: EncodedSet
     audit: Audit
+    trained_origins: frozenset[str] = frozenset()
 
     @property
     def units(self) -> TokenizedDataset:
@@ -224,6 +228,20 @@ class Prepared:
         return max(int(c.units.prompt_column("num_tokens").max()) for c in self.corpora.values())
 
     @property
+    def held_out(self) -> str:
+        """How many rows are held out from the training rows; empty without data.eval as a share."""
+        split = self.recipe.data.split
+        if split is None or not {"train", "eval"} <= self.corpora.keys():
+            return ""
+        train, held_out = (
+            sum(file.rows for file in self.corpora[name].loaded.files) for name in ("train", "eval")
+        )
+        return (
+            f"held out by data.eval: {split.share:g}: {held_out:,} of {train + held_out:,} rows "
+            f"({held_out / (train + held_out):.1%})"
+        )
+
+    @property
     def needs_reference(self) -> bool:
         return reads_reference(self.recipe) or any(
             method_of(part.method).needs_reference for part in self.recipe.mix
@@ -282,24 +300,18 @@ class Prepared:
 
     def steps_from(self, first: int) -> int:
         """Optimizer steps of the whole run when these rows are added after step ``first``."""
-        train, rollout = self.recipe.train, self.recipe.rollout
-        if self.method.online:  # rounds do not end with an epoch
-            rounds = up(train.epochs * len(self.corpora["train"].units) / train.batch_size)
-            steps = first + rounds * rollout.steps_per_round
-        else:
-            steps = first + up(train.epochs * self.steps_per_epoch)
-        return steps if train.max_steps is None else min(steps, train.max_steps)
+        train = self.recipe.train
+        return self.num_steps(train.epochs, train.max_steps, first)
 
-    @property
-    def ends_early(self) -> str:
-        """What to say when train.max_steps is never reached."""
-        max_steps = self.recipe.train.max_steps
-        if max_steps is None or self.total_steps >= max_steps:
-            return ""
-        return (
-            f"train.max_steps: {max_steps} has no effect: train.epochs: "
-            f"{self.recipe.train.epochs:g} ends after {self.total_steps} steps"
-        )
+    def num_steps(self, epochs: float, max_steps: int | None, first: int = 0) -> int:
+        """Optimizer steps of the whole run with this length; see steps_from."""
+        if max_steps is not None:
+            return max_steps
+        if not self.method.online:
+            return first + up(epochs * self.steps_per_epoch)
+        rows, batch_size = len(self.corpora["train"].units), self.recipe.train.batch_size
+        # rounds do not end with an epoch
+        return first + up(epochs * rows / batch_size) * self.recipe.rollout.steps_per_round
 
 
 def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe:
@@ -362,23 +374,19 @@ def prepare(
         corpora: dict[str, Corpus] = {}
         wrong_keys: list[UserError] = []
         for name in LISTS:
-            list_rows = (rows or {}).get(name)
-            if list_rows is not None or getattr(data, name):
-                try:
-                    corpora[name] = read_corpus(
-                        list_rows if list_rows is not None else getattr(data, name), method, data,
-                        encoder, console,
-                    )  # fmt: skip
-                except UserError as error:
-                    if error.code not in KEYS_CODES and not wrong_keys:
-                        raise
-                    wrong_keys += (
-                        [_placed_at_keys(error, name, source)] if error.code in KEYS_CODES else []
-                    )
+            try:
+                corpora |= _read_list(name, rows or {}, method, data, encoder, console)
+            except UserError as error:
+                if error.code not in KEYS_CODES and not wrong_keys:
+                    raise
+                wrong_keys += (
+                    [_placed_at_keys(error, name, source)] if error.code in KEYS_CODES else []
+                )
             if name in corpora and name != "train" and "train" in corpora:
                 corpora[name] = _compared(corpora[name], corpora["train"])
         if wrong_keys:
             raise all_of(wrong_keys, source.settings["method"].origin.split(":")[0])
+        leave_out = _is_held_out(corpora["eval"]) if data.split and "eval" in corpora else None
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
             part_data = data.model_copy(
                 update={"convert": part.convert, "threshold": part.threshold}
@@ -389,6 +397,7 @@ def prepare(
                 part_data,
                 Encoder(tokenizer, max_length=data.max_length, **encoder_options),
                 console,
+                leave_out=leave_out,
             )
         corpora = {
             name: _with_advice(corpus, source.recipe, name) for name, corpus in corpora.items()
@@ -403,9 +412,43 @@ def prepare(
         return prepared
 
 
-def _placed_at_keys(error: UserError, name: str, source: LoadedRecipe) -> UserError:
+def _read_list(
+    name: ListName,
+    rows: Mapping[str, Rows | None],
+    method: Method,
+    data: Data,
+    encoder: Encoder,
+    console: Console | None,
+) -> dict[str, Corpus]:
+    """The rows of a list by its name; with training rows also those that are held out from them.
+
+    rows: rows in memory that replace those of files.
+    """
+    in_memory = rows.get(name)
+    if in_memory is None and not data.files(name):
+        return {}
+    list_rows = data.files(name) if in_memory is None else in_memory
+    if name != "train" or data.split is None:
+        return {name: read_corpus(list_rows, method, data, encoder, console)}
+    options = _loading_options(data)
+    parts = load_split(
+        sources_from(list_rows), method.kind, data.split, where="data.eval", **options
+    )
+    return {
+        part: _corpus(loaded, data, encoder, console)
+        for part, loaded in zip(("train", "eval"), parts, strict=True)
+    }
+
+
+def _is_held_out(held_out: Corpus) -> Callable[[Content], bool]:
+    """Whether the conversation of a prompt has rows that are held out."""
+    keys = {opening_key(example.prompt) for example in held_out.loaded.examples}
+    return lambda prompt: opening_key(prompt) in keys
+
+
+def _placed_at_keys(error: UserError, name: ListName, source: LoadedRecipe) -> UserError:
     """A mistake in the ``keys`` of a file, with the place where the recipe sets them."""
-    for index, file in enumerate(getattr(source.recipe.data, name)):
+    for index, file in enumerate(source.recipe.data.files(name)):
         keys = f"data.{name}.{index}.keys"
         if file.path == error.where and keys in source.settings:
             where = f"{source.settings[keys].origin} ({keys})"
@@ -556,15 +599,29 @@ def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
 
 
 def read_corpus(
-    rows: Any, method: Method, data: Data, encoder: Encoder, console: Console | None = None
+    rows: Any,
+    method: Method,
+    data: Data,
+    encoder: Encoder,
+    console: Console | None = None,
+    *,
+    leave_out: Callable[[Content], bool] | None = None,
 ) -> Corpus:
     """Rows of files (``Source`` sections or paths) or in memory, as examples of the method's kind,
-    as tokens, audited.
+    as tokens, audited. leave_out: rows with such a prompt are not used.
     """
-    options = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
-    options |= {"mask_truncated": data.mask_truncated}
-    options |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
-    loaded = load(sources_from(rows), method.kind, **options)
+    loaded = load(sources_from(rows), method.kind, leave_out=leave_out, **_loading_options(data))
+    return _corpus(loaded, data, encoder, console)
+
+
+def _loading_options(data: Data) -> dict[str, Any]:
+    """The settings of ``load`` and ``load_split``."""
+    names = ("convert", "threshold", "top_n", "mask_truncated", "limit", "on_bad_row")
+    return {name: getattr(data, name) for name in names}
+
+
+def _corpus(loaded: Loaded, data: Data, encoder: Encoder, console: Console | None) -> Corpus:
+    """Examples as tokens, audited. Raises UserError for a bad row if the recipe stops at one."""
     encoded = _tokenize(encoder, loaded.examples, console)
     bad = [row for row in encoded.unusable if not row.dropped]
     if bad and data.on_bad_row == "stop":
@@ -598,10 +655,12 @@ def _tokenize(encoder: Encoder, examples: ExampleStore, console: Console | None)
 
 
 def _compared(corpus: Corpus, train: Corpus) -> Corpus:
-    """The same with the audit also saying which of the rows are trained on."""
-    shared = overlap(train.encoded.audit_columns, corpus.encoded.audit_columns)
+    """The same with the rows that are trained on, also as findings of the audit."""
+    columns = train.encoded.audit_columns, corpus.encoded.audit_columns
     return replace(
-        corpus, audit=replace(corpus.audit, findings={**corpus.audit.findings, **shared})
+        corpus,
+        audit=replace(corpus.audit, findings={**corpus.audit.findings, **overlap(*columns)}),
+        trained_origins=frozenset(map(str, shared_rows(*columns))),
     )
 
 
@@ -658,7 +717,7 @@ def _check(prepared: Prepared, *, training: bool) -> None:
                 units.answer_column("digest")[:max_examples],
                 units.origins,
             )
-    if "train" in prepared.corpora and prepared.total_steps == 0:
+    if "train" in prepared.corpora and prepared.steps_per_epoch == 0:
         raise UserError(
             f"all {len(prepared.corpora['train'].units)} rows are dropped, because they do "
             f"not fill one step of train.batch_size: {prepared.recipe.train.batch_size}",

@@ -14,7 +14,7 @@ from valence.errors import UserError
 from valence.losses.stats import RewardShift
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import AdapterDisabledReference, Reference, SyncedReference
-from valence.reports.diagnostics import CollapseDetector
+from valence.reports.diagnostics import Advice, CollapseDetector
 from valence.reports.metrics import Meter
 from valence.reports.sinks import JsonlSink
 from valence.runs import store
@@ -100,7 +100,8 @@ class TrainState:
         )
         self.scheduler = make_scheduler(recipe, self.optimizer, self.total_steps, scheduler)
         self.window = MetricsWindow()
-        self.anomalies, self.online_anomalies = AnomalyDetector(), CollapseDetector()
+        self.anomalies = AnomalyDetector()
+        self.online_anomalies = CollapseDetector(Advice(recipe.method, recipe.loss))
         self.best = BestMetricTracker(recipe.run.keep_best)
         self.early_stop = BestMetricTracker(recipe.run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}

@@ -69,8 +69,9 @@ def _check_has_model(folder: Path) -> None:
 def _base_of_adapter(folder: Path, name: str) -> str:
     """The base model of an adapter.
 
-    Of a local base model, the adapter records only the last part of the path; the run around the
-    adapter has all of it. Otherwise ``model.name=FOLDER`` on the command line gives it.
+    An adapter that was uploaded, or that an earlier version wrote, records only the last part of
+    the path of a local base model; the run around the adapter has all of it. Otherwise
+    ``model.name=FOLDER`` on the command line gives it.
     """
     config = folder.parent / "config.yaml"
     if "/" in name or Path(name).exists() or not config.is_file():
@@ -147,7 +148,9 @@ def with_files(
         source = with_dtype(
             load_recipe(target, overrides_here, method_of=method_of, training=False)
         )
-    files = [_with_fitting_keys(file, recorded, format) for file in source.recipe.data.eval]
+    files = [
+        _with_fitting_keys(file, recorded, format) for file in source.recipe.data.files("eval")
+    ]
     data_section = source.recipe.data.model_copy(update={"eval": files})
     return replace(source, recipe=source.recipe.model_copy(update={"data": data_section}))
 
@@ -165,7 +168,8 @@ def _with_fitting_keys(
     with_format = file.model_copy(update={"format": file.format or format})
     if recorded is None or file.keys or file.format:
         return with_format
-    mapping = fitting_mapping(with_format, [*recorded.eval, *recorded.test, *recorded.train])
+    others = [*recorded.files("eval"), *recorded.test, *recorded.train]
+    mapping = fitting_mapping(with_format, others)
     if mapping is None:
         return with_format
     return with_format.model_copy(update=dict(zip(("format", "keys"), mapping, strict=True)))
@@ -175,6 +179,6 @@ def overrides_to_measure(target: Path, data: Sequence[str], overrides: Sequence[
     """Overrides that make a run or a recipe evaluate all rows of these files."""
     if not data:
         return []
-    files = with_files(str(target), data, overrides).recipe.data.eval
+    files = with_files(str(target), data, overrides).recipe.data.files("eval")
     listed = json.dumps([file.model_dump(mode="json") for file in files], ensure_ascii=False)
     return [f"data.eval={listed}", "data.limit=null", "eval.max_examples=null"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,8 +194,8 @@ class Trainer:
         Returns the metrics of the last evaluation, or the last record of the log if there was none.
 
         Raises Interrupted after a signal or run.max_time, once the current step is finished.
-        Raises UserError when too many consecutive steps had a loss or gradient that is not finite,
-        or when too many saves failed.
+        Raises UserError when too many consecutive steps, or all steps, had a loss or gradient that
+        is not finite, or when too many saves failed.
         """
         if "train" not in self.prepared.corpora:
             raise UserError(
@@ -246,6 +246,8 @@ class Trainer:
                     fix="raise run.max_time, for example to 01:00:00 (hours, minutes, seconds)",
                 )
             raise self.stop.local.ended()
+        if counters.step and counters.skipped_in_a_row == counters.step:
+            raise self._not_finite()
         return self.evaluations.get(self.step, last)
 
     def _note_settings(self) -> None:
@@ -256,12 +258,8 @@ class Trainer:
             self.messages.note_once(f"model.lora.dropout {depends}")
         if recipe.train.router_aux_loss > 0:
             self.messages.note_once(f"train.router_aux_loss {depends}")
-        for note in (
-            self.prepared.ends_early,
-            speed.slow(self.policy.device, DTYPES[recipe.model.dtype]),
-        ):
-            if note:  # printed with the plan
-                self.messages.record_note(note)
+        if note := speed.slow(self.policy.device, DTYPES[recipe.model.dtype]):
+            self.messages.record_note(note)  # printed with the plan
         if warmup_steps(recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
             self.messages.note_once(
                 "train.warmup lasts as long as the run, so the learning rate never falls and may "
@@ -440,15 +438,18 @@ class Trainer:
         )
         if counters.skipped_in_a_row >= self.recipe.train.max_skipped:
             self.stop.is_synchronized = True
-            raise UserError(
-                f"{counters.skipped_in_a_row} consecutive steps had a loss or gradient that is not "
-                f"finite",
-                code="loss-not-finite",
-                where=f"step {self.step}",
-                fix="check the rows named above, set model.dtype: float32, or lower "
-                "train.learning_rate. Add --allow SETTING to resume from the checkpoint before "
-                "these steps, or --fresh to start over if that fails too",
-            )
+            raise self._not_finite()
+
+    def _not_finite(self) -> UserError:
+        return UserError(
+            f"{self.state.counters.skipped_in_a_row} consecutive steps had a loss or gradient that "
+            "is not finite",
+            code="loss-not-finite",
+            where=f"step {self.step}",
+            fix="check the rows named above, set model.dtype: float32, or lower "
+            "train.learning_rate. Add --allow SETTING to resume from the checkpoint before "
+            "these steps, or --fresh to start over if that fails too",
+        )
 
     # After a step
 
@@ -590,7 +591,8 @@ class Trainer:
             )
         limit = self.recipe.eval.max_examples if name == "eval" else None
         with self.state.evaluation_weights():
-            return self.examples.evaluate(corpus, limit, f"evaluating ({name})")
+            evaluation = self.examples.evaluate(corpus, limit, f"evaluating ({name})")
+        return _mark_training_rows(evaluation, corpus.trained_origins)
 
     def evaluate_training_rows(self) -> Evaluation | None:
         """Measure some of the training rows (``eval.train_examples``), drawn from all of them.
@@ -681,6 +683,19 @@ class Trainer:
                 self.saver.prepare()
                 self.saver.save(self.state_dict(), wait=wait)
                 self.saver.check_failures(is_last=wait)
+
+
+def _mark_training_rows(evaluation: Evaluation, origins: Collection[str]) -> Evaluation:
+    """The evaluation with ``in_train`` set on the rows at these places, which say nothing about new
+    rows.
+    """
+    if not origins:
+        return evaluation
+    rows = [
+        {**row, "in_train": True} if row.get("origin") in origins else row
+        for row in evaluation.rows
+    ]
+    return replace(evaluation, rows=rows)
 
 
 def _one(value: torch.Tensor) -> Mean:

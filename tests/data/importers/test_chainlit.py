@@ -42,7 +42,7 @@ STEPS = [
     step("s0", "assistant_message", "Welcome!", 0),
     step("s1", "user_message", "Capital of France?", 1),
     step("run1", "run", "", 2, "s1"),
-    step("tool1", "tool", "search", 3, "run1"),
+    step("tool1", "tool", "", 3, "run1"),
     step("s2", "assistant_message", "Paris", 4, "run1"),
     step("s3", "user_message", "And Spain?", 5),
     step("run2", "run", "", 6, "s3"),
@@ -112,6 +112,16 @@ def test_one_vote(
     tmp_path: Path, write: Any, rows: dict[str, list[dict[str, Any]]], expected: object
 ) -> None:
     assert read_all(read, *write(tmp_path, rows)) == [expected]
+
+
+@pytest.mark.parametrize("kind", ["tool", "retrieval"])
+@pytest.mark.parametrize("target", ["s2", "run1", "s5"])
+def test_an_answer_from_a_tool_is_skipped(tmp_path: Path, kind: str, target: str) -> None:
+    """Also if the tool was called for an earlier answer: the prompt does not have its result."""
+    rows = tables(feedback(target))
+    result = {"type": kind, "output": "Paris has 2 million people"}
+    rows["steps"] = [row | result if row["id"] == "tool1" else row for row in rows["steps"]]
+    assert read_all(read, *write_all(tmp_path, rows)) == ["context"]
 
 
 def test_all_fields_of_feedback_are_in_the_vote(tmp_path: Path) -> None:

@@ -107,3 +107,19 @@ def test_regenerated_answers_with_opposite_thumbs_give_a_pair(tmp_path: Path) ->
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with raises_error("import-not-an-export"):
         read_all(read, write_json(tmp_path / "rows.json", [{"messages": [{"role": "user"}]}]))
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"updates": [{"type": "tool", "subtype": "call"}]}, "context"),
+        ({"webSearch": {"contextSources": []}}, "context"),
+        ({"updates": [{"type": "status"}], "webSearch": None}, (PROMPT, "Yo", True)),
+    ],
+)
+def test_answers_from_tools_and_searches_are_skipped(
+    tmp_path: Path, extra: dict[str, Any], expected: object
+) -> None:
+    """The messages of the database have more columns than those of an export."""
+    row = {"messages": [HI, turn("assistant", "Yo", 1) | extra]}
+    assert read_all(read, write_json(tmp_path / "chats.json", [row])) == [expected]

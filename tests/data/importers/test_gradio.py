@@ -33,9 +33,10 @@ CHAT = [
     turn("user", "Capital of France?"),
     turn("assistant", "Paris."),
     turn("user", "And Spain?"),
-    turn("assistant", "Searching", title="Tool"),
+    turn("assistant", "Searching", title="Thinking"),
     turn("assistant", "Madrid."),
 ]
+TOOL = [*CHAT[:3], turn("assistant", "Madrid, capital", title="Used tool search"), CHAT[4]]
 PAIRS = [["Capital of France?", "Paris."], ["And Spain?", "Madrid."]]
 FIRST = ("u: Capital of France?", "Paris.")
 SECOND = ("u: Capital of France? | a: Paris. | u: And Spain?", "Madrid.")
@@ -95,6 +96,8 @@ def record(conversation: object, index: object, value: str, time: str = TIME) ->
         pytest.param(record(CHAT, 5, "Like"), "message_missing", id="missing"),
         pytest.param(record([CHAT[0], turn("assistant", "")], 1, "Like"), "empty", id="empty"),
         pytest.param(record(CHAT[:4], 3, "Like"), "empty", id="thoughts-alone"),
+        pytest.param(record(TOOL, 3, "Like"), "context", id="tool"),
+        pytest.param(record(TOOL, 1, "Like"), (*FIRST, True), id="tool-of-a-later-answer"),
         pytest.param(record(CHAT, 1, ""), "withdrawn", id="withdrawn"),
         pytest.param(record(CHAT, 1, "Spam"), "no_vote", id="custom-flag"),
         pytest.param(["[]", 1, "Like"], "shape_unknown", id="three-cells"),

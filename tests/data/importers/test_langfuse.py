@@ -241,17 +241,21 @@ def test_evaluators_are_read_when_they_are_asked_for(export: Export) -> None:
     assert only_vote(read, paths, ReadOptions(includes_machine=True)).is_machine
 
 
-def test_the_last_generation_with_an_output_is_rated(export: Export) -> None:
-    """Not the first, not one without an output, and not a later step of another kind."""
+def test_the_generation_with_the_output_of_the_trace_is_rated(export: Export) -> None:
+    """Not the first, not a later one that writes a title, and not one without an output."""
     steps = [
         observation("g3", startTime="2026-05-01T10:00:09Z", output=None),
+        observation("title", startTime="2026-05-01T10:00:10Z", output=assistant("Greeting")),
         observation("g2", startTime="2026-05-01T10:00:05Z"),
         observation("g1"),
         observation("tool", type="TOOL", startTime="2026-05-01T10:00:08Z"),
         observation("g4", traceId="t2", startTime="2026-05-01T10:00:07Z"),
-        trace(),
+        trace(output="Hello from g2"),
     ]
     assert only_vote(read, export([score(observationId=None)], steps)).message == "g2"
+    assert (
+        only_reason(read, export([score(observationId=None)], [*steps[:-1], trace()])) == "unclear"
+    )
 
 
 def test_a_score_of_an_enclosing_step_is_about_the_generation_inside(export: Export) -> None:
@@ -277,7 +281,7 @@ def test_subjects_of_version_3(export: Export) -> None:
     rows = [observed, traced, session]
     for row in rows:
         del row["traceId"], row["observationId"]
-    steps = [observation(), observation("g2", startTime=NOON)]
+    steps = [observation(), observation("g2", startTime=NOON), trace(output="Hello from g2")]
     result = results(read, export(rows, steps))
     assert [r.message for r in result if isinstance(r, Vote)] == ["g1", "g2"]
     assert [r.reason for r in result if isinstance(r, Skipped)] == ["no_conversation"]

@@ -88,10 +88,11 @@ Export = Callable[[Rows, Rows], list[str]]
 
 
 def test_everything_of_a_vote(export: Export) -> None:
-    """Feedback on the root run is about the last call of a model in its trace."""
+    """Feedback on the root run is about the call of a model with the output of the root run."""
     runs = [
         llm("llm2", start_time="2026-05-01T10:00:05"),
-        root(),
+        llm("title", start_time="2026-05-01T10:00:08"),
+        root(outputs={"answer": "Hello from llm2", "steps": 2}),
         llm("llm1"),
         llm("llm3", start_time="2026-05-01T10:00:07", outputs=None),
         llm("tool", run_type="tool", start_time="2026-05-01T10:00:09"),

@@ -68,10 +68,11 @@ TEXT = {"type": "text", "text": "Paris"}
             parts({"type": "text", "text": {"value": "Paris"}}), (PROMPT, "Paris", True), id="value"
         ),
         pytest.param(
-            parts({"type": "think", "think": "hm"}, {"type": "tool_call", "tool_call": {}}, TEXT),
+            parts({"type": "think", "think": "hm"}, {"type": "agent_update"}, TEXT),
             (PROMPT, "Paris", True),
-            id="thoughts-and-tool-calls",
+            id="thoughts-and-agents",
         ),
+        pytest.param(parts({"type": "tool_call", "tool_call": {}}, TEXT), "context", id="tools"),
         pytest.param(
             parts({"type": "image_file", "image_file": {}}, TEXT), "image", id="image-part"
         ),

@@ -286,7 +286,6 @@ def test_reasoning_is_left_out_unless_it_is_kept(answer: dict[str, Any]) -> None
         ("<think>\nhm, and so on", ""),
         ("<think>a</think>\nFirst\n<think>b</think>\nSecond", "First\nSecond"),
         ('<details type="reasoning" done="false">\nhm', ""),
-        ('First\n<details type="tool_calls" id="x">\ny\n</details>\nSecond', "First\nSecond"),
         (
             '<details type="code">x</details>',
             '<details type="code">x</details>',
@@ -349,6 +348,14 @@ def test_content_that_is_no_text(content: object, reason: SkipReason) -> None:
 )
 def test_prompts(value: object, expected: list[str]) -> None:
     assert [turn["content"] for turn in prompt_of(value)] == expected
+
+
+def test_a_block_of_a_tool_call_is_not_stripped() -> None:
+    text = 'First\n<details type="tool_calls" id="x">\ny\n</details>\nSecond'
+    with pytest.raises(UnusableVote) as info:
+        strip_reasoning(text)
+    assert info.value.reason == "context"
+    assert answer_text(text) is None
 
 
 @pytest.mark.parametrize("value", ["", "  ", None, [], {}])

@@ -11,7 +11,7 @@ import pytest
 from tests.data.importers.votes import REAL, only_vote, read_all, write_json
 from tests.errors import raises_error
 from valence.data.importers.open_webui import read
-from valence.data.importers.records import ReadOptions, Vote
+from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.importers.rows import import_votes, make_rows
 from valence.types import Origin
 
@@ -115,9 +115,20 @@ def test_all_fields_of_feedback_are_in_the_vote(tmp_path: Path) -> None:
             id="image",
         ),
         pytest.param(
-            feedback(messages(content=f"{THINKING}{TOOL_CALL}12 minutes")),
+            feedback(messages(content=f"{THINKING}12 minutes")),
             (PROMPT, "12 minutes", True),
             id="blocks-of-the-interface",
+        ),
+        pytest.param(
+            feedback(messages(content=f"{THINKING}{TOOL_CALL}12 minutes")), "context", id="tool"
+        ),
+        pytest.param(
+            feedback(messages(sources=[{"document": ["Rice boils"]}])), "context", id="sources"
+        ),
+        pytest.param(
+            feedback([messages()[0] | {"sources": []}, messages()[1]]),
+            (PROMPT, "12 minutes", True),
+            id="no-sources",
         ),
         pytest.param(
             feedback(messages(content="<think>\nhm\n</think>\n\n12 minutes")),
@@ -471,3 +482,66 @@ def test_files_of_other_tools_are_refused(tmp_path: Path) -> None:
     path = write_json(tmp_path / "rows.json", [{"prompt": "a", "completion": "b"}])
     with raises_error("import-not-an-export", where=path):
         read_all(read, path)
+
+
+EDITED: dict[str, Any] = {"originalContent": "12 minutes", "content": "10 minutes"}
+OUTPUT = {"type": "message", "content": [{"type": "output_text", "text": "12 minutes"}]}
+ON_ORIGINAL = ("12 minutes", False, None)
+CORRECTION = ("12 minutes", None, "10 minutes")
+
+
+def outcome(record: Vote | Skipped) -> tuple[Any, ...]:
+    assert isinstance(record, Vote)
+    return record.completion["content"], record.label, record.correction
+
+
+@pytest.mark.parametrize("output", [[], [OUTPUT]])
+@pytest.mark.parametrize(
+    ("rating", "is_edited_in_snapshot", "expected"),
+    [
+        (-1, False, [ON_ORIGINAL, CORRECTION]),
+        (1, False, [("12 minutes", True, None), CORRECTION]),
+        (1, True, [("10 minutes", True, None), CORRECTION]),
+        (-1, True, [("10 minutes", False, None), CORRECTION]),
+        (-1, None, [ON_ORIGINAL, CORRECTION]),
+        (1, None, [CORRECTION]),
+    ],
+)
+def test_a_vote_belongs_to_the_text_that_was_rated_and_an_edit_is_a_correction(
+    tmp_path: Path,
+    rating: int,
+    is_edited_in_snapshot: bool | None,
+    expected: list[Any],
+    output: list[Any],
+) -> None:
+    """Without a snapshot, thumbs up may be about either text."""
+    edited = messages(**EDITED, output=output)
+    snapshots = {True: edited, False: messages(output=output), None: None}
+    row = feedback(snapshots[is_edited_in_snapshot], rating)
+    paths = [
+        write_json(tmp_path / "feedback.json", [row]),
+        write_json(tmp_path / "chats.json", [chat(edited)]),
+    ]
+    assert [outcome(record) for record in list(read(paths, ReadOptions()))] == expected
+
+
+def test_a_rated_answer_of_a_chat_may_be_edited(tmp_path: Path) -> None:
+    turns = messages(**EDITED, annotation={"rating": -1})
+    path = write_json(tmp_path / "chats.json", [chat(turns)])
+    assert [outcome(record) for record in list(read([path], ReadOptions()))] == [
+        ON_ORIGINAL,
+        CORRECTION,
+    ]
+
+
+@pytest.mark.parametrize("has_feedback", [True, False])
+def test_a_saved_copy_of_a_rated_answer_counts_once(tmp_path: Path, has_feedback: bool) -> None:
+    rated: dict[str, Any] = {"annotation": {"rating": 1}, "feedbackId": "f1", "timestamp": 10}
+    copy = messages(**rated)[1] | {"id": "m7", "content": "10 minutes", "timestamp": 20}
+    turns = [*messages(**rated), copy]
+    paths = [write_json(tmp_path / "chats.json", [chat([turns[0], copy, turns[1]])])]
+    if has_feedback:
+        paths.append(write_json(tmp_path / "feedback.json", [feedback(turns, arena=True)]))
+    (vote,) = list(read(paths, ReadOptions()))
+    assert isinstance(vote, Vote)
+    assert (vote.message, *outcome(vote)) == ("m2", "12 minutes", True, None)

@@ -111,11 +111,12 @@ def test_everything_of_a_vote(export: Export) -> None:
     assert (vote.label, vote.score, vote.comment) == (True, None, "short")
 
 
-def test_thumbs_of_the_ui_are_about_the_last_call_of_a_model(export: Export) -> None:
+def test_thumbs_of_the_ui_are_about_the_call_with_the_output_of_the_root(export: Export) -> None:
     spans = [
         span("llm2", start_time="2026-05-01T10:00:05+00:00"),
+        span("title", start_time="2026-05-01T10:00:07+00:00"),
         span("llm1"),
-        root(),
+        root(attributes=ROOT_ATTRIBUTES | {"output.value": "Hello from llm2"}),
         span("tool", span_kind="TOOL", start_time="2026-05-01T10:00:09+00:00"),
     ]
     vote = only_vote(read, export([thumbs()], spans))

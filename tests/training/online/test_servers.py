@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,17 @@ def test_every_server_is_compared_with_the_trainer(
     def record(*args: Any, evidence: Any) -> None:
         compared.append(evidence.url)
 
+    def count(*args: Any, **options: Any) -> list[Any]:
+        sorts.append(args)
+        return nsmallest(*args, **options)
+
+    sorts: list[Any] = []
     monkeypatch.setattr("valence.rollouts.check.check", record)
+    monkeypatch.setattr("valence.online.engines.nsmallest", count)
     with serving(Fake()) as first, serving(Fake()) as second:
         train(settings(place, "run", [first, second], rollout={"check_prompts": 2}), quiet=True)
     assert compared == [first.url, second.url] * STEPS
+    assert len(sorts) == 1  # all prompts are read once, not for each change of the weights
 
 
 def test_a_server_that_is_lost_while_it_is_compared(place: Path, undisturbed: Any) -> None:

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
-from valence.data.importers.fields import thumb_label, timestamp
+from valence.data.importers.fields import is_blank, thumb_label, timestamp
 from valence.data.importers.messages import assistant, merge_turns, turns_of
 from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.data.sources import Row
@@ -24,6 +24,8 @@ from valence.types import Origin
 SOURCE = "chainlit"
 SQLITE = b"SQLite format 3\0"
 ROLES = {"user_message": "user", "assistant_message": "assistant"}
+CONTEXT_STEPS = ("tool", "retrieval")
+"""Types of steps that gave the model text which the messages do not contain."""
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
@@ -111,10 +113,13 @@ def _vote(
         raise UnusableVote("not_assistant", step.get("type"))
     if _is_error(step):
         raise UnusableVote("failed")
+    earlier = thread[: thread.index(step)]
+    if any(s.get("type") in CONTEXT_STEPS and not is_blank(s.get("output")) for s in earlier):
+        raise UnusableVote("context", "a step of a tool or of retrieval")
     keeps = options.keeps_reasoning
     turns = [
         {"role": ROLES[str(s["type"])], "content": s.get("output") or s.get("input")}
-        for s in thread[: thread.index(step)]
+        for s in earlier
         if str(s.get("type")) in ROLES and not _is_error(s)
     ]
     while turns and turns[0]["role"] == "assistant":

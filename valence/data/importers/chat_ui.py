@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from valence.data.importers.exports import export_rows, votes_or_skipped
-from valence.data.importers.fields import decode_json, timestamp
+from valence.data.importers.fields import decode_json, objects_at, timestamp
 from valence.data.importers.messages import assistant, turns_of
 from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.data.sources import Row
@@ -19,6 +19,8 @@ from valence.data.values import as_number
 from valence.types import content_id
 
 SOURCE = "chat_ui"
+CONTEXT_UPDATES = ("webSearch", "tool")
+"""Types of a message's updates that gave the model text which the messages do not contain."""
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
@@ -58,6 +60,10 @@ def _vote(
     roles = [earlier["from"] for earlier in messages[:first] if earlier["from"] != "system"]
     if any(role == after for role, after in pairwise(roles)):
         raise UnusableVote("shape_unknown", "a conversation with branches")
+    for earlier in (*messages[:first], message):
+        updates = (update.get("type") for update in objects_at(earlier, "updates"))
+        if earlier.get("webSearch") or any(kind in CONTEXT_UPDATES for kind in updates):
+            raise UnusableVote("context", "webSearch or tool")
     keeps = options.keeps_reasoning
     score = as_number(message.get("score"))
     yield Vote(

@@ -22,6 +22,8 @@ from valence.types import Message, Origin, content_id
 
 SOURCE = "gradio"
 HEADER = ["conversation", "index", "value"]
+TOOL_TITLE = re.compile(r"tool|search|retriev|source", re.IGNORECASE)
+"""Titles of steps that gave the model text which the messages do not contain."""
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
@@ -129,6 +131,9 @@ def _from_messages(
         start -= 1
     while end < len(messages) and messages[end].get("role") == "assistant":
         end += 1
+    for message in messages[:end]:
+        if _is_thought(message) and TOOL_TITLE.search(str(message["metadata"]["title"])):
+            raise UnusableVote("context", message["metadata"]["title"])
     keeps = options.keeps_reasoning
     before, rated = (
         [message for message in part if keeps or not _is_thought(message)]

@@ -24,7 +24,7 @@ from valence.types import Message, Origin
 SOURCE = "librechat"
 ROOT = "00000000-0000-0000-0000-000000000000"
 """Parent of the first message of a conversation."""
-AGENT_PARTS = ("tool_call", "agent_update")
+AGENT_PARTS = ("agent_update",)
 """Parts about the work of an agent, which the text of its answer does not need."""
 
 
@@ -123,6 +123,8 @@ def _turn(message: Columns) -> Message:
     role = "user" if message.get("isCreatedByUser") else "assistant"
     content = message.get("content") or message.get("text")
     if isinstance(content, list):
+        if any(isinstance(part, Mapping) and part.get("type") == "tool_call" for part in content):
+            raise UnusableVote("context", "tool_call")
         content = [part for part in content if not _is_agent_part(part)]
     return {"role": role, "content": content}
 

@@ -25,16 +25,16 @@ LANGCHAIN_ROLES = {
 """Type of a LangChain message -> its role."""
 REASONING_BLOCKS = (
     # of Open WebUI
-    re.compile(
-        r'<details\b[^>]*\btype="(?:reasoning|tool_calls)"[^>]*>.*?(?:</details>\s*|\Z)', re.DOTALL
-    ),
+    re.compile(r'<details\b[^>]*\btype="reasoning"[^>]*>.*?(?:</details>\s*|\Z)', re.DOTALL),
     # of earlier versions of LibreChat
     re.compile(r"^:::thinking\n.*?\n:::\s*", re.DOTALL | re.MULTILINE),
     re.compile(r"^[ \t]*<think>.*?(?:</think>\s*|\Z)", re.DOTALL | re.MULTILINE),
     # the opening tag was part of the prompt
     re.compile(r"\A(?:(?!<think>).)*?^[ \t]*</think>[ \t]*(?:\n\s*|\Z)", re.DOTALL | re.M),
 )
-"""Reasoning, and calls of tools, that models and tools write into the text of a message."""
+"""Reasoning that models and tools write into the text of a message."""
+TOOL_BLOCK = re.compile(r'<details\b[^>]*\btype="tool_calls"')
+"""The start of a block of Open WebUI with a call of a tool and its result."""
 REASONING_PARTS = ("think", "thinking", "redacted_thinking", "reasoning", "reasoningContent")
 FILE_PART = re.compile(r"image|file|video|audio|document|^path$|^component$", re.IGNORECASE)
 TRUNCATED = ("length", "max_tokens", "incomplete")
@@ -223,9 +223,9 @@ def answer_text(value: object) -> str | None:
     """The text of a recorded output; None where it is not text alone."""
     try:
         turn = assistant_of(value)
+        return None if "tool_calls" in turn else _without_reasoning(turn)["content"] or None
     except UnusableVote:
         return None
-    return None if "tool_calls" in turn else _without_reasoning(turn)["content"] or None
 
 
 def is_truncated(value: object) -> bool:
@@ -412,8 +412,8 @@ def _parse_content(value: object) -> _Content:
 def text_of(value: object, *, keeps_reasoning: bool = False) -> str:
     """The text of a message's content, without parts that are reasoning.
 
-    Blocks of reasoning and of tool calls in the text are left out, unless ``keeps_reasoning``.
-    Raises UnusableVote for content that is not text alone.
+    Blocks of reasoning in the text are left out, unless ``keeps_reasoning``. Raises UnusableVote
+    for content that is not text alone, and for blocks of tool calls.
     """
     content = _parse_content(value)
     if content.calls or content.results:
@@ -422,7 +422,13 @@ def text_of(value: object, *, keeps_reasoning: bool = False) -> str:
 
 
 def strip_reasoning(text: str) -> str:
-    """The text without blocks of reasoning and of tool calls."""
+    """The text without blocks of reasoning.
+
+    Raises UnusableVote for a block of a tool call: without it, the text would teach to answer
+    without the tool.
+    """
+    if TOOL_BLOCK.search(text):
+        raise UnusableVote("context", "a block of tool calls")
     answer = text
     for block in REASONING_BLOCKS:
         answer = block.sub("", answer)

@@ -12,7 +12,14 @@ from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
 from valence.data.importers.fields import object_at, objects_at, text_list, timestamp
-from valence.data.importers.messages import assistant, branch, system_turn, text_of, turns_of
+from valence.data.importers.messages import (
+    assistant,
+    branch,
+    strip_reasoning,
+    system_turn,
+    text_of,
+    turns_of,
+)
 from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote, Winner
 from valence.data.sources import Row
 from valence.data.values import as_number, shown
@@ -43,12 +50,29 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     for rating in ratings:
         yield from votes_or_skipped(_votes(rating, by_message, options), rating.origin, rating.id)
     rated = {(rating.session, rating.message) for rating in ratings}
+    ids = {rating.id for rating in ratings}
     for chat in chats.values():
-        for message in chat.messages.values():
-            if isinstance(message.get("annotation"), Mapping):
+        copies = _copies(chat.messages)
+        for name, message in chat.messages.items():
+            if isinstance(message.get("annotation"), Mapping) and name not in copies:
                 rating = _rating_of_annotation(message, chat, origins[chat.id])
-                if (rating.session, rating.message) not in rated:
+                if (rating.session, rating.message) not in rated and rating.id not in ids:
                     yield from votes_or_skipped(_votes(rating, {}, options), rating.origin)
+
+
+def _copies(messages: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The ids of messages that "Save as copy" made of another one, with its rating: those with the
+    ``feedbackId`` of an earlier message.
+    """
+    by_feedback: dict[str, list[str]] = {}
+    for name, message in messages.items():
+        if message.get("feedbackId"):
+            by_feedback.setdefault(str(message["feedbackId"]), []).append(name)
+    return {
+        name
+        for names in by_feedback.values()
+        for name in sorted(names, key=lambda name: timestamp(messages[name].get("timestamp")))[1:]
+    }
 
 
 def _is_feedback(row: Columns) -> bool:
@@ -91,6 +115,10 @@ class _Rating:
     is_comparison: bool
     data: Mapping[str, Any]
     chat: _Chat | None
+    is_snapshot: bool = False
+    """Whether the chat is as it was when the message was rated."""
+    later: _Chat | None = None
+    """The chat as it was exported, in which the message may have been edited since."""
     origin: Origin
 
     @property
@@ -114,6 +142,8 @@ def _rating_of_feedback(row: Row, chats: Mapping[str, _Chat]) -> _Rating:
         is_comparison=bool(meta.get("arena") or data.get("sibling_model_ids")),
         data=data,
         chat=_chat(snapshot) if snapshot else chats.get(session),
+        is_snapshot=bool(snapshot),
+        later=chats.get(session),
         origin=row.origin,
     )
 
@@ -145,10 +175,13 @@ def _votes(
         raise UnusableVote("no_conversation", rating.session)
     messages = rating.chat.messages
     path = branch(messages, rating.message, "parentId")
-    rated = path[-1]
+    text = _rated_text(rating, path[-1])
+    rated = text.rated
     keeps = options.keeps_reasoning
     if any(message.get("files") for message in path):
         raise UnusableVote("image", "files")
+    if any(message.get("sources") or message.get("citations") for message in path):
+        raise UnusableVote("context", "sources")  # of a web search or of documents
     earlier, completion = _answer(rated, keeps)
     turns = [turn for message in path[:-1] for turn in _turns(message)]
     prompt = turns_of([*turns, *earlier])
@@ -171,8 +204,13 @@ def _votes(
         "info": {} if details.get("rating") is None else {"rating": details["rating"]},
         "origin": rating.origin,
     }
-    if sign:
+    if sign and (text.is_certain or sign < 0):  # nobody edits an answer to dislike the result
         yield Vote(**fields, label=sign > 0)
+    if text.edit is not None:
+        _, original = _answer(text.original, keeps)
+        yield Vote(**{**fields, "completion": original}, correction=text.edit)
+        if not text.is_certain:
+            return
     others = _siblings(rated, messages, keeps) if rating.is_comparison else {}
     compared = False
     for name, completion in others.items():
@@ -193,6 +231,46 @@ def _votes(
             )
     if not sign and not compared:
         raise UnusableVote("no_vote", "a draw without the other answers")
+
+
+@dataclass(frozen=True, slots=True)
+class _RatedText:
+    """An answer that may have been edited in place.
+
+    rated, original: the message with the text that the vote is about, and with that of the model.
+    edit: the user's text, or None. is_certain: False where thumbs up may be about either text.
+    """
+
+    rated: Mapping[str, Any]
+    original: Mapping[str, Any]
+    edit: str | None = None
+    is_certain: bool = True
+
+
+def _rated_text(rating: _Rating, message: Mapping[str, Any]) -> _RatedText:
+    """A snapshot has the text that was rated. Without one, it is not known whether the vote or the
+    edit came first.
+    """
+    edit = _edit(message)
+    if edit is not None:
+        original = {**message, "content": message["originalContent"]}
+        # its output is that of the model
+        rated = {**message, "output": []} if rating.is_snapshot else original
+        return _RatedText(rated, original, edit, rating.is_snapshot)
+    later = rating.later.messages.get(rating.message) if rating.later else None
+    return _RatedText(message, message, _edit(later) if later else None)
+
+
+def _edit(message: Mapping[str, Any]) -> str | None:
+    """The text of an answer that a user edited in place; None if it was not edited, or if it calls
+    tools, whose texts cannot be told apart.
+    """
+    original, content = message.get("originalContent"), message.get("content")
+    if not isinstance(original, str) or not isinstance(content, str):
+        return None
+    is_edited = original.strip() and content.strip() and original.strip() != content.strip()
+    has_calls = any(item.get("type") == "function_call" for item in objects_at(message, "output"))
+    return strip_reasoning(content) if is_edited and not has_calls else None
 
 
 def _winner(sign: int, other_sign: int | None, *, is_choice: bool) -> Winner | None:
@@ -227,10 +305,13 @@ def _siblings(
     """
     rated_earlier, _ = _answer(rated, keeps_reasoning)
     siblings: dict[str, Message] = {}
+    copies = _copies(messages)
     for name, message in messages.items():
-        is_sibling = message.get("parentId") == rated.get("parentId") and message is not rated
-        if is_sibling and not message.get("files"):
+        is_sibling = message.get("parentId") == rated.get("parentId") and name != rated.get("id")
+        if is_sibling and name not in copies and not message.get("files"):
             try:
+                if _edit(message) is not None:
+                    message = {**message, "content": message["originalContent"]}
                 earlier, completion = _answer(message, keeps_reasoning)
             except UnusableVote:
                 continue  # it is not what the vote is about

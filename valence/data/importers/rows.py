@@ -240,7 +240,7 @@ def _add_correction(vote: Vote, correction: str, result: ImportedRows) -> None:
     result.add("demonstrations", _row(vote, {"completion": (better, {})}), [vote])
     if correction.strip() != str(vote.completion.get("content") or "").strip():
         ids = vote.tokens.get("correction_ids")
-        tokens = {"completion_ids": ids} if ids else {}
+        tokens = {**vote.tokens, "completion_ids": ids} if ids else {}
         sides = {"chosen": (better, tokens), "rejected": _rated(vote)}
         result.add("pairs", _row(vote, sides), [vote])
 
@@ -254,7 +254,8 @@ def _rated(vote: Vote) -> Side:
 
 
 def _row(vote: Vote, completions: Mapping[str, Side]) -> Row:
-    """The prompt and completions of a row, with the tokens of all of them if these are known.
+    """The prompt and completions of a row, with the tokens of all of them if these are known and
+    belong to one prompt and one vocabulary, and the digest of the vocabulary.
 
     A completion that is text alone is written as text.
     """
@@ -264,15 +265,22 @@ def _row(vote: Vote, completions: Mapping[str, Side]) -> Row:
         row[name] = message["content"] if is_text else [dict(message)]
     if vote.tools:
         row["tools"] = [dict(tool) for tool in vote.tools]
-    if not vote.tokens or not all(tokens for _, tokens in completions.values()):
+    all_tokens = [tokens for _, tokens in completions.values()]
+    if not all(all_tokens):
         return row
-    row["prompt_ids"] = list(vote.tokens["prompt_ids"])
+    prompts = {(tokens["vocabulary"], tuple(tokens["prompt_ids"])) for tokens in all_tokens}
+    if len(prompts) > 1:
+        return row
+    ((vocabulary, prompt_ids),) = prompts
+    row["prompt_ids"] = list(prompt_ids)
     for name, (_, tokens) in completions.items():
         row[f"{name}_ids"] = list(tokens["completion_ids"])
     if "completion" in completions:
         tokens = completions["completion"][1]
         sampled = {name: tokens[name] for name in ("temperature", "top_p", "vocabulary")}
         row |= {"logps": list(tokens["logps"]), "sampled": sampled}
+    else:
+        row["sampled"] = {"vocabulary": vocabulary}
     return row
 
 

@@ -68,13 +68,14 @@ function setCurrent(item) {
 
 function answerCard(title) {
   const text = element("p", { className: "message" });
-  const card = element("section", { className: "answer" });
+  const card = element("section", { className: "answer writing" });
   if (title) card.append(element("h2", { textContent: title }));
   card.append(text);
   return { card, text };
 }
 
 function showEnd({ card, text }, stop) {
+  card.classList.remove("writing");
   const notes = [];
   if (text.textContent === "") notes.push("The answer is empty.");
   if (stop === "length") notes.push("The answer was truncated at its maximum length.");

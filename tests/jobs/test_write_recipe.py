@@ -1,0 +1,202 @@
+"""Recipes written for files of rows: the method, the columns and the share that fit, and recipes
+that `valence check` accepts.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import command, command_error, place
+from tests.errors import check_error, raises_error
+from valence.config.load import LoadedRecipe, load_recipe
+from valence.data.load import DataFile
+from valence.jobs.write_recipe import MODEL, write_recipe
+from valence.trainer.methods import method_of
+
+__all__ = ["place"]
+
+NUM_PROMPTS = 30
+THUMBS = [
+    {"prompt": f"question {i}", "completion": f"answer {i} {k}", "label": k == 0}
+    for i in range(NUM_PROMPTS)
+    for k in range(2)
+]
+SCORED = [
+    {"prompt": row["prompt"], "completion": row["completion"], "score": 1 + i % 5}
+    for i, row in enumerate(THUMBS)
+]
+PAIRS = [
+    {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"}
+    for i in range(NUM_PROMPTS)
+]
+DEMONSTRATIONS = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
+RANKINGS = [
+    {"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]], "scores": [1, 0]}
+    for row in PAIRS
+]
+PROMPTS = [{"prompt": row["prompt"]} for row in PAIRS]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(rows: Sequence[dict[str, Any]], name: str = "rows.jsonl") -> DataFile:
+    with open(name, "w", newline="") as file:
+        if name.endswith(".csv"):
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return DataFile(name)
+
+
+def written(rows: Sequence[dict[str, Any]], **options: Any) -> LoadedRecipe:
+    path = write_recipe(write(rows), Path("recipe.yaml"), **options).path
+    return load_recipe(path, method_of=method_of)
+
+
+CASES = {
+    "thumbs": (THUMBS, "kto", None),
+    "scores": (SCORED, "kto", "scores_to_judgements"),
+    "pairs": (PAIRS, "dpo", None),
+    "demonstrations": (DEMONSTRATIONS, "sft", None),
+    "rankings": (RANKINGS, "grpo", None),
+    "only thumbs up": (THUMBS[::2], "sft", "chosen_to_demonstrations"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_method_follows_from_the_rows(case: str) -> None:
+    rows, method, convert = CASES[case]
+    recipe = written(rows).recipe
+    assert (recipe.method, recipe.data.convert) == (method, convert)
+    assert (recipe.model.name, recipe.data.eval) == (MODEL, 0.1)
+    assert recipe.model.lora is not None
+    assert recipe.run.samples.prompts > 0
+    assert recipe.data.train[0].keys == {}
+
+
+def test_scores_are_divided_where_the_halves_are_most_alike() -> None:
+    """From 3 on there are as many too many as from 4 on there are too few: the stricter one."""
+    assert written(SCORED).recipe.data.threshold == 4
+    Path("recipe.yaml").unlink()
+    assert (
+        written([row | {"score": min(row["score"], 2)} for row in SCORED]).recipe.data.threshold
+        == 2
+    )
+
+
+def test_method_and_model_may_be_named() -> None:
+    recipe = written(THUMBS, method="dpo", model="owner/model: x").recipe
+    assert recipe.model.name == "owner/model: x"
+    assert (recipe.method, recipe.data.convert) == ("dpo", "judgements_to_pairs")
+    Path("recipe.yaml").unlink()
+    assert (
+        "samples"
+        not in Path(write_recipe(write(SCORED), Path("r.yml"), method="pointwise").path).read_text()
+    )
+    for method, rows, code in (
+        ("dpo", DEMONSTRATIONS, "kind-mismatch"),
+        ("kot", THUMBS, "method-unknown"),
+        ("ppo", PROMPTS, "init-prompts"),
+    ):
+        with raises_error(code):
+            write_recipe(write(rows), Path("other.yaml"), method=method)
+
+
+NAMES = {"prompt": "question", "completion": "answer", "label": "thumb"}
+
+
+def test_columns_are_mapped_where_they_have_other_names() -> None:
+    rows = [{NAMES[name]: value for name, value in row.items()} for row in THUMBS]
+    write(rows, "my: ratings.csv")
+    write_recipe(DataFile("my: ratings.csv"), Path("recipe.yaml"))
+    [file] = load_recipe("recipe.yaml", method_of=method_of).recipe.data.train
+    assert (file.path, file.keys) == ("my: ratings.csv", NAMES)
+
+
+def test_a_recipe_in_another_folder_finds_the_file() -> None:
+    Path("recipes").mkdir()
+    write_recipe(write(THUMBS), Path("recipes/mine.yaml"))
+    loaded = load_recipe("recipes/mine.yaml", method_of=method_of)
+    assert Path(loaded.recipe.data.train[0].path).resolve() == Path("rows.jsonl").resolve()
+    assert loaded.recipe.run.dir == "runs/mine"
+
+
+def test_few_rows_get_a_larger_share_or_none() -> None:
+    few = THUMBS[:10]
+    recipe = written(few).recipe
+    assert isinstance(recipe.data.eval, float)
+    Path("recipe.yaml").unlink()
+    recipe = written(THUMBS[:4]).recipe
+    assert (recipe.data.eval, recipe.run.samples.prompts) == ([], 0)
+
+
+def test_rows_that_cannot_be_used_are_skipped_and_named() -> None:
+    bad = {"prompt": "q", "completion": "a", "label": "perhaps"}
+    write([*THUMBS, bad])
+    result = write_recipe(DataFile("rows.jsonl"), Path("recipe.yaml"))
+    assert [row.origin.line for row in result.facts.bad] == [61]
+    assert load_recipe(result.path, method_of=method_of).recipe.data.on_bad_row == "skip"
+    assert "rows.jsonl:61" in result.path.read_text()
+    mixed = write_recipe(write([*THUMBS, *PAIRS]), Path("mixed.yaml"))
+    assert (mixed.method, len(mixed.facts.bad)) == ("kto", len(PAIRS))
+    with raises_error("row-label-invalid", where="rows.jsonl:1"):
+        write_recipe(write([bad]), Path("other.yaml"))
+
+
+def test_what_no_recipe_can_be_written_for() -> None:
+    with raises_error("init-prompts", fix="valence recipes online_grpo"):
+        write_recipe(write(PROMPTS), Path("recipe.yaml"))
+    with raises_error("file-not-found"):
+        write_recipe(DataFile("missing.jsonl"), Path("recipe.yaml"))
+    with raises_error("format-unknown-columns"):
+        write_recipe(write([{"x": "a", "y": "b"}]), Path("recipe.yaml"))
+    assert not Path("recipe.yaml").exists()
+
+
+def test_an_export_is_to_be_imported_first(tmp_path: Path) -> None:
+    vote = {
+        "id": "v",
+        "type": "rating",
+        "data": {"rating": 1},
+        "meta": {},
+        "snapshot": {"chat": {}},
+    }
+    Path("export.json").write_text(json.dumps([vote]))
+    for file in (DataFile("export.json"), DataFile("export.json", format="open_webui")):
+        with raises_error("init-export", fix="valence import open-webui export.json") as raised:
+            write_recipe(file, Path("recipe.yaml"))
+        assert "valence init feedback.jsonl" in (raised.error.fix or "")
+
+
+def test_nothing_is_overwritten() -> None:
+    Path("recipe.yaml").write_text("mine")
+    with raises_error("path-exists", where="recipe.yaml", fix="--out"):
+        write_recipe(write(THUMBS), Path("recipe.yaml"))
+    assert Path("recipe.yaml").read_text() == "mine"
+    with raises_error("path-invalid-output"):
+        write_recipe(write(THUMBS), Path("recipe.json"))
+    assert sorted(path.name for path in Path().iterdir()) == ["recipe.yaml", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_check_accepts_the_recipe(
+    place: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(CASES[case][0])
+    assert command("init", "rows.jsonl", "--model", "./model", "--out", "new.yaml") == 0
+    assert "valence check new.yaml" in capsys.readouterr().out
+    assert command("check", "new.yaml") == 0
+    error = command_error("init", "rows.jsonl", "--out", "new.yaml")
+    check_error(error, "path-exists")

@@ -1,0 +1,82 @@
+"""The commands for what comes with the package: the demo, the recipes and the documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from tests.command import command, command_error, place
+from tests.errors import check_error
+from valence.config.load import load_recipe
+from valence.data.split import PromptSplit
+from valence.shipped import page_text, pages, recipes, write_demo
+from valence.trainer.methods import method_of
+
+__all__ = ["place"]
+
+CODE = Path(__file__).parent.parent / "valence"
+PAGE = re.compile(r"`valence docs ([\w/-]+)`")
+
+
+def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("recipes") == 0
+    listed = capsys.readouterr().out
+    for name in recipes():
+        assert name in listed
+        assert command("recipes", name) == 0
+        text = capsys.readouterr().out
+        assert "method" in YAML().load(text)
+        assert "../" not in text  # the rows lie beside the recipe
+    check_error(command_error("recipes", "kot"), "argument-invalid", fix="use kto")
+
+
+def test_pages_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("docs") == 0
+    listed = capsys.readouterr().out
+    assert {"tasks/thumbs", "rewards", "losses/thumbs"} <= set(listed.split())
+    assert command("docs", "rewards") == 0
+    assert capsys.readouterr().out == pages()["rewards"].read_text(encoding="utf-8").rstrip() + "\n"
+    assert page_text("tasks/thumbs.md") == page_text("tasks/thumbs")
+    check_error(command_error("docs", "reward"), "argument-invalid", fix="use rewards")
+
+
+def test_messages_name_pages_that_exist() -> None:
+    named = {
+        (name, path)
+        for path in CODE.rglob("*.py")
+        for name in PAGE.findall(re.sub(r'"\s*f?"', "", path.read_text(encoding="utf-8")))
+    }
+    assert len(named) > 5
+    for name, _ in named:
+        page_text(name)
+    assert page_text("thumbs") == page_text("tasks/thumbs")  # what to do, not the losses
+
+
+def test_the_demo_is_written_once(tmp_path: Path) -> None:
+    recipe = write_demo(tmp_path / "demo")
+    loaded = load_recipe(recipe, method_of=method_of).recipe
+    assert loaded.run.dir == (tmp_path / "demo" / "run").as_posix()
+    assert loaded.data.train[0].path == (tmp_path / "demo" / "answers.jsonl").as_posix()
+    assert isinstance(loaded.data.split, PromptSplit)
+    rows = [json.loads(line) for line in (tmp_path / "demo" / "answers.jsonl").open()]
+    assert all(row["prompt"] and row["completion"] for row in rows)
+    recipe.write_text("method: sft\n")
+    (tmp_path / "demo" / "answers.jsonl").write_text("mine\n")
+    assert write_demo(tmp_path / "demo").read_text() == "method: sft\n"
+    assert (tmp_path / "demo" / "answers.jsonl").read_text() == "mine\n"
+    (tmp_path / "file").write_text("")
+    check_error(command_error("demo", "--out", str(tmp_path / "file")), "file-not-writable")
+
+
+def test_the_demo_trains_and_resumes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["data.limit=24", "run.samples.prompts=1", "run.samples.max_new_tokens=2"]
+    words = ["demo", "--out", "d", "model.name=./model", *small, "train.epochs=1"]
+    assert command(*words) == 0
+    assert Path("d/run/report.html").exists()
+    capsys.readouterr()
+    assert command(*words) == 0
+    assert "nothing to do" in capsys.readouterr().out

@@ -1,0 +1,343 @@
+"""Write a recipe for a file of rows: the method by the kind of its rows, and the keys they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from valence.config.load import load_recipe
+from valence.data.convert import CONVERSIONS
+from valence.data.importers.sources import command_name, detect_source, is_source
+from valence.data.kind_names import METHOD_FOR
+from valence.data.kinds import KINDS
+from valence.data.load import DETECT_ROWS, DataFile, load, load_split, recognize, stream
+from valence.data.sources import BadRow, Row, read_rows
+from valence.data.split import PromptSplit
+from valence.errors import UserError
+from valence.files import check_path
+from valence.trainer.methods import Method, method_of
+from valence.types import Example, Judgement, Kind, plural
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The model of a recipe that names no other: small enough for a laptop."""
+SHARES = (0.1, 0.2, 0.3, 0.5)
+"""Shares of the prompts to hold out: the first one, unless that leaves too few rows."""
+PLAIN = re.compile(r"[A-Za-z_.][\w./-]*")
+WORDS = frozenset(["true", "false", "yes", "no", "on", "off", "y", "n", "null"])
+"""Words that YAML 1.1 does not read as text."""
+
+PURPOSES = {
+    "kto": "learns from answers that were rated one at a time",
+    "dpo": "learns from pairs of a better and a worse answer",
+    "sft": "imitates the answers",
+    "grpo": "learns from several scored answers to a prompt",
+    "pointwise": "trains a reward model, which scores answers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What was seen in a file of rows.
+
+    counts: rows by what they are, such as rated answers. bad: rows that cannot be used.
+    scores: different scores of answers that have nothing else, ascending. positions: of the prompts
+    (``PromptSplit.position``).
+    """
+
+    file: DataFile
+    kind: Kind
+    counts: Counter[str]
+    bad: Sequence[BadRow]
+    scores: Sequence[float]
+    threshold: float | None
+    is_all_up: bool
+    positions: Sequence[float]
+
+    @property
+    def summary(self) -> str:
+        counts = ", ".join(f"{count:,} {name}" for name, count in self.counts.most_common())
+        return f"{counts}; {len(set(self.positions)):,} different prompts"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRecipe:
+    """A recipe that was written, and what was seen in the file."""
+
+    path: Path
+    method: str
+    facts: FileFacts
+
+
+def write_recipe(
+    file: DataFile, out: Path, *, model: str | None = None, method: str | None = None
+) -> WrittenRecipe:
+    """Look at a file of rows, and write a recipe that trains on it.
+
+    Raises UserError if a file is there already, if the file is an export of a feedback tool, and if
+    no recipe fits its rows.
+    """
+    check_path(out)
+    if out.suffix not in (".yaml", ".yml") or not out.parent.is_dir():
+        raise UserError(
+            "a recipe is a .yaml file in an existing folder",
+            code="path-invalid-output",
+            where=str(out),
+            fix="choose another --out, such as recipe.yaml",
+        )
+    if out.exists():
+        raise UserError(
+            "the file already exists",
+            code="path-exists",
+            where=str(out),
+            fix="choose another --out, or move this file away",
+        )
+    facts = look_at(file)
+    name, conversion = _choose(facts, method)
+    text = "\n".join(_lines(facts, out, name, conversion, model or MODEL)) + "\n"
+    partial = out.with_name(f".{out.stem}.part.yaml")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        load_recipe(partial, method_of=method_of)
+        partial.replace(out)
+    except OSError as error:
+        raise UserError(
+            f"the file cannot be written ({error.strerror})",
+            code="file-not-writable",
+            where=str(out),
+            fix="make the folder writable, or choose another --out",
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return WrittenRecipe(out, name, facts)
+
+
+# Look at the rows
+
+
+def look_at(file: DataFile) -> FileFacts:
+    """Read all rows of a file. Raises UserError for an export, and if no row can be used."""
+    _refuse_export(file)
+    file = recognize(file)
+    examples: list[Example] = []
+    bad: list[BadRow] = []
+    for _, example in stream(file):
+        if isinstance(example, BadRow):
+            bad.append(example)
+        else:
+            examples.append(example)
+    if not examples:
+        raise UserError(bad[0].reason, code=bad[0].code, where=str(bad[0].origin), fix=bad[0].fix)
+    kinds = Counter[Kind](_kind(example) for example in examples)
+    if len(kinds) > 1:
+        listed = ", ".join(f"{count:,} {plural(kind)}" for kind, count in kinds.most_common())
+        raise UserError(
+            f"the rows are of several kinds: {listed}",
+            code="kind-mismatch",
+            where=file.path,
+            fix="put each kind into a separate file, and write a recipe for each",
+        )
+    kind = next(iter(kinds))
+    scores = [e.score for e in examples if isinstance(e, Judgement) and e.score is not None]
+    labels = [e.label for e in examples if isinstance(e, Judgement)]
+    split = PromptSplit(SHARES[0])
+    return FileFacts(
+        file,
+        kind,
+        Counter(map(_described, examples)),
+        bad,
+        sorted(set(scores)),
+        _threshold(scores) if kind == "scored" and scores else None,
+        bool(labels) and all(labels),
+        [split.position(example.prompt) for example in examples],
+    )
+
+
+def _refuse_export(file: DataFile) -> None:
+    """Raise UserError for the votes of a feedback tool, which are no rows yet."""
+    name = file.format if is_source(file.format) else None
+    if file.format is None and not file.keys:
+        rows = read_rows(file.path, split=file.split, subset=file.subset)
+        head = [row.value for row in islice(rows, DETECT_ROWS) if isinstance(row, Row)]
+        try:
+            recognize(file)
+        except UserError:
+            name = detect_source(head)
+    if name is not None:
+        tool = command_name(name)
+        convert = shlex.join(["valence", "import", tool, file.path, "--out", "feedback.jsonl"])
+        raise UserError(
+            f"this is an export of {tool}, whose votes must be converted to rows first",
+            code="init-export",
+            where=file.path,
+            fix=f"run `{convert}`, then `valence init feedback.jsonl`",
+        )
+
+
+def _kind(example: Example) -> Kind:
+    is_unlabelled = isinstance(example, Judgement) and example.label is None
+    return "scored" if is_unlabelled else KINDS[type(example)]
+
+
+def _described(example: Example) -> str:
+    if isinstance(example, Judgement) and example.label is not None:
+        return "thumbs up" if example.label else "thumbs down"
+    return plural(_kind(example))
+
+
+def _threshold(scores: Sequence[float]) -> float:
+    """The score from which on answers are good: the one that divides the answers most evenly."""
+    candidates = sorted(set(scores))[1:] or [scores[0]]
+    half = len(scores) / 2
+    return min(candidates, key=lambda c: (abs(sum(score >= c for score in scores) - half), -c))
+
+
+# Choose a method
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """Settings of the section ``data`` that turn the rows into those that the method reads.
+
+    share: of the prompts to hold out; None if there are too few.
+    """
+
+    name: str | None
+    threshold: float | None
+    share: float | None
+
+
+def _choose(facts: FileFacts, method: str | None) -> tuple[str, _Conversion]:
+    """The method, and the first conversion with which it can read the rows."""
+    table_row = method_of(method) if method else None
+    if facts.kind == "prompt":
+        raise UserError(
+            "the rows have prompts and no answers, so that training needs a reward, which a file "
+            "cannot show",
+            code="init-prompts",
+            where=facts.file.path,
+            fix="start from a recipe with a reward (`valence recipes online_grpo`), or collect "
+            "rated answers with `valence collect`",
+        )
+    table_row = table_row or method_of(_usual(facts))
+    problem: UserError | None = None
+    for name in (None, *CONVERSIONS):
+        conversion = CONVERSIONS[name] if name else None
+        if conversion is not None and not conversion.serves(table_row.kind):
+            continue
+        threshold = None
+        if conversion is not None and "threshold" in conversion.required:
+            threshold = facts.threshold
+        try:
+            return table_row.name, _Conversion(
+                name, threshold, _share(facts, table_row, name, threshold)
+            )
+        except UserError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _usual(facts: FileFacts) -> str:
+    """The method for rows of this kind."""
+    if facts.is_all_up:
+        return METHOD_FOR["demonstration"]  # without thumbs down there is nothing to compare with
+    if facts.threshold is not None:
+        return METHOD_FOR["judgement"]
+    return METHOD_FOR[facts.kind]
+
+
+def _share(
+    facts: FileFacts, method: Method, conversion: str | None, threshold: float | None
+) -> float | None:
+    """The share of the prompts to hold out with which the rows can be read.
+
+    Raises UserError if the method cannot read the rows with this conversion.
+    """
+    options: dict[str, Any] = {"convert": conversion, "threshold": threshold}
+    options["on_bad_row"] = "skip" if facts.bad else "stop"
+    load([facts.file], method.kind, **options)
+    for wanted in SHARES:
+        share = PromptSplit(wanted).nearest_share(facts.positions)
+        with suppress(UserError):  # for example, no prompt on one side has a pair
+            if share is not None:
+                split = PromptSplit(share)
+                load_split([facts.file], method.kind, split, where="data.eval", **options)
+                return share
+    return None
+
+
+# The text
+
+
+def _lines(
+    facts: FileFacts, out: Path, method: str, conversion: _Conversion, model: str
+) -> Iterator[str]:
+    file, is_reward_model = facts.file, method_of(method).is_reward_model
+    yield f"# Written by `valence init`. {facts.file.path}: {facts.summary}."
+    yield f"# `valence check {out.name} --all` lists every other setting with its default."
+    purpose = f"{PURPOSES[method]}; " if method in PURPOSES else ""
+    yield f"method: {method}  # {purpose}`valence losses` lists all methods"
+    yield "model:"
+    yield f"  name: {_text(model)}  # the id of a model on the Hugging Face hub, or a folder"
+    yield "  lora: {rank: 16}  # train a small adapter instead of all weights: saves memory"
+    yield "data:"
+    path = os.path.relpath(file.path, out.parent) if _is_local(file) else file.path
+    section = {"path": path} | {
+        name: value
+        for name, value in (("format", file.format), ("split", file.split), ("subset", file.subset))
+        if value
+    }
+    entries = [f"{name}: {_text(value)}" for name, value in section.items()]
+    if file.keys:
+        keys = ", ".join(f"{_text(part)}: {_text(name)}" for part, name in file.keys.items())
+        entries.append(f"keys: {{{keys}}}")
+    yield f"  train: {{{', '.join(entries)}}}"
+    if conversion.name is not None:
+        yield f"  convert: {conversion.name}  # {CONVERSIONS[conversion.name].description}"
+    if conversion.threshold is not None:
+        lowest, highest = facts.scores[0], facts.scores[-1]
+        yield (
+            f"  threshold: {conversion.threshold:g}  # this score or more is good; the scores go "
+            f"from {lowest:g} to {highest:g}"
+        )
+    if facts.bad:
+        first = facts.bad[0]
+        yield (
+            f"  on_bad_row: skip  # {len(facts.bad):,} rows cannot be used, the first is "
+            f"{first.origin}"
+        )
+    yield from _evaluation_lines(conversion.share)
+    yield "run:"
+    yield f"  dir: runs/{'first' if out.stem == 'recipe' else out.stem}"
+    if conversion.share is not None and not is_reward_model:
+        yield "  samples: {prompts: 4}  # answers before and after training, for the report"
+
+
+def _evaluation_lines(share: float | None) -> Iterator[str]:
+    if share is None:
+        yield "  # eval: 0.1  # holds out a tenth of the prompts, once there are enough of them"
+        return
+    part = "about a tenth" if share == SHARES[0] else f"a share of {share:g}"
+    yield f"  eval: {share:g}  # evaluate on {part} of the prompts, and train on the others"
+
+
+def _is_local(file: DataFile) -> bool:
+    return Path(file.path).exists() and not Path(file.path).is_absolute()
+
+
+def _text(text: str) -> str:
+    """A text in a flow mapping of YAML."""
+    is_plain = PLAIN.fullmatch(text) and text.lower() not in WORDS
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
+
+
+__all__ = ["MODEL", "FileFacts", "WrittenRecipe", "look_at", "write_recipe"]

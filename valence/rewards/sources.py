@@ -1,0 +1,139 @@
+"""Source files that the scores of a Python function depend on."""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+LIBRARIES = ("site-packages", "dist-packages")
+"""Names of folders of installed packages."""
+
+
+def imported_sources(names: list[str]) -> dict[str, str]:
+    """Return the SHA-256 digests of the files of these modules and of all modules that they import,
+    directly or through others, by module name.
+
+    Finds ``import`` statements anywhere in a file, also inside functions, and calls of
+    ``import_module`` with a literal name. Leaves out the standard library, installed packages and
+    Valence. Does not see modules that are named at run time, other files, or the network.
+    """
+    digests: dict[str, str] = {}
+    pending = [part for name in names for part in _parents(name)]
+    while pending:
+        name = pending.pop()
+        path = None if name in digests else _find(name)
+        if path is None or _is_library(path):
+            continue
+        digests[name], targets = _read(name, path)
+        pending += [part for target in targets for part in _parents(target)]
+    return dict(sorted(digests.items()))
+
+
+_first_reads: WeakKeyDictionary[ModuleType, tuple[str, list[str]]] = WeakKeyDictionary()
+"""Digest and imports of loaded modules, when they were first read: a file may change later, while
+its code stays the same until the module is imported again.
+"""
+
+
+def _read(name: str, path: Path) -> tuple[str, list[str]]:
+    """Return the digest of a module's file, and the names that it may import."""
+    loaded = sys.modules.get(name)
+    if isinstance(loaded, ModuleType) and loaded in _first_reads:
+        return _first_reads[loaded]
+    content = path.read_bytes()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    targets = list(_imports(content, package)) if path.suffix == ".py" else []
+    result = hashlib.sha256(content).hexdigest(), targets
+    if isinstance(loaded, ModuleType):
+        _first_reads[loaded] = result
+    return result
+
+
+def _parents(name: str) -> list[str]:
+    """Return a module's name and those of the packages that contain it."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+
+
+def _imports(source: bytes, package: str) -> Iterator[str]:
+    """Yield the absolute names that a module may import; some are attributes, not modules.
+
+    package: the package that relative imports start from; "" for none.
+    """
+    # Code instead of a syntax tree, which CPython 3.11 cannot build in two threads at once.
+    try:
+        pending = [compile(source, "<module>", "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):  # importing it raises the error
+        return
+    parts = package.split(".") if package else []
+    while pending:
+        code = pending.pop()
+        pending += [value for value in code.co_consts if isinstance(value, CodeType)]
+        constants: list[Any] = []
+        is_called = False
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "IMPORT_NAME":
+                level, names = constants[-2:]
+                base = parts[: len(parts) - level + 1] if level else []
+                module = ".".join([*base, *([instruction.argval] if instruction.argval else [])])
+                yield from ([module] if module else [])
+                yield from (f"{module}.{name}".lstrip(".") for name in names or ())
+            elif instruction.argval in ("import_module", "__import__"):
+                is_called = True
+            elif instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+                value = instruction.argval
+                constants.append(value)
+                if is_called and isinstance(value, str):
+                    level = len(value) - len(value.lstrip("."))
+                    base = parts[: len(parts) - level + 1] if level else []
+                    yield ".".join([*base, value.lstrip(".")])
+                is_called = False
+
+
+def _find(name: str) -> Path | None:
+    """Return the file of a module without importing it; None if it is no module, or has no file.
+
+    A package without ``__init__.py`` has no file, but the modules in it do.
+    """
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        file = getattr(loaded, "__file__", None)
+        return Path(file) if file and Path(file).is_file() else None
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    file = Path(spec.origin) if spec.has_location and spec.origin else None
+    for part in rest:
+        candidates = [
+            path
+            for folder in folders
+            for path in (folder / part / "__init__.py", folder / f"{part}.py")
+        ]
+        file = next((path for path in candidates if path.is_file()), None)
+        folders = [folder / part for folder in folders if (folder / part).is_dir()]
+        if file is None and not folders:
+            return None
+    return file
+
+
+def _is_library(path: Path) -> bool:
+    """Return whether a file belongs to Python, to an installed package or to Valence."""
+    path = path.resolve()
+    if any(part in LIBRARIES for part in path.parts):
+        return True
+    standard = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+    roots = [Path(__file__).parents[1], *(Path(folder) for folder in standard)]
+    return any(path.is_relative_to(root.resolve()) for root in roots)
