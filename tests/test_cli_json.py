@@ -171,7 +171,7 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
 def test_a_run_goes_on_when_nobody_reads_its_json_any_more(place: Path) -> None:
     done = in_a_shell(place, "-m valence train recipe.yaml --json --quiet", "| head -1")
     assert done.returncode == 0
-    assert all(line.startswith("data.eval: ") for line in done.stderr.splitlines())
+    assert not any(text in done.stderr for text in ("Traceback", "it/s", "step 1"))
     assert json.loads(done.stdout)["event"] == "started"
     assert json.loads((place / "runs/first/run.json").read_text())["status"] == "done"
 

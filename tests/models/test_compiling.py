@@ -119,6 +119,23 @@ def test_sampling_from_compiled_layers_makes_no_program(monkeypatch: pytest.Monk
     assert counters["stats"]["unique_graphs"] == graphs > 0
 
 
+def test_two_models_that_sample_at_once_leave_compiled_programs_usable() -> None:
+    """As a policy and a reward model in another thread do."""
+    graphs: list[Any] = []
+
+    def record(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    first, second = (build_policy(tiny(), dtype=torch.float32).stock() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    torch.compile(torch.sin, backend=record)(torch.ones(2))
+    assert graphs
+
+
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")

@@ -45,7 +45,11 @@ def test_the_mean_difference_over_tokens() -> None:
         (FAR, {"dtypes": ("float32", "bfloat16"), "read": FAR, "trainer_read": OURS}, "model.name"),
         (FAR, {"dtypes": ("float32", "float32"), "read": FAR, "trainer_read": OURS}, "model.name"),
         (FAR, {"adapter": True, "read": FAR, "trainer_read": OURS}, "rollout.transport for full"),
-        (FAR, {"agreed": True, "tied": True, "read": FAR, "trainer_read": OURS}, "docs/vllm.md"),
+        (
+            FAR,
+            {"agreed": True, "tied": True, "read": FAR, "trainer_read": OURS},
+            "valence docs vllm",
+        ),
         (FAR, {"agreed": True, "read": FAR, "trainer_read": OURS}, "use another rollout.transport"),
         (FAR, {}, "model.name"),
     ],

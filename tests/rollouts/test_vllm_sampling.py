@@ -107,7 +107,7 @@ def test_answers_that_make_no_sense(fake: Fake, sampler: VLLMGenerator, change: 
     sampler.sync(1, weights)
     plain = fake.choice
     fake.choice = lambda settings, index: {**plain(settings, index), **change}  # type: ignore[method-assign]
-    with raises_error("rollout-server-version", where=fake.url, fix="docs/vllm.md"):
+    with raises_error("rollout-server-version", where=fake.url, fix="valence docs vllm"):
         sampler.generate([(5,)], 1, Sampling())
 
 
@@ -135,7 +135,7 @@ def test_refusals_are_passed_on(fake: Fake, sampler: VLLMGenerator) -> None:
         sampler.generate(PROMPTS, 1, Sampling())
     assert "longer than 512" in raised.error.message
     fake.on["/inference/v1/generate"] = lambda body: (404, {"detail": "Not Found"})
-    with raises_error("rollout-server-refused", fix="docs/vllm.md"):
+    with raises_error("rollout-server-refused", fix="valence docs vllm"):
         sampler.generate(PROMPTS, 1, Sampling())
 
 

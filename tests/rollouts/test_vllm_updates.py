@@ -81,7 +81,7 @@ def test_a_failed_update_never_leaves_the_server_paused(fake: Fake, sampler: VLL
         {"error": {"message": "the new weights lack lm_head.weight"}},
     )
     where = f"{fake.url}/update_weights"
-    with raises_error("rollout-weights-refused", where=where, fix="docs/vllm.md") as raised:
+    with raises_error("rollout-weights-refused", where=where, fix="valence docs vllm") as raised:
         sampler.sync(1, weights)
     assert "lm_head.weight" in raised.error.message
     assert not fake.paused

@@ -41,7 +41,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PolicyMode
     results: list[PolicyModel] = []
 
     def note(engine: PolicyModel) -> None:
-        engine.compiled = True
+        engine.compiled_layers = list(engine.causal.model.layers)
         results.append(engine)
 
     monkeypatch.setattr(building, "compile_layers", note)

@@ -21,6 +21,7 @@ from tests.training.test_run import ROWS, written
 from valence.config.learning_rates import LEARNING_RATES
 from valence.lifecycle import models
 from valence.lifecycle.restore import restore
+from valence.models.policy_model import PolicyModel
 from valence.planning import plan
 from valence.trainer import trainer
 
@@ -351,8 +352,11 @@ def test_compiled_layers_are_no_part_of_the_model(
     """
     for module in (models, plan):
         monkeypatch.setattr(module, "why_not", lambda device: None)
-    # noted, as they take time
-    monkeypatch.setattr(models, "compile_layers", lambda engine: setattr(engine, "compiled", True))
+
+    def compile_none(engine: PolicyModel) -> None:  # real programs take time
+        engine.compiled_layers = list(engine.causal.model.layers)
+
+    monkeypatch.setattr(models, "compile_layers", compile_none)
     settings["model"]["lora"] = lora
     settings["train"]["compile"] = "on"
     killed(settings, 4)

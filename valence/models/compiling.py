@@ -69,7 +69,7 @@ def compile_layers(engine: PolicyModel) -> bool:
         warnings.warn(
             f"the layers of {type(engine.causal).__name__} are not compiled: {reason}", stacklevel=2
         )
-    engine.compiled = reason is None
+    engine.compiled_layers = () if reason else layers
     return engine.compiled
 
 

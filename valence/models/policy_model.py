@@ -4,7 +4,7 @@ losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -121,8 +121,8 @@ class PolicyModel(nn.Module):
     float32 master weights).
     """
 
-    compiled = False
-    """Whether the decoder layers are compiled."""
+    compiled_layers: Sequence[Any] = ()
+    """The decoder layers that are compiled."""
     checkpointing: Checkpointing = "off"
     """Which decoder layers run again in the backward pass."""
     max_joint_rows = 48
@@ -218,12 +218,27 @@ class PolicyModel(nn.Module):
         everything but packed micro-batches needs. Sampling would compile too many programs.
         """
         self.causal.set_attn_implementation(self.stock_attention)
+        # Not with a setting of the compiler: those hold for all models and threads.
+        programs = [
+            (layer, layer._compiled_call_impl, vars(layer).pop("forward", None))
+            for layer in self.compiled_layers
+        ]
         try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
+            for layer, _, _ in programs:
+                layer._compiled_call_impl = None
+            yield
         finally:
+            for layer, call, forward in programs:
+                layer._compiled_call_impl = call
+                if forward is not None:
+                    layer.forward = forward
             if self.packs:
                 self.causal.set_attn_implementation(NAME)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the decoder layers are compiled."""
+        return bool(self.compiled_layers)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
