@@ -30,7 +30,7 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
         assert command("recipes", name) == 0
         text = capsys.readouterr().out
         assert "method" in YAML().load(text)
-        assert "../" not in text  # the rows lie beside the recipe
+        assert "../" not in text  # the rows are in the folder of the recipe
     check_error(command_error("recipes", "kot"), "argument-invalid", fix="use kto")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import shutil
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 from valence.errors import UserError
@@ -36,7 +36,7 @@ def recipe_text(name: str) -> str:
 
 
 def write_demo(folder: Path) -> Path:
-    """Write the demo's feedback and recipe to a folder, and return the path of the recipe.
+    """Write the demo's answers and recipe to a folder, and return the path of the recipe.
 
     Files that exist are not changed. Raises UserError if the folder cannot be written.
     """
@@ -90,7 +90,7 @@ def title(text: str) -> str:
 def _one(files: Mapping[str, Path], name: str, kind: str, command: str) -> Path:
     if name in files:
         return files[name]
-    near = difflib.get_close_matches(name, files, n=1)
+    near = get_close_matches(name, files, n=1)
     raise UserError(
         f"there is no {kind} {name!r}",
         code="argument-invalid",

@@ -114,3 +114,19 @@ def test_a_run_ends_with_its_verdict_a_warning_and_a_command(model: str) -> None
 def test_a_run_without_held_out_rows_ends_with_how_to_hold_out_some(model: str) -> None:
     valence.train(recipe(model, data={"eval": []}, run={"dir": "run"}), quiet=True)
     assert "data.eval" in outputs(Path("run"))[-1]
+
+
+def test_the_next_command_asks_the_last_question_of_a_chat(model: str) -> None:
+    chat = [
+        {"role": "system", "content": "You answer briefly."},
+        {"role": "user", "content": "Where is my parcel?"},
+    ]
+    write("chats.jsonl", [{"prompt": chat, "completion": f"It is in {i}."} for i in range(4)])
+    settings = recipe(
+        model,
+        method="sft",
+        data={"train": "chats.jsonl", "eval": "chats.jsonl"},
+        run={"dir": "run"},
+    )
+    valence.train(settings, quiet=True)
+    assert outputs(Path("run"))[-1] == "Next: valence sample run --prompt 'Where is my parcel?'"

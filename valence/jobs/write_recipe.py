@@ -24,6 +24,7 @@ from valence.data.sources import BadRow, Row, read_rows
 from valence.data.split import PromptSplit
 from valence.errors import UserError
 from valence.files import check_path
+from valence.jobs.row_job import replace_file
 from valence.trainer.methods import Method, method_of
 from valence.types import Example, Judgement, Kind, plural
 
@@ -103,20 +104,12 @@ def write_recipe(
     facts = look_at(file)
     name, conversion = _choose(facts, method)
     text = "\n".join(_lines(facts, out, name, conversion, model or MODEL)) + "\n"
-    partial = out.with_name(f".{out.stem}.part.yaml")
+    replace_file(out, text)
     try:
-        partial.write_text(text, encoding="utf-8")
-        load_recipe(partial, method_of=method_of)
-        partial.replace(out)
-    except OSError as error:
-        raise UserError(
-            f"the file cannot be written ({error.strerror})",
-            code="file-not-writable",
-            where=str(out),
-            fix="make the folder writable, or choose another --out",
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
+        load_recipe(out, method_of=method_of)
+    except UserError:
+        out.unlink()
+        raise
     return WrittenRecipe(out, name, facts)
 
 

@@ -5,6 +5,7 @@ confidence.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,13 @@ RatedKind = Literal["thumbs", "pairs", "scores"]
 
 NO_ROWS = "No rows were held out, so nothing shows whether the model is better."
 HOLD_OUT = "Set data.eval to a share of the rows, such as 0.1, or to a file of other rows."
+HEADLINES: dict[State, str] = {
+    "improved": "Improved on held-out data",
+    "form": "No gain beyond length and form on held-out data",
+    "worse": "Worse on held-out data",
+    "unclear": "No clear change on held-out data",
+    "unmeasured": "Not measured on held-out data",
+}
 MIN_ROWS = 2
 """Rows of a kind that an interval needs."""
 
@@ -77,16 +85,7 @@ class Verdict:
     @property
     def headline(self) -> str:
         """The verdict in a few words."""
-        return (
-            self.title
-            or {
-                "improved": "Improved on held-out data",
-                "form": "No gain beyond length and form on held-out data",
-                "worse": "Worse on held-out data",
-                "unclear": "No clear change on held-out data",
-                "unmeasured": "Not measured on held-out data",
-            }[self.state]
-        )
+        return self.title or HEADLINES[self.state]
 
 
 def run_verdict(run: RunData) -> Verdict:
@@ -114,7 +113,7 @@ def held_out_verdict(
             "unmeasured",
             f"All {number(num_trained)} rows of the evaluation are also in data.train, so they "
             "cannot show whether the model is better.",
-            f"{REMOVE_TRAINED} {_next_step(last['rows'], has_answers)}",
+            f"{HOLD_OUT} {_next_step(last['rows'], has_answers)}",
         )
     verdict = _verdict_on(after, before, has_answers)
     if not num_trained:
@@ -123,13 +122,8 @@ def held_out_verdict(
         verdict,
         sentence=f"{verdict.sentence} This leaves out {number(num_trained)} of "
         f"{number(len(last['rows']))} rows, which are also in data.train.",
-        advice=f"{REMOVE_TRAINED} {verdict.advice}",
+        advice=f"{HOLD_OUT} {verdict.advice}",
     )
-
-
-REMOVE_TRAINED = (
-    "Set data.eval to a share of the rows, such as 0.1, or to a file without training rows."
-)
 
 
 def _held_out(rows: Sequence[Json]) -> Sequence[Json]:
@@ -240,7 +234,8 @@ def rows_needed(share_up: float | None) -> int:
 
 def _rows_missing(state: State, num_rows: int, needed: int) -> str:
     """A sentence about how many rows a verdict needs; empty if there are enough."""
-    return "" if state == "improved" else f" {few_rows(num_rows, needed)}".rstrip()
+    sentence = "" if state == "improved" else few_rows(num_rows, needed)
+    return f" {sentence}" if sentence else ""
 
 
 def few_rows(num_rows: int, needed: int) -> str:
@@ -525,6 +520,9 @@ def _next_command(run: RunData) -> str:
     rows: Sequence[Json] = run.last["rows"] if run.last is not None else ()
     if _is_of_reward_model(rows):
         return f"valence evaluate {path} --data FILE"
-    prompts = [str(row["prompt"]) for row in rows if row.get("prompt")]
-    short = next((p for p in prompts if len(p) <= MAX_PROMPT and p.isprintable()), "Who are you?")
+    # a chat is shown with the names of its roles
+    prompts = [re.split(r"^user: ", str(row.get("prompt", "")), flags=re.M)[-1] for row in rows]
+    short = next(
+        (p for p in prompts if 0 < len(p) <= MAX_PROMPT and p.isprintable()), "Who are you?"
+    )
     return f"valence sample {path} --prompt {shlex.quote(short)}"

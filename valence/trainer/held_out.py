@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from valence.data.tokenized_dataset import KINDS
 from valence.reports.verdict import HOLD_OUT, NO_ROWS, few_rows, rows_needed
 from valence.trainer.prepare import Prepared
 
@@ -29,6 +28,6 @@ def held_out_warning(prepared: Prepared) -> str | None:
             name = "up" if share else "down"
             return f"All held-out rows are thumbs {name}, so there is nothing to compare them with."
         return few_rows(len(labels), rows_needed(share)) or None
-    if units.columns["kind"][rows[0]] == KINDS.index("preference"):
+    if units.has_kind("preference")[rows].any():
         return few_rows(len(rows), rows_needed(None)) or None
     return None
