@@ -82,8 +82,10 @@ FULL: Checkpointing = "full"
 
 
 @cache
-def shape(model: str, lora: bool = False) -> Shape:
-    """Shape of a model of DECODERS, trained in full or with an adapter of rank 16."""
+def shape(model: str, lora: bool = False, quantize: bool = False) -> Shape:
+    """Shape of a model of DECODERS, trained in full or with an adapter of rank 16. quantize: frozen
+    weights in 4 bits.
+    """
     hidden, inner, layers, heads, kv_heads, vocabulary, tied = DECODERS[model]
     config = LlamaConfig(
         hidden_size=hidden,
@@ -96,7 +98,7 @@ def shape(model: str, lora: bool = False) -> Shape:
     )
     with torch.device("meta"):
         llama = LlamaForCausalLM(config)
-    return shape_of(llama, lora=LoraSettings(rank=16) if lora else None)
+    return shape_of(llama, lora=LoraSettings(rank=16) if lora else None, quantize=quantize)
 
 
 def lengths(rows: int = ROWS) -> list[int]:
@@ -145,12 +147,14 @@ def automatic_layout(
     return layout if fits else sharded(processes, tensor=tensor, sync_every_micro_batch=not lora)
 
 
-def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> Memory:
+def memory(
+    model: str, method: str, layout: Layout, *, lora: bool = False, quantize: bool = False
+) -> Memory:
     """Predicted bytes per device, of which the head takes a share of 80 GB."""
     has_frozen_copy = method != "sft" and not lora
     device = torch.device("meta")  # not the CPU, so the estimate is that of a GPU
     estimate = predict(
-        shape(model, lora),
+        shape(model, lora, quantize),
         width=2,
         frozen_copy=has_frozen_copy,
         checkpointing=FULL,

@@ -11,7 +11,7 @@ from benchmarks.scale_model.model import Layout, sharded
 from tests.docs.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
-SIZES = re.compile(r"^\| ([\d.]+) B \| (.+) \| (.+) \|$", re.MULTILINE)
+SIZES = re.compile(r"^\| ([\d.]+) B \| (.+) \| (.+) \| (.+) \|$", re.MULTILINE)
 CELL = re.compile(r"(\d+) GB(?: on each of (\d+) GPUs)?")
 
 
@@ -20,12 +20,15 @@ def test_the_memory_of_models_is_what_the_planner_estimates(page: str) -> None:
     rows = SIZES.findall((ROOT / page).read_text(encoding="utf-8"))
     assert [size for size, *_ in rows] == [name.removesuffix("B") for name in cases.DECODERS]
     for size, *cells in rows:
-        for is_lora, cell in zip((True, False), cells, strict=True):
+        kinds = ((True, True), (True, False), (False, False))
+        for (is_lora, is_quantized), cell in zip(kinds, cells, strict=True):
             match = CELL.fullmatch(cell)
             assert match, cell
             gpus = int(match[2] or 1)
             layout = sharded(gpus, sync_every_micro_batch=not is_lora) if gpus > 1 else Layout(1)
-            memory = cases.memory(f"{size}B", "dpo", layout, lora=is_lora)
+            memory = cases.memory(
+                f"{size}B", "dpo", layout, lora=is_lora, quantize=is_quantized
+            )
             assert int(match[1]) == round(memory.total(cases.MICRO_BATCH_TOKENS) / 1e9), (
                 size,
                 cell,
