@@ -26,9 +26,7 @@ def test_the_memory_of_models_is_what_the_planner_estimates(page: str) -> None:
             assert match, cell
             gpus = int(match[2] or 1)
             layout = sharded(gpus, sync_every_micro_batch=not is_lora) if gpus > 1 else Layout(1)
-            memory = cases.memory(
-                f"{size}B", "dpo", layout, lora=is_lora, quantize=is_quantized
-            )
+            memory = cases.memory(f"{size}B", "dpo", layout, lora=is_lora, quantize=is_quantized)
             assert int(match[1]) == round(memory.total(cases.MICRO_BATCH_TOKENS) / 1e9), (
                 size,
                 cell,

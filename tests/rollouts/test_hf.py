@@ -302,6 +302,19 @@ def test_no_prompts_no_answers() -> None:
     assert generator(tiny()).generate([], 2, FREE) == []
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-5, 1.0])
+@pytest.mark.parametrize("top_p", [1e-300, 1e-40, 1.0])
+def test_extreme_sampling_parameters_leave_the_most_likely_token(
+    temperature: float, top_p: float
+) -> None:
+    logits = torch.tensor([[3.0, 80.0, -60.0, 79.0], [0.5, 0.25, 0.0, float("-inf")]])
+    mode = Sampling(temperature=temperature, top_p=top_p)
+    token, logp = draw(logits, torch.tensor([0.9, 0.2]), mode)
+    assert logp.isfinite().all()
+    if temperature < 1 or top_p < 1:
+        assert (token.tolist(), logp.tolist()) == ([1, 0], [0.0, 0.0])
+
+
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 2.0, -1.0, 1.0])
     n = 20_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from copy import deepcopy
@@ -289,6 +290,33 @@ def test_a_prompt_that_fails_leaves_the_other_requests(
         answer = asyncio.create_task(model.answer(prompts[0], LONG))
         with pytest.raises(RuntimeError, match="out of memory"):
             await model.answer(prompts[1], SAMPLING)
+        assert len((await answer).completion.tokens) == 200
+        assert model.num_requests == 0
+
+    run(work())
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=0)])
+def test_an_answer_that_cannot_be_sampled_leaves_the_others(
+    model: ChatModel, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
+) -> None:
+    draw = ContinuousBatch.draw
+
+    def spoil(batch: ContinuousBatch) -> None:
+        for index, row in enumerate(batch.rows):
+            if row.sampling.max_new_tokens != 200 and len(row.tokens) == 1:
+                batch._logits[index] = math.nan
+        draw(batch)
+
+    monkeypatch.setattr(ContinuousBatch, "draw", spoil)
+
+    async def work() -> None:
+        prompt = model.encode(HELLO)
+        answer = asyncio.create_task(model.answer(prompt, LONG))
+        while not model._active:
+            await asyncio.sleep(0.001)
+        with raises_error("sampling-failed"):
+            await model.answer(prompt, sampling)
         assert len((await answer).completion.tokens) == 200
         assert model.num_requests == 0
 

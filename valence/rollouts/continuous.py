@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ class RunningCompletion:
     """A completion that is being sampled. draws: a random number for each of its tokens.
 
     is_finished: no token follows. A caller that no longer needs the completion may set it.
+    error: why the last token cannot be used.
     """
 
     prompt: tuple[int, ...]
@@ -29,6 +31,7 @@ class RunningCompletion:
     tokens: list[int] = field(default_factory=list[int])
     logps: list[float] = field(default_factory=list[float])
     is_finished: bool = False
+    error: FloatingPointError | None = None
 
 
 class ContinuousBatch:
@@ -95,7 +98,7 @@ class ContinuousBatch:
         return added
 
     def draw(self) -> None:
-        """Draw the next token of every row. Raises FloatingPointError if logits are not finite."""
+        """Draw the next token of every row. A row whose logits are not finite gets an error."""
         device = self._logits.device
         groups: dict[tuple[float, float], list[int]] = {}
         for index, row in enumerate(self.rows):
@@ -110,13 +113,14 @@ class ContinuousBatch:
                 self._logits[indices], torch.tensor(uniform, device=device), rows[0].sampling
             )
             self._tokens[indices], logps[indices] = drawn
-        if not logps.isfinite().all():
-            raise FloatingPointError("the model's logits are not finite")
         for row, token, logp in zip(self.rows, self._tokens.tolist(), logps.tolist(), strict=True):
             row.tokens.append(token)
             row.logps.append(logp)
             is_end = token in self.generator.end_ids
-            row.is_finished = is_end or len(row.tokens) == row.sampling.max_new_tokens
+            if not math.isfinite(logp):
+                row.error = FloatingPointError("the model's logits are not finite")
+            is_last = len(row.tokens) == row.sampling.max_new_tokens
+            row.is_finished = is_end or is_last or row.error is not None
 
     def advance(self) -> None:
         """Remove finished rows, and run the new tokens of the others."""

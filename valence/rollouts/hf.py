@@ -29,6 +29,8 @@ MAX_LOGITS = 512
 """Maximum rows of logits in memory while completions are scored."""
 BLOCK = 256
 """Vocabulary entries per partial sum of probabilities."""
+SMALLEST = torch.finfo(torch.float32).tiny
+"""Smaller sampling parameters would be 0 in float32."""
 
 
 class HFGenerator:
@@ -282,9 +284,10 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
         best, token = logits.max(-1)
         return token, best - logits.logsumexp(-1)
     if sampling.temperature != 1:
-        logits = logits / sampling.temperature
+        # the largest logit is 0 and stays finite: any other may become -inf
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, SMALLEST)
     if sampling.top_p < 1:
-        logits = nucleus(logits.log_softmax(-1), sampling.top_p)
+        logits = nucleus(logits.log_softmax(-1), max(sampling.top_p, SMALLEST))
     top = logits.amax(-1, keepdim=True)
     rows, size = logits.shape
     weights = logits.new_empty(rows, -(-size // BLOCK) * BLOCK)

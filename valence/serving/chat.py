@@ -351,6 +351,10 @@ class ChatModel:
             row.is_finished = True
             request.result = _stopped()
             return
+        if row.error is not None:
+            request.result = sampling_failed(row.error, self.trainer.step)
+            self._completed.append(request)
+            return
         if piece := text.push(row.tokens[-1]):
             request.put(piece)
         row.is_finished |= text.is_stopped
