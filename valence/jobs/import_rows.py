@@ -26,7 +26,14 @@ from valence.data.importers.records import (
     Vote,
     withdrawn_vote,
 )
-from valence.data.importers.rows import KIND_OF, ROW_KINDS, RowKind, agreement, make_rows
+from valence.data.importers.rows import (
+    KIND_OF,
+    ROW_KINDS,
+    RowKind,
+    agreement,
+    make_rows,
+    pairs_left_out,
+)
 from valence.data.importers.sources import SOURCES, pull_votes, read_votes, source_name
 from valence.data.kind_names import METHOD_FOR, WORDS
 from valence.errors import UserError
@@ -78,6 +85,7 @@ class ImportSummary:
     skipped: by reason, most frequent first. models: how many of the votes that were read are on
     completions of each. from_date, to_date: of all votes. num_shared: completions or comparisons
     on which several raters voted; agreement: share of all pairs of their votes that agree.
+    num_pairs_left_out: as in ``ImportedRows``.
     """
 
     source: str
@@ -96,6 +104,7 @@ class ImportSummary:
     num_raters: int = 0
     num_shared: int = 0
     agreement: float | None = None
+    num_pairs_left_out: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings."""
@@ -220,6 +229,7 @@ def import_feedback(
         num_raters=len({(vote.source, vote.rater) for vote in merged if vote.rater}),
         num_shared=num_shared,
         agreement=agreeing,
+        num_pairs_left_out=imported.num_pairs_left_out,
     )
 
 
@@ -438,6 +448,8 @@ def _sentences(summary: ImportSummary) -> Iterator[str]:
     if weights := summary.weights:
         advice = f"; {weights.remedy}, or loss.class_weights: auto" if weights.remedy else ""
         yield f"Thumbs: {weights.n_up:,} up, {weights.n_down:,} down{advice}"
+    if summary.num_pairs_left_out:
+        yield pairs_left_out(summary.num_pairs_left_out)
     if summary.num_raters:
         shared = (
             f"; {summary.num_shared:,} completions have votes of several raters, who agree in "

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from valence.checksums import add_checksum, verify
 from valence.data.importers import records
 from valence.data.importers.records import HashedRater, Vote, hash_rater
-from valence.data.importers.rows import RowKind, make_rows
+from valence.data.importers.rows import RowKind, make_rows, pairs_left_out
 from valence.errors import UserError
 from valence.files import refuse_links, write_all
 from valence.jobs.import_store import ImportStore
@@ -194,6 +194,7 @@ class FeedbackStore:
         self._comparisons: dict[str, Vote] = {}
         self._verdicts: Counter[tuple[str, str]] = Counter()
         self._newest = 0.0
+        self._num_pairs_left_out = 0
         for vote in self._store.votes:
             self._count(vote)
         if self._store.pending_size:
@@ -207,7 +208,10 @@ class FeedbackStore:
 
     @property
     def summary(self) -> str:
-        return f"{self.num_votes} {'vote' if self.num_votes == 1 else 'votes'} in {self.out}"
+        lines = [f"{self.num_votes} {'vote' if self.num_votes == 1 else 'votes'} in {self.out}"]
+        if self._num_pairs_left_out:
+            lines.append(pairs_left_out(self._num_pairs_left_out))
+        return "\n".join(lines)
 
     def has_voted(self, rater: str, prompt: str) -> bool:
         """Whether a rater has voted on an answer to the prompt with this id."""
@@ -218,7 +222,9 @@ class FeedbackStore:
         with self._writing:
             with self._lock:
                 votes, pending = list(self._votes.values()), self._store.pending_size
-            self._store.write(votes, make_rows(votes), self._main, pending=pending)
+            imported = make_rows(votes)
+            self._store.write(votes, imported, self._main, pending=pending)
+            self._num_pairs_left_out = imported.num_pairs_left_out
 
     def close(self) -> None:
         """Write the rows, and release the files. Calling it again has no effect.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from valence.data.importers.records import SKIP_REASONS, Vote
-from valence.data.importers.rows import RowKind, latest_votes, make_rows
+from valence.data.importers.rows import (
+    MAX_TURN_PAIRS,
+    MAX_TURN_TRIES,
+    RowKind,
+    latest_votes,
+    make_rows,
+)
 from valence.data.load import InMemory, load
 from valence.types import Kind, Message, Origin
 
@@ -228,6 +235,27 @@ def test_completions_that_are_no_siblings_give_no_pair(changes: dict[str, Any]) 
     result = make_rows([replace(first, **changes), second])
     assert result.rows["pairs"] == []
     assert len(result.rows["thumbs"]) == 2
+
+
+def test_the_pairs_of_a_turn_are_bounded_and_those_of_one_rater_come_first() -> None:
+    votes = siblings(*[True, False] * 200)
+    own = [replace(vote, rater="both") for vote in votes[-6:]]
+    result = make_rows([*votes[:-6], *own])
+    pairs = [row["info"]["votes"] for row in result.rows["pairs"]]
+    assert len(pairs) == MAX_TURN_PAIRS
+    names = {vote.id for vote in own}
+    assert all(set(pair) <= names for pair in pairs[:9])
+    assert result.num_pairs_left_out == 200 * 200 - MAX_TURN_PAIRS
+    # the other pairs use each answer about equally often
+    others = Counter(name for pair in pairs[9:] for name in pair)
+    assert set(others.values()) == {1}
+
+
+def test_not_all_pairs_of_the_same_text_are_looked_at() -> None:
+    same = assistant_message("same")
+    result = make_rows([replace(v, completion=same) for v in siblings(*[True, False] * 200)])
+    assert result.rows["pairs"] == []
+    assert result.num_pairs_left_out == 200 * 200 - MAX_TURN_TRIES
 
 
 def test_a_sibling_on_which_raters_are_divided_gives_no_pair() -> None:

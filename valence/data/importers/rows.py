@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import combinations
+from itertools import chain, combinations, zip_longest
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,12 @@ from valence.types import Example, Kind, Message
 RowKind = Literal["thumbs", "scores", "pairs", "demonstrations"]
 Row = dict[str, Any]
 
+MAX_TURN_PAIRS = 64
+"""Maximum pairs of the rated completions of one turn. A prompt that many users rated would give a
+pair for each two of its completions otherwise, and outweigh all other prompts.
+"""
+MAX_TURN_TRIES = 64 * MAX_TURN_PAIRS
+"""Maximum pairs of a turn that are looked at: completions with the same text give none."""
 ROW_KINDS: tuple[RowKind, ...] = get_args(RowKind)
 KIND_OF: dict[RowKind, Kind] = {
     "thumbs": "judgement",
@@ -34,7 +40,7 @@ class ImportedRows:
 
     The origin of an Example is that of its first vote. num_replaced: votes that a later vote of
     the same rater replaced. num_disputed: completions whose raters disagreed, and that a majority
-    decided.
+    decided. num_pairs_left_out: pairs of a liked and a disliked completion beyond MAX_TURN_PAIRS.
     """
 
     rows: dict[RowKind, list[Row]] = field(default_factory=lambda: {kind: [] for kind in ROW_KINDS})
@@ -44,6 +50,7 @@ class ImportedRows:
     unused: list[Skipped] = field(default_factory=list[Skipped])
     num_replaced: int = 0
     num_disputed: int = 0
+    num_pairs_left_out: int = 0
 
     @property
     def skipped(self) -> Counter[SkipReason]:
@@ -92,7 +99,8 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
     - A comparison gives a pair. Where raters disagree, or call it a tie, ``soft`` is the share of
       votes for the chosen one. Two completions that are both bad give two thumbs down, and two
       identical ones no row.
-    - Regenerated completions of one prompt, one liked and one disliked, give a pair as well.
+    - Regenerated completions of one prompt, one liked and one disliked, give a pair as well; those
+      of one rater first, and at most MAX_TURN_PAIRS per prompt.
     - A correction gives a demonstration, and a pair in which it is preferred to the completion.
     """
     result = ImportedRows()
@@ -135,6 +143,14 @@ def import_votes(items: Iterable[Vote | Skipped]) -> ImportedRows:
     return imported
 
 
+def pairs_left_out(number: int) -> str:
+    """A sentence about pairs beyond MAX_TURN_PAIRS."""
+    return (
+        f"Up to {number:,} pairs were left out: a prompt gives at most {MAX_TURN_PAIRS} pairs of a "
+        "liked and a disliked answer."
+    )
+
+
 def agreement(votes: Iterable[Vote]) -> tuple[int, float | None]:
     """How many completions or comparisons several raters voted on, and the share of all pairs of
     such votes that agree; None where there is no such pair.
@@ -167,15 +183,44 @@ def votes_by_target(votes: Iterable[Vote]) -> dict[str, list[tuple[Vote, str]]]:
 
 
 def _add_sibling_pairs(siblings: list[tuple[bool, list[Vote]]], result: ImportedRows) -> None:
-    """Add a pair of each liked and each disliked completion of one turn."""
+    """Add pairs of a liked and a disliked completion of one turn, up to MAX_TURN_PAIRS: first those
+    that one rater has rated.
+    """
     liked = [votes for label, votes in siblings if label]
     disliked = [votes for label, votes in siblings if not label]
-    for up in liked:
-        for down in disliked:
-            is_same = up[0].completion == down[0].completion
-            if up[0].prompt == down[0].prompt and not is_same:
-                sides = {"chosen": _rated(up[0]), "rejected": _rated(down[0])}
-                result.add("pairs", _row(up[0], sides), [*up, *down])
+    by_rater: dict[str, tuple[list[list[Vote]], list[list[Vote]]]] = defaultdict(lambda: ([], []))
+    for label, votes in siblings:
+        for rater in {vote.rater_hash for vote in votes if vote.rater}:
+            by_rater[rater][not label].append(votes)
+    # one pair of each rater in turn
+    by_one_rater = chain.from_iterable(zip_longest(*(_crossed(*own) for own in by_rater.values())))
+    tried = set[tuple[int, int]]()
+    num_pairs = 0
+    for pair in chain(filter(None, by_one_rater), _crossed(liked, disliked)):
+        if num_pairs == MAX_TURN_PAIRS or len(tried) == MAX_TURN_TRIES:
+            result.num_pairs_left_out += len(liked) * len(disliked) - len(tried)
+            break
+        up, down = pair
+        key = id(up), id(down)
+        if key in tried:
+            continue
+        tried.add(key)
+        is_same = up[0].completion == down[0].completion
+        if up[0].prompt == down[0].prompt and not is_same:
+            sides = {"chosen": _rated(up[0]), "rejected": _rated(down[0])}
+            result.add("pairs", _row(up[0], sides), [*up, *down])
+            num_pairs += 1
+
+
+def _crossed(
+    liked: Sequence[list[Vote]], disliked: Sequence[list[Vote]]
+) -> Iterator[tuple[list[Vote], list[Vote]]]:
+    """All pairs, in an order in which the first n pairs use all completions about equally often."""
+    for shift in range(min(len(liked), len(disliked))):
+        for i in range(max(len(liked), len(disliked))):
+            is_longer = len(liked) >= len(disliked)
+            up, down = (i, i + shift) if is_longer else (i + shift, i)
+            yield liked[up % len(liked)], disliked[down % len(disliked)]
 
 
 def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
