@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,50 @@ On PyPI, ``valence`` is another project.
 def install_command(extra: str) -> str:
     """The shell command that installs an optional dependency of Valence."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+EXPECTED = {
+    "bool": "true or false",
+    "dict": "a mapping of names to values",
+    "finite_number": "a finite number",
+    "float": "a number",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "int": "a whole number",
+    "int_from_float": "a whole number",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "list": "a list",
+    "literal_error": "one of {expected}",
+    "mapping": "a mapping of names to values",
+    "model": "a mapping of names to values",
+    "model_attributes": "a mapping of names to values",
+    "string": "text",
+    "string_too_long": "text of at most {max_length} characters",
+    "string_too_short": "text of at least {min_length} characters",
+    "too_long": "a list of at most {max_length} items",
+    "too_short": "a list of at least {min_length} items",
+    "tuple": "a list",
+}
+"""Type of an error of pydantic, or its first part -> the values that are allowed."""
+MAX_VALUE = 60
+"""Characters of a value in a message."""
+
+
+def field_problem(error: Mapping[str, Any]) -> str:
+    """An error of pydantic in plain words, without the name of the field."""
+    kind = str(error["type"])
+    if kind == "missing":
+        return "it is missing"
+    if kind == "extra_forbidden":
+        return "there is no such name"
+    for ending in ("", "_type", "_parsing"):
+        if kind.endswith(ending) and (expected := EXPECTED.get(kind.removesuffix(ending))):
+            value = json.dumps(error.get("input"), ensure_ascii=False, default=str)
+            value = value if len(value) <= MAX_VALUE else f"{value[: MAX_VALUE - 3]}..."
+            return f"{value} is not {expected.format(**error.get('ctx', {}))}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{message[:1].lower()}{message[1:]}"
 
 
 class UserError(Exception):

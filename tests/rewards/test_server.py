@@ -241,7 +241,7 @@ def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
             == 413
         )
     assert sent < 500 * 100_000
-    assert plain.service.num_body_bytes == 0
+    assert plain.service.bodies.num_bytes == 0
     assert plain.post(query=["still there"]).status_code == 200
 
 
@@ -254,7 +254,7 @@ def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
                 b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
             )
             connection.sendall(head + b" " * 990)
-        wait_for(lambda: server.service.num_body_bytes == 8 * 990)
+        wait_for(lambda: server.service.bodies.num_bytes == 8 * 990)
         result = http_post(f"{server.url}/get_reward", content=b" " * 500, headers=JSON)
         assert (result.status_code, result.headers["retry-after"]) == (503, "1")
         for connection in begun:

@@ -100,7 +100,7 @@ def test_a_head_without_end_is_not_read(plain: Served, start: bytes, part: bytes
         400,
         431,
     )
-    wait_for(lambda: plain.service.num_body_bytes == 0)
+    wait_for(lambda: plain.service.bodies.num_bytes == 0)
     still_serves(plain)
 
 
@@ -184,7 +184,7 @@ def test_idle_connections_do_not_keep_others_out() -> None:
         with contextlib.ExitStack() as stack:
             slow = stack.enter_context(server.raw())
             slow.sendall(GOOD[:-1])
-            wait_for(lambda: server.service.num_body_bytes == len(BODY) - 1)
+            wait_for(lambda: server.service.bodies.num_bytes == len(BODY) - 1)
             idle = [stack.enter_context(server.raw()) for _ in range(60)]
             still_serves(server)
             assert len(server.server.server_state.connections) <= 20

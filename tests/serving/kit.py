@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 import torch
 
-from tests.tiny import CHATML, tiny_tokenizer
+from tests.tiny import CHATML, CHATML_TOOLS, tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.distributed.process_group import SingleProcess
 from valence.lifecycle.restore import open_run
@@ -56,6 +56,14 @@ def open_trainer() -> Trainer:
 
 
 trainer = cache(open_trainer)
+
+
+@cache
+def tool_trainer() -> Trainer:
+    """One whose chat template prints tools."""
+    with TemporaryDirectory() as folder:
+        save_model(Path(folder), template=CHATML_TOOLS)
+        return open_run(folder, ["data.max_length=1024"], group=SingleProcess())
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

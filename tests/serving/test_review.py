@@ -474,15 +474,15 @@ def test_the_page_needs_no_token_and_its_files_are_served(serve: Serve) -> None:
 
 
 BAD_BODIES = [
-    ("/api/decide", {"row": 0, "version": 0, "choice": "perhaps"}, 422),
-    ("/api/decide", {"row": 0, "choice": "keep"}, 422),
-    ("/api/decide", {"row": "x", "version": 0, "choice": "keep"}, 422),
+    ("/api/decide", {"row": 0, "version": 0, "choice": "perhaps"}, 400),
+    ("/api/decide", {"row": 0, "choice": "keep"}, 400),
+    ("/api/decide", {"row": "x", "version": 0, "choice": "keep"}, 400),
     ("/api/decide", {"row": 3, "version": 0, "choice": "keep"}, 404),
     ("/api/decide", {"row": 99, "version": 0, "choice": "keep"}, 404),
     ("/api/decide", {"row": 0, "version": 0, "choice": "score", "score": 1}, 400),
-    ("/api/decide", {"row": 0, "version": 0, "choice": "keep", "other": 1}, 422),
-    ("/api/case", {"number": -1}, 422),
-    ("/api/case", {"after": "x"}, 422),
+    ("/api/decide", {"row": 0, "version": 0, "choice": "keep", "other": 1}, 400),
+    ("/api/case", {"number": -1}, 400),
+    ("/api/case", {"after": "x"}, 400),
 ]
 
 

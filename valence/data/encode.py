@@ -295,7 +295,7 @@ class Encoder:
             _ = self.template.turn_end  # a template that does not work is no mistake of the row
         text = self.template.prompt(prompt)
         self._note_special(prompt, row)
-        if prompt.tools and "tools" not in self.template.source(prompt.tools):
+        if prompt.tools and not self.template.reads_tools(prompt.tools):
             row.notes.add("tools_ignored")
         plain = self.vocab.ids(text)
         chats = [_turns(completion, "assistant") for completion in completions]

@@ -201,6 +201,10 @@ class ChatTemplate:
             raise RowError("no_template", "the tokenizer has no chat template", NO_TEMPLATE)
         return self._tokenizer.get_chat_template(None, list(tools) or None)
 
+    def reads_tools(self, tools: Tools) -> bool:
+        """Whether the template prints tools."""
+        return "tools" in self.source(tools)
+
     def render(self, messages: Sequence[Message], tools: Tools = (), *, ask: bool) -> str:
         """The conversation as text.
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Dtype
-from valence.errors import UserError
+from valence.errors import UserError, field_problem
 from valence.rewards.build import KINDS
-from valence.rewards.rules import setting_error_code, setting_error_message
+from valence.rewards.rules import setting_error_code
 from valence.trainer.targets import load_target
 
 
@@ -56,7 +56,7 @@ def parse_settings(target: str, settings: Mapping[str, Any], where: str) -> Rewa
             ", ".join(RewardModelSettings.model_fields),
         )
         raise UserError(
-            f"{setting_error_message(first)} (reward model {target})",
+            f"{field_problem(first)} (reward model {target})",
             code=setting_error_code(first),
             where=place,
             fix=f"remove or correct it; the settings are {names}",

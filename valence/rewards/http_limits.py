@@ -10,6 +10,7 @@ import resource
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 MAX_HEADER_BYTES = 64 * 2**10
@@ -89,6 +90,65 @@ class RequestGuard:
                 await _refuse(send, 421, error)
                 return
         await self.app(scope, receive, send)
+
+
+CLIENT_LEFT = 499
+"""Status of a request after its client has disconnected."""
+DRAIN_FACTOR = 2
+"""A body that is too large is read to its end, up to this multiple of the limit."""
+
+
+@dataclass(eq=False)
+class BodyError(Exception):
+    """Why a body was not read, with its HTTP status."""
+
+    status: int
+    message: str
+
+
+@dataclass(eq=False)
+class BodyReader:
+    """Reads the bodies of requests within limits.
+
+    limit: bytes of a body. total: bytes of all bodies that are being read. seconds: time limit.
+    """
+
+    limit: int
+    total: int
+    seconds: float
+    num_bytes: int = 0
+    """Bytes of the bodies that are being read."""
+
+    async def read(self, receive: Receive) -> bytes:
+        """The body of a request. Raises BodyError.
+
+        A slightly larger body is read to its end and dropped: a client that still writes does not
+        see the reply.
+        """
+        size, parts, is_complete = 0, list[bytes](), False
+        try:
+            async with asyncio.timeout(self.seconds):
+                while not is_complete and size <= DRAIN_FACTOR * self.limit:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise BodyError(CLIENT_LEFT, "the client disconnected")
+                    part: bytes = message.get("body", b"")
+                    size += len(part)
+                    self.num_bytes += len(part)
+                    if size <= self.limit and self.num_bytes <= self.total:
+                        parts.append(part)
+                    else:
+                        parts.clear()
+                    is_complete = not message.get("more_body", False)
+        except TimeoutError:
+            raise BodyError(408, f"the body was not complete after {self.seconds:g} s") from None
+        finally:
+            self.num_bytes -= size
+        if size > self.limit:
+            raise BodyError(413, f"the body has more than {self.limit} bytes")
+        if sum(map(len, parts)) < size:
+            raise BodyError(503, "too many large requests at the same time")
+        return b"".join(parts)
 
 
 async def _refuse(send: Send, status: int, error: str) -> None:

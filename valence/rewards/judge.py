@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from valence.errors import UserError
+from valence.errors import UserError, field_problem
 from valence.rewards.cache import SharedLines, digest
 from valence.rewards.calls import RewardError
 from valence.rewards.http import HttpClient, parse_addresses, status_error
@@ -138,9 +138,8 @@ def _problem(place: str, error: ErrorDetails) -> tuple[str, str]:
         case "missing":
             return f"the judge needs the setting {place!r}", f"add {place} to the settings"
         case _:
-            message = error["msg"]
-            problem = f"the value is invalid: {message[:1].lower()}{message[1:]}"
-            return problem, "correct it; `valence docs rewards` lists the settings of a judge"
+            fix = "correct it; `valence docs rewards` lists the settings of a judge"
+            return field_problem(error), fix
 
 
 # Replies

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from valence.errors import UserError, install_command
+from valence.errors import UserError, field_problem, install_command
 from valence.rewards.calls import RewardError
 from valence.rewards.maths import FormulaComparer
 from valence.rewards.threads import Raised, TimedOut, attempt, in_thread
@@ -307,12 +307,6 @@ def setting_error_code(error: Mapping[str, Any]) -> str:
     return kinds.get(error["type"], "reward-setting-value")
 
 
-def setting_error_message(error: Mapping[str, Any]) -> str:
-    """The message of pydantic's error of a setting."""
-    messages = {"extra_forbidden": "unknown setting", "missing": "the setting is missing"}
-    return messages.get(error["type"], str(error["msg"]))
-
-
 def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
     """The rule with these settings.
 
@@ -325,7 +319,7 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
         place = ".".join(map(str, (where, *first["loc"])))
         names = ", ".join(settings_of(name).model_fields)
         raise UserError(
-            f"{setting_error_message(first)} (reward {name})",
+            f"{field_problem(first)} (reward {name})",
             code=setting_error_code(first),
             where=place,
             fix=f"correct it as `valence rewards {name}` describes; its settings are {names}",

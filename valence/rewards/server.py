@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from valence.errors import UserError
+from valence.errors import UserError, field_problem
 from valence.rewards.http_limits import (
+    CLIENT_LEFT,
     HEAD_SECONDS,
     MAX_CONNECTIONS,
     MAX_HEADER_BYTES,
+    BodyError,
+    BodyReader,
     RequestGuard,
     host_names,
     limited_protocol,
@@ -55,12 +58,8 @@ ENDS = (
 """Special tokens at the end of a query that are not part of the completion."""
 SPECIAL_TOKEN = re.compile(r"(?:<[^<>\s]+>|\[[A-Z]+\])\s?")
 """A special token that a query may have before the prompt."""
-DRAIN_FACTOR = 2
-"""A body that is too large is read to its end, up to this multiple of the limit."""
 MAX_ERROR_LENGTH = 500
 """Maximum characters of an error message."""
-CLIENT_LEFT = 499
-"""Status, in the metrics, of a request after its client has disconnected."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none is closed while it is reused."""
 
@@ -169,8 +168,7 @@ class Service:
         self.batcher = Batcher(reward, limits, self.metrics, probe)
         self.rate = Rate(limits.rate)
         self.token = None if token is None else token.encode()
-        self.num_body_bytes = 0
-        """Total bytes of the bodies that are being read."""
+        self.bodies = BodyReader(limits.max_body, limits.max_bodies, limits.timeout)
 
     def has_token(self, request: "Request") -> bool:
         """Whether the request has this server's token, if there is one."""
@@ -190,7 +188,6 @@ class Service:
 
     async def rewards(self, request: "Request") -> RewardsResponse:
         """Raises Refusal."""
-        deadline = asyncio.get_running_loop().time() + self.limits.timeout
         wait = self.rate.wait(request.client.host if request.client else "")
         if wait:
             raise refusal(
@@ -199,16 +196,7 @@ class Service:
                 Retry_After=str(math.ceil(wait)),
             )
         self.check_token(request)
-        try:
-            async with asyncio.timeout_at(deadline):
-                body = await self.read_body(request)
-        except TimeoutError:
-            raise refusal(
-                408,
-                f"the body was not complete after {self.limits.timeout:g} s",
-                Connection="close",
-            ) from None
-        completions = self.completions(parse_query(body))
+        completions = self.completions(parse_query(await self.read_body(request)))
         try:
             job = self.batcher.submit(completions)
         except Busy:
@@ -241,38 +229,17 @@ class Service:
             disconnect.cancel()
 
     async def read_body(self, request: "Request") -> bytes:
-        """The body. Raises Refusal unless it is JSON of at most max_body bytes.
-
-        A slightly larger body is read to its end and dropped: a client that still writes does not
-        see the reply.
-        """
+        """The body. Raises Refusal unless it is JSON within the limits."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if (
             kind != "application/json"
         ):  # web pages cannot send JSON to other sites without a preflight request
             raise refusal(415, "the content type must be application/json")
-        from starlette.requests import ClientDisconnect
-
-        limit, size, parts = self.limits.max_body, 0, list[bytes]()
         try:
-            async for part in request.stream():
-                size += len(part)
-                self.num_body_bytes += len(part)
-                if size <= limit and self.num_body_bytes <= self.limits.max_bodies:
-                    parts.append(part)
-                else:
-                    parts.clear()
-                    if size > DRAIN_FACTOR * limit:
-                        break
-        except ClientDisconnect:
-            raise refusal(CLIENT_LEFT, "the client disconnected") from None
-        finally:
-            self.num_body_bytes -= size
-        if size > limit:
-            raise refusal(413, f"the body has more than {limit} bytes", Connection="close")
-        if sum(map(len, parts)) < size:
-            raise refusal(503, "too many large requests at the same time", Retry_After="1")
-        return b"".join(parts)
+            return await self.bodies.read(request.receive)
+        except BodyError as error:
+            headers = {"Retry_After": "1"} if error.status == 503 else {"Connection": "close"}
+            raise refusal(error.status, error.message, **headers) from None
 
     def completions(self, query: Query) -> list[Completion]:
         """The completions of a query.
@@ -346,9 +313,9 @@ def parse_query(body: bytes) -> Query:
     try:
         return Query.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise refusal(422, clean(f"{where}: {first['msg']}" if where else first["msg"])) from None
+        first = error.errors(include_url=False)[0]
+        where, problem = ".".join(map(str, first["loc"])), field_problem(first)
+        raise refusal(422, clean(f"{where}: {problem}" if where else problem)) from None
 
 
 def split_query(query: str, prompt: str, ends: Sequence[str]) -> str | None:

@@ -7,17 +7,25 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from valence.errors import UserError
+from valence.errors import UserError, field_problem
 from valence.jobs.row_job import as_line
-from valence.rewards.http_limits import Application, Receive, Send
+from valence.rewards.http_limits import Application, BodyError, BodyReader, Receive, Send
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer, ChatModel, ChatPrompt, new_id
 from valence.serving.feedback import ComparisonResults, FeedbackStore, Winner
@@ -33,6 +41,13 @@ T = TypeVar("T")
 
 MAX_BODY = 4_000_000
 """Maximum bytes of a request."""
+
+MAX_BODIES = 8 * MAX_BODY
+"""Maximum bytes of all requests that are being read."""
+BODY_SECONDS = 60.0
+"""Time limit for a client to send a request."""
+MAX_DEPTH = 64
+"""Maximum levels of lists and objects in a request."""
 
 MAX_REQUESTS = 64
 """Maximum number of running and waiting requests; more are refused."""
@@ -58,6 +73,32 @@ PAGE_FILES = {
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_depth(cls, value: Any) -> Any:
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [item for part in level for item in _items(part)]
+        if level:
+            raise ValueError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
+        return value
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """The parts of a list or an object."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _check_content(value: Any) -> Any:
+    """A text, a list of parts, or None."""
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        return value
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError("it is not text or a list of parts")
+
 
 class Turn(BaseModel):
     """A chat message. Other keys, such as tool calls, are passed to the chat template."""
@@ -65,7 +106,7 @@ class Turn(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: Annotated[Any, AfterValidator(_check_content)] = None
 
 
 Messages = Annotated[list[Turn], Field(min_length=1, max_length=1000)]
@@ -124,6 +165,10 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -138,17 +183,13 @@ class CompletionRequest(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=8)] = 1
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=4)] = []
+    stop: Annotated[list[StopString], Field(max_length=4), BeforeValidator(_as_list)] = []
     logprobs: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     tools: Tools = []
     user: Annotated[str, Field(max_length=1000)] | None = None
     metadata: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @model_validator(mode="before")
     @classmethod
@@ -432,7 +473,8 @@ def _check_storable(parts: Sequence[Message]) -> None:
 
 class Gate:
     """Refuses requests without a valid token, or with a body that is too large or not JSON, before
-    the body is read. Adds the headers of the page to all responses.
+    the body is read, and reads the body within limits. Adds the headers of the page to all
+    responses.
 
     Only JSON is accepted, because a web page of another site cannot send it without a preflight
     request, which is refused.
@@ -440,6 +482,7 @@ class Gate:
 
     def __init__(self, app: Application, service: WebService) -> None:
         self.app, self.service = app, service
+        self.bodies = BodyReader(MAX_BODY, MAX_BODIES, BODY_SECONDS)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -470,8 +513,19 @@ class Gate:
             response = error_response(415, "the body must be application/json")
         else:
             scope["rater"] = rater
-            await self.app(scope, receive, send_with_headers)
-            return
+            try:
+                bodies = [await self.bodies.read(receive)]
+            except BodyError as error:
+                response = error_response(error.status, error.message)
+            else:
+
+                async def receive_again() -> MutableMapping[str, Any]:
+                    if bodies:
+                        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+                    return await receive()
+
+                await self.app(scope, receive_again, send_with_headers)
+                return
         response.headers["connection"] = "close"
         await response(scope, receive, send_with_headers)
 
@@ -551,13 +605,15 @@ def base_application(
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][1:]))
-        message, code = first["msg"], "field-invalid"
-        if place in NEUTRAL:
+        message, code = field_problem(first), "field-invalid"
+        if first["type"] == "json_invalid":
+            message, place = "the body is not JSON", ""
+        elif place in NEUTRAL:
             message = f"the server supports only {json.dumps(NEUTRAL[place])}"
         elif first["type"] == "extra_forbidden":
             message, code = "the server does not support this field", "field-unsupported"
         return error_response(
-            422, f"{place}: {message}" if place else message, code=code, param=place
+            400, f"{place}: {message}" if place else message, code=code, param=place
         )
 
     @app.exception_handler(Exception)
@@ -699,7 +755,7 @@ def add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
         samplings = [
             replace(sampling, seed=(sampling.seed + index) % 2**63) for index in range(body.n)
         ]
-        options = {"stops": body.stops, "info": info}
+        options = {"stops": body.stop, "info": info}
         if body.stream:
             return _stream(service, _chunks(service, model, prompt, samplings, body, options))
 

@@ -172,10 +172,17 @@ class ChatModel:
     ) -> ChatPrompt:
         """Return a prompt with its tokens. Safe to call from any thread.
 
-        Raises UserError when the chat template cannot render it, or it leaves no room for a
-        completion.
+        Raises UserError when the chat template cannot render it or does not print tools, or when
+        there is no room for a completion.
         """
         with self._encoding:
+            if tools and not self.encoder.template.reads_tools(tools):
+                raise UserError(
+                    "the model's chat template does not support tools",
+                    code="tools-unsupported",
+                    where="tools",
+                    fix="remove the tools, or serve a model whose template prints them",
+                )
             ids = self.encoder.encode_prompt(Chat(tuple(messages), tuple(tools)))
         if self.max_context is not None and len(ids) >= self.max_context:
             raise UserError(
