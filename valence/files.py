@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from valence.errors import UserError
 
@@ -112,6 +113,14 @@ def refuse_links(path: Path, root: Path) -> None:
         prefix = root.joinpath(*below.parts[:number])
         if prefix.is_symlink():
             raise _link_error(prefix)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError, and ValueError for another content."""
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deeply") from None
 
 
 def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:

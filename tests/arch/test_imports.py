@@ -61,11 +61,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "files",
         "terminal",
     ),
-    "export": ("types", "data", "rollouts", "runs.store"),
+    "export": ("types", "files", "data", "rollouts", "runs.store"),
     "evaluation": (
         "checksums",
+        "files",
         "types",
-        "checksums",
         "data",
         "rewards",
         "reports",

@@ -5,6 +5,7 @@ no verdict from rows that are also trained on.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_a_run_without_held_out_rows_ends_with_how_to_hold_out_some(model: str) 
     assert "data.eval" in outputs(Path("run"))[-1]
 
 
-def test_the_next_command_asks_the_last_question_of_a_chat(model: str) -> None:
+def test_the_next_command_asks_a_question_as_it_was_trained(model: str) -> None:
     chat = [
         {"role": "system", "content": "You answer briefly."},
         {"role": "user", "content": "Where is my parcel?"},
@@ -129,4 +130,7 @@ def test_the_next_command_asks_the_last_question_of_a_chat(model: str) -> None:
         run={"dir": "run"},
     )
     valence.train(settings, quiet=True)
-    assert outputs(Path("run"))[-1] == "Next: valence sample run --prompt 'Where is my parcel?'"
+    assert shlex.split(outputs(Path("run"))[-1]) == [
+        *("Next:", "valence", "sample", "run", "--system", "You answer briefly."),
+        *("--prompt", "Where is my parcel?", "--temperature", "0"),
+    ]

@@ -26,6 +26,7 @@ from valence.cli.common import (
 from valence.errors import UserError
 from valence.files import check_path
 from valence.terminal import print_message
+from valence.types import Chat, Message
 
 if TYPE_CHECKING:
     from valence.distributed.process_group import Group
@@ -179,6 +180,9 @@ def sample(
             "else 1.",
         ),
     ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="Text of a system message before each --prompt.")
+    ] = None,
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -212,7 +216,7 @@ def sample(
     settings = allow_remote_code(trust_remote_code, overrides)
     request = {
         "data": data or [],
-        "questions": prompt or [],
+        "questions": _questions(prompt or [], system),
         "overrides": settings,
         "at": checkpoint_of(step),
     }
@@ -232,6 +236,21 @@ def sample(
                     note = f"(truncated at {len(answer.tokens)} tokens; raise --max-new-tokens)"
                     print_message(console, note, "dim")
                 print_message(console, "")
+
+
+def _questions(prompts: list[str], system: str | None) -> list[str | Chat]:
+    """The prompts of ``valence sample``, as chats with a system message if there is one."""
+    if system is None:
+        return [*prompts]
+    if not prompts:
+        raise UserError(
+            "--system has no effect without --prompt",
+            code="option-unused",
+            where="--system",
+            fix="add --prompt TEXT, or write the system message into the rows of --data",
+        )
+    first: Message = {"role": "system", "content": system}
+    return [Chat((first, {"role": "user", "content": prompt})) for prompt in prompts]
 
 
 def _check_file_options(out: Path | None, *, fresh: bool, append: bool) -> None:

@@ -214,7 +214,7 @@ class _Reader:
             return _text(str(node.value), where)
         try:
             return cast(Any, self._yaml).constructor.construct_object(node)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, IndexError):
             raise UserError(
                 f"{node.value!r} is not of type {tag}",
                 code="yaml-tag",

@@ -27,6 +27,7 @@ import numpy as np
 
 from valence.checksums import ChecksumError, add_checksum, verify
 from valence.data.tokenized_dataset import Array
+from valence.files import read_json
 
 ENTRY_FILE = "entry.json"
 FORMAT = 1
@@ -161,7 +162,7 @@ def load_entry(
 ) -> tuple[dict[str, Array], dict[str, Any]] | None:
     """The columns and the metadata of a cache entry; None if it does not exist or is damaged."""
     try:
-        content = verify(json.loads((entry / ENTRY_FILE).read_bytes()), required=True)
+        content = verify(read_json(entry / ENTRY_FILE), required=True)
         checksums = content["checksums"]
         if content["format"] != FORMAT or checksums.keys() != dtypes.keys():
             return None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from valence.errors import UserError
+from valence.files import read_json
 
 RESULT_FILES = "results_*.json"
 """Files that lm-eval writes to a folder."""
@@ -118,7 +119,7 @@ def _result_file(path: Path) -> Path:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"the file cannot be read ({error})",

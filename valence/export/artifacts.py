@@ -30,6 +30,7 @@ from valence.export.ollama import modelfile
 from valence.export.probes import ArtifactResult, Probe, ProbeResult, run_transformers
 from valence.export.verify import ExportDifference, Verification, compare
 from valence.export.vllm import MAX_LOGPROBS, run_vllm
+from valence.files import read_json
 from valence.runs.store import write_atomically
 
 REPORT = "verification.json"
@@ -256,7 +257,7 @@ def _verify_vllm(
         return Verification(name, "vllm", "differs", differences=(difference,))
     notes = _base_note(reference)
     if is_adapter:
-        rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+        rank = read_json(folder / "adapter_config.json")["r"]
         notes.append(
             "serve it with: vllm serve BASE --tokenizer FOLDER --enable-lora --max-lora-rank "
             f"{max(rank, 8)} --lora-modules NAME=FOLDER"
@@ -285,7 +286,7 @@ def _vllm_dtype(folder: Path, reference: ReferenceRun) -> str:
     """vLLM rounds float32 weights to 16 bits unless it is started with --dtype float32."""
     path = folder / "config.json"
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         dtype = config.get("dtype", config.get("torch_dtype"))
     else:
         dtype = str(reference.dtype).removeprefix("torch.")
@@ -382,7 +383,7 @@ def _verify_gguf(
 
 def _base_differences(folder: Path) -> list[ExportDifference]:
     """Whether another directory is enough for an adapter not to find its base model."""
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "adapter_config.json")
     base = Path(str(config.get("base_model_name_or_path")))
     if base.is_absolute() or not base.is_dir():
         return []
@@ -421,7 +422,7 @@ def _file_notes(folder: Path, path: Path) -> list[str]:
     """Properties of the file that may surprise."""
     if not (folder / "config.json").is_file():
         return []
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     metadata = read_metadata(path)
     notes: list[str] = []
     context = metadata.get(f"{metadata['general.architecture']}.context_length")

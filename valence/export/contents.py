@@ -7,7 +7,6 @@ that their type can have.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from valence.export.gguf_file import (
 )
 from valence.export.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from valence.export.verify import MAX_SHOWN, ExportDifference, extra_stop
+from valence.files import read_json
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "Q8_0": (0.005, 0.002),
@@ -322,7 +322,7 @@ def _same_file(expected: Path, actual: Path) -> bool:
     if expected.suffix != ".json":
         return expected.read_bytes() == actual.read_bytes()
     try:
-        values = [json.loads(path.read_text(encoding="utf-8")) for path in (expected, actual)]
+        values = [read_json(path) for path in (expected, actual)]
     except ValueError:
         return False
     ours, theirs = (

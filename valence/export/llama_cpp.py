@@ -22,6 +22,7 @@ import numpy as np
 
 from valence.errors import UserError
 from valence.export.probes import MAX_NEW_TOKENS, ArtifactResult, Probe, ProbeResult
+from valence.files import read_json
 
 SETTING = "VALENCE_LLAMA_CPP"
 """Environment variable with the folder in which node-llama-cpp was installed."""
@@ -144,7 +145,7 @@ def run_llama_cpp(
                 where=path.name,
                 fix="use another GGUF type, or the model folder with transformers or vLLM",
             )
-        data = json.loads((out / "result.json").read_text(encoding="utf-8"))
+        data = read_json(out / "result.json")
         results = tuple(
             ProbeResult(
                 error=probe["error"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 
 from valence.errors import UserError
 from valence.export.probes import MAX_NEW_TOKENS, ArtifactResult, Probe, ProbeResult, log_softmax
+from valence.files import read_json
 from valence.rollouts.client import RequestRefused, ServerClient, ServerLost
 from valence.rollouts.servers import LORA_RANKS, PYTHON, Server, is_cpu_build
 
@@ -111,7 +111,7 @@ def _context(folder: Path, length: int) -> int | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _stops_at(client: ServerClient, ids: Sequence[int], end: int) -> bool:

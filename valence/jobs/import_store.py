@@ -27,7 +27,7 @@ from valence.checksums import add_checksum, verify
 from valence.data.importers.records import Vote
 from valence.data.importers.rows import ROW_KINDS, ImportedRows, RowKind, latest_votes
 from valence.errors import UserError
-from valence.files import check_path, lock_file, open_file, refuse_links, write_all
+from valence.files import check_path, lock_file, open_file, read_json, refuse_links, write_all
 from valence.jobs.row_job import as_line
 from valence.version import __version__
 
@@ -226,7 +226,7 @@ class ImportStore:
 
     def _read_about(self) -> dict[str, Any]:
         try:
-            about = json.loads(self.about_path.read_text(encoding="utf-8"))
+            about = read_json(self.about_path)
             if not isinstance(about, dict):
                 raise ValueError("not a JSON object")
             about = verify(about, required=True)

@@ -29,7 +29,7 @@ from rich.console import Console
 from valence.checksums import add_checksum, verify
 from valence.distributed.process_group import Group, SingleProcess
 from valence.errors import UserError
-from valence.files import check_path
+from valence.files import check_path, read_json
 from valence.reports.console import Progress
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
@@ -319,7 +319,7 @@ class OutputFile:
         if not self.path.exists() or self.path.stat().st_size == 0:
             return None
         try:
-            facts = json.loads(self.facts_path.read_text(encoding="utf-8"))
+            facts = read_json(self.facts_path)
             if isinstance(facts, dict):
                 facts = verify(facts)
             self.checksum_path.stat()

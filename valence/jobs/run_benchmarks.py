@@ -31,6 +31,7 @@ from valence.config.load import LISTS
 from valence.distributed.process_group import SingleProcess
 from valence.errors import UserError, install_command
 from valence.evaluation.benchmarks import ADDRESS, BenchmarkResult, compare_results
+from valence.files import read_json
 from valence.jobs.row_job import replace_file
 from valence.jobs.sample_rows import model_files
 from valence.lifecycle.restore import open_run
@@ -379,7 +380,7 @@ class ModelBenchmarks:
         for name in self.suite.names:
             path = self._path(name, key)
             try:
-                results[name] = verify(json.loads(path.read_text("utf-8")), required=True)
+                results[name] = verify(read_json(path), required=True)
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, AttributeError) as error:

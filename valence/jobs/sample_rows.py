@@ -112,7 +112,7 @@ def sample_rows(
     draws: Draws,
     *,
     data: Sequence[str] = (),
-    questions: Sequence[str] = (),
+    questions: Sequence[str | Chat] = (),
     overrides: Sequence[str] = (),
     at: At = None,
     fresh: bool = False,
@@ -129,13 +129,14 @@ def sample_rows(
 
     target: a run's folder (its newest weights, or those of the checkpoint ``at``), a recipe (its
     initial model), or a model's or adapter's folder or hub id. data: files of prompts, or sections
-    as in a recipe; questions: prompts as text; with neither, the prompts that the recipe trains on.
-    out: if an interrupted call wrote it, resume; ``fresh`` moves it aside, ``append`` adds other
-    completions of the same model. group: processes that sample a share each. store_immediately,
-    for one process: do not lose an answer that has ended, even if the program is killed, and do
-    not load the model if all answers exist and its files are unchanged. After an interruption, the
-    rounding of the other answers may differ from that of an undisturbed call. fix: what to do if
-    the file has other completions, for messages; by default, options of ``valence sample``.
+    as in a recipe; questions: prompts as text or chats; with neither, the prompts that the recipe
+    trains on. out: if an interrupted call wrote it, resume; ``fresh`` moves it aside, ``append``
+    adds other completions of the same model. group: processes that sample a share each.
+    store_immediately, for one process: do not lose an answer that has ended, even if the program is
+    killed, and do not load the model if all answers exist and its files are unchanged. After an
+    interruption, the rounding of the other answers may differ from that of an undisturbed call.
+    fix: what to do if the file has other completions, for messages; by default, options of
+    ``valence sample``.
 
     The completions of the prompt at position k depend on the seed and k alone. Raises UserError for
     invalid arguments.
@@ -158,7 +159,8 @@ def sample_rows(
         files = [s.model_dump(mode="json", exclude_defaults=True) for s in sources]
         split = source.recipe.data.split
         held_out = [asdict(split)] if split else []
-        facts = {"prompts": [*questions, *files, *held_out], "answers": n, **asdict(sampling)}
+        chats = [q if isinstance(q, str) else asdict(q) for q in questions]
+        facts = {"prompts": [*chats, *files, *held_out], "answers": n, **asdict(sampling)}
         job.check_facts(facts)
         prompts = _prompts(questions, sources, split)
         files_of_model = model_files(target, source, at) if store_immediately else None
@@ -219,7 +221,7 @@ def answers(
     draws: Draws,
     *,
     data: Sequence[str] = (),
-    questions: Sequence[str] = (),
+    questions: Sequence[str | Chat] = (),
     overrides: Sequence[str] = (),
     at: At = None,
     console: Console | None = None,
@@ -265,7 +267,7 @@ def _sources(
 
 
 def _prompts(
-    questions: Sequence[str], sources: Sequence[SourceSettings], split: PromptSplit | None
+    questions: Sequence[str | Chat], sources: Sequence[SourceSettings], split: PromptSplit | None
 ) -> list[Prompt]:
     """In their order: those passed as text, then those of the files that are not held out."""
     # the run decides whether texts become user messages

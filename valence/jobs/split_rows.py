@@ -133,7 +133,7 @@ def _head(path: Path) -> bytes:
 
 
 def _output_path(path: Path, suffix: str, part: str) -> Path:
-    return path.with_name(f"{path.name.removesuffix(suffix)}_{part}{suffix}")
+    return path.parent / f"{path.name.removesuffix(suffix)}_{part}{suffix}"
 
 
 def _check_output(output: Path, path: Path, *, overwrite: bool) -> None:

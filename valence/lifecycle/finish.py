@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from valence.checksums import add_checksum, verify
 from valence.distributed.process_group import gather_objects, run_on_first_rank
 from valence.distributed.tensor_parallel import local
 from valence.errors import UserError
+from valence.files import read_json
 from valence.lifecycle.reference_cache import passes
 from valence.models.cache import CachedReference
 from valence.online.rounds import Rounds, describe_exclusions
@@ -215,7 +215,7 @@ def _samples_before(trainer: Trainer) -> list[dict[str, str]]:
 
 def _read_samples(trainer: Trainer, path: Path) -> list[dict[str, str]]:
     try:
-        rows = [verify(row) for row in json.loads(path.read_text(encoding="utf-8"))]
+        rows = [verify(row) for row in read_json(path)]
         return [{name: row[name] for name in ("prompt", "before")} for row in rows]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         trainer.messages.warn(

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe
 from valence.config.schema import Model, Recipe
@@ -29,7 +29,7 @@ from valence.models.build import (
 )
 from valence.models.check import check_layout
 from valence.models.digest import model_digest
-from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.models.loading import load_config
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.scores import Scorer, has_score_head, widen_head
@@ -253,13 +253,9 @@ def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:
 
 def _attributes(spec: Model) -> list[str] | None:
     """The attributes that a saved reward model scores; None for other models."""
-    must_exist(spec.name, "model.name")
     if spec.gguf_file is not None:
         return None
-    try:
-        config = AutoConfig.from_pretrained(spec.name, trust_remote_code=spec.trust_remote_code)
-    except LOADING_ERRORS as error:
-        raise cannot_load("model", spec.name, error) from error
+    config = load_config(spec.name, trust_remote_code=spec.trust_remote_code)
     labels: Any = config.id2label
     return list(labels.values()) if has_score_head(config) else None
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from valence.errors import UserError
-from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.models.loading import loading, must_exist
 from valence.models.weights import check_complete, check_finite, check_type
 
 # PEFT imports it where it is installed, and it warns about missing 4-bit kernels
@@ -43,17 +43,14 @@ def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
     saved = _read_config(adapter)
     _check_base(saved, adapter, model)
     _check_task(saved, adapter, model)
-    try:
-        # Without is_trainable an adapter loads frozen, and a run would train nothing.
-        with _without_warnings():
-            wrapped = PeftModel.from_pretrained(
-                model,  # type: ignore[arg-type]
-                adapter,
-                is_trainable=True,
-                ignore_mismatched_sizes=True,  # an error below, which names the weight
-            )
-    except LOADING_ERRORS as error:
-        raise cannot_load("adapter", adapter, error) from error
+    # Without is_trainable an adapter loads frozen, and a run would train nothing.
+    with loading("adapter", adapter), _without_warnings():
+        wrapped = PeftModel.from_pretrained(
+            model,  # type: ignore[arg-type]
+            adapter,
+            is_trainable=True,
+            ignore_mismatched_sizes=True,  # an error below, which names the weight
+        )
     check_adapter(wrapped, adapter)
     return _with_wide_masters(wrapped)
 
@@ -88,10 +85,8 @@ def read_adapter_weights(adapter: str) -> dict[str, Tensor]:
     from peft.utils.save_and_load import load_peft_weights
 
     must_exist(adapter, "model.adapter")
-    try:
+    with loading("adapter", adapter):
         stored: dict[str, Tensor] = load_peft_weights(adapter, device="cpu")
-    except LOADING_ERRORS as error:
-        raise cannot_load("adapter", adapter, error) from error
     for key, weight in stored.items():
         check_type(key, str(weight.dtype).removeprefix("torch."), adapter, where="model.adapter")
     check_finite(stored.items(), adapter, where="model.adapter")
@@ -336,10 +331,11 @@ def _read_config(adapter: str) -> Any:
     from peft import PeftConfig
 
     must_exist(adapter, "model.adapter")
-    try:
-        return PeftConfig.from_pretrained(adapter)
-    except LOADING_ERRORS as error:
-        raise cannot_load("adapter", adapter, error) from error
+    with loading("adapter", adapter):
+        config = PeftConfig.from_pretrained(adapter)
+        if config.peft_type is None:
+            raise ValueError("peft_type is missing in its adapter_config.json")
+        return config
 
 
 def _add_adapter(model: nn.Module, config: Any, *, low_cpu_mem_usage: bool = False) -> nn.Module:

@@ -9,16 +9,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -34,7 +33,7 @@ from valence.errors import UserError
 from valence.models.adapters import disable_adapter_dropout, with_adapter
 from valence.models.check import check_layout
 from valence.models.checkpointing import Checkpointing, recompute_layers
-from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.models.loading import load_config, loading, must_exist, read_generation_config
 from valence.models.policy_model import PolicyModel
 from valence.models.quantized import (
     disable_cpu_repacking,
@@ -76,10 +75,10 @@ def load_tokenizer(
     """
     must_exist(name, setting)
     extra = {"gguf_file": gguf_file} if gguf_file else {}
-    try:
+    if (Path(name) / "config.json").is_file():  # which the tokenizer reads too
+        load_config(name, trust_remote_code=trust_remote_code)
+    with loading("tokenizer", name):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
-    except LOADING_ERRORS as error:
-        raise cannot_load("tokenizer", name, error) from error
 
 
 def generation_stops(
@@ -89,15 +88,16 @@ def generation_stops(
     generation config; empty if there are none.
     """
     try:
-        return stops_of(GenerationConfig.from_pretrained(name))
-    except (OSError, ValueError, TypeError):  # there is no generation config
-        pass
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
-    except LOADING_ERRORS:  # load_model reports the error
+        config = (
+            read_generation_config(name)
+            or load_config(
+                name, trust_remote_code=trust_remote_code, gguf_file=gguf_file
+            ).get_text_config()
+        )
+    except UserError:  # load_model reports the error
         return ()
-    return stops_of(config.get_text_config())
+    with loading("model", name):
+        return stops_of(config)
 
 
 def stops_of(config: Any) -> tuple[int, ...]:
@@ -161,14 +161,11 @@ def load_model(
     kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     if device is not None:
         extra["device_map"] = device
-    try:
-        with silence_transformers():
-            model, report = cast(Any, kind).from_pretrained(
-                name, output_loading_info=True, ignore_mismatched_sizes=True, **extra
-            )
+    with loading("model", name), silence_transformers():
+        model, report = cast(Any, kind).from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **extra
+        )
         files = [] if gguf_file else weight_files(name)
-    except LOADING_ERRORS as error:
-        raise cannot_load("model", name, error) from error
     if is_reward and not is_reward_model(model):
         raise UserError(
             f"{type(model).__name__} has no linear head `score`",
@@ -206,12 +203,7 @@ def read_config(
 
     Raises UserError when it cannot be read, or belongs to a reward model with other attributes.
     """
-    must_exist(name, "model.name")
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
-    except LOADING_ERRORS as error:
-        raise cannot_load("model", name, error) from error
+    config = load_config(name, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     if attributes is not None:
         _set_attributes(config, attributes, name)
     return config

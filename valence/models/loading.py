@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils.hub import cached_file
 
 from valence.errors import UserError
 from valence.files import similar_folder
 from valence.network import hub_problem
-
-LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-)
-
 
 IDENTIFYING = ("config.json", "adapter_config.json", "tokenizer_config.json")
 """Files of which a model, an adapter or a tokenizer has at least one."""
@@ -101,19 +93,59 @@ CONTENTS = {
 """Contents of the folder or hub id that each kind of object is loaded from."""
 
 
-def cannot_load(kind: str, name: str, error: Exception) -> UserError:
-    """Return the error for a model, adapter or tokenizer that the libraries cannot load.
+@contextmanager
+def loading(kind: str, name: str) -> Iterator[None]:
+    """Inside the block, an error of a library is a UserError that names what cannot be loaded.
 
     kind: a key of CONTENTS.
     """
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return UserError(
-        f"cannot load the {kind} {name!r}: {first}",
-        code="model-not-loadable",
-        where="model",
-        fix=f"check that the folder or hub id contains {CONTENTS[kind]}, and that you have access "
-        "to it",
-    )
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a wrong file makes the libraries raise anything
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # transformers names the field in one line, and what is wrong in the next one
+        reason = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+        if isinstance(error, LookupError | AttributeError | ArithmeticError) or not reason:
+            reason = f"{type(error).__name__} {reason}".rstrip()
+        raise UserError(
+            f"cannot load the {kind} {name!r}: {reason}",
+            code="model-not-loadable",
+            where="model",
+            fix=f"check that the folder or hub id contains {CONTENTS[kind]}, and that you have "
+            "access to it",
+        ) from error
+
+
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+"""Sizes that every decoder has."""
+
+
+def load_config(name: str, *, trust_remote_code: bool = False, gguf_file: str | None = None) -> Any:
+    """Return the configuration of a model. Raises UserError if it cannot be read, or a size is not
+    positive.
+    """
+    must_exist(name, "model.name")
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    with loading("model", name):
+        config: Any = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
+        sizes = config.get_text_config()
+        for size in SIZES:
+            if getattr(sizes, size, 1) < 1:
+                raise ValueError(f"{size} is {getattr(sizes, size)} in its config.json")
+        window = getattr(sizes, "sliding_window", None)
+        if not isinstance(window, int | None):  # transformers does not check it for all models
+            raise ValueError(f"sliding_window is {window!r} in its config.json")
+    return config
+
+
+def read_generation_config(name: str) -> GenerationConfig | None:
+    """Return the generation config of a model; None if it has none that can be read."""
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
 
 
 SETTINGS = (".json", ".py", ".txt", ".jinja")
@@ -130,13 +162,11 @@ def fingerprint(name: str) -> dict[str, str]:
     folder = Path(name)
     if not folder.is_dir():
         kinds = ("config.json", "adapter_config.json")
-        try:
+        with loading("model or adapter", name):
             paths = [
                 cached_file(name, kind, _raise_exceptions_for_missing_entries=False)
                 for kind in kinds
             ]
-        except OSError as error:
-            raise cannot_load("model or adapter", name, error) from error
         return {"commit": next((Path(path).parent.name for path in paths if path), "")}
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     settings = {

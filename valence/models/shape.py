@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -17,7 +16,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from valence.models.adapters import planned_adapter
-from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.models.loading import load_config, loading
 from valence.models.quantized import countable
 from valence.models.scores import is_reward_model
 
@@ -76,17 +75,12 @@ def skeleton(
 
     Raises UserError when the model does not exist.
     """
-    must_exist(name, "model.name")
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
-        kind = AutoModelForCausalLM
-        if num_scores is not None:
-            kind, config.num_labels = AutoModelForSequenceClassification, num_scores
-        with torch.device("meta"):
-            return kind.from_config(config, trust_remote_code=trust_remote_code)
-    except LOADING_ERRORS as error:
-        raise cannot_load("model", name, error) from error
+    config = load_config(name, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    kind = AutoModelForCausalLM
+    if num_scores is not None:
+        kind, config.num_labels = AutoModelForSequenceClassification, num_scores
+    with loading("model", name), torch.device("meta"):
+        return kind.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:

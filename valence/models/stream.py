@@ -16,8 +16,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
+from valence.errors import UserError
 from valence.models.build import read_config, silence_transformers
-from valence.models.loading import LOADING_ERRORS, cannot_load
+from valence.models.loading import loading, read_generation_config
 from valence.models.scores import has_score_head, is_reward_model
 from valence.models.weights import (
     check_finite,
@@ -28,15 +29,8 @@ from valence.models.weights import (
 )
 
 
-class CannotStreamError(Exception):
-    """The weights of a model cannot be loaded in shards.
-
-    The message is a clause with the reason, and the code is a short name of it.
-    """
-
-    def __init__(self, reason: str, *, code: str) -> None:
-        super().__init__(reason)
-        self.code = code
+class CannotStreamError(UserError):
+    """The weights of a model cannot be loaded in shards; the message is the reason, a clause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +119,7 @@ def build_without_weights(
     if getattr(config, "quantization_config", None) is not None:
         raise CannotStreamError("the weights are quantized", code="weights-quantized")
     files = _files(name)
-    try:
+    with loading("model", name):
         model = _empty(name, config, dtype, attributes is not None, trust_remote_code)
         locations, unexpected = _locations(model, files)
         heads = {"score.weight"} if attributes is not None else set[str]()
@@ -136,8 +130,6 @@ def build_without_weights(
                 value = file.get_tensor(location.key).to(location.dtype, copy=True)
                 _set_tensor(model, tensor, value)
                 check_finite([(tensor, value)], name, where=setting, is_buffer=tensor not in heads)
-    except LOADING_ERRORS as error:
-        raise cannot_load("model", name, error) from error
     check_stored_weights(files, model, name, where=setting)
     warn_unexpected(unexpected, name, is_reward_model=attributes is not None)
     _replace(
@@ -193,19 +185,17 @@ def _empty(
     if model._keep_in_fp32_modules_strict and dtype == torch.bfloat16:
         raise CannotStreamError("some weights need float32", code="weights-mixed-types")
     if model.can_generate():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(name)
-        except OSError:  # without a file, it is derived from the configuration
-            model.generation_config = GenerationConfig.from_model_config(config)
+        # without a file, it is derived from the configuration
+        model.generation_config = read_generation_config(
+            name
+        ) or GenerationConfig.from_model_config(config)
     return model.eval()
 
 
 def _files(name: str) -> list[Path]:
     """Return the safetensors files of a folder or hub id, downloaded if necessary."""
-    try:
+    with loading("model", name):
         files = weight_files(name)
-    except LOADING_ERRORS as error:
-        raise cannot_load("model", name, error) from error
     if not files or files[0].suffix != ".safetensors":
         raise CannotStreamError("the weights are not in safetensors files", code="not-safetensors")
     return files

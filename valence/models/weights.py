@@ -5,7 +5,6 @@ transformers completes a model whose files lack weights with random values, and 
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils.hub import cached_file
 
 from valence.errors import UserError
+from valence.files import read_json
 from valence.models.quantized import packed_weights
 
 FILES = {
@@ -46,7 +46,7 @@ def weight_files(name: str) -> list[Path]:
         if file := find(name, single, _raise_exceptions_for_missing_entries=False):
             return [Path(file)]
         if listing := find(name, index, _raise_exceptions_for_missing_entries=False):
-            weight_map = json.loads(Path(listing).read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(Path(listing))["weight_map"]
             return [Path(find(name, file) or file) for file in sorted(set(weight_map.values()))]
     return []
 

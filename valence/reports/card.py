@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from valence.files import is_hub_id
+from valence.files import is_hub_id, read_json
 from valence.reports.formatting import audit_tables, audit_warnings, compare, exact, text, visible
 from valence.reports.rendering import render
 
@@ -246,7 +246,7 @@ def _read_metadata(card: Path) -> Mapping[str, Any]:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads(path.read_bytes())
+        config = read_json(path)
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, Mapping) else {}

@@ -127,9 +127,14 @@ def _evaluations(
     folder: Path, problems: list[str], until: int | None
 ) -> tuple[Json | None, Json | None, dict[int, dict[str, tuple[float, float]]]]:
     """The first and the last readable evaluation, and the bands of these and of some between."""
+    try:
+        files = list(folder.glob("step-*.json"))
+    except OSError as error:
+        problems.append(f"{folder} could not be read: {error}")
+        files = []
     steps = {
         path: int(match[1])
-        for path in folder.glob("step-*.json")
+        for path in files
         if (match := re.fullmatch(r"step-(\d{1,18})", path.stem))
         and (until is None or int(match[1]) <= until)
     }

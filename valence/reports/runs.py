@@ -20,7 +20,7 @@ from rich.text import Text
 
 from valence.checksums import ChecksumError, verify, verify_text
 from valence.errors import UserError
-from valence.files import missing_run
+from valence.files import missing_run, read_json
 from valence.reports.formatting import duration, number, visible
 from valence.runs.lock import holder
 
@@ -166,7 +166,7 @@ def _lines(folder: Path, depth: int) -> Iterator[RunLine]:
 def _line(run: Path) -> RunLine:
     changed = max(_changed(run / name) for name in ("run.json", "metrics.jsonl", "checkpoints"))
     try:
-        facts = verify(json.loads((run / "run.json").read_bytes()))
+        facts = verify(read_json(run / "run.json"))
         status = facts["status"]
         state = STATES.get(status, status)
         if not isinstance(state, str):
@@ -337,7 +337,7 @@ def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
         raise _not_a_folder(run_dir, "use a run folder; for a recipe, run `valence train`")
     recipe = config_of(run_dir)
     try:
-        place = verify(json.loads((run_dir / "run.json").read_text(encoding="utf-8")))["cwd"]
+        place = verify(read_json(run_dir / "run.json"))["cwd"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return recipe, None  # damaged: the facts in a checkpoint are used
     return recipe, Path(place) if isinstance(place, str) else None

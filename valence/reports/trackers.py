@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from valence.checksums import add_checksum, verify
 from valence.errors import UserError, install_command
-from valence.files import make_folder, open_file, refuse_links, write_all
+from valence.files import make_folder, open_file, read_json, refuse_links, write_all
 from valence.reports.formatting import exact, number, visible
 from valence.reports.sinks import SAMPLES, Record, capture_error, samples
 
@@ -200,7 +200,7 @@ class Tracker:
     ) -> None:
         path = folder / "trackers" / f"{self.name}.json"
         has_state = resumed and path.is_file()
-        state = verify(json.loads(path.read_text(encoding="utf-8"))) if has_state else {}
+        state = verify(read_json(path)) if has_state else {}
         last_step = max((int(record["step"]) for record in records), default=-1)
         run = TrackedRun(self._settings, config, folder, dict(state), last_step)
         self._backend = BACKENDS[self.name](run)
@@ -279,7 +279,7 @@ def _read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
     path = folder / "eval" / f"step-{step}.json"
     if not path.is_file():
         return []
-    return samples(verify(json.loads(path.read_text(encoding="utf-8")))["rows"])
+    return samples(verify(read_json(path))["rows"])
 
 
 class TensorBoard:

@@ -496,8 +496,8 @@ def win_rate_verdict(judge: Json) -> Verdict | None:
 
 # The end of `valence train`
 
-MAX_PROMPT = 80
-"""Characters of a prompt that a command is shown with."""
+MAX_SYSTEM, MAX_PROMPT = 200, 80
+"""Characters of a system message and a prompt that a command is shown with."""
 
 
 def outputs(run_dir: Path) -> list[str]:
@@ -520,9 +520,24 @@ def _next_command(run: RunData) -> str:
     rows: Sequence[Json] = run.last["rows"] if run.last is not None else ()
     if _is_of_reward_model(rows):
         return f"valence evaluate {path} --data FILE"
+    questions = (_question(str(row.get("prompt", ""))) for row in rows)
+    system, prompt = next(filter(None, questions), ("", "Who are you?"))
+    first = f" --system {shlex.quote(system)}" if system else ""
+    # as the report's samples
+    return f"valence sample {path}{first} --prompt {shlex.quote(prompt)} --temperature 0"
+
+
+def _question(prompt: str) -> tuple[str, str] | None:
+    """The system message and the question of a row's prompt; None unless both are short lines."""
     # a chat is shown with the names of its roles
-    prompts = [re.split(r"^user: ", str(row.get("prompt", "")), flags=re.M)[-1] for row in rows]
-    short = next(
-        (p for p in prompts if 0 < len(p) <= MAX_PROMPT and p.isprintable()), "Who are you?"
-    )
-    return f"valence sample {path} --prompt {shlex.quote(short)}"
+    _, *turns = re.split(r"^(system|user|assistant|tool): ", prompt, flags=re.MULTILINE)
+    roles, texts = turns[::2], [text.rstrip("\n") for text in turns[1::2]]
+    if not turns:
+        texts = ["", prompt]
+    elif roles == ["user"]:
+        texts = ["", *texts]
+    elif roles != ["system", "user"]:
+        return None
+    system, question = texts
+    is_short = len(system) <= MAX_SYSTEM and 0 < len(question) <= MAX_PROMPT
+    return (system, question) if is_short and (system + question).isprintable() else None

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from valence.errors import UserError, field_problem, install_command
+from valence.files import read_json
 from valence.rewards.calls import RewardError
 from valence.rewards.maths import FormulaComparer
 from valence.rewards.threads import Raised, TimedOut, attempt, in_thread
@@ -424,7 +425,7 @@ def _validator(schema: dict[str, Any] | str | None) -> Callable[[Any], bool]:
     loaded: Any = schema
     if isinstance(schema, str):
         try:
-            loaded = json.loads(Path(schema).read_text(encoding="utf-8"))
+            loaded = read_json(Path(schema))
         except (OSError, ValueError) as error:
             raise UserError(
                 f"the JSON schema {schema} cannot be read: {error}",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
-from valence.files import refuse_links
+from valence.files import read_json, refuse_links
 from valence.runs.store import (
     PLAIN,
     Snapshot,
@@ -369,7 +369,7 @@ def check(path: Path) -> Saved:
         )
 
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(path / MANIFEST)
         is_intact = manifest.pop("sha256") == _digest(manifest)
         files, step, facts, form = (manifest[name] for name in ("files", "step", "facts", "format"))
     except FileNotFoundError:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from valence.distributed.process_group import Group
 from valence.errors import UserError
+from valence.files import read_json
 from valence.runs.store import (
     agreed,
     atomic_folder,
@@ -138,7 +139,7 @@ def _renamed(folder: Path, rename: Callable[[str], str], files: Collection[str])
         path, key = folder / file, PATHS_IN[file]
         if not path.exists():
             continue
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path)
         name = settings.get(key)
         if isinstance(name, str) and rename(name) != name:
             settings[key] = rename(name)
@@ -154,7 +155,7 @@ def _add_stop_tokens(ends: Collection[int], folder: Path) -> None:
     path = folder / "generation_config.json"
     if not path.exists():
         return
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = read_json(path)
     known = settings.get("eos_token_id")
     before = known if isinstance(known, list) else [] if known is None else [known]
     if missing := sorted(set(ends) - set(before)):

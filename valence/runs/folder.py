@@ -16,7 +16,7 @@ from typing import Any
 from valence.checksums import add_checksum, verify
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
-from valence.files import check_path, refuse_links
+from valence.files import check_path, read_json, refuse_links
 from valence.runs.lock import NAME, Lock
 from valence.runs.store import write_atomically
 
@@ -245,7 +245,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises OSError, and ValueError if the content has changed.
     """
-    content: Any = json.loads(path.read_text(encoding="utf-8"))
+    content: Any = read_json(path)
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
     return verify(content)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
-from valence.files import open_file, refuse_links, write_all
+from valence.files import open_file, read_json, refuse_links, write_all
 
 UMASK = os.umask(0)
 os.umask(UMASK)  # read once, at import: reading sets it for a moment, and saves use threads
@@ -244,7 +244,7 @@ def load(folder: Path, read: Read | None = None, lazy: Collection[str] = ()) -> 
     """
     read = read or _no_reader
     try:
-        described = json.loads((folder / PLAIN).read_text(encoding="utf-8"))
+        described = read_json(folder / PLAIN)
         with safe_open(folder / TENSORS, "pt") as file:
 
             def rich(value: Any, later: bool) -> Any:

@@ -231,7 +231,7 @@ class Experiment:
 
 def ab_path(out: Path) -> Path:
     """The file of the A/B test that belongs to a file of rows."""
-    return out if out.name.endswith(".ab.jsonl") else out.with_name(f"{out.stem}.ab.jsonl")
+    return out if out.name.endswith(".ab.jsonl") else out.parent / f"{out.stem}.ab.jsonl"
 
 
 def read_result(out: Path) -> AbResult:

@@ -27,6 +27,7 @@ from valence.checksums import checksum
 from valence.config.schema import seconds_of
 from valence.distributed.launcher import STOPPED, end_with_parent
 from valence.errors import UserError
+from valence.files import read_json
 from valence.reports.console import Progress
 from valence.reports.formatting import duration, number
 from valence.reports.rundata import RunData, read_run
@@ -518,7 +519,7 @@ class _TrialProcess:
 def _read_facts(run_dir: Path) -> dict[str, Any]:
     """The content of a run's run.json; empty if there is none."""
     try:
-        facts = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        facts = read_json(run_dir / "run.json")
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from valence.checksums import add_checksum, verify
 from valence.config.load import LoadedRecipe
 from valence.errors import UserError
-from valence.files import check_path
+from valence.files import check_path, read_json
 from valence.reports.rendering import write_atomically
 from valence.runs.lock import NAME as LOCK_NAME
 from valence.runs.lock import Lock
@@ -134,7 +134,7 @@ class SweepState:
         Raises UserError if another version of Valence wrote it.
         """
         try:
-            content = verify(json.loads(self.path.read_text(encoding="utf-8")))
+            content = verify(read_json(self.path))
             if content["format"] != FORMAT:
                 raise UserError(
                     f"the file has format {content['format']}, and this version of Valence reads "

@@ -13,6 +13,8 @@ from valence.config.parse import COMMAND_LINE
 from valence.config.schema import Data, SourceSettings
 from valence.data.load import fitting_mapping
 from valence.errors import UserError
+from valence.files import read_json
+from valence.models.loading import loading
 from valence.reports.runs import config_of
 from valence.trainer.methods import Method, method_in, method_of
 from valence.trainer.prepare import with_dtype
@@ -41,10 +43,10 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
     # float32, so that numbers do not depend on the machine
     model: dict[str, Any] = {"name": target, "dtype": "float32"}
     if (path / "adapter_config.json").is_file():
-        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))[
-            "base_model_name_or_path"
-        ]
-        model |= {"name": _base_of_adapter(path, base), "adapter": target}
+        with loading("adapter", target):
+            base = read_json(path / "adapter_config.json")["base_model_name_or_path"]
+            name = _base_of_adapter(path, str(base))
+        model |= {"name": name, "adapter": target}
         if (path / "tokenizer_config.json").is_file():
             model["tokenizer"] = target
     return {"method": "sft", "model": model}

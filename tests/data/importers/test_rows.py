@@ -239,11 +239,11 @@ def test_completions_that_are_no_siblings_give_no_pair(changes: dict[str, Any]) 
 
 def test_the_pairs_of_a_turn_are_bounded_and_those_of_one_rater_come_first() -> None:
     votes = siblings(*[True, False] * 200)
-    own = [replace(vote, rater="both") for vote in votes[-6:]]
-    result = make_rows([*votes[:-6], *own])
+    last = [replace(vote, rater="both") for vote in votes[-6:]]
+    result = make_rows([*votes[:-6], *last])
     pairs = [row["info"]["votes"] for row in result.rows["pairs"]]
     assert len(pairs) == MAX_TURN_PAIRS
-    names = {vote.id for vote in own}
+    names = {vote.id for vote in last}
     assert all(set(pair) <= names for pair in pairs[:9])
     assert result.num_pairs_left_out == 200 * 200 - MAX_TURN_PAIRS
     # the other pairs use each answer about equally often

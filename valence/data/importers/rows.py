@@ -193,7 +193,9 @@ def _add_sibling_pairs(siblings: list[tuple[bool, list[Vote]]], result: Imported
         for rater in {vote.rater_hash for vote in votes if vote.rater}:
             by_rater[rater][not label].append(votes)
     # one pair of each rater in turn
-    by_one_rater = chain.from_iterable(zip_longest(*(_crossed(*own) for own in by_rater.values())))
+    by_one_rater = chain.from_iterable(
+        zip_longest(*(_crossed(*sides) for sides in by_rater.values()))
+    )
     tried = set[tuple[int, int]]()
     num_pairs = 0
     for pair in chain(filter(None, by_one_rater), _crossed(liked, disliked)):
