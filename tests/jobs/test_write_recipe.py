@@ -17,6 +17,7 @@ from tests.errors import check_error, raises_error
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.data.load import DataFile
 from valence.jobs.write_recipe import MODEL, write_recipe
+from valence.reports.verdict import rows_needed
 from valence.trainer.methods import method_of
 
 __all__ = ["place"]
@@ -125,6 +126,34 @@ def test_columns_are_mapped_where_they_have_other_names() -> None:
     assert (file.path, file.keys) == ("my: ratings.csv", NAMES)
 
 
+@pytest.mark.parametrize(
+    ("names", "cells", "keys"),
+    [
+        (("Question", "Answer", "Rating"), ("good", "bad"), "label"),
+        (("question", "answer", "helpful"), ("yes", "no"), "label"),
+        (("user_message", "bot_reply", "rating"), ("Good ", "bad"), "label"),
+        (("message", "reply", "rating"), ("good", "bad"), "label"),
+        (("message", "reply", "Rating"), ("4", "1"), "score"),
+        (("prompt", "completion", "helpful"), ("True", "False"), "label"),
+        (("prompt", "completion", "feedback"), ("good", ""), "label"),
+        (("prompt", "completion", "feedback"), ("too long", "fine"), None),
+        (("prompt", "completion", "tokens"), ("5", "7"), None),
+    ],
+)
+def test_a_rating_under_another_name_is_read_and_a_comment_is_not(
+    names: tuple[str, str, str], cells: tuple[str, str], keys: str | None
+) -> None:
+    prompt, answer, rating = names
+    rows = [
+        {prompt: f"question {i}", answer: f"answer {i}", rating: cells[i % 2]} for i in range(40)
+    ]
+    write(rows, "rows.csv")
+    write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
+    recipe = load_recipe("recipe.yaml", method_of=method_of).recipe
+    assert recipe.data.train[0].keys.get(keys or "label") == (rating if keys else None)
+    assert (recipe.method == "kto") is (keys is not None and cells[1] != "")
+
+
 def test_a_recipe_in_another_folder_finds_the_file() -> None:
     Path("recipes").mkdir()
     write_recipe(write(THUMBS), Path("recipes/mine.yaml"))
@@ -140,6 +169,18 @@ def test_few_rows_get_a_larger_share_or_none() -> None:
     Path("recipe.yaml").unlink()
     recipe = written(THUMBS[:4]).recipe
     assert (recipe.data.eval, recipe.run.samples.prompts) == ([], 0)
+
+
+def test_enough_rows_for_a_verdict_are_held_out_where_there_are_enough() -> None:
+    many = [
+        {"prompt": f"question {i}", "completion": "answer", "label": i % 2 == 0} for i in range(200)
+    ]
+    share = written(many).recipe.data.eval
+    assert share == 0.4
+    assert isinstance(share, float)
+    assert share * 200 >= rows_needed(0.5) > 0.3 * 200
+    Path("recipe.yaml").unlink()
+    assert written(many * 6).recipe.data.eval == 0.1
 
 
 def test_rows_that_cannot_be_used_are_skipped_and_named() -> None:

@@ -5,6 +5,7 @@ no verdict from rows that are also trained on.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,16 @@ def test_too_few_rows_are_a_warning_that_names_how_many_are_needed(model: str) -
     assert warning_of(model, rated(needed), eval={"max_examples": 4}) is not None
     # an unequal share of thumbs needs more rows
     assert warning_of(model, rated(needed, share_up=0.1)) is not None
+
+
+def test_the_warning_names_a_share_that_holds_out_enough_rows(model: str) -> None:
+    write("rows.jsonl", rated(200))
+    settings = recipe(model, data={"train": "rows.jsonl", "eval": 0.1})
+    prepared = prepare(load_recipe(settings, method_of=method_of))
+    few = held_out_warning(prepared)
+    assert few is not None
+    [share] = re.findall(r"data\.eval: (0\.\d)", few)
+    assert float(share) * 200 >= rows_needed(0.5)
 
 
 def test_rows_that_can_show_nothing_are_a_warning(model: str) -> None:

@@ -12,6 +12,9 @@ from valence.cli import complete
 from valence.cli.common import app, console, data_file
 from valence.terminal import print_message
 
+BAD_ROWS = 3
+"""Rows that cannot be used, of which the command prints the reasons."""
+
 
 @app.command()
 def init(
@@ -52,8 +55,9 @@ def init(
     recipe = write_recipe(data_file(file), out, model=model, method=method)
     print_message(console, f"{recipe.facts.file.path}: {recipe.facts.summary}")
     if bad := recipe.facts.bad:
-        message = f"{len(bad):,} rows cannot be used; the first is {bad[0].origin}: {bad[0].reason}"
-        print_message(console, message, "yellow")
+        print_message(console, f"{len(bad):,} rows cannot be used:", "yellow")
+        for row in bad[:BAD_ROWS]:
+            print_message(console, f"  {row.origin}: {row.reason}", "yellow")
     print_message(console, f"wrote {recipe.path} (method {recipe.method})")
     path = shlex.quote(str(recipe.path))
     print_message(console, f"Next: valence check {path}, then valence train {path}")

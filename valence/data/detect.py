@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from valence.data.formats import FORMATS, Format, has_failed, lookup
-from valence.data.values import COLOSSAL, Dialect, dialect_of
+from valence.data.values import COLOSSAL, Dialect, as_number, dialect_of, thumb
 from valence.errors import UserError
 
 COLUMNS = frozenset(name for f in FORMATS.values() for name in f.columns)
@@ -18,9 +19,9 @@ CONTENT = frozenset(name for f in FORMATS.values() for name in f.required) - {"t
 NESTED = frozenset(name for name in COLUMNS if "." in name)
 """Columns of formats that are nested in another column."""
 OTHER_NAMES = {
-    "prompt": "question query input instruction user request problem",
+    "prompt": "question query input instruction user request problem message",
     "completion": "answer response output reply assistant generation",
-    "label": "verdict thumb thumbs vote feedback liked",
+    "label": "verdict thumb thumbs vote feedback liked rating helpful useful",
     "score": "reward points grade stars",
     "chosen": "preferred accepted better winner",
     "rejected": "dispreferred refused worse loser",
@@ -107,13 +108,38 @@ def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -
     columns = sorted({name for row in rows for name, value in row.items() if value is not None})
     suggested = dict(keys)
     for part, others in OTHER_NAMES.items():
-        names = [part, *others.split()]
-        for column in [] if part in columns else columns:
-            is_close = get_close_matches(column.lower(), names, n=1, cutoff=0.85)
-            if is_close and part not in suggested and column not in suggested.values():
-                suggested[part] = column
+        free = [name for name in columns if name not in suggested.values()]
+        column = None if part in columns else _column_called(free, part, others.split())
+        key: str = part
+        if column is not None and part == "label":
+            key = _rating_part(row.get(column) for row in rows)
+        if column is not None and key and key not in columns:
+            suggested.setdefault(key, column)
     fitting = (candidates_of(row, suggested) for row in rows)
     return suggested if any(len(names) == 1 for names in fitting) else {}
+
+
+def _column_called(columns: Sequence[str], part: str, others: Sequence[str]) -> str | None:
+    """The column with the name of a part or another one of its names, or the only column whose name
+    ends with one of them as a word, such as ``bot_reply``.
+    """
+    names = [part, *others]
+    cutoff = 0.95 if part == "messages" else 0.85  # a message is not a conversation
+    lower = {column: column.strip().lower() for column in columns}
+    exact = [c for c in columns if get_close_matches(lower[c], names, n=1, cutoff=cutoff)]
+    if exact or part == "messages":
+        return exact[0] if exact else None
+    ending = [c for c in columns if re.split(r"[\s_.-]+", lower[c])[-1] in names]
+    return ending[0] if len(ending) == 1 else None
+
+
+def _rating_part(cells: Iterable[object]) -> Literal["label", "score", ""]:
+    """What a column of ratings holds: labels, scores, or neither, such as comments."""
+    filled = [cell for cell in cells if cell is not None and str(cell).strip()]
+    if filled and all(thumb(cell) is not None for cell in filled):
+        return "label"
+    is_score = filled and all(as_number(cell) is not None for cell in filled)
+    return "score" if is_score else ""
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:

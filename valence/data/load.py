@@ -378,14 +378,17 @@ def recognize(file: DataFile) -> DataFile:
         return file
     head, _ = _head(_rows(file, None), "skip")
     values = [row.value for row in head if isinstance(row, Row)]
+    keys = suggested_keys(values, {})
     try:
-        _layout(file, values)
+        layout = _layout(file, values)
     except UserError as error:
-        keys = suggested_keys(values, {})
         if error.code != "format-unknown-columns" or not keys:
             raise
         return replace(file, keys=keys)
-    return file
+    # a rating under another name: answers that were rated bad are not examples to imitate
+    is_unrated = layout.format in FORMATS and FORMATS[layout.format].gives == "demonstration"
+    has_rating = is_unrated and not keys.keys().isdisjoint(("label", "score"))
+    return replace(file, keys=keys) if has_rating else file
 
 
 def columns_of(source: Source) -> dict[str, str]:

@@ -25,13 +25,14 @@ from valence.data.split import PromptSplit
 from valence.errors import UserError
 from valence.files import check_path
 from valence.jobs.row_job import replace_file
+from valence.reports.verdict import rows_needed
 from valence.trainer.methods import Method, method_of
 from valence.types import Example, Judgement, Kind, plural
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The model of a recipe that names no other: small enough for a laptop."""
-SHARES = (0.1, 0.2, 0.3, 0.5)
-"""Shares of the prompts to hold out: the first one, unless that leaves too few rows."""
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)
+"""Shares of the prompts to hold out: the first one that holds out enough rows for a verdict."""
 PLAIN = re.compile(r"[A-Za-z_.][\w./-]*")
 WORDS = frozenset(["true", "false", "yes", "no", "on", "off", "y", "n", "null"])
 """Words that YAML 1.1 does not read as text."""
@@ -87,6 +88,7 @@ def write_recipe(
     no recipe fits its rows.
     """
     check_path(out)
+    file = _recognize(file)
     if out.suffix not in (".yaml", ".yml") or not out.parent.is_dir():
         raise UserError(
             "a recipe is a .yaml file in an existing folder",
@@ -118,8 +120,7 @@ def write_recipe(
 
 def look_at(file: DataFile) -> FileFacts:
     """Read all rows of a file. Raises UserError for an export, and if no row can be used."""
-    _refuse_export(file)
-    file = recognize(file)
+    file = _recognize(file)
     examples: list[Example] = []
     bad: list[BadRow] = []
     for _, example in stream(file):
@@ -152,6 +153,25 @@ def look_at(file: DataFile) -> FileFacts:
         bool(labels) and all(labels),
         [split.position(example.prompt) for example in examples],
     )
+
+
+def _recognize(file: DataFile) -> DataFile:
+    """``recognize``, with a command to paste if no format fits. Raises UserError."""
+    _refuse_export(file)
+    try:
+        return recognize(file)
+    except UserError as error:
+        if error.code != "format-unknown-columns":
+            raise
+        keys = "{prompt: COLUMN, completion: COLUMN, label: COLUMN}"
+        section = f"{{path: {_text(file.path)}, keys: {keys}}}"
+        raise UserError(
+            error.message,
+            code=error.code,
+            where=error.where,
+            fix=f"name the columns: `valence init {shlex.quote(section)}`; instead of completion "
+            "and label, pairs have chosen and rejected",
+        ) from error
 
 
 def _refuse_export(file: DataFile) -> None:
@@ -258,7 +278,9 @@ def _share(
     options: dict[str, Any] = {"convert": conversion, "threshold": threshold}
     options["on_bad_row"] = "skip" if facts.bad else "stop"
     load([facts.file], method.kind, **options)
-    for wanted in SHARES:
+    needed = _rows_needed(facts, method)
+    enough = [share for share in SHARES if share * facts.counts.total() >= needed]
+    for wanted in (*enough, *SHARES):
         share = PromptSplit(wanted).nearest_share(facts.positions)
         with suppress(UserError):  # for example, no prompt on one side has a pair
             if share is not None:
@@ -266,6 +288,16 @@ def _share(
                 load_split([facts.file], method.kind, split, where="data.eval", **options)
                 return share
     return None
+
+
+def _rows_needed(facts: FileFacts, method: Method) -> int:
+    """Held-out rows that a verdict needs."""
+    if method.kind == "preference":
+        return rows_needed(None)
+    if method.kind != "judgement":
+        return 0
+    ups = facts.counts["thumbs up"] / facts.counts.total()
+    return rows_needed(ups if 0 < ups < 1 else 0.5)
 
 
 # The text
@@ -319,8 +351,8 @@ def _evaluation_lines(share: float | None) -> Iterator[str]:
     if share is None:
         yield "  # eval: 0.1  # holds out a tenth of the prompts, once there are enough of them"
         return
-    part = "about a tenth" if share == SHARES[0] else f"a share of {share:g}"
-    yield f"  eval: {share:g}  # evaluate on {part} of the prompts, and train on the others"
+    part = "a tenth" if share == SHARES[0] else f"{share:.0%}"
+    yield f"  eval: {share:g}  # evaluate on about {part} of the prompts, and train on the others"
 
 
 def _is_local(file: DataFile) -> bool:

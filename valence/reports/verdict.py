@@ -265,7 +265,12 @@ def _compare_with_form(
     if kind != "pairs":
         num_smaller = min(num_ups, num_smaller - num_ups)
     if num_smaller < MIN_CLASS_ROWS:
-        return "unclear" if state == "improved" else state, ""
+        if state != "improved":
+            return state, ""
+        return "unclear", (
+            f" These are too few rows to compare with length and form: at least {MIN_CLASS_ROWS} "
+            f"{'pairs' if kind == 'pairs' else 'rows of each class'} are needed."
+        )
     from valence.reports.form import compare_with_form
 
     form = compare_with_form(answers)
