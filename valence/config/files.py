@@ -6,6 +6,7 @@ Every failure is a UserError with the nearest name.
 from __future__ import annotations
 
 import os
+import shlex
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def read_recipe_text(path: Path) -> str:
             "the file has rows of data, but must be a recipe",
             code="recipe-is-data",
             where=str(path),
-            fix="write a recipe (a .yaml file) that names this file in data.train, and use the "
+            fix=f"write a recipe for it with `valence init {shlex.quote(str(path))}`, and use the "
             "path of the recipe",
         )
     try:
@@ -48,7 +49,7 @@ def read_recipe_text(path: Path) -> str:
             "the recipe does not exist",
             code="recipe-not-found",
             where=str(path),
-            fix=nearest_file(path),
+            fix=nearest_file(path, (".yaml", ".yml")),
         ) from None
     except OSError as error:
         raise UserError(
@@ -135,13 +136,15 @@ def _is_jinja(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
-def nearest_file(path: Path) -> str:
-    """The fix for a missing file: the nearest name in its folder, if there is one."""
+def nearest_file(path: Path, endings: tuple[str, ...] = ("",)) -> str:
+    """The fix for a missing file: the nearest name in its folder with one of these endings, if
+    there is one.
+    """
     folder = path.parent
     if not folder.is_dir():
         return f"correct the path: the folder {folder} does not exist"
     try:
-        names = os.listdir(folder)
+        names = [name for name in os.listdir(folder) if name.endswith(endings)]
     except OSError:
         return f"correct the path: the folder {folder} cannot be read"
     near = get_close_matches(path.name, names, n=1, cutoff=0.5)

@@ -50,8 +50,8 @@ def must_exist(name: str, setting: str) -> None:
             f"{name!r} is not a folder and not in the cache {constants.HF_HUB_CACHE}, and {reason}",
             code="model-not-found",
             where=setting,
-            fix=f"{hint}use a folder with the model, set HF_HOME to the folder of a cache that has "
-            "it, "
+            fix=f"{hint}use an existing folder, if it is one (paths start in {Path.cwd()}), set "
+            "HF_HOME to the folder of a cache that has it, "
             + (
                 "or unset HF_HUB_OFFLINE"
                 if offline

@@ -397,7 +397,8 @@ IMPORTANT_FINDINGS = (
 
 
 def main_warning(run: RunData) -> str | None:
-    """The most important warning of a run, for the end of training; None if there is none.
+    """The most important warning of a run, for the end of training, and how many others its report
+    has; None if there is none.
 
     First what makes the held-out rows invalid, then urgent diagnoses and that of length, findings
     in the training rows, other diagnoses, and warnings of the run.
@@ -420,7 +421,8 @@ def main_warning(run: RunData) -> str | None:
         for is_first in (True, False)
     )
     warnings = [*held_out, *first, *training, *others, *other_warnings(run, diagnoses)]
-    return warnings[0] if warnings else None
+    more = f" ({len(warnings) - 1} more in the report)" if len(warnings) > 1 else ""
+    return f"{warnings[0]}{more}" if warnings else None
 
 
 # Diagnoses from the log
