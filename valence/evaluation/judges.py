@@ -77,8 +77,8 @@ class PairVerdict:
 class PairJudge(Protocol):
     """Compares pairs of answers.
 
-    ``identity``: everything besides the pairs that its verdicts depend on, as JSON. ``window``:
-    pairs that are judged and written together.
+    ``identity``: everything besides the pairs that its verdicts depend on, as JSON; None: unknown.
+    ``window``: pairs that are judged and written together.
     """
 
     @property
@@ -112,6 +112,8 @@ class RewardJudge:
     @property
     def identity(self) -> Any:
         backends = backend_identities(self.reward)
+        if None in backends:
+            return None
         parts = [(part.weight, part.clip, part.gate) for part in self.reward.parts]
         is_plain = all(part == (1.0, None, None) for part in parts)
         return backends if is_plain else [*backends, {"weight, clip and gate": parts}]

@@ -652,9 +652,13 @@ class ComparisonFolder:
     def judge(
         self, judge: PairJudge, pairs: Sequence[AnswerPair], *, console: Console, quiet: bool
     ) -> list[PairVerdict]:
-        """The verdicts of one judge; those that the folder has are not repeated."""
-        path = self.verdicts_path(judge)
-        with RowJob(path, (), window=judge.window, console=console, quiet=quiet) as job:
+        """The verdicts of one judge. Those that the folder has are not repeated, unless it is
+        unknown whether the judge is the same.
+        """
+        path, is_fresh = self.verdicts_path(judge), judge.identity is None
+        with RowJob(
+            path, (), window=judge.window, fresh=is_fresh, console=console, quiet=quiet
+        ) as job:
             job.check_facts({"judge": judge.identity})
             transform = VerdictTransform(judge, min(judge.window, len(pairs)))
             job.run(transform, pairs, len(pairs), "judging", {"judge": judge.name})
