@@ -8,11 +8,11 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from valence.config.schema import RewardSettings
+from valence.errors import UserError
 from valence.evaluation.judges import AnswerPair, build_judge
 from valence.jobs.compare_models import ComparisonFolder
 from valence.lifecycle.reward_models import reward_model
@@ -34,7 +34,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def preferences(files: Mapping[str, str], judge: str = "judge:score") -> list[float | None]:
+def preferences(
+    files: Mapping[str, str], judge: str = "judge:score", count: int = 3
+) -> list[float | None]:
     """What a new process with these files prefers: the baseline's or the longer candidate's."""
     for name, text in files.items():
         path = Path(name)
@@ -42,8 +44,11 @@ def preferences(files: Mapping[str, str], judge: str = "judge:score") -> list[fl
         path.write_text(text)
     before, path = set(sys.modules), [*sys.path]
     importlib.invalidate_caches()
-    answers = [Completion("p", (), (), text, "eos") for text in ("a", "a longer one")]
-    pairs = [AnswerPair(f"p{i}", "?", *answers, (), f"row {i}") for i in range(3)]
+    texts = "a", "a longer one"
+    answers = [
+        [Completion("p", (), (), t, "eos", prompt=str(i)) for t in texts] for i in range(count)
+    ]
+    pairs = [AnswerPair(f"p{i}", "?", *both, (), f"row {i}") for i, both in enumerate(answers)]
     entry = RewardSettings.model_validate({"reward": judge})
     try:
         with (
@@ -76,8 +81,8 @@ CASES: dict[str, dict[str, str]] = {
         "        return long(completions)\n",
     },
     "callable object with a C method": {
-        "judge.py": "import helper\nclass Scorer:\n    __call__ = staticmethod(helper.long.__call__)\n"
-        "score = Scorer()\n",
+        "judge.py": "import helper\nclass Scorer:\n"
+        "    __call__ = staticmethod(helper.long.__call__)\nscore = Scorer()\n",
         "helper.py": HELPER,
     },
     "executed text": {
@@ -92,7 +97,8 @@ CASES: dict[str, dict[str, str]] = {
     "helper two imports deep": {
         "judge.py": "import middle\ndef score(completions, **context):\n"
         "    return middle.scores(completions)\n",
-        "middle.py": "import helper\ndef scores(completions):\n    return helper.long(completions)\n",
+        "middle.py": "import helper\ndef scores(completions):\n"
+        "    return helper.long(completions)\n",
         "helper.py": HELPER,
     },
     "package": {
@@ -162,6 +168,33 @@ CASES: dict[str, dict[str, str]] = {
         "    return getattr(importlib.import_module(f'.part', __name__), name)\n",
         "package/part.py": HELPER,
     },
+    "name in a variable": {
+        "judge.py": "import importlib\nNAME = 'help' + 'er'.lower()\n"
+        "def score(completions, **context):\n"
+        "    return importlib.import_module(NAME).long(completions)\n",
+        "helper.py": HELPER,
+    },
+    "importer in a helper": {
+        "judge.py": "import loading\ndef score(completions, **context):\n"
+        "    return loading.load('helper').long(completions)\n",
+        "loading.py": "import importlib\ndef load(name):\n"
+        "    return importlib.import_module(name)\n",
+        "helper.py": HELPER,
+    },
+    "path changed in the function": {
+        "judge.py": "import sys\ndef score(completions, **context):\n"
+        "    sys.path.insert(0, 'elsewhere')\n    import helper\n"
+        "    return helper.long(completions)\n",
+        "elsewhere/helper.py": HELPER,
+    },
+    "module from a file": {
+        "judge.py": "import importlib.util, sys\ndef score(completions, **context):\n"
+        "    spec = importlib.util.spec_from_file_location('helper', 'elsewhere/other.py')\n"
+        "    module = sys.modules['helper'] = importlib.util.module_from_spec(spec)\n"
+        "    spec.loader.exec_module(module)\n"
+        "    return module.long(completions)\n",
+        "elsewhere/other.py": HELPER,
+    },
 }
 ENTRIES = {
     "relative import": "package.sub.judge:score",
@@ -184,3 +217,39 @@ def test_verdicts_of_a_function_without_a_file_are_never_reused(
         with zipfile.ZipFile("packed.zip", "w") as archive:
             archive.writestr("packed.py", text)
         assert preferences({}, "packed:long") == [expected] * 3
+
+
+def test_files_that_a_resumed_call_no_longer_loads_still_count(folder: Path) -> None:
+    judge = (
+        "import importlib, pathlib\nNAME = 'help' + 'er'.lower()\n"
+        "def score(completions, **context):\n"
+        "    if int(completions[0].prompt) < 32:\n"
+        "        return importlib.import_module(NAME).long(completions)\n"
+        "    assert not pathlib.Path('broken').exists()\n"
+        "    return [len(c.text) for c in completions]\n"
+    )
+    Path("broken").touch()
+    with pytest.raises(UserError):
+        preferences({"judge.py": judge, "helper.py": HELPER}, count=64)
+    Path("broken").unlink()
+    assert preferences({}, count=64) == [1.0] * 64
+    changed = {"helper.py": HELPER.replace("SIGN = 1", "SIGN = -1")}
+    assert preferences(changed, count=64) == [0.0] * 32 + [1.0] * 32
+
+
+@pytest.mark.parametrize("change", ["none", "an unrelated file"])
+def test_an_unchanged_function_judges_once(folder: Path, change: str) -> None:
+    judge = "def score(completions, **context):\n    print(file=open('calls', 'a'))\n"
+    preferences({"judge.py": judge + "    return [1.0 for c in completions]\n"})
+    calls = Path("calls").read_text()
+    preferences({} if change == "none" else {"unrelated.py": "x = 1\n"})
+    assert Path("calls").read_text() == calls
+
+
+def test_a_damaged_record_of_loaded_files_judges_again(folder: Path) -> None:
+    files = {"judge.py": "from helper import long as score\n", "helper.py": HELPER}
+    preferences(files)
+    (record,) = Path("comparison").glob("*.modules.json")
+    record.write_text(record.read_text().replace("helper", "belper"))
+    preferences(files)
+    assert len([*Path("comparison").glob("verdicts.*.jsonl")]) == 2
