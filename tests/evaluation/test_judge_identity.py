@@ -48,7 +48,9 @@ def preferences(
     answers = [
         [Completion("p", (), (), t, "eos", prompt=str(i)) for t in texts] for i in range(count)
     ]
-    pairs = [AnswerPair(f"p{i}", "?", *both, (), f"row {i}") for i, both in enumerate(answers)]
+    pairs = [
+        AnswerPair(f"p{i}", "?", both[0], both[1], (), f"row {i}") for i, both in enumerate(answers)
+    ]
     entry = RewardSettings.model_validate({"reward": judge})
     try:
         with (
