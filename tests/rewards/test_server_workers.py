@@ -230,7 +230,7 @@ def test_workers_and_cached_scores_of_an_older_file_are_replaced(
     words = ("concurrency=2", *options)
     limits = Limits(concurrency=2)
     with served_as_command("function_that_changes:f", *words, limits=limits) as server:
-        pool = calls_of(server.reward).backend
+        pool: Any = calls_of(server.reward).backend
         wait_for(lambda: len(pool.workers) == 2)
         old = {worker.process.pid for worker in pool.workers}
         assert server.post(query=["a"]).json()["rewards"] == [1.0]
