@@ -50,6 +50,7 @@ from valence.types import (
     Sampled,
     TokenizedCompletion,
     TokenizedExample,
+    content_id,
 )
 
 LongRows = Literal["drop", "cut_completion", "cut_prompt"]
@@ -159,6 +160,12 @@ class Encoder:
             "chat_template_kwargs": self.template.kwargs,
             "stop_ids": self.stop_ids,
         }
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that the tokens of a row depend on: tokenizer, template and settings."""
+        template = self.tokenizer.chat_template
+        return content_id(self.vocab.tokenizer_digest, template, self.settings)
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
