@@ -20,6 +20,7 @@ from valence.data.detect import detect
 from valence.data.encode import Encoder
 from valence.data.encoded_set import EncodedSet
 from valence.data.load import Loaded, load
+from valence.trainer.evaluate import texts
 from valence.types import Chat, Demonstration, Ids, Judgement, Origin, Prompt, Ranking
 
 HERE = Origin("rows.jsonl", 1)
@@ -181,6 +182,17 @@ def test_tokens_are_used_only_with_the_digest_of_the_vocabulary(
     refused = read(ids | UNKNOWN[case])
     assert [unit.kind for unit in refused.unusable] == ["another_vocabulary"]
     assert DIGEST in str(refused.unusable[0].fix)
+
+
+def test_the_text_of_a_row_is_shown_and_not_what_its_tokens_mean_to_another_tokenizer(
+    tmp_path: Path,
+) -> None:
+    rows = [ONE | TEXT | {"label": True, "sampled": {"vocabulary": "0" * 16}}, TEXT]
+    shown = [
+        texts(load_rows(tmp_path, kind, row).examples[0], TOKENIZER)
+        for kind, row in zip(("judgement", "demonstration"), rows, strict=True)
+    ]
+    assert shown[0] == shown[1] == TEXT
 
 
 @pytest.mark.parametrize(
