@@ -729,8 +729,8 @@ class VerdictTransform:
                 fix="fix the cause of this error in the judge, its server or the prompts, then "
                 "rerun the same command to resume (if the prompts have changed, with --fresh)",
             )
-        if self.pair_judge.sources:
-            self.sources = {**self.sources, **self.pair_judge.sources}
+        if sources := self.pair_judge.sources:
+            self.sources = {**self.sources, **sources}
             replace_file(self.modules, json.dumps(add_checksum(self.sources), indent=1))
         return [
             {

@@ -14,6 +14,8 @@ from types import CodeType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+PROGRAM = ("__main__", "__mp_main__")
+"""Names of the module that Python was started with."""
 LIBRARIES = ("site-packages", "dist-packages")
 """Names of folders of installed packages."""
 
@@ -42,14 +44,23 @@ def imported_sources(names: list[str]) -> dict[str, str]:
 def loaded_sources() -> dict[str, dict[str, str]]:
     """Return path and SHA-256 digest of the files of all loaded modules outside of libraries, by
     module name, without that of the program. Some of them are named only at run time.
+
+    Leaves out code that a library generates, as torch.compile does, whose modules are named as
+    parts of the library.
     """
     sources: dict[str, dict[str, str]] = {}
-    for name, module in list(sys.modules.items()):
-        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        path = Path(file).absolute() if isinstance(file, str) and name != "__main__" else None
-        if path is not None and path.is_file() and not _is_library(path):
+    for name in list(sys.modules):
+        path, package = _loaded_file(name), _loaded_file(name.partition(".")[0])
+        is_library = any(file is not None and _is_library(file) for file in (path, package))
+        if path is not None and not is_library and name not in PROGRAM and path.is_file():
             sources[name] = {"path": str(path), "digest": _read(name, path)[0]}
     return sources
+
+
+def _loaded_file(name: str) -> Path | None:
+    module = sys.modules.get(name)
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    return Path(file).absolute() if isinstance(file, str) else None
 
 
 def are_current(sources: Mapping[str, Mapping[str, str]]) -> bool:
