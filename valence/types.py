@@ -92,8 +92,9 @@ class Sampled:
 class Ids:
     """Token ids that were computed outside Valence and are used unchanged.
 
-    ``sampled``: how a model sampled them, if known. ``readable``: the prompt that they are the
-    tokens of, if the row has it; it is not trained on.
+    ``sampled``: how a model sampled them, and with which vocabulary; None: with that of the model
+    that reads them. ``readable``: the text that they are the tokens of, if the row has it; it is
+    only trained on if the vocabulary is another one.
     """
 
     ids: tuple[int, ...]

@@ -32,6 +32,7 @@ from valence.types import (
     Preference,
     Prompt,
     Ranking,
+    Sampled,
     TokenizedCompletion,
 )
 
@@ -240,6 +241,12 @@ def test_turns_that_render_differently_later_are_trained_on_one_by_one() -> None
     ]
     assert result.notes == {"split_turns": (HERE,)}
     assert [turn.id for turn in result.turn_examples] == [unit.id for unit in result.units]
+    tokens = {
+        name: Ids((5,), Sampled((), vocabulary="unknown"), getattr(row, name))
+        for name in ("prompt", "completion")
+    }
+    again = enc.encode_all([replace(row, **tokens)])
+    assert [unit.answers for unit in again.units] == [unit.answers for unit in result.units]
     greeting = Chat((turn("assistant", "welcome"), turn("user", "a")))
     # a greeting answers nothing, and is not trained on
     unit = encoded(enc, replace(row, prompt=greeting))

@@ -20,6 +20,7 @@ from valence.data.detect import detect
 from valence.data.encode import Encoder
 from valence.data.encoded_set import EncodedSet
 from valence.data.load import Loaded, load
+from valence.trainer.evaluate import texts
 from valence.types import Chat, Demonstration, Ids, Judgement, Origin, Prompt, Ranking
 
 HERE = Origin("rows.jsonl", 1)
@@ -133,44 +134,105 @@ def test_an_invalid_record_of_sampling_is_a_bad_row(
     assert all(name in raised.error.message for name in names), raised.error
 
 
-def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    other = answer(1, 5, score=1)
-    other["sampled"] = {**other["sampled"], "vocabulary": "0" * 16}
-    loaded = load_rows(tmp_path, "scored", other, answer(1, 5, score=1))
-    result = encoded(loaded)
-    assert [(u.kind, u.origin.line) for u in result.unusable] == [("another_vocabulary", 1)]
-    assert len(result.units) == 1
+# Tokens of another tokenizer, or of an unknown one
 
 
+ONE = {"prompt_ids": [5, 6], "completion_ids": [7, 8]}
+TEXT = {"prompt": "question ", "completion": "yes"}
+CHAT = {"prompt": [{"role": "user", "content": "question"}], "completion": "yes"}
 PAIR = {"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9]}
-TEXTS = {"prompt": "question ", "chosen": "yes", "rejected": "no"}
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "thumbs": ("judgement", ONE | {"label": True}, TEXT | {"label": True}),
+    "thumbs in a chat": ("judgement", ONE | {"label": True}, CHAT | {"label": True}),
+    "scores": ("scored", ONE | {"score": 0.5}, TEXT | {"score": 0.5}),
+    "demonstrations": ("demonstration", ONE, TEXT),
+    "demonstrations in a chat": ("demonstration", ONE, CHAT),
+    "pairs": ("preference", PAIR, {"prompt": "question ", "chosen": "yes", "rejected": "no"}),
+}
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "no sampling": {},
+    "null sampling": {"sampled": None},
+    "empty sampling": {"sampled": {}},
+    "sampling without it": {"sampled": {"temperature": 1.0}},
+    **{
+        f"digest {value!r}": {"sampled": {"vocabulary": value}}
+        for value in ("0" * 16, "", None, 0, 12, [], {}, [DIGEST], True, f" {DIGEST}")
+    },
+}
 
 
-def pairs(tmp_path: Path, *rows: dict[str, Any]) -> EncodedSet:
-    return encoded(load_rows(tmp_path, "preference", *rows))
-
-
-def test_pairs_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    result = pairs(
-        tmp_path,
-        PAIR | TEXTS | {"sampled": {"vocabulary": "0" * 16}},
-        PAIR | TEXTS | {"sampled": {"vocabulary": DIGEST}},
-    )
-    assert [(u.kind, u.origin.line) for u in result.unusable] == [("another_vocabulary", 1)]
-    (unit,) = result.units
-    assert (unit.prompt_ids, [a.ids for a in unit.answers]) == ((5, 6), [(7, 8), (9,)])
-
-
-@pytest.mark.parametrize("sampled", [{}, {"sampled": {}}, {"sampled": {"vocabulary": ""}}])
-def test_pairs_of_tokens_of_an_unknown_tokenizer_are_read_as_text(
-    tmp_path: Path, sampled: dict[str, Any]
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_tokens_are_used_only_with_the_digest_of_the_vocabulary(
+    tmp_path: Path, kind: str, case: str
 ) -> None:
-    """Earlier versions wrote pairs without the digest of the vocabulary."""
-    read, expected = pairs(tmp_path, PAIR | TEXTS | sampled), pairs(tmp_path, TEXTS)
-    assert [unit.prompt_ids for unit in read.units] == [unit.prompt_ids for unit in expected.units]
-    assert [unit.answers for unit in read.units] == [unit.answers for unit in expected.units]
-    (alone,) = pairs(tmp_path, PAIR | sampled).units
-    assert alone.prompt_ids == (5, 6)
+    """The text is tokenized again, if the row has it."""
+    method, ids, text = KINDS[kind]
+
+    def read(row: dict[str, Any]) -> EncodedSet:
+        return encoded(load_rows(tmp_path, method, row))
+
+    known = read(text | ids | {"sampled": {"vocabulary": DIGEST}})
+    assert (known.units[0].prompt_ids, known.units[0].answers[0].ids) == ((5, 6), (7, 8))
+    assert known.notes == {}
+    expected, again = read(text), read(text | ids | UNKNOWN[case])
+    for name in ("prompt_ids", "answers", "label", "scores"):
+        assert getattr(again.units[0], name) == getattr(expected.units[0], name)
+    assert len(again.notes["tokenized_again"]) == 1
+    refused = read(ids | UNKNOWN[case])
+    assert [unit.kind for unit in refused.unusable] == ["another_vocabulary"]
+    assert DIGEST in str(refused.unusable[0].fix)
+
+
+def test_the_text_of_a_row_is_shown_and_not_what_its_tokens_mean_to_another_tokenizer(
+    tmp_path: Path,
+) -> None:
+    rows = [ONE | TEXT | {"label": True, "sampled": {"vocabulary": "0" * 16}}, TEXT]
+    shown = [
+        texts(load_rows(tmp_path, kind, row).examples[0], TOKENIZER)
+        for kind, row in zip(("judgement", "demonstration"), rows, strict=True)
+    ]
+    assert shown[0] == shown[1] == TEXT
+
+
+@pytest.mark.parametrize(
+    "part", ["prompt", "completion", "prompt is not text", "completion is empty", "truncated"]
+)
+def test_tokens_of_another_tokenizer_without_their_whole_text_are_refused(
+    tmp_path: Path, part: str
+) -> None:
+    row = ONE | TEXT | {"label": True}
+    if part in TEXT:
+        del row[part]
+    row |= {
+        "prompt is not text": {"prompt": 3},
+        "completion is empty": {"completion": " "},
+        "truncated": {"stop": "length"},  # its text has no end
+    }.get(part, {})
+    result = encoded(load_rows(tmp_path, "judgement", row))
+    assert [unit.kind for unit in result.unusable] == ["another_vocabulary"]
+
+
+def test_answers_of_two_tokenizers_are_read_by_the_tokens_of_one_and_the_text_of_the_other(
+    tmp_path: Path,
+) -> None:
+    rows = [answer(1, 5, 6, score=1), answer(1, 7, score=0), answer(2, 5, score=1)]
+    rows += [answer(2, 8, score=0)]
+    for row in rows[2:]:
+        row["sampled"] = row["sampled"] | {"vocabulary": "0" * 16}
+    rows[3]["completion"] = "other"
+    result = ranked(tmp_path, *rows)
+    assert [a.ids for a in result.units[0].answers] == [(5, 6), (7,)]
+    expected = ranked(
+        tmp_path,
+        *({n: r[n] for n in ("prompt", "completion", "score")} | {"weight": 1} for r in rows[2:]),
+    )
+    assert [a.ids for a in result.units[1].answers] == [a.ids for a in expected.units[0].answers]
+    assert "old" not in dict(result.units[1].answers[0].columns)
+    shown = shown_findings(
+        audit(load_rows(tmp_path, "scored", *rows), result, Encoder(TOKENIZER, max_length=99))
+    )
+    assert "tokenized_again" in shown
 
 
 # How likely answers were

@@ -404,6 +404,21 @@ def test_killed_in_the_first_window_no_finished_answer_is_lost(folder: Path) -> 
     assert completions == undisturbed
 
 
+def test_stored_answers_to_other_tokens_of_a_prompt_are_not_used(folder: Path) -> None:
+    words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long")
+    assert Program(*words, main=kill_after_three).wait() == -signal.SIGKILL
+    state = json.loads(Path("model/tokenizer.json").read_text())
+    state["normalizer"] = {"type": "Replace", "pattern": {"String": "x"}, "content": "y"}
+    Path("model/tokenizer.json").write_text(json.dumps(state))
+    assert command(*words) == 0
+    assert command(*words, "--out", "again") == 0
+    resumed, undisturbed = (
+        [row["completion"] for row in lines(f"{name}/answers.baseline.jsonl")]
+        for name in ("comparison", "again")
+    )
+    assert resumed == undisturbed
+
+
 def test_two_comparisons_do_not_use_one_folder(folder: Path) -> None:
     write_prompts(80)
     words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:slow")

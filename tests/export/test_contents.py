@@ -179,6 +179,60 @@ def test_a_changed_gguf_file_differs(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def _rewrite(path: Path, fields: dict[str, Any]) -> None:
+    """Write a GGUF file again, with further fields."""
+    reader = gguf.GGUFReader(path)
+    names = ("GGUF.", "general.architecture")
+    writer = gguf.GGUFWriter(
+        path.with_suffix(".new"), reader.fields["general.architecture"].contents()
+    )
+    for field in reader.fields.values():
+        if not field.name.startswith(names):
+            is_list = field.types[0] == gguf.GGUFValueType.ARRAY
+            inner = field.types[-1] if is_list else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+    for name, value in fields.items():
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    for tensor in reader.tensors:
+        shape, kind = tensor.data.shape, tensor.tensor_type
+        writer.add_tensor(tensor.name, tensor.data.copy(), raw_shape=shape, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".new").replace(path)
+
+
+ADDED: dict[str, dict[str, Any]] = {
+    "factor of RoPE": {"qwen3.rope.scaling.attn_factor": 2.0},
+    "RoPE by its old name": {"qwen3.rope.scale_linear": 2.0},
+    "scale of attention": {"qwen3.attention.scale": 2.0},
+    "attention to later tokens": {"qwen3.attention.causal": False},
+    "scale of logits": {"qwen3.logit_scale": 2.0},
+    "further end token": {"tokenizer.ggml.fim_pad_token_id": 30},
+    "separator": {"tokenizer.ggml.add_sep_token": True},
+    "spaces": {"tokenizer.ggml.remove_extra_whitespaces": True},
+    "template for tools": {"tokenizer.chat_template.tool_use": "{{ 1 }}"},
+    "sampling": {"general.sampling.temp": 0.1},
+    "parts": {"split.count": 2},
+    "kind of the file": {"general.type": "adapter"},
+}
+
+
+@pytest.mark.parametrize("name", ["nothing", *ADDED])
+def test_a_gguf_file_with_a_further_field_differs(name: str, place: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = tmp_path / "x.gguf"
+    shutil.copy(place / "out/out-f16.gguf", path)
+    _rewrite(path, ADDED.get(name, {}))
+    tokenizer: Any = AutoTokenizer.from_pretrained(place / "out")
+    differences = gguf_differences(place / "out", path, tokenizer, [tokenizer.eos_token_id])[0]
+    expected = [] if name == "nothing" else ["metadata-differs"]
+    assert [difference.code for difference in differences] == expected
+    assert all(field in differences[0].message for field in ADDED.get(name, {}))
+
+
 def test_an_end_token_that_the_run_lacks_is_found(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +295,20 @@ def _comment(folder: Path) -> None:
         file.write("{# changed #}")
 
 
+def _hide(folder: Path) -> None:
+    """Scale a tensor of the file that is loaded, next to a copy of the right one."""
+    shutil.copy(folder / "model.safetensors", folder / "z.safetensors")
+    _scale("layers.1.self_attn.v_proj", 1.001)(folder)
+
+
+def _add(name: str, content: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+
+    return change
+
+
 ENDS = [4, *range(100, 170)]
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "70 more end tokens": (
@@ -257,6 +325,25 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "template": (_comment, "settings-differ"),
     "a tensor": (_scale("layers.1.self_attn.v_proj", 1.001), "tensors-differ"),
+    "a tensor twice": (_hide, "tensors-differ"),
+    "index": (
+        _add("model.safetensors.index.json", {"weight_map": {"model.norm.weight": "z"}}),
+        "tensors-differ",
+    ),
+    "damaged index": (_add("model.safetensors.index.json", []), "tensors-differ"),
+    **{
+        f"added {name}": (_add(name, content), "settings-differ")
+        for name, content in {
+            "added_tokens.json": {"<new>": 699},
+            "tokenizer.model": "",
+            "vocab.json": {},
+            "chat_template.json": {"chat_template": "{{ 1 }}"},
+            "additional_chat_templates/tool_use.jinja": "",
+            "hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}},
+            "params.json": {},
+            "modeling_qwen3.py": "",
+        }.items()
+    },
 }
 
 

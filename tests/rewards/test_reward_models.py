@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import normalizers
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.errors import raises_error
@@ -201,3 +202,20 @@ def test_what_is_no_reward_model_is_a_mistake(
     with raises_error(code, where=where) as raised:
         of(target, **settings)
     assert has_words(str(raised.error), *words)
+
+
+@pytest.mark.parametrize("change", ["normalizer", "chat template"])
+def test_scores_of_another_tokenizer_or_template_are_not_reused(
+    judge: Callable[..., Any], tmp_path: Path, change: str
+) -> None:
+    judge("quality")
+    before = values(of(cache=tmp_path / "kept"), COMPLETIONS)
+    tokenizer: Any = tiny_tokenizer()
+    if change == "normalizer":
+        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    else:
+        tokenizer.chat_template = "A" + tokenizer.chat_template
+    tokenizer.save_pretrained("judge")
+    after = values(of(cache=tmp_path / "kept"), COMPLETIONS)
+    assert after == values(of(), COMPLETIONS)
+    assert after != before

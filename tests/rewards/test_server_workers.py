@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.reward_server.connection import Connection
 from tests.errors import raises_error
-from tests.rewards.kit import has_words, wait_for
+from tests.rewards.kit import calls_of, has_words, wait_for
 from tests.rewards.reward_servers import Served, hash_score, http_get, http_post, served_as_command
 from valence import cli
 from valence.rewards.serving import Limits
@@ -209,6 +209,52 @@ def test_a_server_whose_function_cannot_be_imported_any_more_is_not_ready(
         module.write_text("def f(completions):\n    return [1.0] * len(completions)\n")
         wait_for(lambda: ready(server) == (200, ""))
         assert server.post(query=["a"]).json()["rewards"] == [1.0]
+
+
+NUMBERED = """import os
+def f(completions):
+    if completions[0].text == "end":
+        os._exit(1)
+    return [{} for c in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("deterministic=true",)])
+def test_workers_and_cached_scores_of_an_older_file_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    module = tmp_path / "function_that_changes.py"
+    module.write_text(NUMBERED.format("1.0"))
+    monkeypatch.chdir(tmp_path)
+    words = ("concurrency=2", *options)
+    limits = Limits(concurrency=2)
+    with served_as_command("function_that_changes:f", *words, limits=limits) as server:
+        pool: Any = calls_of(server.reward).backend
+        wait_for(lambda: len(pool.workers) == 2)
+        old = {worker.process.pid for worker in pool.workers}
+        assert server.post(query=["a"]).json()["rewards"] == [1.0]
+        module.write_text(NUMBERED.format("12.0"))
+        assert server.post(query=["end"]).status_code == 500
+        wait_for(lambda: len({worker.process.pid for worker in pool.workers} - old) == 2)
+        for query in ("a", "b", "c", "d"):
+            assert server.post(query=[query]).json()["rewards"] == [12.0]
+
+
+@pytest.mark.slow
+def test_a_function_with_another_signature_is_not_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "function_that_awaits.py"
+    module.write_text(NUMBERED.format("1.0"))
+    monkeypatch.chdir(tmp_path)
+    with served_as_command("function_that_awaits:f") as server:
+        module.write_text(NUMBERED.format("1.0").replace("def", "async def"))
+        assert server.post(query=["end"]).status_code == 500
+        wait_for(lambda: "signature" in ready(server)[1])
+        assert ready(server)[0] == 503
+        module.write_text(NUMBERED.format("1.0"))
+        wait_for(lambda: ready(server) == (200, ""))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from valence.rewards.functions import function_of
-from valence.rewards.sources import imported_sources
+from valence.rewards.sources import are_current, imported_sources, loaded_sources
 
 FILES: dict[str, dict[str, str]] = {
     "import": {"main": "import helper"},
@@ -114,3 +115,24 @@ def test_threads_can_look_at_once(folder: Path) -> None:
     finally:
         sys.setswitchinterval(before)
     assert all(sources == sources_of_threads[0] for sources in sources_of_threads)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_included"),
+    [("generated", True), ("absent_package.generated", True), ("json.generated", False)],
+)
+def test_loaded_modules_are_included_unless_a_library_generated_them(
+    folder: Path, name: str, is_included: bool
+) -> None:
+    path = write(folder, "code_of_a_run")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    sources = loaded_sources()
+    assert (name in sources) is is_included
+    assert "__main__" not in sources
+    assert "json" not in sources
+    assert are_current(sources)
+    del sys.modules[name]
+    path.unlink()
+    assert are_current(sources) is not is_included

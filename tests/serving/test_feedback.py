@@ -483,6 +483,35 @@ def test_the_tokens_that_train_are_those_that_were_sampled(opened: Open, out: Pa
     assert text == "right<|im_end|>"
 
 
+def test_rated_answers_of_a_model_with_another_tokenizer_train_as_text(
+    opened: Open, out: Path
+) -> None:
+    store = opened()
+    first, second = answers(store, 2)
+    completion = replace(
+        second.completion, tokens=(5, 6), logps=(-1.0, -2.0), text="from another model"
+    )
+    foreign = replace(second, id="foreign", vocabulary="other", completion=completion)
+    other = sample("another", seed=5)
+    store.add(foreign)
+    store.add(other)
+    store.rate(other, "anna", label=True)
+    store.rate(first, "anna", label=True)
+    store.rate(foreign, "anna", label=False)
+    store.compare(first, foreign, "a", "anna")
+    store.flush()
+    tokenizer = trainer().prepared.tokenizer
+
+    _, same, retokenized = prepared_rows("kto", out)
+    assert same.answers[0].ids == first.completion.tokens
+    assert tokenizer.decode(retokenized.answers[0].ids) == "from another model<|im_end|>"
+    assert [unit.prompt_ids for unit in (same, retokenized)] == [first.prompt_ids] * 2
+
+    for pair in prepared_rows("dpo", out.with_suffix(".pairs.jsonl")):
+        texts = {tokenizer.decode(side.ids) for side in pair.answers}
+        assert "from another model<|im_end|>" in texts
+
+
 def test_rows_hold_the_log_probabilities_exactly(opened: Open, out: Path) -> None:
     store = opened()
     (answer,) = answers(store, 1, temperature=0.7)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import normalizers
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.command import command
@@ -253,10 +254,15 @@ def test_a_function_may_be_mended_on_the_way(place: Path) -> None:
     assert judge("rewards:short").earlier == 21
 
 
-def test_rows_in_tokens_of_another_tokenizer_do_not_mix(place: Path) -> None:
+@pytest.mark.parametrize("has_same_vocabulary", [False, True])
+def test_rows_in_tokens_of_another_tokenizer_do_not_mix(
+    place: Path, has_same_vocabulary: bool
+) -> None:
     write("text.jsonl", [{"prompt": "1 + 1 = ", "completion": "2", "answer": 2}])
     judge("rewards:vowels", data=("text.jsonl",), target="model")
-    tiny_tokenizer(chatml_tokens=False).save_pretrained("model")
+    other: Any = tiny_tokenizer(chatml_tokens=has_same_vocabulary)
+    other.backend_tokenizer.normalizer = normalizers.Lowercase()
+    other.save_pretrained("model")
     with raises_error("output-settings-differ", where="scored.jsonl (tokenizer)"):
         judge("rewards:vowels", data=("text.jsonl",), target="model")
 

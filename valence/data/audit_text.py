@@ -150,6 +150,12 @@ REMARKS = {
         "Sample with temperature 1 and top_p 1 to use them. Until then, the reference takes the "
         "place of the policy that sampled the answers.",
     ),
+    "tokenized_again": (
+        "rows have tokens of another or an unknown tokenizer, so their text is tokenized again: "
+        "{rows}",
+        "Nothing to do, unless the tokens are those of this model: then add the digest of its "
+        "vocabulary to the rows (see `valence docs data`).",
+    ),
     "logps_missing": (
         "rankings have answers without log-probabilities, so none are used: {rows}",
         "Add the log-probabilities of all answers, or remove logps from all rows.",

@@ -50,6 +50,7 @@ from valence.types import (
     Sampled,
     TokenizedCompletion,
     TokenizedExample,
+    content_id,
 )
 
 LongRows = Literal["drop", "cut_completion", "cut_prompt"]
@@ -122,6 +123,7 @@ class Encoder:
     ``logps_of_others``: the stored log-probabilities are not those of the model as it is, and are
         not read
     ``logps_missing``: a ranking has none, where others do: none are read
+    ``tokenized_again``: the tokens come from another or an unknown tokenizer; the text is used
 
     """
 
@@ -158,6 +160,12 @@ class Encoder:
             "chat_template_kwargs": self.template.kwargs,
             "stop_ids": self.stop_ids,
         }
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that the tokens of a row depend on: tokenizer, template and settings."""
+        template = self.tokenizer.chat_template
+        return content_id(self.vocab.tokenizer_digest, template, self.settings)
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -221,7 +229,8 @@ class Encoder:
             and self.train_on == "assistant"
         )
         try:
-            prompt = self._form(example.prompt, completions)
+            prompt, completions = self._read_tokens(example.prompt, completions, row)
+            prompt = self._form(prompt, completions)
             if trained_prompt and not isinstance(prompt, Chat):
                 row.notes.add("text_has_no_turns")
             tokens = self._tokens(prompt, completions, trained_prompt, row)
@@ -250,6 +259,31 @@ class Encoder:
         )
 
     # --- a prompt and its answers as tokens
+
+    def _read_tokens(
+        self, prompt: Content, completions: Sequence[Content], row: _Row
+    ) -> tuple[Content, Sequence[Content]]:
+        """The same, or their texts if they are tokens of another or an unknown vocabulary.
+
+        Raises RowError if the row does not have the texts.
+        """
+        if all(
+            not isinstance(c, Ids) or c.sampled is None or c.sampled.vocabulary == self.vocab.digest
+            for c in completions
+        ):
+            return prompt, completions
+        first, *others = (_readable(content) for content in (prompt, *completions))
+        texts = [text for text in others if text is not None]
+        if first is None or len(texts) < len(others):
+            raise RowError(
+                "another_vocabulary",
+                "the tokens of the answer come from another tokenizer than that of the model, or "
+                "from an unknown one, and the row does not have the complete text",
+                'if they are tokens of this model, add sampled: {"vocabulary": '
+                f'"{self.vocab.digest}"}} to the row; otherwise add the text of prompt and answer',
+            )
+        row.notes.add("tokenized_again")
+        return first, texts
 
     def _form(self, prompt: Content, completions: Sequence[Content] = ()) -> Content:
         """The prompt as it is encoded: text becomes a user message as ``as_chat`` says, or when a
@@ -401,14 +435,6 @@ class Encoder:
         self, sampled: Sampled | None, row: _Row
     ) -> tuple[tuple[str, tuple[float, ...]], ...]:
         """`old` of an answer that was sampled, if it is to be known."""
-        if sampled is not None and sampled.vocabulary not in ("", self.vocab.digest):
-            raise RowError(
-                "another_vocabulary",
-                "the tokens of the answer come from another tokenizer than that of the model",
-                "train the model that sampled the answers, or set format: judgement, scored, "
-                "preference or demonstration on this file to use the text of the answers instead "
-                "of their tokens",
-            )
         if sampled is None or not sampled.logps or not row.follows:
             return ()
         if not sampled.plain:
@@ -520,6 +546,11 @@ def _parts(example: Example) -> tuple[tuple[Content, ...], dict[str, Any]]:
             return (), {"kind": "prompt"}
 
 
+def _readable(content: Content) -> str | Chat | None:
+    """The text of tokens; None if it is not known. Other content unchanged."""
+    return content.readable if isinstance(content, Ids) else content
+
+
 def _turns(content: Content, role: str) -> Chat:
     """Text as one turn; a chat as it is."""
     if isinstance(content, Ids):
@@ -549,8 +580,9 @@ def _one_per_turn(example: Demonstration) -> list[Example]:
     """A conversation as one example for each assistant turn, with all that precedes it as the
     prompt.
     """
-    prompt, completion = example.prompt, example.completion
+    prompt, completion = _readable(example.prompt), _readable(example.completion)
     assert isinstance(prompt, Chat)
+    assert completion is not None
     messages = (*prompt.messages, *_turns(completion, "assistant").messages)
     return [
         replace(

@@ -6,7 +6,7 @@ A format reads *parts* (prompt, completion, label, ...) from columns. A new form
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -209,7 +209,8 @@ def read_judged_messages(row: Columns) -> Judgement:
 
 
 def read_judged_ids(row: Columns) -> Judgement:
-    return _to_judgement(row, *_read_answered_ids(row))
+    prompt, completion = _read_ids(row, "prompt", "completion")
+    return _to_judgement(row, prompt, completion)
 
 
 def read_helpsteer(row: Columns) -> Judgement:
@@ -248,15 +249,9 @@ def read_preference(row: Columns) -> Preference:
     return _to_preference(row, prompt, chosen, rejected)
 
 
-def read_preferred_ids(row: Columns) -> Example:
-    """Tokens whose vocabulary is not known are not read if the row has their texts."""
-    sampled, texts = _read_sampled(row, 0), {part: f"{part}_text" for part in PAIR}
-    has_texts = all(row.get(name) is not None for name in texts.values())
-    if has_texts and not (sampled and sampled.vocabulary):
-        keys = {part: row.columns[name] for part, name in texts.items()}
-        return read_example("preference", row.value, row.origin, keys)
-    prompt, *sides = _read_ids(row, *PAIR)
-    return _to_preference(row, prompt, *(replace(side, sampled=sampled) for side in sides))
+def read_preferred_ids(row: Columns) -> Preference:
+    prompt, chosen, rejected = _read_ids(row, "prompt", "chosen", "rejected")
+    return _to_preference(row, prompt, chosen, rejected)
 
 
 def read_pairwise_feedback(row: Columns) -> Preference:
@@ -303,17 +298,11 @@ def read_messages(row: Columns) -> Demonstration:
 
 
 def read_demonstrated_ids(row: Columns) -> Demonstration:
-    prompt, completion = _read_answered_ids(row)
+    prompt, completion = _read_ids(row, "prompt", "completion")
     return Demonstration(prompt=prompt, completion=completion, **row.common)
 
 
-def _read_answered_ids(row: Columns) -> tuple[Content, Content]:
-    """A prompt and its answer as tokens, with the sampling settings of the answer."""
-    prompt, completion = _read_ids(row, "prompt", "completion")
-    return prompt, replace(completion, sampled=_read_sampled(row, len(completion.ids)))
-
-
-def _read_sampled(row: Columns, num_tokens: int) -> Sampled | None:
+def _read_sampled(row: Columns, num_tokens: int) -> Sampled:
     settings = row.parse("sampled", values.mapping, {})
     name = row.name("sampled") if "sampled" in row.columns else ""
     logps = row.parse("logps", values.logps, ())
@@ -323,28 +312,47 @@ def _read_sampled(row: Columns, num_tokens: int) -> Sampled | None:
             code="row-length-mismatch",
             fix="write one log-probability per token of the answer, including its end token",
         )
-    if not logps and not settings:
-        return None
     temperature, top_p = (
         values.number(settings.get(key, 1.0), f"{key} of {name}")
         for key in ("temperature", "top_p")
     )
-    return Sampled(logps, temperature, top_p, str(settings.get("vocabulary") or ""))
+    vocabulary = settings.get("vocabulary")
+    return Sampled(logps, temperature, top_p, vocabulary if isinstance(vocabulary, str) else "")
 
 
 def _read_ids(row: Columns, *parts: str) -> Iterable[Ids]:
-    """The parts of a row as tokens, of which the first is the prompt."""
-    prompt, *others = (values.ids(row.get(part), row.name(part)) for part in parts)
-    return replace(prompt, readable=_readable_prompt(row)), *others
+    """The parts of a row as tokens, of which the first is the prompt, with their texts."""
+    prompt, *completions = (values.ids(row.get(part), row.name(part)) for part in parts)
+    sampled = _read_sampled(row, len(completions[0].ids))
+    text, texts = _read_texts(row, parts[1:])
+    return replace(prompt, readable=text), *(
+        replace(completion, sampled=sampled, readable=text)
+        for completion, text in zip(completions, texts, strict=True)
+    )
 
 
-def _readable_prompt(row: Columns) -> str | Chat | None:
-    """The prompt next to its tokens; None if there is none that can be read."""
+def _read_texts(
+    row: Columns, parts: Sequence[str]
+) -> tuple[str | Chat | None, Sequence[str | Chat | None]]:
+    """The texts of the prompt and of these answers, next to their tokens. None: it cannot be read,
+    or the answer was truncated, so that its text does not show that it has no end.
+    """
+    nothing = [None] * len(parts)
     try:
         prompt = row.parse("prompt_text", partial(values.prompt, dialect=row.dialect), None)
-        return prompt if prompt is None or isinstance(prompt, str) else Chat(prompt, row.tools)
+        text = prompt if prompt is None or isinstance(prompt, str) else Chat(prompt, row.tools)
     except UserError:
-        return None
+        return None, nothing
+    if prompt is None or row.get("stop") == "length":
+        return text, nothing
+    try:
+        answers = {
+            row.name(part): values.answer(row.get(part), row.name(part), row.dialect)
+            for part in (f"{part}_text" for part in parts)
+        }
+        return values.exchange(prompt, answers, row.tools)
+    except UserError:
+        return text, nothing
 
 
 def read_ranking(row: Columns) -> Ranking:
@@ -445,7 +453,6 @@ class Format:
         return tuple(dict.fromkeys((*self.need.split(), *self.may.split(), *common)))
 
 
-PAIR = ("prompt", "chosen", "rejected")
 RATINGS = ("label", "score")
 """Parts that a person fills in, and may leave out."""
 IDS = {
@@ -460,7 +467,7 @@ IDS = {
 }
 GENERATED = "logps sampled prompt completion rendered tools info stop version index parts"
 """Columns that `valence sample` and `valence score` write in addition to the tokens. Of text and
-tokens, the tokens are read.
+tokens, the tokens are used if the row has the digest of the model's vocabulary, else the text.
 """
 HALOS = {"output": "completion", "reward": "score"}
 NEMO = {"response": "completion", "preference": "label"}

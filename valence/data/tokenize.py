@@ -283,12 +283,8 @@ def _key(encoder: Encoder, examples: ExampleStore) -> str | None:
     is_dated = "strftime_now" in str(tokenizer.chat_template)
     parts = {
         "examples": examples.digest,
-        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-        "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
-        "special": tokenizer.special_tokens_map,
-        "template": tokenizer.chat_template,
+        "encoder": encoder.digest,
         "day": date.today().isoformat() if is_dated else "",
-        "settings": encoder.settings,
         "code": _code_digest(),
     }
     content = json.dumps(parts, sort_keys=True, default=repr)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from valence.errors import UserError
-from valence.types import Chat, Content, Ids, Message
+from valence.types import Chat, Ids, Message
 
 UP = frozenset(
     {
@@ -481,7 +481,7 @@ def exchange(
     prompt: str | tuple[Message, ...],
     answers: Mapping[str, str | tuple[Message, ...]],
     offered: tuple[Mapping[str, Any], ...],
-) -> tuple[Content, tuple[Content, ...]]:
+) -> tuple[str | Chat, tuple[str | Chat, ...]]:
     """A prompt with its answers (by the name of their column), as text if all of it is text, else
     as chat.
 
@@ -499,7 +499,7 @@ def exchange(
             _check_not_empty(str(answer), name) for name, answer in answers.items()
         )
     opening = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-    following: list[Content] = []
+    following: list[Chat] = []
     for name, answer in answers.items():
         messages = (
             ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer

@@ -62,8 +62,18 @@ class Vocab:
 
     @cached_property
     def digest(self) -> str:
-        """Of its tokens."""
+        """Of its tokens: everything that the text of ids depends on."""
         return content_id(sorted(self._tokenizer.get_vocab().items()))
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Of everything that the ids of a text depend on, such as tokens, merges and normalizer;
+        of a tokenizer in Python only its tokens and class.
+        """
+        tokenizer, cls = self._tokenizer, type(self._tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        rules = self.digest if backend is None else backend.to_str()
+        return content_id(rules, cls.__module__, cls.__qualname__, tokenizer.special_tokens_map)
 
     @cached_property
     def special(self) -> dict[str, int]:

@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from valence.rewards.build import ModelReward, backend_identities, pair_calls, reward_of
+from valence.rewards.build import (
+    ModelReward,
+    backend_identities,
+    calls_functions,
+    pair_calls,
+    reward_of,
+)
 from valence.rewards.calls import Calls
 from valence.rewards.combine import Combined
 from valence.rewards.judge import PairComparer, ShownPair
 from valence.rewards.run import close, score_all
+from valence.rewards.sources import loaded_sources
 from valence.types import Completion, Score
 
 if TYPE_CHECKING:
@@ -77,14 +84,17 @@ class PairVerdict:
 class PairJudge(Protocol):
     """Compares pairs of answers.
 
-    ``identity``: everything besides the pairs that its verdicts depend on, as JSON. ``window``:
-    pairs that are judged and written together.
+    ``identity``: everything besides the pairs that its verdicts depend on, as JSON; None: unknown.
+    ``sources``: files that it has loaded so far and that ``identity`` may not include, as
+    ``loaded_sources`` returns them. ``window``: pairs that are judged and written together.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def identity(self) -> Any: ...
+    @property
+    def sources(self) -> Mapping[str, Mapping[str, str]]: ...
     @property
     def window(self) -> int: ...
     @property
@@ -112,9 +122,15 @@ class RewardJudge:
     @property
     def identity(self) -> Any:
         backends = backend_identities(self.reward)
+        if None in backends:
+            return None
         parts = [(part.weight, part.clip, part.gate) for part in self.reward.parts]
         is_plain = all(part == (1.0, None, None) for part in parts)
         return backends if is_plain else [*backends, {"weight, clip and gate": parts}]
+
+    @property
+    def sources(self) -> Mapping[str, Mapping[str, str]]:
+        return loaded_sources() if calls_functions(self.reward) else {}
 
     def judge(
         self, pairs: Sequence[AnswerPair], progress: Callable[[int], None]
@@ -152,6 +168,10 @@ class LanguageModelJudge:
     @property
     def identity(self) -> Any:
         return self.calls.backend.identity
+
+    @property
+    def sources(self) -> Mapping[str, Mapping[str, str]]:
+        return {}
 
     def judge(
         self, pairs: Sequence[AnswerPair], progress: Callable[[int], None]

@@ -65,9 +65,15 @@ further.
 NEUTRAL = {"transformers_version", "_name_or_path", "name_or_path"}
 """Settings that do not change what a folder computes."""
 FOLDER_FILES = (
-    *("config.json", "generation_config.json", "adapter_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("*config*.json", "*token*.json", "params.json", "tekken.json", "*.model", "*.py"),
+    *("vocab.*", "merges.txt", "chat_template*", "additional_chat_templates/*"),
 )
+"""Patterns of the files besides weights that programs read to load a folder."""
+INDEX = "*.safetensors.index.json"
+OTHER_FIELDS = ("tokenizer.", "general.sampling.", "general.type", "split.", "adapter.")
+"""Starts of the names of fields, besides those of the architecture, that programs read."""
+ROLES = ("bos", "eos", "unknown", "padding", "eot", "eom")
+"""Roles of tokens that exported files name."""
 MAY_BE_ABSENT = {"rope.freq_base": 10000.0}
 """Fields that llama.cpp assumes if they are absent."""
 
@@ -85,10 +91,11 @@ def gguf_differences(
     fields = read_arrays(path)
     num_rows = weights.shape("model.embed_tokens.weight")[0]
     expected = tokenizer_fields(tokenizer, num_rows, end_ids)
-    problems = [
-        *_hyperparameter_problems(config, fields),
-        *_tokenizer_problems(expected, fields),
-    ]
+    problems = _field_problems(_expected_fields(config, num_rows, expected), fields)
+    if expected.scores is not None and not _same_order(
+        expected.scores, fields.get("tokenizer.ggml.scores") or ()
+    ):
+        problems.append("tokenizer.ggml.scores")
     tensors, error = _tensor_problems(config, weights, path)
     return [
         *_end_differences(tokenizer, end_ids, fields),
@@ -124,20 +131,40 @@ def _field_problem(name: str, expected: Any, actual: Any) -> str | None:
     return f"{name} is {actual} instead of {expected}"
 
 
-def _hyperparameter_problems(config: Any, fields: Mapping[str, Any]) -> list[str]:
-    architecture = ARCHITECTURES[config.model_type].name
+def _field_problems(expected: Mapping[str, Any], fields: Mapping[str, Any]) -> list[str]:
+    """Fields with other values than expected, and fields that a program reads and that are not
+    expected.
+    """
+    architecture = expected["general.architecture"]
     if fields.get("general.architecture") != architecture:
         return [f"general.architecture is {fields.get('general.architecture')}"]
-    problems: list[str] = []
-    for name, value in _hyperparameters(config).items():
-        actual = fields.get(f"{architecture}.{name}", MAY_BE_ABSENT.get(name))
-        if problem := _field_problem(name, value, actual):
-            problems.append(problem)
-    return problems
+    problems = (
+        _field_problem(name, value, fields.get(name, MAY_BE_ABSENT.get(name.partition(".")[2])))
+        for name, value in expected.items()
+    )
+    others = (
+        f"{name} is not one of the run's"
+        for name in fields
+        if name.startswith((f"{architecture}.", *OTHER_FIELDS))
+        and name not in expected
+        and name != "tokenizer.ggml.scores"
+    )
+    return [*(problem for problem in problems if problem), *others]
+
+
+def _expected_fields(config: Any, num_rows: int, tokenizer: TokenizerFields) -> dict[str, Any]:
+    """What llama.cpp must read, by name, besides scores; None for what must be absent."""
+    architecture = ARCHITECTURES[config.model_type].name
+    hyperparameters = {"vocab_size": num_rows, **_hyperparameters(config)}
+    return {
+        "general.architecture": architecture,
+        **{f"{architecture}.{name}": value for name, value in hyperparameters.items()},
+        **{f"tokenizer.ggml.{name}": value for name, value in _tokenizer_values(tokenizer).items()},
+        "tokenizer.chat_template": tokenizer.chat_template or None,
+    }
 
 
 def _hyperparameters(config: Any) -> dict[str, Any]:
-    """What llama.cpp must read, by name; None for what must be absent."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
     length = config.max_position_embeddings
@@ -165,33 +192,18 @@ def _hyperparameters(config: Any) -> dict[str, Any]:
     }
 
 
-def _tokenizer_problems(expected: TokenizerFields, fields: Mapping[str, Any]) -> list[str]:
-    prefix = "tokenizer.ggml"
-    values: dict[str, Any] = {
+def _tokenizer_values(expected: TokenizerFields) -> dict[str, Any]:
+    return {
         "model": expected.model,
         "pre": expected.pre,
         "tokens": list(expected.tokens),
         "token_type": list(expected.types),
-        "bos_token_id": expected.special.get("bos"),
-        "eos_token_id": expected.special.get("eos"),
+        "merges": list(expected.merges) if expected.scores is None else None,
+        **{f"{role}_token_id": expected.special.get(role) for role in ROLES},
         "add_bos_token": expected.adds_bos,
         "add_eos_token": False,
         "add_space_prefix": expected.adds_space,
     }
-    if expected.scores is None:
-        values["merges"] = list(expected.merges)
-    problems = [
-        problem
-        for name, value in values.items()
-        if (problem := _field_problem(f"{prefix}.{name}", value, fields.get(f"{prefix}.{name}")))
-    ]
-    if expected.scores is not None and not _same_order(
-        expected.scores, fields.get(f"{prefix}.scores") or ()
-    ):
-        problems.append(f"{prefix}.scores")
-    if (fields.get("tokenizer.chat_template") or None) != (expected.chat_template or None):
-        problems.append("tokenizer.chat_template")
-    return problems
 
 
 def _same_order(expected: Any, actual: Any) -> bool:
@@ -307,7 +319,13 @@ def _max_factor(kind: str) -> float:
 
 def folder_differences(source: Path, folder: Path) -> list[ExportDifference]:
     """Where the settings and tensors of a folder are not those of another export of its run."""
-    settings = [name for name in FOLDER_FILES if not _same_file(source / name, folder / name)]
+    names = {
+        path.relative_to(root).as_posix()
+        for root in (source, folder)
+        for pattern in FOLDER_FILES
+        for path in root.glob(pattern)
+    }
+    settings = [name for name in sorted(names) if not _same_file(source / name, folder / name)]
     return [
         *_differences("settings-differ", "these files differ from the run's", settings),
         *_differences(
@@ -337,9 +355,25 @@ def _same_file(expected: Path, actual: Path) -> bool:
 KINDS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
+def _index_problem(folder: Path, weights: Weights) -> str | None:
+    """Why programs may load other tensors of a folder than those that are compared."""
+    if weights.duplicates:
+        return f"{weights.duplicates[0]} is in several files"
+    for path in folder.glob(INDEX):
+        try:
+            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            files = None
+        if files != weights.files:
+            return f"{path.name} lists other tensors than the files have"
+    return None
+
+
 def _weight_problems(source: Path, folder: Path) -> list[str]:
     try:
         expected, actual = Weights(source), Weights(folder)
+        if problem := _index_problem(folder, actual):
+            return [problem]
         problems = [f"{name} is missing" for name in expected.names if name not in actual.names]
         problems += [
             f"{name} is not one of the run's" for name in actual.names if name not in expected.names

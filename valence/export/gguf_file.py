@@ -296,12 +296,18 @@ def _encode(values: np.ndarray[Any, Any], kind: Any, name: str) -> np.ndarray[An
 
 
 class Weights:
-    """The tensors of the safetensors files of a folder, read one at a time."""
+    """The tensors of the safetensors files of a folder, read one at a time.
+
+    duplicates: names that are in several files.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._files = {
-            name: path for path in sorted(folder.glob("*.safetensors")) for name in _names_in(path)
-        }
+        self._files: dict[str, Path] = {}
+        self.duplicates: list[str] = []
+        for path in sorted(folder.glob("*.safetensors")):
+            names = [*_names_in(path)]
+            self.duplicates += [name for name in names if name in self._files]
+            self._files |= dict.fromkeys(names, path)
         if not self._files:
             raise UserError(
                 "the folder has no weights (*.safetensors)",
@@ -313,6 +319,11 @@ class Weights:
     @property
     def names(self) -> list[str]:
         return list(self._files)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The file name of each tensor."""
+        return {name: path.name for name, path in self._files.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self._files[name], "pt") as file:

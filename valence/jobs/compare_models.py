@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from valence.checksums import add_checksum, verify
 from valence.config.parse import from_yaml
 from valence.config.schema import RewardSettings
 from valence.data.load import stream
@@ -67,6 +68,7 @@ from valence.rewards.build import (
     reward_names,
 )
 from valence.rewards.cache import digest
+from valence.rewards.sources import are_current
 from valence.runs.lock import NAME as LOCK_NAME
 from valence.runs.lock import Lock
 from valence.terminal import Terminal, print_message
@@ -652,11 +654,20 @@ class ComparisonFolder:
     def judge(
         self, judge: PairJudge, pairs: Sequence[AnswerPair], *, console: Console, quiet: bool
     ) -> list[PairVerdict]:
-        """The verdicts of one judge; those that the folder has are not repeated."""
+        """The verdicts of one judge. Those that the folder has are not repeated, unless the judge
+        has another identity, an unknown one, or has loaded other files.
+        """
         path = self.verdicts_path(judge)
-        with RowJob(path, (), window=judge.window, console=console, quiet=quiet) as job:
+        modules = path.with_name(f"{path.name}.modules.json")
+        sources = _read_sources(modules)
+        is_fresh = judge.identity is None or sources is None or not are_current(sources)
+        with RowJob(
+            path, (), window=judge.window, fresh=is_fresh, console=console, quiet=quiet
+        ) as job:
             job.check_facts({"judge": judge.identity})
-            transform = VerdictTransform(judge, min(judge.window, len(pairs)))
+            transform = VerdictTransform(
+                judge, min(judge.window, len(pairs)), modules, {} if is_fresh else sources or {}
+            )
             job.run(transform, pairs, len(pairs), "judging", {"judge": judge.name})
         lines = [json.loads(line) for line in path.read_bytes().splitlines()]
         return [verdict for line in lines if (verdict := PairVerdict.from_dict(line))]
@@ -664,6 +675,16 @@ class ComparisonFolder:
     def write_result(self, result: Mapping[str, Any]) -> None:
         replace_file(self.path / RESULT, json.dumps(result, indent=1, ensure_ascii=False))
         replace_file(self.path / REPORT, win_rate_page(result))
+
+
+def _read_sources(path: Path) -> dict[str, Any] | None:
+    """The modules that a judge had loaded; none if no file records them. None: damaged."""
+    try:
+        return verify(json.loads(path.read_text(encoding="utf-8")), required=True)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def as_readable(content: Content) -> str:
@@ -684,12 +705,16 @@ class VerdictTransform:
     """A pair becomes a line with both answers and the verdict.
 
     max_failures: pairs of a batch; if the judge fails on as many at once, it is broken.
+    modules: file that records ``judge.sources`` before the lines are written. sources: its content.
     """
 
     num_tokens = None
 
-    def __init__(self, judge: PairJudge, max_failures: int) -> None:
+    def __init__(
+        self, judge: PairJudge, max_failures: int, modules: Path, sources: Mapping[str, Any]
+    ) -> None:
         self.pair_judge, self.max_failures = judge, max_failures
+        self.modules, self.sources = modules, sources
 
     def compute(self, batch: Sequence[AnswerPair], advance: Callable[[int], None]) -> list[Line]:
         """Raises UserError if the judge is broken. The batch is then not written."""
@@ -704,6 +729,9 @@ class VerdictTransform:
                 fix="fix the cause of this error in the judge, its server or the prompts, then "
                 "rerun the same command to resume (if the prompts have changed, with --fresh)",
             )
+        if sources := self.pair_judge.sources:
+            self.sources = {**self.sources, **sources}
+            replace_file(self.modules, json.dumps(add_checksum(self.sources), indent=1))
         return [
             {
                 "pair": pair.id,

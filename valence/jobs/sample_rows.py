@@ -502,12 +502,14 @@ class PendingAnswers:
 
     def of(self, items: Sequence[TokenizedPrompt], n: int) -> dict[int, list[Completion]]:
         """The n answers to each prompt that has them all, by its position."""
-        answers = {item.position: self._answers.get(item.position, {}) for item in items}
-        return {
-            position: [by_index[k] for k in range(n)]
-            for position, by_index in answers.items()
-            if len(by_index) == n
-        }
+        answers: dict[int, list[Completion]] = {}
+        for item in items:
+            prompt_id = content_id("prompt", Ids(item.ids))
+            stored = self._answers.get(item.position, {})
+            group = [stored[k] for k in sorted(stored) if stored[k].prompt_id == prompt_id]
+            if len(group) == n:
+                answers[item.position] = group
+        return answers
 
     def add(self, position: int, completion: Completion) -> None:
         """Write an answer. Raises UserError if that fails."""

@@ -149,14 +149,16 @@ def _check_rows(sources: Sequence[SourceSettings], column: str) -> tuple[int, st
 
 def token_facts(recipe: Recipe, encoder: Encoder) -> dict[str, Any]:
     """Everything that decides which tokens a row becomes."""
-    data, tokenizer = recipe.data, encoder.tokenizer
+    data = recipe.data
     return {
         "max_length": data.max_length,
         "long_rows": data.long_rows,
         "train_on": data.train_on,
         "as_chat": encoder.as_chat,
         "chat_template_kwargs": data.chat_template_kwargs,
-        "tokenizer": content_id(sorted(tokenizer.get_vocab().items()), tokenizer.chat_template),
+        "tokenizer": content_id(
+            encoder.vocab.tokenizer_digest, encoder.tokenizer.chat_template, encoder.stop_ids
+        ),
     }
 
 

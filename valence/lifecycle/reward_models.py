@@ -66,6 +66,7 @@ class ModelScores:
         return {
             "reward model": dict(self.scorer.facts),
             "settings": self.settings.model_dump(exclude={"tokens"}),
+            "encoder": self.encoder.digest,
         }
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:

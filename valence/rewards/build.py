@@ -146,6 +146,11 @@ def backend_identities(reward: Combined) -> list[Mapping[str, Any] | None]:
     return [calls.backend.identity for calls in _all_calls(reward)]
 
 
+def calls_functions(reward: Combined) -> bool:
+    """Whether a part is a function that runs in this process."""
+    return any(isinstance(calls.backend, Function) for calls in _all_calls(reward))
+
+
 def digests(reward: Combined) -> dict[str, str]:
     """For each part a digest of everything besides the completions that its scores depend on, such
     as a function's source; without parts of unknown identity.

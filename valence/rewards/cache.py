@@ -109,7 +109,7 @@ class ScoreCache:
     def __init__(
         self, folder: Path | None, identity: Mapping[str, Any], max_scores: int = MAX_SCORES
     ) -> None:
-        self.max_scores = max_scores
+        self.folder, self.identity, self.max_scores = folder, identity, max_scores
         self.path = None if folder is None else folder / f"{digest(identity)}.jsonl"
         self._lines = None if self.path is None else SharedLines(self.path, identity, "scores")
         self._scores = OrderedDict[str, Score]()
@@ -159,7 +159,7 @@ class ScoreCache:
 
 @dataclass
 class CachedReward:
-    """A reward with a cache."""
+    """A reward with a cache, which starts again when the reward's identity changes."""
 
     inner: Calls
     cache: ScoreCache
@@ -179,6 +179,11 @@ class CachedReward:
         return self.inner.deterministic
 
     async def __call__(self, completions: Sequence[Completion]) -> list[Score]:
+        identity = self.inner.backend.identity
+        if identity is None:
+            return await self.inner(completions)
+        if identity != self.cache.identity:
+            self.cache = ScoreCache(self.cache.folder, identity, self.cache.max_scores)
         keys = [cache_key(completion) for completion in completions]
         if any(key is not None and self.cache.get(key) is None for key in keys):
             self.cache.refresh()
@@ -194,7 +199,8 @@ class CachedReward:
         self.misses += len(missing)
         if missing:
             new = dict(zip(missing, await self.inner(list(missing.values())), strict=True))
-            self.cache.add({key: score for key, score in new.items() if isinstance(key, str)})
+            if self.inner.backend.identity == identity:
+                self.cache.add({key: score for key, score in new.items() if isinstance(key, str)})
             scores |= new
         return [scores[i if key is None else key] for i, key in enumerate(keys)]
 

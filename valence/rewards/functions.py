@@ -80,17 +80,23 @@ class Function:
     @property
     def identity(self) -> Mapping[str, Any] | None:
         """Includes the file of the function and, under ``imports``, all files outside of installed
-        libraries that it imports, directly or through others; not data files or the network.
+        libraries that it imports, directly or through others; not data files or the network. The
+        file of a callable without one, such as a partial of a C function, is that of the entry's
+        module. None if that has no file either.
         """
         return self._identity
 
     def _read_identity(self) -> Mapping[str, Any] | None:
-        fn = _unwrap(self.fn)
+        fn, module = _unwrap(self.fn), self.target.partition(":")[0]
         path = inspect.getsourcefile(fn) if hasattr(fn, "__code__") else None
-        if path is None or not Path(path).is_file():
+        has_file = path is not None and Path(path).is_file()
+        definer = (fn.__module__ or "") if has_file else module
+        imports = imported_sources([module, definer])
+        source = imports.get(definer)
+        if source is None and path is not None and has_file:  # of an installed package
+            source = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        if source is None:
             return None
-        imports = imported_sources([self.target.partition(":")[0], fn.__module__])
-        source = imports.get(fn.__module__) or hashlib.sha256(Path(path).read_bytes()).hexdigest()
         identity = {"function": self.target, "settings": dict(self.settings), "source": source}
         others = {name: value for name, value in imports.items() if value != source}
         return identity | ({"imports": others} if others else {})

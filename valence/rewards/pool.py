@@ -122,7 +122,8 @@ class WorkerPool:
     seconds: time limit of a call, after which its worker is killed. concurrency: simultaneous
     calls; a blocking function has this many workers, an asynchronous one has one worker for all.
     log: receives the output of workers line by line. max_wait: seconds that a call waits for a
-    worker.
+    worker. All workers run the same files: if a replacement has imported newer ones, the others are
+    replaced as well, and ``identity`` changes.
     """
 
     target: str
@@ -132,9 +133,8 @@ class WorkerPool:
     where: str
     log: Callable[[str], None]
     max_wait: float = math.inf
-    parameters: list[str] = field(default_factory=list[str])
     workers: list[Worker] = field(default_factory=list[Worker])
-    _identity: Mapping[str, Any] | None = None
+    _facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     _capacity: int = 1
     _trouble: str = "the worker process is starting"
     _closed: bool = False
@@ -150,7 +150,11 @@ class WorkerPool:
 
     @property
     def identity(self) -> Mapping[str, Any] | None:
-        return self._identity
+        return self._facts["identity"]
+
+    @property
+    def parameters(self) -> list[str]:
+        return self._facts["parameters"]
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
         return await asyncio.wrap_future(self._background.submit(self._attempt(completions)))
@@ -175,7 +179,7 @@ class WorkerPool:
                 fix="read the output of the worker above, and try to import the module of the "
                 f"reward: `python -c 'import {self.target.partition(':')[0]}'`",
             ) from error
-        self.parameters, self._identity = facts["parameters"], facts["identity"]
+        self._facts = facts
         num_workers = self.concurrency if facts["blocking"] else 1
         self._capacity = 1 if facts["blocking"] else self.concurrency
         self._tasks = [
@@ -249,12 +253,14 @@ class WorkerPool:
             if worker is None:
                 try:
                     async with asyncio.timeout(START_SECONDS):
-                        worker, _ = await self._start_worker()
+                        worker, facts = await self._start_worker()
+                    self._adopt(worker, facts)
                 except (UserError, WorkerEnded, TimeoutError) as error:
                     self._trouble = f"the worker process cannot start: {_reason(error)}"
                     self.log(self._trouble)
                     await asyncio.sleep(backoff(failures, FIRST_PAUSE, LONGEST_PAUSE))
                     failures += 1
+                    worker = None
                     continue
             failures, self._trouble = 0, "the worker process is restarting"
             self.workers.append(worker)
@@ -267,6 +273,26 @@ class WorkerPool:
                 self.workers.remove(worker)
                 await asyncio.gather(replies, return_exceptions=True)
             worker = None
+
+    def _adopt(self, worker: Worker, facts: Mapping[str, Any]) -> None:
+        """Compare the facts of a replacement with those of the other workers.
+
+        Raises UserError for another signature, which the other parts of the server rely on.
+        """
+        identity = {"identity": facts["identity"]}
+        if {**self._facts, **identity} != facts:
+            worker.kill()
+            raise UserError(
+                "the signature of the function has changed",
+                code="reward-worker-failed",
+                where=f"{self.where}: {self.target}",
+                fix="undo the change, or restart the server",
+            )
+        if self._facts != facts:
+            self.log(f"the files of {self.target} have changed; all workers import them again")
+            self._facts = facts
+            for other in self.workers:
+                other.kill()
 
     async def _watch(self, worker: Worker) -> None:
         """Wait until the worker ends, or does not reply to a probe."""

@@ -350,8 +350,14 @@ class Rules:
     seconds: float = 60.0
     _abandoned: list[Any] = field(default_factory=list[Any], repr=False)
 
+    def __post_init__(self) -> None:
+        self._identity = self._read_identity()  # while the files are those that were read
+
     @property
     def identity(self) -> Mapping[str, Any]:
+        return self._identity
+
+    def _read_identity(self) -> Mapping[str, Any]:
         files = [Path(__file__), *Path(__file__).parent.glob("maths*.py")]
         schema = self.settings.get("schema")
         files += [Path(schema)] if isinstance(schema, str) else []

@@ -7,12 +7,15 @@ import hashlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+PROGRAM = ("__main__", "__mp_main__")
+"""Names of the module that Python was started with."""
 LIBRARIES = ("site-packages", "dist-packages")
 """Names of folders of installed packages."""
 
@@ -23,7 +26,8 @@ def imported_sources(names: list[str]) -> dict[str, str]:
 
     Finds ``import`` statements anywhere in a file, also inside functions, and calls of
     ``import_module`` with a literal name. Leaves out the standard library, installed packages and
-    Valence. Does not see modules that are named at run time, other files, or the network.
+    Valence. Does not see modules that are named at run time (``loaded_sources``), other files, or
+    the network.
     """
     digests: dict[str, str] = {}
     pending = [part for name in names for part in _parents(name)]
@@ -35,6 +39,36 @@ def imported_sources(names: list[str]) -> dict[str, str]:
         digests[name], targets = _read(name, path)
         pending += [part for target in targets for part in _parents(target)]
     return dict(sorted(digests.items()))
+
+
+def loaded_sources() -> dict[str, dict[str, str]]:
+    """Return path and SHA-256 digest of the files of all loaded modules outside of libraries, by
+    module name, without that of the program. Some of them are named only at run time.
+
+    Leaves out code that a library generates, as torch.compile does, whose modules are named as
+    parts of the library.
+    """
+    sources: dict[str, dict[str, str]] = {}
+    for name in list(sys.modules):
+        path, package = _loaded_file(name), _loaded_file(name.partition(".")[0])
+        is_library = any(file is not None and _is_library(file) for file in (path, package))
+        if path is not None and not is_library and name not in PROGRAM and path.is_file():
+            sources[name] = {"path": str(path), "digest": _read(name, path)[0]}
+    return sources
+
+
+def _loaded_file(name: str) -> Path | None:
+    module = sys.modules.get(name)
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    return Path(file).absolute() if isinstance(file, str) else None
+
+
+def are_current(sources: Mapping[str, Mapping[str, str]]) -> bool:
+    """Return whether these modules still have the digests that ``loaded_sources`` returned."""
+    try:
+        return all(_read(name, Path(s["path"]))[0] == s["digest"] for name, s in sources.items())
+    except OSError:
+        return False
 
 
 _first_reads: WeakKeyDictionary[ModuleType, tuple[str, list[str]]] = WeakKeyDictionary()
@@ -129,6 +163,7 @@ def _find(name: str) -> Path | None:
     return file
 
 
+@cache
 def _is_library(path: Path) -> bool:
     """Return whether a file belongs to Python, to an installed package or to Valence."""
     path = path.resolve()

@@ -138,11 +138,16 @@ def texts(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
 
 
 def as_text(content: Content, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Content as readable text: a message, a conversation with its roles, or decoded tokens."""
+    """Content as readable text: a message, a conversation with its roles, or decoded tokens.
+
+    Tokens may be of another tokenizer, so their text is preferred.
+    """
+    if isinstance(content, Ids):
+        if content.readable is None:
+            return str(tokenizer.decode(list(content.ids)))
+        content = content.readable
     if isinstance(content, str):
         return content
-    if isinstance(content, Ids):
-        return str(tokenizer.decode(list(content.ids)))
     return _conversation(content)
 
 
