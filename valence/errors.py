@@ -20,7 +20,7 @@ def install_command(extra: str) -> str:
 
 EXPECTED = {
     "bool": "true or false",
-    "dict": "a mapping of names to values",
+    "dict": "an object (names with values)",
     "finite_number": "a finite number",
     "float": "a number",
     "greater_than": "a number above {gt}",
@@ -31,9 +31,9 @@ EXPECTED = {
     "less_than_equal": "a number of at most {le}",
     "list": "a list",
     "literal_error": "one of {expected}",
-    "mapping": "a mapping of names to values",
-    "model": "a mapping of names to values",
-    "model_attributes": "a mapping of names to values",
+    "mapping": "an object (names with values)",
+    "model": "an object (names with values)",
+    "model_attributes": "an object (names with values)",
     "string": "text",
     "string_too_long": "text of at most {max_length} characters",
     "string_too_short": "text of at least {min_length} characters",

@@ -106,7 +106,7 @@ def test_a_missing_recipe_names_the_nearest(folder: Path):
     check_recipe_error(load_error("frist.yaml"), "frist.yaml", "recipe-not-found", "", "first.yaml")
     for name in ("rows.jsonl", "rows.csv.gz", "rows.parquet"):
         (folder / name).write_bytes(b"PAR1")
-        check_recipe_error(load_error(name), name, "recipe-is-data", "", "data.train")
+        check_recipe_error(load_error(name), name, "recipe-is-data", "", "valence init")
     missing = load_error("nowhere/first.yaml")
     check_recipe_error(missing, "nowhere/first.yaml", "recipe-not-found", "", "nowhere")
 

@@ -156,7 +156,7 @@ def test_a_schema_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("rule", "settings", "code", "name", "words"), [
     ("length", {"mots": 3}, "reward-setting-unknown", "mots", []),
-    ("length", {"max_length": "3"}, "reward-setting-value", "max_length", ["integer"]),
+    ("length", {"max_length": "3"}, "reward-setting-value", "max_length", ["whole number"]),
     ("length", {"max_length": -1}, "reward-setting-value", "max_length", []),
     ("length", {"min_length": 5, "max_length": 3}, "reward-setting-value", "max_length", [5, 3]),
     ("regex", {}, "reward-setting-missing", "pattern", []),

@@ -250,7 +250,7 @@ def test_a_body_that_is_nested_too_deeply_is_refused(
 def test_tools_of_usual_depth_are_accepted(serve: Serve) -> None:
     served = serve(model=ChatModel(tool_trainer(), "tiny"))
     schema: Any = {"type": "string"}
-    for _ in range(20):
+    for _ in range(5):
         schema = {"type": "object", "properties": {"inner": schema}}
     tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
     assert complete(served, tools=[tool]).status_code == 200

@@ -361,7 +361,7 @@ def _index_problem(folder: Path, weights: Weights) -> str | None:
         return f"{weights.duplicates[0]} is in several files"
     for path in folder.glob(INDEX):
         try:
-            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            files = read_json(path)["weight_map"]
         except (ValueError, KeyError, TypeError):
             files = None
         if files != weights.files:

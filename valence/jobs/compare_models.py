@@ -44,7 +44,7 @@ from valence.evaluation.calibration import (
 from valence.evaluation.judges import AnswerPair, PairJudge, PairVerdict, build_judge
 from valence.evaluation.summary import JudgeSummary, summarize
 from valence.evaluation.votes import read_votes
-from valence.files import check_path
+from valence.files import check_path, read_json
 from valence.jobs.reward_rows import list_rewards, sampled_completion
 from valence.jobs.row_job import Line, RowJob, as_line, partial_path, replace_file
 from valence.jobs.run_benchmarks import (
@@ -680,7 +680,7 @@ class ComparisonFolder:
 def _read_sources(path: Path) -> dict[str, Any] | None:
     """The modules that a judge had loaded; none if no file records them. None: damaged."""
     try:
-        return verify(json.loads(path.read_text(encoding="utf-8")), required=True)
+        return verify(read_json(path), required=True)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError):
