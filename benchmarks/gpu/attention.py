@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.device.measure import median_seconds, release_memory, synchronize
+from benchmarks.gpu.steps import median_seconds, release_memory, synchronize
 from valence.models.attention import ATTENTION_BACKENDS, CannotPackError, Layout
 from valence.models.check import compiler_failures
 from valence.models.flex import FlexVariant, Visible
