@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import attention as attention_speed
 from benchmarks.gpu import correctness, steps
+from benchmarks.gpu.attention import AttentionCase
 from benchmarks.gpu.correctness import GROUPED_SMALL, PACKED_LIMITS, long_batch
 from benchmarks.gpu.results import FILE, RUNNING, Check, Recorder, Result, read_results
-from benchmarks.gpu.steps import SMALL_VARIANTS, measure_steps
+from benchmarks.step.cases import Case
 from tests.simulated_cuda import CUDA, simulated_device
 from valence.models import attention
 from valence.models.flex import Visible
 from valence.models.layout import segment_table, segments_of
-from valence.trainer.step import Objective
 
 HOST = torch.device("cpu")
 
@@ -192,36 +193,29 @@ def test_part_a_completes_on_the_simulated_device(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- fast
 
 
-def test_a_case_that_runs_out_of_memory_does_not_end_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Objective.run
-
-    def run_out_of_memory(self: Objective, *arguments: Any, **options: Any) -> Any:
-        if self.method.name == "dpo":
-            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
-        return run(self, *arguments, **options)
-
-    monkeypatch.setattr(Objective, "run", run_out_of_memory)
-    figures = list(measure_steps(SMALL_VARIANTS[2], HOST, 1e12, repeats=1))
-    assert [item.failure for item in figures] == ["", "out of memory", ""]
-    assert [math.isfinite(item.loss) for item in figures] == [True, False, True]
-    assert "out of memory" in str(figures[1])
-
-
-def test_a_model_that_does_not_fit_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out_of_memory(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(steps, "make_policy", run_out_of_memory)
-    figures = list(measure_steps(SMALL_VARIANTS[0], HOST, 1e12, repeats=1))
-    assert len(figures) == 3
-    assert all(item.failure for item in figures)
-
-
-@pytest.mark.slow
-def test_steps_of_a_device_have_the_losses_of_the_host() -> None:
-    expected = [item.loss for item in measure_steps(SMALL_VARIANTS[2], HOST, 1e12, repeats=1)]
+@pytest.mark.parametrize("case", steps.CASES, ids=lambda case: case.method)
+def test_a_step_of_a_device_has_the_loss_of_the_host(case: Case) -> None:
+    variant = steps.SMALL_VARIANTS[1]
+    expected = steps.measure_step(case, variant, HOST)["loss"]
     with simulated_device():
-        figures = list(measure_steps(SMALL_VARIANTS[2], CUDA, 1e12, repeats=1))
-    assert [item.loss for item in figures] == pytest.approx(expected, abs=0.02)
+        assert steps.measure_step(case, variant, CUDA)["loss"] == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("case", attention_speed.SMALL_CASES, ids=str)
+def test_all_attention_backends_are_measured(case: AttentionCase) -> None:
+    with simulated_device():
+        for backend in attention_speed.backends_for(case):
+            figures = attention_speed.measure_attention(case, backend, CUDA)
+            assert figures["forward_tflops"] > 0
+
+
+def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
+    variant = steps.SMALL_VARIANTS[0]
+    cases = {f"{case.name}": (case, variant) for case in steps.CASES}
+    recorder = Recorder("B", [tmp_path / "work"], 60)
+    shares = zip(cases, (0.3, 0.1, 0.2), strict=True)
+    recorder.run([Check(f"step, {name}", lambda x=x: {"share": x}) for name, x in shares])
+    figures = gpu.profile_slowest(cases, HOST, tmp_path / "work", tmp_path)
+    assert figures["step"] == f"{variant} dpo"
+    assert (tmp_path / "profile.json.gz").exists()
+    assert "aten::mm" in (tmp_path / "profile.txt").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import correctness, training
-from benchmarks.gpu.results import Check, Recorder, kill_processes, run_process
-from benchmarks.gpu.steps import LARGER
-from benchmarks.step.cases import TINY
+from benchmarks.gpu import attention, correctness, steps, training
+from benchmarks.gpu.results import Check, Recorder, kill_processes, read_results, run_process
+from benchmarks.step.cases import TINY, Case
 
 WORK = Path("build/first_contact")
 """Default folder for models, caches and results; results of an earlier start are read from it."""
@@ -40,7 +39,7 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "trl", "l
 GPU_TESTS = ("test_gpu.py", "test_head.py", "test_checkpointing.py", "test_quantized.py")
 
 
-def part_a(device: torch.device, work: Path) -> Iterator[Check]:
+def part_a(device: torch.device, work: Path, _out: Path) -> Iterator[Check]:
     """Is it right?"""
     rehearses = not torch.cuda.is_available()
     shape = correctness.GROUPED_SMALL if rehearses else correctness.GROUPED
@@ -60,7 +59,7 @@ def part_a(device: torch.device, work: Path) -> Iterator[Check]:
                 partial(
                     correctness.compare_head,
                     backend,
-                    TINY if rehearses else LARGER,
+                    TINY if rehearses else steps.LARGER,
                     64 if rehearses else 1024,
                     dtype,
                     device,
@@ -121,7 +120,51 @@ def run_gpu_tests(path: str) -> dict[str, Any]:
     return {"tests": output.strip().splitlines()[-1] if output.strip() else "all passed"}
 
 
-PARTS: dict[str, Callable[[torch.device, Path], Iterator[Check]]] = {"A": part_a}
+def part_b(device: torch.device, work: Path, out: Path) -> Iterator[Check]:
+    """Is it fast?"""
+    rehearses = not torch.cuda.is_available()
+    yield Check(
+        "ceilings",
+        partial(steps.ceilings, device),
+        at_most={"head_over_products": 1.5},
+        fix="use plain products (VALENCE_HEAD=torch), and profile the kernel of the head",
+    )
+    cases = {
+        f"{variant} {case.name}": (case, variant)
+        for variant in (steps.SMALL_VARIANTS if rehearses else steps.VARIANTS)
+        for case in steps.CASES
+    }
+    for name, (case, variant) in cases.items():
+        yield Check(
+            f"step, {name}",
+            partial(steps.measure_step, case, variant, device),
+            at_most=steps.LIMITS,
+            at_least={"share": steps.SHARES[name]} if name in steps.SHARES else {},
+            fix="share: see profile.txt. Memory: correct valence/models/memory.py, or compare "
+            "PYTORCH_ALLOC_CONF and the sizes of micro-batches",
+        )
+    yield Check("profile of the slowest step", partial(profile_slowest, cases, device, work, out))
+    for case in attention.SMALL_CASES if rehearses else attention.CASES:
+        for backend in attention.backends_for(case):
+            yield Check(
+                f"attention, {case}, {backend}",
+                partial(attention.measure_attention, case, backend, device),
+            )
+
+
+def profile_slowest(
+    cases: Mapping[str, tuple[Case, steps.Variant]], device: torch.device, work: Path, out: Path
+) -> dict[str, Any]:
+    """Profile the step with the smallest share of the ceiling. work: folder with the results."""
+    shares = {
+        result.name.removeprefix("step, "): result.figures["share"]
+        for result in read_results(work)
+        if result.part == "B" and "share" in result.figures
+    }
+    return steps.profile_step(*cases[min(shares, key=shares.__getitem__)], device, out)
+
+
+PARTS: dict[str, Callable[[torch.device, Path, Path], Iterator[Check]]] = {"A": part_a, "B": part_b}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -139,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --rehearse runs all checks on the CPU")
-    work = options.work.resolve()
+    work, out = options.work.resolve(), options.out.resolve()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work / "compiled"))
     device = torch.device("cuda")
     # A CPU of the rehearsal has no time for several processes at once.
@@ -147,13 +190,13 @@ def main(arguments: list[str] | None = None) -> int:
     with simulated_device() if options.rehearse else nullcontext():
         recorder = Recorder(
             options.part,
-            list(dict.fromkeys((options.out.resolve(), work))),
+            list(dict.fromkeys((out, work))),
             options.until - time.time(),
             compares=options.part == "A" or not options.rehearse,
             retries=options.retry,
             on_failure=nothing if options.rehearse else restart_if_device_is_lost,
         )
-        results = recorder.run(PARTS[options.part](device, work), workers)
+        results = recorder.run(PARTS[options.part](device, work, out), workers)
     good = sum(result.is_good for result in results)
     print(f"\npart {options.part}: {good} of {len(results)} good")
     for result in results:
