@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention as attention_speed
-from benchmarks.gpu import correctness, steps
+from benchmarks.gpu import correctness, peer, steps
 from benchmarks.gpu.attention import AttentionCase
 from benchmarks.gpu.correctness import GROUPED_SMALL, PACKED_LIMITS, long_batch
 from benchmarks.gpu.results import FILE, RUNNING, Check, Recorder, Result, read_results
@@ -120,6 +121,27 @@ def test_a_result_says_what_to_do_after_a_miss() -> None:
     assert "y" in str(missed).splitlines()[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "status", "kinds"),
+    [
+        ("A", "ok", {"environment", "packed", "head", "step", "run", "tests"}),
+        ("B", "measured", {"ceilings", "step", "profile of the slowest step", "attention"}),
+    ],
+)
+def test_a_rehearsal_completes(part: str, status: str, kinds: set[str], tmp_path: Path) -> None:
+    folders = {"OUT": str(tmp_path / "out"), "WORK": str(tmp_path / "work")}
+    environment = os.environ | folders | {
+        "PYTHON": sys.executable, "BUDGET": "280", "WHEELS": str(tmp_path),
+    }  # fmt: skip
+    script = Path(__file__).parents[1] / "benchmarks" / "gpu" / "first_contact.sh"
+    assert subprocess.run([script, part, "--rehearse"], env=environment).returncode == 0
+    results = list(read_results(tmp_path / "out"))
+    assert {result.status for result in results} == {status}
+    assert {result.name.split(",")[0] for result in results} == kinds
+    assert results == list(read_results(tmp_path / "work"))
+
+
 # ---------------------------------------------------------------- right
 
 
@@ -178,18 +200,6 @@ def test_the_expected_figures_are_those_of_the_command() -> None:
         assert computed[name]["loss"] == pytest.approx(expected[name]["loss"], rel=1e-4)
 
 
-@pytest.mark.slow
-def test_part_a_completes_on_the_simulated_device(tmp_path: Path) -> None:
-    arguments = ["--rehearse", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-    until = ["--until", str(time.time() + 280)]
-    assert gpu.main(["A", *arguments, *until]) == 0
-    results = list(read_results(tmp_path / "out"))
-    assert {result.status for result in results} == {"ok"}
-    assert {result.name.split(",")[0] for result in results} == {
-        "environment", "packed", "head", "step", "run", "tests",
-    }  # fmt: skip
-
-
 # ---------------------------------------------------------------- fast
 
 
@@ -219,3 +229,24 @@ def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
     assert figures["step"] == f"{variant} dpo"
     assert (tmp_path / "profile.json.gz").exists()
     assert "aten::mm" in (tmp_path / "profile.txt").read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------- beside TRL
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agree"),
+    [
+        ((0.2, 7.0), (0.201, 7.01), True),
+        ((0.2, 7.0), (0.25, 7.0), False),
+        ((0.2, 7.0), (0.2, 9.0), False),
+        ((0.2, 7.0), (math.nan, 7.0), False),
+        ((0.5, 7.0), (0.5, 7.0), False),
+    ],
+)
+def test_sides_that_disagree_or_learn_nothing_have_no_times(
+    ours: tuple[float, float], theirs: tuple[float, float], agree: bool
+) -> None:
+    with nullcontext() if agree else pytest.raises(RuntimeError, match="loss"):
+        figures = peer.measure_agreement(lambda: ours, lambda: theirs, HOST)
+        assert (figures["loss"], figures["trl_grad_norm"]) == (0.2, 7.01)

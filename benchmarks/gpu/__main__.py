@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import attention, correctness, steps, training
+from benchmarks.gpu import attention, correctness, peer, steps, training
 from benchmarks.gpu.results import Check, Recorder, kill_processes, read_results, run_process
 from benchmarks.step.cases import TINY, Case
 
@@ -164,7 +164,22 @@ def profile_slowest(
     return steps.profile_step(*cases[min(shares, key=shares.__getitem__)], device, out)
 
 
-PARTS: dict[str, Callable[[torch.device, Path, Path], Iterator[Check]]] = {"A": part_a, "B": part_b}
+def part_c(device: torch.device, work: Path, _out: Path) -> Iterator[Check]:
+    """How does it compare with TRL?"""
+    for name, with_liger in peer.variants():
+        yield Check(
+            f"kto, 1.5b lora, trl with {name}{' and liger' * with_liger}",
+            partial(peer.compare_with_trl, name, with_liger, device, work),
+            at_least={"times_as_fast": 1.0},
+            fix="if the sides disagree, compare the log-probabilities of single rows; else profile",
+        )
+
+
+PARTS: dict[str, Callable[[torch.device, Path, Path], Iterator[Check]]] = {
+    "A": part_a,
+    "B": part_b,
+    "C": part_c,
+}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -184,10 +199,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("there is no CUDA device; --rehearse runs all checks on the CPU")
     work, out = options.work.resolve(), options.out.resolve()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work / "compiled"))
-    device = torch.device("cuda")
+    # TRL does not run on a simulated device.
+    is_simulated = options.rehearse and options.part != "C"
+    device = torch.device("cpu" if options.rehearse and not is_simulated else "cuda")
     # A CPU of the rehearsal has no time for several processes at once.
     workers = 1 if options.rehearse else 4
-    with simulated_device() if options.rehearse else nullcontext():
+    with simulated_device() if is_simulated else nullcontext():
         recorder = Recorder(
             options.part,
             list(dict.fromkeys((out, work))),

@@ -4,12 +4,13 @@
 # PART: A (is it right?), B (is it fast?) or C (beside TRL); see __main__.py. Start a part again and
 # it goes on after the last result. --rehearse runs all of it on a CPU, with tiny sizes.
 #
-# OUT: folder for results.jsonl and profiles (default: build/first_contact). BUDGET: seconds for the
-# part (default 220). PYTHON: the interpreter (default python3). WHEELS: folder that
+# OUT: folder for results.jsonl and profiles (default: that of WORK). WORK: folder for models,
+# packages and a copy of the results (default build/first_contact). BUDGET: seconds for the part
+# (default 220). PYTHON: the interpreter (default python3). WHEELS: folder that
 # `python -m benchmarks.gpu.wheels` has filled (default build/wheels).
 set -u
 cd "$(dirname "$0")/../.." || exit 1
-WORK=$PWD/build/first_contact
+WORK=${WORK:-$PWD/build/first_contact}
 OUT=${OUT:-$WORK}
 BUDGET=${BUDGET:-220}
 PYTHON=${PYTHON:-python3}
