@@ -1,7 +1,7 @@
 """Tiny runs to the end: KTO, also killed and resumed, GRPO, and KTO with a quantized model.
 
-python -m benchmarks.gpu.training FOLDER KIND RUN [--kill-after STEP] trains in a process of its own
-and kills it with signal 9 after a step.
+python -m benchmarks.gpu.training FOLDER KIND RUN [--kill-after STEP] trains in this process,
+which is killed with signal 9 after a step.
 """
 
 from __future__ import annotations

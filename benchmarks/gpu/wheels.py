@@ -39,7 +39,7 @@ REQUIREMENTS = (
 )
 """Together with torch 2.11, transformers 5.17, triton 3.6 and the packages that these need."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
-KEPT_LIBRARIES = ("libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so")
+LIBRARIES = ("libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so")
 
 
 def download(folder: Path, python: str) -> None:
@@ -56,7 +56,7 @@ def download(folder: Path, python: str) -> None:
 
 
 def remove_libraries(wheel: Path) -> None:
-    """Write a wheel again without the libraries that are not in KEPT_LIBRARIES."""
+    """Write a wheel again without the libraries that are not in LIBRARIES."""
     smaller = wheel.with_suffix(".tmp")
     with (
         zipfile.ZipFile(wheel) as source,
@@ -65,7 +65,7 @@ def remove_libraries(wheel: Path) -> None:
         records, record = list[str](), ""
         for item in source.infolist():
             name = Path(item.filename).name
-            if name.endswith(".so") and name not in KEPT_LIBRARIES:
+            if name.endswith(".so") and name not in LIBRARIES:
                 continue
             if item.filename.endswith(".dist-info/RECORD"):
                 record = item.filename
