@@ -43,11 +43,11 @@ def run_checks(folder: Path, *checks: Check, seconds: float = 60, **options: Any
 
 def test_a_failed_check_does_not_end_the_others(tmp_path: Path) -> None:
     checks = [
-        Check("first", lambda: {"x": 1.0}, at_most={"x": 2.0}),
+        Check("first", lambda: {"x": 1.0}, maxima={"x": 2.0}),
         Check("second", lambda: {"x": 1 / 0}, fix="divide by something else"),
-        Check("third", lambda: {"x": 1.0}, at_least={"x": 2.0}),
-        Check("fourth", lambda: {"x": math.nan}, at_most={"x": 2.0}),
-        Check("fifth", dict, at_most={"x": 2.0}),
+        Check("third", lambda: {"x": 1.0}, minima={"x": 2.0}),
+        Check("fourth", lambda: {"x": math.nan}, maxima={"x": 2.0}),
+        Check("fifth", dict, maxima={"x": 2.0}),
         Check("beside", lambda: {"x": 1}, is_background=True),
     ]
     assert run_checks(tmp_path, *checks) == ["ok", "failed", "missed", "missed", "failed", "ok"]
@@ -60,7 +60,7 @@ def test_a_failed_check_does_not_end_the_others(tmp_path: Path) -> None:
 
 
 def test_limits_are_not_compared_in_a_rehearsal_of_speed(tmp_path: Path) -> None:
-    check = Check("slow", lambda: {"x": 1.0}, at_least={"x": 2.0})
+    check = Check("slow", lambda: {"x": 1.0}, minima={"x": 2.0})
     assert run_checks(tmp_path, check, compares=False) == ["measured"]
 
 
@@ -71,8 +71,8 @@ def test_checks_with_a_result_are_not_run_again(tmp_path: Path) -> None:
         return lambda: calls.append(name) or {"x": value}  # pyright: ignore[reportReturnType]
 
     checks = [
-        Check("right", counted("right", 0.0), at_most={"x": 1.0}),
-        Check("wrong", counted("wrong", 2.0), at_most={"x": 1.0}),
+        Check("right", counted("right", 0.0), maxima={"x": 1.0}),
+        Check("wrong", counted("wrong", 2.0), maxima={"x": 1.0}),
     ]
     run_checks(tmp_path, *checks)
     with (tmp_path / FILE).open("a", encoding="utf-8") as file:

@@ -1,1 +1,1 @@
-"""Checks and measurements for the first hours on a GPU: right, fast, and beside TRL."""
+"""Checks and measurements for the first hours on a GPU: right, fast, and compared with TRL."""

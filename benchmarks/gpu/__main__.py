@@ -49,7 +49,7 @@ def part_a(device: torch.device, work: Path, _out: Path) -> Iterator[Check]:
             yield Check(
                 f"packed, {backend}, {name_of(dtype)}",
                 partial(correctness.compare_packed, shape, dtype, device, backend),
-                at_most=correctness.PACKED_LIMITS[dtype],
+                maxima=correctness.PACKED_LIMITS[dtype],
                 fix="set VALENCE_ATTENTION to a backend that is right, and make it the automatic "
                 "choice",
             )
@@ -64,20 +64,20 @@ def part_a(device: torch.device, work: Path, _out: Path) -> Iterator[Check]:
                     dtype,
                     device,
                 ),
-                at_most=correctness.HEAD_LIMITS[dtype],
+                maxima=correctness.HEAD_LIMITS[dtype],
                 fix="VALENCE_HEAD=torch, and compare single logits",
             )
         for method in correctness.STEPS:
             yield Check(
                 f"step, {method}, {name_of(dtype)}",
                 partial(correctness.compare_step, method, shape, dtype, device),
-                at_most=correctness.STEP_LIMITS[dtype],
+                maxima=correctness.STEP_LIMITS[dtype],
                 fix="compare the log-probabilities of single micro-batches with those of a CPU",
             )
     yield Check(
         "run, kto, killed and resumed with an empty cache",
         partial(training.compare_resumed, work / "resumed"),
-        at_most={"unequal_weights": 0},
+        maxima={"unequal_weights": 0},
         fix="TORCHINDUCTOR_DETERMINISTIC=1; VALENCE_ATTENTION=sdpa; train.compile=off",
         is_background=True,
     )
@@ -126,7 +126,7 @@ def part_b(device: torch.device, work: Path, out: Path) -> Iterator[Check]:
     yield Check(
         "ceilings",
         partial(steps.ceilings, device),
-        at_most={"head_over_products": 1.5},
+        maxima={"head_over_products": 1.5},
         fix="use plain products (VALENCE_HEAD=torch), and profile the kernel of the head",
     )
     cases = {
@@ -138,8 +138,8 @@ def part_b(device: torch.device, work: Path, out: Path) -> Iterator[Check]:
         yield Check(
             f"step, {name}",
             partial(steps.measure_step, case, variant, device),
-            at_most=steps.LIMITS,
-            at_least={"share": steps.SHARES[name]} if name in steps.SHARES else {},
+            maxima=steps.LIMITS,
+            minima={"share": steps.SHARES[name]} if name in steps.SHARES else {},
             fix="share: see profile.txt. Memory: correct valence/models/memory.py, or compare "
             "PYTORCH_ALLOC_CONF and the sizes of micro-batches",
         )
@@ -170,7 +170,7 @@ def part_c(device: torch.device, work: Path, _out: Path) -> Iterator[Check]:
         yield Check(
             f"kto, 1.5b lora, trl with {name}{' and liger' * with_liger}",
             partial(peer.compare_with_trl, name, with_liger, device, work),
-            at_least={"times_as_fast": 1.0},
+            minima={"times_as_fast": 1.0},
             fix="if the sides disagree, compare the log-probabilities of single rows; else profile",
         )
 

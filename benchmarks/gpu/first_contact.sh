@@ -1,7 +1,7 @@
 #!/bin/bash
 # first_contact.sh PART [--rehearse] [--retry]: checks and measurements on a GPU machine.
 #
-# PART: A (is it right?), B (is it fast?) or C (beside TRL); see __main__.py. Start a part again and
+# PART: A (is it right?), B (is it fast?) or C (compared with TRL); see __main__.py. Start a part again and
 # it goes on after the last result. --rehearse runs all of it on a CPU, with tiny sizes.
 #
 # OUT: folder for results.jsonl and profiles (default: that of WORK). WORK: folder for models,

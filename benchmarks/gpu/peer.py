@@ -32,7 +32,7 @@ from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import TokenizedExample
 
-CASE = Case("kto beside trl", "kto", prompts=32, lora=True)
+CASE = Case("kto and trl", "kto", prompts=32, lora=True)
 PROMPTS_ON_A_CPU = 4
 BUDGET = 16_384
 """Tokens of a micro-batch."""

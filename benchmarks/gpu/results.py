@@ -34,14 +34,14 @@ class OutOfTimeError(BaseException):
 
 @dataclass(frozen=True)
 class Check:
-    """A measurement. at_most, at_least: limits of its figures. fix: what to do if it fails or
-    misses a limit. is_background: it only waits for processes, and runs beside the others.
+    """A measurement. maxima, minima: limits of its figures. fix: what to do if it fails or
+    misses a limit. is_background: it only waits for processes, and runs in a thread.
     """
 
     name: str
     run: Callable[[], Figures]
-    at_most: Mapping[str, float] = field(default_factory=dict[str, float])
-    at_least: Mapping[str, float] = field(default_factory=dict[str, float])
+    maxima: Mapping[str, float] = field(default_factory=dict[str, float])
+    minima: Mapping[str, float] = field(default_factory=dict[str, float])
     fix: str = ""
     is_background: bool = False
 
@@ -49,8 +49,8 @@ class Check:
         """Return the names of the figures beyond their limits. NaN is beyond every limit."""
         return [
             name
-            for name, limit in (*self.at_most.items(), *self.at_least.items())
-            if not (figures[name] <= limit if name in self.at_most else figures[name] >= limit)
+            for name, limit in (*self.maxima.items(), *self.minima.items())
+            if not (figures[name] <= limit if name in self.maxima else figures[name] >= limit)
         ]
 
 
@@ -206,7 +206,7 @@ def _measure(check: Check) -> tuple[Figures, float, str | None]:
     start = time.monotonic()
     try:
         figures = dict(check.run())
-        if lost := [name for name in (*check.at_most, *check.at_least) if name not in figures]:
+        if lost := [name for name in (*check.maxima, *check.minima) if name not in figures]:
             raise KeyError(f"no figure {', '.join(lost)}")
         return figures, time.monotonic() - start, ""
     except OutOfTimeError:

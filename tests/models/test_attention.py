@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.prefix_trees import Segments, dense_attention, path, prefix_trees, visible_mask
 from tests import simulated_cuda
+from tests.prefix_trees import Segments, dense_attention, path, prefix_trees, visible_mask
 from tests.simulated_cuda import CUDA, simulated_device, varlen_attention
 from valence.models import attention, flex, layout, native
 from valence.models.attention import (

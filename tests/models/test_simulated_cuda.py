@@ -131,11 +131,11 @@ def test_the_next_attention_backend_is_used_if_one_fails(
 
 
 def test_flash_attention_comes_before_attention_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with simulated_device(), pytest.warns(PackingWarning):
-        break_backends(monkeypatch, ("flex", "flex_small"))
-        engine, _ = built("llama", "off", PATTERNS[1], CUDA, torch.bfloat16)
+    with simulated_device(), monkeypatch.context() as patch:
+        break_backends(patch, ("flex", "flex_small"))
+        with pytest.warns(PackingWarning):
+            engine, _ = built("llama", "off", PATTERNS[1], CUDA, torch.bfloat16)
         assert engine.attention_backend == "flash"
-        monkeypatch.undo()
 
 
 def test_one_sequence_at_a_time_on_a_device_must_be_allowed(
